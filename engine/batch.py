@@ -1,0 +1,176 @@
+"""The tensors of one step: what the model's forward reads, ragged over requests.
+
+`build_forward_batch` turns the scheduler's plan into a `ForwardBatch`; `pack_forward_batch` does
+the second half from arrays, for a rank that got the plan as a message and holds no requests. All
+index arithmetic is numpy over whole arrays, because a decode step has well under a millisecond to
+spare for it. Tensors are read-only once built.
+
+Letters in shapes: T tokens of the step, S requests, B blocks of the longest context, L rows whose
+logits are wanted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.request import ScheduledRequest, num_blocks_for
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """Inputs of one forward pass. Request s owns rows [cu_seqlens_q[s], cu_seqlens_q[s + 1]).
+
+    Attributes:
+        input_ids: [T] int64, tokens to run.
+        positions: [T] int64, position of each token in its own sequence.
+        slot_mapping: [T] int64, where a token's KV goes: block_id * block_size + offset.
+        cu_seqlens_q: [S + 1] int32, running sum of the tokens per request.
+        seq_lens: [S] int32, context length of each request including this step's tokens.
+        block_tables: [S, B] int32, block ids in order of positions; padded with block 0.
+        logits_indices: [L] int64, ascending rows of [0, T) whose logits are wanted.
+        max_seqlen_q: the most tokens of one request in this step (1: a pure decode step).
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    logits_indices: torch.Tensor
+    max_seqlen_q: int
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return self.input_ids.shape[0]
+
+    @property
+    def num_seqs(self) -> int:
+        """S."""
+        return self.seq_lens.shape[0]
+
+    @classmethod
+    def dummy(cls, device: torch.device | str = "cpu") -> "ForwardBatch":
+        """Return what an idle expert-parallel rank runs to take part in the collectives.
+
+        One padding token at position 0, whose KV goes to block 0 (the dummy block, which no
+        request owns); no logits are wanted.
+        """
+        one = np.ones(1, dtype=np.int64)
+        return pack_forward_batch(
+            np.zeros(1, dtype=np.int64),
+            one,
+            one,
+            np.zeros((1, 1), dtype=np.int32),
+            logits_indices=np.zeros(0, dtype=np.int64),
+            block_size=1,
+            device=device,
+        )
+
+
+def build_forward_batch(
+    scheduled: Sequence[ScheduledRequest], block_size: int, device: torch.device | str = "cpu"
+) -> ForwardBatch:
+    """Build the tensors of one step on `device`.
+
+    Args:
+        scheduled: at least one; each `block_table` must already cover the step's tokens.
+        block_size: tokens per block.
+        device: where the tensors are to be.
+    """
+    assert scheduled, "a step without requests is ForwardBatch.dummy()"
+    input_ids: list[int] = []
+    for item in scheduled:
+        input_ids += item.request.token_ids(item.start, item.end)
+    return pack_forward_batch(
+        np.array(input_ids, dtype=np.int64),
+        np.array([item.num_scheduled_tokens for item in scheduled], dtype=np.int64),
+        np.array([item.end for item in scheduled], dtype=np.int64),
+        _pad_block_tables(scheduled, block_size),
+        logits_indices=logits_rows(scheduled),
+        block_size=block_size,
+        device=device,
+    )
+
+
+def pack_forward_batch(
+    input_ids: Int64Array,
+    query_lens: Int64Array,
+    seq_lens: Int64Array,
+    block_tables: Int32Array,
+    *,
+    logits_indices: Int64Array,
+    block_size: int,
+    device: torch.device | str = "cpu",
+) -> ForwardBatch:
+    """Derive positions and slots and move everything to `device`.
+
+    Args:
+        input_ids: [T], tokens of all requests one after another.
+        query_lens: [S], tokens of each request in this step.
+        seq_lens: [S], context lengths including this step.
+        block_tables: [S, B], padded with 0.
+        logits_indices: [L], ascending rows whose logits are wanted.
+        block_size: tokens per block.
+        device: where the tensors are to be.
+    """
+    cu_seqlens = np.zeros(len(query_lens) + 1, dtype=np.int64)
+    np.cumsum(query_lens, out=cu_seqlens[1:])
+    assert cu_seqlens[-1] == len(input_ids)
+    rows = np.repeat(np.arange(len(query_lens)), query_lens)
+    # Row t of request s stands at seq_lens[s] - query_lens[s] + (t - cu_seqlens[s]).
+    shift = seq_lens - query_lens - cu_seqlens[:-1]
+    positions = np.arange(len(input_ids), dtype=np.int64) + shift[rows]
+    blocks = block_tables[rows, positions // block_size].astype(np.int64)
+
+    def to_device(array: npt.NDArray[np.integer]) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return ForwardBatch(
+        input_ids=to_device(input_ids),
+        positions=to_device(positions),
+        slot_mapping=to_device(blocks * block_size + positions % block_size),
+        cu_seqlens_q=to_device(cu_seqlens.astype(np.int32)),
+        seq_lens=to_device(seq_lens.astype(np.int32)),
+        block_tables=to_device(block_tables),
+        logits_indices=to_device(logits_indices),
+        max_seqlen_q=int(query_lens.max(initial=0)),
+    )
+
+
+def logits_rows(scheduled: Sequence[ScheduledRequest]) -> Int64Array:
+    """Return the ascending rows of the step whose logits are wanted, [L].
+
+    Those are, per request, the rows that predict prompt tokens if prompt logprobs were asked for,
+    and the last row if the step samples.
+    """
+    rows: list[int] = []
+    first = 0
+    for item in scheduled:
+        rows.extend(range(first, first + item.num_prompt_logprob_rows))
+        first += item.num_scheduled_tokens
+        if item.samples:
+            rows.append(first - 1)
+    return np.array(rows, dtype=np.int64)
+
+
+def _pad_block_tables(scheduled: Sequence[ScheduledRequest], block_size: int) -> Int32Array:
+    """Return [S, B] block ids, trimmed to the blocks that this step's contexts reach."""
+    counts = np.array([num_blocks_for(item.end, block_size) for item in scheduled])
+    for item, count in zip(scheduled, counts, strict=True):
+        assert len(item.request.block_table) >= count, item.request.request_id
+    tables = np.zeros((len(scheduled), int(counts.max())), dtype=np.int32)
+    ids = chain.from_iterable(
+        item.request.block_table[:count] for item, count in zip(scheduled, counts, strict=True)
+    )
+    flat = np.fromiter(ids, dtype=np.int32, count=int(counts.sum()))
+    tables[np.arange(tables.shape[1]) < counts[:, None]] = flat
+    return tables

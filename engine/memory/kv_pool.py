@@ -1,0 +1,101 @@
+"""The bytes of the KV cache of one rank, page-major.
+
+Storage is `data[num_blocks, num_layers, block_size, latent_dim]`: a block of all layers is one
+contiguous run, which is what a transfer moves, and `layer(i)` is the strided view
+`[num_blocks, block_size, latent_dim]` that attention reads. A slot is block_id * block_size +
+offset. Who owns a block is the business of the `BlockPool`. The memory is zeroed once, at start,
+and never moves, so that its address can be registered with a transport.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+
+class KVPool:
+    """Latent KV (kv_c and k_pe side by side) of `num_blocks` blocks, block 0 being the dummy."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_layers: int,
+        block_size: int,
+        latent_dim: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Allocate and zero the pool.
+
+        Args:
+            num_blocks: blocks, the dummy block 0 included.
+            num_layers: layers with KV (an MTP layer counts as one more).
+            block_size: tokens per block.
+            latent_dim: kv_lora_rank + qk_rope_head_dim.
+            dtype: of the storage.
+            device: of the storage.
+        """
+        self.num_blocks = num_blocks
+        self.num_layers = num_layers
+        self.block_size = block_size
+        self.latent_dim = latent_dim
+        self.data = torch.zeros(
+            (num_blocks, num_layers, block_size, latent_dim), dtype=dtype, device=device
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the storage."""
+        return self.data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the storage."""
+        return self.data.device
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte, constant for the life of the pool."""
+        return self.data.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.data.numel() * self.data.element_size()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of all layers, contiguous at address + block_id * block_bytes."""
+        return self.nbytes // self.num_blocks
+
+    def layer(self, index: int) -> torch.Tensor:
+        """Return the view [num_blocks, block_size, latent_dim] of one layer (strided)."""
+        return self.data[:, index]
+
+    def write(
+        self, layer: int, slot_mapping: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor
+    ) -> None:
+        """Store the latents of T tokens in one layer.
+
+        Args:
+            layer: index of the layer.
+            slot_mapping: [T] int64; padding tokens point into block 0.
+            kv_c: [T, kv_lora_rank], normalised latent; converted to the pool's dtype.
+            k_pe: [T, qk_rope_head_dim], after rotation.
+        """
+        latents = torch.cat((kv_c, k_pe), dim=-1).to(self.dtype)
+        blocks = torch.div(slot_mapping, self.block_size, rounding_mode="floor")
+        self.data[blocks, layer, slot_mapping % self.block_size] = latents
+
+    def copy_out(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """Return a host copy [n, num_layers, block_size, latent_dim] of the blocks."""
+        return self.data[self._indices(block_ids)].cpu()
+
+    def copy_in(self, block_ids: Sequence[int], blocks: torch.Tensor) -> None:
+        """Restore what `copy_out` returned into (possibly other) blocks, in the same order."""
+        assert blocks.shape[0] == len(block_ids)
+        assert blocks.dtype == self.dtype
+        self.data[self._indices(block_ids)] = blocks.to(self.device)
+
+    def _indices(self, block_ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)

@@ -1,0 +1,143 @@
+"""One request as the engine sees it: tokens, KV blocks, and how far the KV is valid.
+
+A `Request` holds no status and no timers: each role keeps its own life cycle around it. It knows
+nothing of text. The scheduler that owns a request is the only one that changes it; the model runner
+reads. Invariant: the KV of tokens [0, num_computed_tokens) is valid in the blocks of `block_table`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from runtime.block_hash import hash_block, root_hash
+from runtime.sampling import FinishReason, SamplingParams, finish_reason_after
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Return how many blocks hold `num_tokens` tokens."""
+    return -(-num_tokens // block_size)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """A request inside one worker. Two requests are equal only if they are the same object.
+
+    Attributes:
+        request_id: the caller's id, unique in the worker.
+        prompt_token_ids: the prompt, at least one token; never changed.
+        sampling: how to choose tokens.
+        block_table: block ids in order of positions; block i holds tokens [i*bs, (i+1)*bs).
+        num_computed_tokens: leading tokens of prompt + output whose KV is valid.
+        num_cached_tokens: prompt tokens that a prefix cache gave (a multiple of the block size).
+        output_token_ids: tokens sampled so far; the last one has no KV yet.
+        block_hashes: chained hashes of the leading whole blocks, grown by `update_block_hashes`.
+        cache_salt: separates the prefix caches of tenants.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise ValueError("prompt_token_ids is empty; give at least one token")
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far, which is also the output index of the next one."""
+        return len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that still have to be run before the next one can be sampled."""
+        return self.num_tokens - self.num_computed_tokens
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Return tokens [start, end) of prompt followed by output."""
+        num_prompt = len(self.prompt_token_ids)
+        if end <= num_prompt:
+            return self.prompt_token_ids[start:end]
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : end - num_prompt]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: end - num_prompt]
+
+    def num_blocks_needed(self, num_scheduled_tokens: int, block_size: int) -> int:
+        """Return how many more blocks the next `num_scheduled_tokens` tokens need."""
+        num_tokens = self.num_computed_tokens + num_scheduled_tokens
+        return max(num_blocks_for(num_tokens, block_size) - len(self.block_table), 0)
+
+    def update_block_hashes(self, block_size: int) -> Sequence[bytes]:
+        """Hash the whole blocks of computed and uncomputed tokens that lack a hash; return all.
+
+        A block may be committed to a prefix cache only once `num_computed_tokens` covers it.
+        """
+        for start in range(
+            len(self.block_hashes) * block_size, self.num_tokens - block_size + 1, block_size
+        ):
+            parent = self.block_hashes[-1] if self.block_hashes else root_hash(self.cache_salt)
+            self.block_hashes.append(hash_block(parent, self.token_ids(start, start + block_size)))
+        return self.block_hashes
+
+    def finish_reason(self, max_model_len: int) -> FinishReason | None:
+        """Return why the request is over after its last output token, or None if it goes on.
+
+        Args:
+            max_model_len: the context length in tokens, prompt and output together.
+        """
+        if not self.output_token_ids:
+            return None
+        return finish_reason_after(
+            self.output_token_ids[-1],
+            num_output_tokens=len(self.output_token_ids),
+            num_tokens=self.num_tokens,
+            params=self.sampling,
+            max_model_len=max_model_len,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's share of a step: tokens [start, end) of its prompt and output are run."""
+
+    request: Request
+    num_scheduled_tokens: int
+
+    def __post_init__(self) -> None:
+        assert 0 < self.num_scheduled_tokens <= self.request.num_uncomputed_tokens
+
+    @property
+    def start(self) -> int:
+        """First position that is run."""
+        return self.request.num_computed_tokens
+
+    @property
+    def end(self) -> int:
+        """Position after the last one that is run; also the context length of the step."""
+        return self.request.num_computed_tokens + self.num_scheduled_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step reaches the end of the known tokens, so that a token is sampled."""
+        return self.end == self.request.num_tokens
+
+    @property
+    def num_prompt_logprob_rows(self) -> int:
+        """Leading positions of the step whose logits are wanted for the next *prompt* token."""
+        if self.request.sampling.num_prompt_logprobs < 0:
+            return 0
+        return max(min(self.end, self.request.num_prompt_tokens - 1) - self.start, 0)

@@ -1,0 +1,56 @@
+"""The KV pool: page-major layout, writes by slot, copies out and in."""
+
+import torch
+
+from engine.memory.kv_pool import KVPool
+
+
+def make_pool() -> KVPool:
+    return KVPool(num_blocks=5, num_layers=3, block_size=4, latent_dim=6)
+
+
+def test_a_block_of_all_layers_is_contiguous() -> None:
+    pool = make_pool()
+    assert pool.data.is_contiguous()
+    assert pool.block_bytes == 3 * 4 * 6 * 4
+    assert pool.nbytes == 5 * pool.block_bytes
+    assert pool.data[2].data_ptr() == pool.address + 2 * pool.block_bytes
+    assert not pool.data.any()
+
+
+def test_write_puts_each_token_into_its_slot_of_one_layer() -> None:
+    pool = make_pool()
+    slots = torch.tensor([4 * 3 + 1, 4 * 1 + 3])
+    kv_c, k_pe = torch.arange(8.0).view(2, 4), -torch.arange(1.0, 5.0).view(2, 2)
+    pool.write(1, slots, kv_c, k_pe)
+    layer = pool.layer(1)
+    assert layer[3, 1].tolist() == [0, 1, 2, 3, -1, -2]
+    assert layer[1, 3].tolist() == [4, 5, 6, 7, -3, -4]
+    pool.layer(1)[3, 1] = 0
+    pool.layer(1)[1, 3] = 0
+    assert not pool.data.any()
+
+
+def test_write_converts_to_the_dtype_of_the_pool() -> None:
+    pool = KVPool(2, 1, 4, 6, dtype=torch.bfloat16)
+    pool.write(0, torch.tensor([5]), torch.full((1, 4), 1.00390625), torch.zeros(1, 2))
+    assert pool.layer(0)[1, 1, 0].item() == 1.0
+
+
+def test_copies_survive_in_other_blocks() -> None:
+    pool = make_pool()
+    pool.data.copy_(torch.rand_like(pool.data))
+    saved = pool.copy_out([3, 1])
+    assert torch.equal(saved[0], pool.data[3])
+    pool.data.zero_()
+    pool.copy_in([2, 4], saved)
+    assert torch.equal(pool.data[2], saved[0])
+    assert torch.equal(pool.data[4], saved[1])
+    assert not pool.data[[0, 1, 3]].any()
+
+
+def test_copying_no_blocks_is_allowed() -> None:
+    pool = make_pool()
+    saved = pool.copy_out([])
+    assert saved.shape == (0, 3, 4, 6)
+    pool.copy_in([], saved)
