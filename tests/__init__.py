@@ -1,1 +1,1 @@
-"""Tests, laid out as the packages they test."""
+"""The tests; the tree mirrors the packages."""

@@ -1,1 +1,1 @@
-"""Tests of runtime."""
+"""Tests of ``runtime``."""

@@ -1,0 +1,209 @@
+"""The configuration of a cluster: what every field means, once.
+
+One TOML file holds it (``runtime.config_file`` reads and writes it). Values are never changed after
+loading; whoever needs another value makes a copy with ``dataclasses.replace``. Checks that need the
+checkpoint or the devices live where those are known (``deploy validate``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from runtime.errors import ConfigError
+
+
+def _one_of(path: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(path, value, "unknown value", f"one of {', '.join(choices)}")
+
+
+def _at_least(path: str, value: float, least: float) -> None:
+    if value < least:
+        raise ConfigError(path, value, f"is below {least}", f"{least} or more")
+
+
+def _port(path: str, value: int) -> None:
+    if not 0 <= value <= 65535:
+        raise ConfigError(path, value, "is no TCP port", "0 (any free port) to 65535")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSection:
+    """``[cluster]``: what all processes share."""
+
+    name: str = "tandem"
+    """Names the run; two clusters of one machine need two names."""
+    host: str = "127.0.0.1"
+    """Interface on which every process listens."""
+    secret: str = ""
+    """Shared by all processes; empty: taken from TANDEM_SECRET, which ``tandem up`` generates."""
+    run_dir: str = ""
+    """Where state and logs go; empty: the user's state folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """``[model]``: the checkpoint and how it is served."""
+
+    path: str = ""
+    """Folder of a Hugging Face checkpoint; empty: the bundled model."""
+    name: str = ""
+    """The name that clients ask for; empty: the folder's name."""
+    max_model_len: int = 0
+    """Most tokens of prompt and output together; 0: what the checkpoint says."""
+    load_format: str = "safetensors"
+    """Either "safetensors", or "dummy" for random weights of the right shapes."""
+    dtype: str = "float32"
+    """Compute type: "float32" or "bfloat16"."""
+
+    def __post_init__(self) -> None:
+        _one_of("model.load_format", self.load_format, ("safetensors", "dummy"))
+        _one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
+        _at_least("model.max_model_len", self.max_model_len, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSection:
+    """``[router]``: the HTTP side."""
+
+    port: int = 8000
+    """OpenAI-compatible HTTP; 0: any free port."""
+    control_port: int = 8100
+    """gRPC registry of workers; 0: any free port."""
+    http_processes: int = 1
+    max_concurrent_requests: int = 512
+    """In flight at once; one more is answered 429."""
+    request_timeout_s: float = 600.0
+    """From a request's arrival to its last token."""
+    max_body_bytes: int = 8 * 2**20
+    """A larger body is answered 413."""
+    policy: str = "least-loaded"
+    """How a pair is picked: "least-loaded" or "round-robin"."""
+    lease_ttl_s: float = 5.0
+    """A worker that is silent for so long is out of the pool."""
+
+    def __post_init__(self) -> None:
+        _port("router.port", self.port)
+        _port("router.control_port", self.control_port)
+        _at_least("router.http_processes", self.http_processes, 1)
+        _at_least("router.max_concurrent_requests", self.max_concurrent_requests, 1)
+        _at_least("router.request_timeout_s", self.request_timeout_s, 0.001)
+        _at_least("router.max_body_bytes", self.max_body_bytes, 1024)
+        _one_of("router.policy", self.policy, ("least-loaded", "round-robin"))
+        _at_least("router.lease_ttl_s", self.lease_ttl_s, 0.1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSection:
+    """``[prefill]``: the prefill workers."""
+
+    instances: int = 1
+    tp: int = 1
+    """Ranks of one instance: attention heads and experts are split over them."""
+    expert_parallel: bool = True
+    """Whole experts per rank; false: every expert is sliced over the ranks (plain TP)."""
+    device: str = "cpu"
+    num_threads: int = 1
+    """Compute threads of one rank on a CPU."""
+    max_num_seqs: int = 16
+    """Most requests of one step."""
+    max_num_batched_tokens: int = 1024
+    """Most prompt tokens of one step; longer prompts are computed in chunks."""
+    num_blocks: int = 256
+    """Blocks of the KV pool, block 0 (padding) included."""
+    block_size: int = 64
+    """Tokens of one block; the same in both roles."""
+    enable_prefix_caching: bool = True
+    kv_dtype: str = "auto"
+    """One of "auto" (the model's dtype), "float32", "bfloat16"."""
+
+    def __post_init__(self) -> None:
+        _check_worker("prefill", self)
+        _at_least("prefill.tp", self.tp, 1)
+        _at_least("prefill.max_num_batched_tokens", self.max_num_batched_tokens, 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSection:
+    """``[decode]``: the decode workers."""
+
+    instances: int = 1
+    dp: int = 1
+    """Ranks of one instance: each attends to its own requests, experts are split over all."""
+    device: str = "cpu"
+    num_threads: int = 1
+    max_num_seqs: int = 32
+    """Most requests of one step and rank."""
+    num_blocks: int = 384
+    block_size: int = 64
+    max_num_reserved: int = 256
+    """Most requests per rank that hold or await blocks; one more is rejected as overload."""
+    preemption_host_blocks: int = 256
+    """Host memory, in blocks, for the KV of preempted requests."""
+    enable_prefix_caching: bool = True
+    kv_dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check_worker("decode", self)
+        _at_least("decode.dp", self.dp, 1)
+        _at_least("decode.max_num_reserved", self.max_num_reserved, 1)
+        _at_least("decode.preemption_host_blocks", self.preemption_host_blocks, 0)
+
+
+def _check_worker(role: str, section: PrefillSection | DecodeSection) -> None:
+    _at_least(f"{role}.instances", section.instances, 1)
+    _one_of(f"{role}.device", section.device, ("cpu", "cuda"))
+    _at_least(f"{role}.num_threads", section.num_threads, 1)
+    _at_least(f"{role}.max_num_seqs", section.max_num_seqs, 1)
+    _at_least(f"{role}.num_blocks", section.num_blocks, 2)
+    _at_least(f"{role}.block_size", section.block_size, 1)
+    _one_of(f"{role}.kv_dtype", section.kv_dtype, ("auto", "float32", "bfloat16"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferSection:
+    """``[kv_transfer]``: how KV gets from prefill to decode."""
+
+    transport: str = "loopback"
+    num_sender_threads: int = 2
+    """Per prefill rank."""
+    layers_per_group: int = 0
+    """KV of so many layers is pushed as soon as it is written; 0: all layers of a chunk at once."""
+    transfer_timeout_s: float = 60.0
+    """From a ticket to its complete KV."""
+    quarantine_timeout_s: float = 30.0
+    """Blocks of a cancelled ticket wait so long for their writer; then its connection is fenced."""
+    num_metadata_slots: int = 256
+    """Tickets that a decode rank can have open at once."""
+
+    def __post_init__(self) -> None:
+        _one_of("kv_transfer.transport", self.transport, ("loopback",))
+        _at_least("kv_transfer.num_sender_threads", self.num_sender_threads, 1)
+        _at_least("kv_transfer.layers_per_group", self.layers_per_group, 0)
+        _at_least("kv_transfer.transfer_timeout_s", self.transfer_timeout_s, 0.001)
+        _at_least("kv_transfer.quarantine_timeout_s", self.quarantine_timeout_s, 0.0)
+        _at_least("kv_transfer.num_metadata_slots", self.num_metadata_slots, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """Everything that ``tandem up`` needs to know."""
+
+    cluster: ClusterSection = field(default_factory=ClusterSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    router: RouterSection = field(default_factory=RouterSection)
+    prefill: PrefillSection = field(default_factory=PrefillSection)
+    decode: DecodeSection = field(default_factory=DecodeSection)
+    kv_transfer: KVTransferSection = field(default_factory=KVTransferSection)
+
+    def __post_init__(self) -> None:
+        if self.prefill.block_size != self.decode.block_size:
+            raise ConfigError(
+                "decode.block_size",
+                self.decode.block_size,
+                f"prefill.block_size is {self.prefill.block_size}",
+                "the same block size in both roles",
+            )
+        port, control_port = self.router.port, self.router.control_port
+        if port and port == control_port:
+            raise ConfigError("router.control_port", control_port, "is router.port", "another port")

@@ -1,0 +1,121 @@
+"""Reading and writing the TOML file of a ``ClusterConfig``.
+
+Strict: an unknown section or key, or a value of the wrong type, is a ConfigError that names the
+field's path and says what to write instead. Paths in the file are relative to its folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from runtime.config import ClusterConfig
+from runtime.errors import ConfigError
+
+SECRET_VARIABLE = "TANDEM_SECRET"
+
+
+def load_config(path: Path | None) -> ClusterConfig:
+    """The configuration in ``path``, or all defaults for None.
+
+    Raises:
+        ConfigError: the file is missing, is no TOML, or a field in it cannot be.
+    """
+    if path is None:
+        return ClusterConfig()
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        problem = error.strerror or str(error)
+        raise ConfigError("file", str(path), problem, "the path of a readable TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("file", str(path), f"no valid TOML: {error}", "mend that line") from error
+    return parse_config(table, base=path.resolve().parent)
+
+
+def parse_config(table: Mapping[str, object], *, base: Path | None = None) -> ClusterConfig:
+    """The configuration that a parsed TOML ``table`` describes.
+
+    ``base`` is the folder that a relative ``model.path`` starts from.
+    """
+    hints = get_type_hints(ClusterConfig)
+    sections: dict[str, Any] = {}
+    for name, section in table.items():
+        if name not in hints:
+            _refuse_unknown(name, section, list(hints))
+        if not isinstance(section, Mapping):
+            raise ConfigError(name, section, "is no table", f"a section [{name}]")
+        sections[name] = _parse_section(name, section, hints[name])
+    config = ClusterConfig(**sections)
+    model_path = config.model.path
+    if base is not None and model_path and not os.path.isabs(model_path):
+        model = dataclasses.replace(config.model, path=str(base / model_path))
+        config = dataclasses.replace(config, model=model)
+    return config
+
+
+def _parse_section(name: str, section: Mapping[str, object], section_type: type[Any]) -> object:
+    hints = get_type_hints(section_type)
+    values: dict[str, object] = {}
+    for key, value in section.items():
+        path = f"{name}.{key}"
+        if key not in hints:
+            _refuse_unknown(path, value, [f"{name}.{known}" for known in hints])
+        values[key] = _parse_value(path, value, hints[key])
+    return section_type(**values)
+
+
+def _parse_value(path: str, value: object, expected: type) -> object:
+    if expected is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not expected:
+        found = type(value).__name__
+        raise ConfigError(path, value, f"is a {found}", f"a value of type {expected.__name__}")
+    return value
+
+
+def _refuse_unknown(path: str, value: object, known: list[str]) -> None:
+    close = difflib.get_close_matches(path, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(known)}"
+    raise ConfigError(path, value, "unknown key", hint)
+
+
+def dump_config(config: ClusterConfig) -> str:
+    """``config`` as TOML that ``load_config`` reads back equal; the secret is left out."""
+    lines = []
+    for section_field in dataclasses.fields(config):
+        section = getattr(config, section_field.name)
+        lines.append(f"[{section_field.name}]")
+        for item in dataclasses.fields(section):
+            if (section_field.name, item.name) != ("cluster", "secret"):
+                lines.append(f"{item.name} = {_toml_value(getattr(section, item.name))}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        return f'"{escaped}"'
+    return repr(value)
+
+
+def cluster_secret(config: ClusterConfig) -> str:
+    """The shared secret: from the configuration, else from the environment.
+
+    Raises:
+        ConfigError: neither has one.
+    """
+    secret = config.cluster.secret or os.environ.get(SECRET_VARIABLE, "")
+    if not secret:
+        raise ConfigError(
+            "cluster.secret", "", "no secret", f"set it, or the environment's {SECRET_VARIABLE}"
+        )
+    return secret

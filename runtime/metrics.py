@@ -1,0 +1,63 @@
+"""Prometheus metrics of one process, on a registry that is passed around, never global.
+
+Answers are always ``text/plain; version=0.0.4``: newer formats rename metrics with colons for some
+scrapers, which breaks dashboards that ask for the original names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+LATENCY_BUCKETS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0),
+)
+
+
+def render_metrics(registry: CollectorRegistry) -> bytes:
+    """All metrics of ``registry`` in the text format 0.0.4."""
+    return generate_latest(registry)
+
+
+def gauge_of(
+    registry: CollectorRegistry, name: str, documentation: str, read: Callable[[], float]
+) -> None:
+    """A gauge that calls ``read`` at each scrape; ``read`` must be cheap and thread-safe."""
+    Gauge(name, documentation, registry=registry).set_function(read)
+
+
+class MetricsServer:
+    """Serves ``/metrics`` (and ``/health``, 200 while the event loop turns) of a worker process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str, port: int = 0) -> int:
+        """Listen; returns the port."""
+        app = web.Application()
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/health", self._health)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        address: tuple[str, int] = self._runner.addresses[0]
+        return address[1]
+
+    async def stop(self) -> None:
+        """Close the listener; harmless where it never started."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        body = render_metrics(self._registry)
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok\n")

@@ -1,0 +1,224 @@
+from runtime.pb import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class TicketOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TICKET_OUTCOME_UNSPECIFIED: _ClassVar[TicketOutcome]
+    TICKET_OUTCOME_SENT: _ClassVar[TicketOutcome]
+    TICKET_OUTCOME_NOT_NEEDED: _ClassVar[TicketOutcome]
+    TICKET_OUTCOME_ABANDONED: _ClassVar[TicketOutcome]
+    TICKET_OUTCOME_FAILED: _ClassVar[TicketOutcome]
+TICKET_OUTCOME_UNSPECIFIED: TicketOutcome
+TICKET_OUTCOME_SENT: TicketOutcome
+TICKET_OUTCOME_NOT_NEEDED: TicketOutcome
+TICKET_OUTCOME_ABANDONED: TicketOutcome
+TICKET_OUTCOME_FAILED: TicketOutcome
+
+class HandshakeRequest(_message.Message):
+    __slots__ = ("prefill", "num_prefill_ranks", "transport", "layout_fingerprint", "layout_description", "expected")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILL_RANKS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    prefill: _common_pb2.WorkerIdentity
+    num_prefill_ranks: int
+    transport: str
+    layout_fingerprint: str
+    layout_description: str
+    expected: _common_pb2.WorkerIdentity
+    def __init__(self, prefill: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., num_prefill_ranks: _Optional[int] = ..., transport: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., layout_description: _Optional[str] = ..., expected: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ...) -> None: ...
+
+class HandshakeResponse(_message.Message):
+    __slots__ = ("endpoint", "error")
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    endpoint: PeerEndpoint
+    error: _common_pb2.Error
+    def __init__(self, endpoint: _Optional[_Union[PeerEndpoint, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class PeerEndpoint(_message.Message):
+    __slots__ = ("decode", "transport", "endpoint", "kv_region_bytes", "metadata_region_bytes", "metadata_slot_bytes")
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    KV_REGION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    METADATA_REGION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    METADATA_SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    decode: _common_pb2.WorkerIdentity
+    transport: str
+    endpoint: bytes
+    kv_region_bytes: int
+    metadata_region_bytes: int
+    metadata_slot_bytes: int
+    def __init__(self, decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[bytes] = ..., kv_region_bytes: _Optional[int] = ..., metadata_region_bytes: _Optional[int] = ..., metadata_slot_bytes: _Optional[int] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("request_id", "router_id", "prompt_token_ids", "sampling", "timeout_s", "prefill", "prefill_address", "num_prefill_ranks", "cache_salt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILL_RANKS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    router_id: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _common_pb2.SamplingParams
+    timeout_s: float
+    prefill: _common_pb2.WorkerIdentity
+    prefill_address: str
+    num_prefill_ranks: int
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., timeout_s: _Optional[float] = ..., prefill: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., prefill_address: _Optional[str] = ..., num_prefill_ranks: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+
+class ReserveUpdate(_message.Message):
+    __slots__ = ("queued", "ticket", "rejected")
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    queued: Queued
+    ticket: TransferTicket
+    rejected: _common_pb2.Error
+    def __init__(self, queued: _Optional[_Union[Queued, _Mapping]] = ..., ticket: _Optional[_Union[TransferTicket, _Mapping]] = ..., rejected: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class Queued(_message.Message):
+    __slots__ = ("position", "reason")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    reason: str
+    def __init__(self, position: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class TransferTicket(_message.Message):
+    __slots__ = ("request_id", "decode", "decode_address", "nonce", "layout_fingerprint", "num_cached_tokens", "block_ids", "metadata_slot", "timeout_s")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    METADATA_SLOT_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    decode: _common_pb2.WorkerIdentity
+    decode_address: str
+    nonce: int
+    layout_fingerprint: str
+    num_cached_tokens: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    metadata_slot: int
+    timeout_s: float
+    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., decode_address: _Optional[str] = ..., nonce: _Optional[int] = ..., layout_fingerprint: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., metadata_slot: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class CloseTicketRequest(_message.Message):
+    __slots__ = ("request_id", "nonce", "decode_epoch", "prefill", "outcome", "error", "timings", "num_bytes")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    nonce: int
+    decode_epoch: int
+    prefill: _common_pb2.WorkerIdentity
+    outcome: TicketOutcome
+    error: _common_pb2.Error
+    timings: _common_pb2.Timings
+    num_bytes: int
+    def __init__(self, request_id: _Optional[str] = ..., nonce: _Optional[int] = ..., decode_epoch: _Optional[int] = ..., prefill: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., outcome: _Optional[_Union[TicketOutcome, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class CloseTicketResponse(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: _common_pb2.Error
+    def __init__(self, error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("request_id", "reason")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    reason: str
+    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class AbortResponse(_message.Message):
+    __slots__ = ("known",)
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    known: bool
+    def __init__(self, known: bool = ...) -> None: ...
+
+class FramesRequest(_message.Message):
+    __slots__ = ("router_id",)
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    def __init__(self, router_id: _Optional[str] = ...) -> None: ...
+
+class Frame(_message.Message):
+    __slots__ = ("decode", "deltas", "load")
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    decode: _common_pb2.WorkerIdentity
+    deltas: _containers.RepeatedCompositeFieldContainer[TokenDelta]
+    load: LoadReport
+    def __init__(self, decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ...) -> None: ...
+
+class TokenDelta(_message.Message):
+    __slots__ = ("request_id", "start_index", "token_ids", "logprobs", "finish_reason", "error", "timings", "num_cached_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    START_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    start_index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]
+    finish_reason: _common_pb2.FinishReason
+    error: _common_pb2.Error
+    timings: _common_pb2.Timings
+    num_cached_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., start_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+
+class LoadReport(_message.Message):
+    __slots__ = ("num_requests_running", "num_requests_waiting", "num_free_blocks", "num_total_blocks", "num_quarantined_blocks")
+    NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_requests_running: int
+    num_requests_waiting: int
+    num_free_blocks: int
+    num_total_blocks: int
+    num_quarantined_blocks: int
+    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ...) -> None: ...
+
+class DecodeDrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DecodeDrainResponse(_message.Message):
+    __slots__ = ("num_requests_left",)
+    NUM_REQUESTS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    num_requests_left: int
+    def __init__(self, num_requests_left: _Optional[int] = ...) -> None: ...

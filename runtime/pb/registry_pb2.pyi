@@ -1,0 +1,113 @@
+from runtime.pb import common_pb2 as _common_pb2
+from runtime.pb import decode_pb2 as _decode_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerRecord(_message.Message):
+    __slots__ = ("identity", "role", "address", "num_ranks", "model", "max_model_len", "layout_fingerprint", "transport", "block_size", "draining")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    identity: _common_pb2.WorkerIdentity
+    role: _common_pb2.Role
+    address: str
+    num_ranks: int
+    model: str
+    max_model_len: int
+    layout_fingerprint: str
+    transport: str
+    block_size: int
+    draining: bool
+    def __init__(self, identity: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., layout_fingerprint: _Optional[str] = ..., transport: _Optional[str] = ..., block_size: _Optional[int] = ..., draining: bool = ...) -> None: ...
+
+class WorkerLoad(_message.Message):
+    __slots__ = ("num_requests_running", "num_requests_waiting", "num_tokens_waiting", "num_free_blocks", "num_total_blocks", "num_quarantined_blocks")
+    NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_requests_running: int
+    num_requests_waiting: int
+    num_tokens_waiting: int
+    num_free_blocks: int
+    num_total_blocks: int
+    num_quarantined_blocks: int
+    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_tokens_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ...) -> None: ...
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerRecord
+    def __init__(self, worker: _Optional[_Union[WorkerRecord, _Mapping]] = ...) -> None: ...
+
+class RegisterResponse(_message.Message):
+    __slots__ = ("lease_id", "lease_ttl_s", "error")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    lease_ttl_s: float
+    error: _common_pb2.Error
+    def __init__(self, lease_id: _Optional[str] = ..., lease_ttl_s: _Optional[float] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("lease_id", "load", "draining")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    load: WorkerLoad
+    draining: bool
+    def __init__(self, lease_id: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: bool = ...) -> None: ...
+
+class RenewResponse(_message.Message):
+    __slots__ = ("known",)
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    known: bool
+    def __init__(self, known: bool = ...) -> None: ...
+
+class DeregisterRequest(_message.Message):
+    __slots__ = ("lease_id",)
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
+
+class DeregisterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("watcher",)
+    WATCHER_FIELD_NUMBER: _ClassVar[int]
+    watcher: str
+    def __init__(self, watcher: _Optional[str] = ...) -> None: ...
+
+class PoolMember(_message.Message):
+    __slots__ = ("worker", "load")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerRecord
+    load: WorkerLoad
+    def __init__(self, worker: _Optional[_Union[WorkerRecord, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
+
+class PoolSnapshot(_message.Message):
+    __slots__ = ("version", "members")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    members: _containers.RepeatedCompositeFieldContainer[PoolMember]
+    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[PoolMember, _Mapping]]] = ...) -> None: ...

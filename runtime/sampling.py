@@ -1,0 +1,76 @@
+"""What a request asks of the sampler, and what the sampler says of a position: plain values."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended. ``STOP`` covers stop tokens; stop strings are the router's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose the tokens of one request. Validated and complete: the router sets defaults."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Over prompt and output tokens; 1 is off."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    """Unsigned 64 bits. Token ``i`` of the output depends on (seed, i) and the logits alone."""
+    max_tokens: int = 16
+    min_tokens: int = 0
+    """Stop tokens are masked before this many output tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    num_logprobs: int = -1
+    """-1: none; 0: of the chosen token; n: also the n best."""
+    num_prompt_logprobs: int = -1
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken without noise."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """Log-probabilities (nats) of the raw distribution at one position, n best, falling."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+def finish_reason_after(
+    token_id: int,
+    *,
+    num_output_tokens: int,
+    num_tokens: int,
+    params: SamplingParams,
+    max_model_len: int,
+) -> FinishReason | None:
+    """Whether the request ends with ``token_id``, the latest of its output tokens.
+
+    ``num_output_tokens`` counts it; ``num_tokens`` counts prompt and output: at ``max_model_len``
+    there is no position for another token.
+    """
+    if token_id in params.stop_token_ids and num_output_tokens > params.min_tokens:
+        return FinishReason.STOP
+    if num_output_tokens >= params.max_tokens or num_tokens >= max_model_len:
+        return FinishReason.LENGTH
+    return None

@@ -1,0 +1,115 @@
+"""Between our plain values and their protobuf messages: one pair of functions a type."""
+
+from __future__ import annotations
+
+from runtime.errors import ERRORS_BY_CODE, ErrorCode, InternalError, TandemError
+from runtime.pb import common_pb2
+from runtime.sampling import FinishReason, PositionLogprobs, SamplingParams
+
+_FINISH_TO_PROTO = {
+    None: common_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
+    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+_FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
+
+
+def error_to_proto(error: BaseException, request_id: str = "") -> common_pb2.Error:
+    """``error`` for the wire; anything outside our tree becomes INTERNAL with its type's name."""
+    if isinstance(error, TandemError):
+        return common_pb2.Error(
+            code=int(error.code),  # type: ignore[arg-type]  # the numbers are the proto's
+            message=error.message,
+            request_id=error.request_id or request_id,
+        )
+    return common_pb2.Error(
+        code=common_pb2.ERROR_CODE_INTERNAL,
+        message=f"{type(error).__name__}: {error}",
+        request_id=request_id,
+    )
+
+
+def error_from_proto(message: common_pb2.Error) -> TandemError:
+    """The typed error that ``message`` stands for; an unknown code is InternalError."""
+    try:
+        error_type = ERRORS_BY_CODE[ErrorCode(message.code)]
+    except ValueError:
+        error_type = InternalError
+    return error_type(message.message, request_id=message.request_id)
+
+
+def finish_reason_to_proto(reason: FinishReason | None) -> common_pb2.FinishReason:
+    """None is "not finished"."""
+    return _FINISH_TO_PROTO[reason]
+
+
+def finish_reason_from_proto(value: common_pb2.FinishReason) -> FinishReason | None:
+    """None is "not finished"."""
+    return _FINISH_FROM_PROTO[value]
+
+
+def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
+    """Every field is set: the receiver applies no defaults."""
+    return common_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        stop_token_ids=params.stop_token_ids,
+        num_logprobs=params.num_logprobs,
+        num_prompt_logprobs=params.num_prompt_logprobs,
+    )
+
+
+def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
+    """The inverse of ``sampling_to_proto`` (floats as float32 left them)."""
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=dict(message.logit_bias),
+        seed=message.seed,
+        max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        num_logprobs=message.num_logprobs,
+        num_prompt_logprobs=message.num_prompt_logprobs,
+    )
+
+
+def logprobs_to_proto(logprobs: PositionLogprobs) -> common_pb2.PositionLogprobs:
+    """One position."""
+    return common_pb2.PositionLogprobs(
+        logprob=logprobs.logprob, top_ids=logprobs.top_ids, top_logprobs=logprobs.top_logprobs
+    )
+
+
+def logprobs_from_proto(message: common_pb2.PositionLogprobs) -> PositionLogprobs:
+    """One position."""
+    return PositionLogprobs(message.logprob, tuple(message.top_ids), tuple(message.top_logprobs))
+
+
+def identity(instance: str, epoch: int, rank: int = 0) -> common_pb2.WorkerIdentity:
+    """A WorkerIdentity message."""
+    return common_pb2.WorkerIdentity(instance=instance, epoch=epoch, rank=rank)
+
+
+def same_identity(
+    left: common_pb2.WorkerIdentity, right: common_pb2.WorkerIdentity, *, rank: bool = True
+) -> bool:
+    """Whether both name the same life of the same worker (and the same rank, unless told)."""
+    same = left.instance == right.instance and left.epoch == right.epoch
+    return same and (left.rank == right.rank or not rank)

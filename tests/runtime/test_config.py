@@ -1,0 +1,86 @@
+"""The configuration file: strict reading, messages with path and fix, round trip."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.config import ClusterConfig, RouterSection
+from runtime.config_file import cluster_secret, dump_config, load_config, parse_config
+from runtime.errors import ConfigError
+
+
+def test_defaults_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(dump_config(ClusterConfig()))
+    assert load_config(path) == ClusterConfig()
+    assert load_config(None) == ClusterConfig()
+
+
+@given(st.text(max_size=30), st.integers(1, 65535), st.floats(0.5, 1e6))
+def test_values_round_trip(name: str, port: int, timeout_s: float) -> None:
+    import tomllib
+
+    config = ClusterConfig(router=RouterSection(port=port, control_port=0))
+    router = dataclasses.replace(config.router, request_timeout_s=timeout_s)
+    cluster = dataclasses.replace(config.cluster, name=name.replace("\x7f", ""))
+    printable = "".join(c for c in cluster.name if c.isprintable())
+    config = dataclasses.replace(
+        config, router=router, cluster=dataclasses.replace(cluster, name=printable)
+    )
+    assert parse_config(tomllib.loads(dump_config(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "fix"),
+    [
+        ("[prefil]\ntp = 1", "prefil", "did you mean prefill?"),
+        ("[prefill]\ntpp = 1", "prefill.tpp", "did you mean prefill.tp?"),
+        ("[prefill]\ntp = 'two'", "prefill.tp", "type int"),
+        ("[prefill]\ntp = true", "prefill.tp", "type int"),
+        ("[prefill]\ntp = 0", "prefill.tp", "1 or more"),
+        ("[router]\nport = 70000", "router.port", "65535"),
+        ("[router]\npolicy = 'random'", "router.policy", "least-loaded"),
+        ("[router]\nport = 9000\ncontrol_port = 9000", "router.control_port", "another port"),
+        ("[decode]\nblock_size = 32", "decode.block_size", "the same block size"),
+        ("prefill = 3", "prefill", "[prefill]"),
+        ("[prefill", "file", "mend"),
+    ],
+)
+def test_a_bad_field_is_named_with_its_fix(tmp_path: Path, text: str, path: str, fix: str) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert caught.value.path == path
+    assert fix in caught.value.fix
+    assert path in str(caught.value)
+
+
+def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "none.toml")
+
+
+def test_a_relative_model_path_starts_at_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text("[model]\npath = 'weights'")
+    assert load_config(file).model.path == str(tmp_path / "weights")
+
+
+def test_the_secret_comes_from_the_file_then_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = ClusterConfig()
+    monkeypatch.delenv("TANDEM_SECRET", raising=False)
+    with pytest.raises(ConfigError, match="TANDEM_SECRET"):
+        cluster_secret(config)
+    monkeypatch.setenv("TANDEM_SECRET", "from-environment")
+    assert cluster_secret(config) == "from-environment"
+    section = dataclasses.replace(config.cluster, secret="from-file")
+    assert cluster_secret(dataclasses.replace(config, cluster=section)) == "from-file"
+    assert "from-file" not in dump_config(dataclasses.replace(config, cluster=section))

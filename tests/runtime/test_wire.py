@@ -1,0 +1,120 @@
+"""Errors, sampling parameters and states across the wire and through the transition tables."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.errors import ERRORS_BY_CODE, ErrorCode, InternalError, TandemError
+from runtime.lifecycle import (
+    DECODE_TRANSITIONS,
+    PREFILL_TRANSITIONS,
+    DecodeStatus,
+    PrefillStatus,
+    check_transition,
+)
+from runtime.pb import common_pb2
+from runtime.sampling import FinishReason, PositionLogprobs, SamplingParams, finish_reason_after
+from runtime.wire import (
+    error_from_proto,
+    error_to_proto,
+    finish_reason_from_proto,
+    finish_reason_to_proto,
+    logprobs_from_proto,
+    logprobs_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+)
+
+f32 = st.floats(-100, 100, width=32)
+params = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 2, width=32),
+    top_p=st.floats(0, 1, width=32),
+    top_k=st.integers(0, 1000),
+    min_p=st.floats(0, 1, width=32),
+    repetition_penalty=st.floats(0.5, 2, width=32),
+    presence_penalty=f32,
+    frequency_penalty=f32,
+    logit_bias=st.dictionaries(st.integers(0, 5000), f32, max_size=3),
+    seed=st.integers(0, 2**64 - 1),
+    max_tokens=st.integers(1, 4096),
+    min_tokens=st.integers(0, 10),
+    stop_token_ids=st.lists(st.integers(0, 5000), max_size=3).map(tuple),
+    num_logprobs=st.integers(-1, 20),
+    num_prompt_logprobs=st.integers(-1, 20),
+)
+
+
+@given(params)
+def test_sampling_params_round_trip(value: SamplingParams) -> None:
+    assert sampling_from_proto(sampling_to_proto(value)) == value
+
+
+@given(f32, st.lists(st.tuples(st.integers(0, 5000), f32), max_size=5))
+def test_logprobs_round_trip(logprob: float, top: list[tuple[int, float]]) -> None:
+    value = PositionLogprobs(logprob, tuple(i for i, _ in top), tuple(p for _, p in top))
+    assert logprobs_from_proto(logprobs_to_proto(value)) == value
+
+
+@pytest.mark.parametrize("code", list(ErrorCode))
+def test_every_error_keeps_its_type(code: ErrorCode) -> None:
+    error = ERRORS_BY_CODE[code]("why", request_id="r1")
+    back = error_from_proto(error_to_proto(error))
+    assert (type(back), back.message, back.request_id) == (type(error), "why", "r1")
+    assert common_pb2.ErrorCode.Name(int(code)) == f"ERROR_CODE_{code.name}"
+
+
+def test_every_error_class_has_its_code() -> None:
+    assert set(ERRORS_BY_CODE) == set(ErrorCode)
+    assert set(ERRORS_BY_CODE.values()) == set(TandemError.__subclasses__())
+
+
+def test_a_foreign_error_is_internal_and_named() -> None:
+    back = error_from_proto(error_to_proto(KeyError("x"), "r2"))
+    assert isinstance(back, InternalError)
+    assert "KeyError" in back.message
+    assert back.request_id == "r2"
+
+
+@pytest.mark.parametrize("reason", [None, *FinishReason])
+def test_finish_reasons_round_trip(reason: FinishReason | None) -> None:
+    assert finish_reason_from_proto(finish_reason_to_proto(reason)) is reason
+
+
+def test_only_the_tables_moves_are_legal() -> None:
+    for old in PrefillStatus:
+        for new in PrefillStatus:
+            if new in PREFILL_TRANSITIONS[old]:
+                check_transition(old, new, "r")
+            else:
+                with pytest.raises(InternalError, match="illegal"):
+                    check_transition(old, new, "r")
+    assert set(DECODE_TRANSITIONS) == set(DecodeStatus)
+    with pytest.raises(InternalError, match="finished -> running"):
+        check_transition(DecodeStatus.FINISHED, DecodeStatus.RUNNING, "r")
+
+
+def test_every_state_can_end() -> None:
+    for table in (PREFILL_TRANSITIONS, DECODE_TRANSITIONS):
+        reaches_end = {state for state, nexts in table.items() if not nexts}
+        assert len(reaches_end) == 1
+        for _ in table:
+            reaches_end |= {state for state, nexts in table.items() if nexts & reaches_end}
+        assert reaches_end == set(table)
+
+
+def test_finish_reason_after_a_token() -> None:
+    value = SamplingParams(max_tokens=3, min_tokens=1, stop_token_ids=(7,))
+
+    def after(token: int, outputs: int, total: int = 10) -> FinishReason | None:
+        return finish_reason_after(
+            token, num_output_tokens=outputs, num_tokens=total, params=value, max_model_len=64
+        )
+
+    assert after(5, 1) is None
+    assert after(7, 1) is None  # min_tokens not passed yet
+    assert after(7, 2) is FinishReason.STOP
+    assert after(5, 3) is FinishReason.LENGTH
+    assert after(5, 1, 64) is FinishReason.LENGTH
