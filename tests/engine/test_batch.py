@@ -37,7 +37,11 @@ def scheduled_requests(draw: st.DrawFn) -> list[ScheduledRequest]:
 @given(scheduled_requests())
 @settings(max_examples=60, deadline=None)
 def test_rows_match_a_plain_computation(scheduled: list[ScheduledRequest]) -> None:
-    input_ids, positions, slots, cu_seqlens, rows = [], [], [], [0], []
+    input_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    rows: list[int] = []
+    cu_seqlens = [0]
     for item in scheduled:
         request = item.request
         tokens = request.prompt_token_ids + request.output_token_ids

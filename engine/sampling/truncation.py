@@ -1,0 +1,93 @@
+"""Cutting off unlikely tokens: min-p, top-k, top-p.
+
+All three keep the tokens whose scaled logit reaches a threshold of their row, so tokens with equal
+logits are kept or dropped together, and the result does not depend on the order in which a sort
+happens to leave equals, nor on what else is in the batch. Scaled logits have their maximum at 0
+and a dropped token is -inf.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from runtime.sampling import SamplingParams
+
+_SMALLEST_TOP_P = 1e-10  # so that top_p = 0 keeps the best token
+
+
+def truncates(params: SamplingParams) -> bool:
+    """Whether top-k or top-p drops anything."""
+    return params.top_k > 0 or params.top_p < 1.0
+
+
+def apply_min_p(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> None:
+    """Drop tokens less likely than min_p times the most likely one, in place.
+
+    Args:
+        scaled: [R, V] float32, maximum of each row 0, so that a logit is a log of that ratio.
+        params: one per row.
+    """
+    if any(item.min_p > 0.0 for item in params):
+        min_p = torch.tensor([item.min_p for item in params], device=scaled.device)
+        scaled.masked_fill_(scaled < min_p.log()[:, None], -torch.inf)
+
+
+def apply_top_k_top_p(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> None:
+    """Keep the top_k best tokens, then of these the fewest that hold top_p of the mass, in place.
+
+    Rows with a top_k need only their best tokens; rows with only a top_p need all in order; rows
+    with neither are left alone.
+
+    Args:
+        scaled: [R, V] float32, maximum of each row 0.
+        params: one per row.
+    """
+    vocab_size = scaled.shape[1]
+    with_k = [row for row, item in enumerate(params) if 0 < item.top_k < vocab_size]
+    only_p = [
+        row
+        for row, item in enumerate(params)
+        if item.top_p < 1.0 and not 0 < item.top_k < vocab_size
+    ]
+    if with_k:
+        _keep_best(scaled, with_k, params, max(params[row].top_k for row in with_k))
+    if only_p:
+        _keep_best(scaled, only_p, params, vocab_size)
+
+
+def _keep_best(
+    scaled: torch.Tensor, rows: list[int], params: Sequence[SamplingParams], width: int
+) -> None:
+    """Truncate `rows`, none of which keeps more than its `width` best tokens, in place."""
+    index = torch.tensor(rows, dtype=torch.int64, device=scaled.device)
+    values = scaled[index]
+    if width < scaled.shape[1]:
+        best = values.topk(width, dim=-1).values
+    else:
+        best = values.sort(dim=-1, descending=True).values
+    top_k = torch.tensor([params[row].top_k or width for row in rows], device=scaled.device)
+    top_p = torch.tensor(
+        [max(params[row].top_p, _SMALLEST_TOP_P) for row in rows], device=scaled.device
+    )
+    threshold = _threshold(best, top_k, top_p)
+    scaled[index] = values.masked_fill_(values < threshold[:, None], -torch.inf)
+
+
+def _threshold(best: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Return the smallest logit that each row keeps, [R].
+
+    Args:
+        best: [R, W] the W best scaled logits of each row, falling, first one 0.
+        top_k: [R] int64; values above W keep all W.
+        top_p: [R] float32; 1 keeps all.
+    """
+    places = torch.arange(best.shape[1], device=best.device)
+    weights = best.exp().masked_fill_(places >= top_k[:, None], 0.0)
+    # A running sum, not a softmax: its total does not depend on how many zeros follow.
+    mass = weights.cumsum(dim=-1, dtype=torch.float64)
+    mass_before = mass - weights
+    keep = (mass_before < top_p[:, None] * mass[:, -1:]) & (places < top_k[:, None])
+    # Rounding may make the mass before a rare token equal the total: top_p = 1 still keeps it.
+    keep |= (top_p[:, None] >= 1.0) & (places < top_k[:, None])
+    last = keep.sum(dim=-1, keepdim=True) - 1
+    return best.gather(-1, last)[:, 0]
