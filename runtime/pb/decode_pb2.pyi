@@ -46,20 +46,22 @@ class HandshakeResponse(_message.Message):
     def __init__(self, endpoint: _Optional[_Union[PeerEndpoint, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class PeerEndpoint(_message.Message):
-    __slots__ = ("decode", "transport", "endpoint", "kv_region_bytes", "metadata_region_bytes", "metadata_slot_bytes")
+    __slots__ = ("decode", "transport", "endpoint", "kv_region_bytes", "metadata_region_bytes", "metadata_slot_bytes", "fence_generation")
     DECODE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     KV_REGION_BYTES_FIELD_NUMBER: _ClassVar[int]
     METADATA_REGION_BYTES_FIELD_NUMBER: _ClassVar[int]
     METADATA_SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FENCE_GENERATION_FIELD_NUMBER: _ClassVar[int]
     decode: _common_pb2.WorkerIdentity
     transport: str
     endpoint: bytes
     kv_region_bytes: int
     metadata_region_bytes: int
     metadata_slot_bytes: int
-    def __init__(self, decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[bytes] = ..., kv_region_bytes: _Optional[int] = ..., metadata_region_bytes: _Optional[int] = ..., metadata_slot_bytes: _Optional[int] = ...) -> None: ...
+    fence_generation: int
+    def __init__(self, decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[bytes] = ..., kv_region_bytes: _Optional[int] = ..., metadata_region_bytes: _Optional[int] = ..., metadata_slot_bytes: _Optional[int] = ..., fence_generation: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("request_id", "router_id", "prompt_token_ids", "sampling", "timeout_s", "prefill", "prefill_address", "num_prefill_ranks", "cache_salt")
@@ -102,7 +104,7 @@ class Queued(_message.Message):
     def __init__(self, position: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class TransferTicket(_message.Message):
-    __slots__ = ("request_id", "decode", "decode_address", "nonce", "layout_fingerprint", "num_cached_tokens", "block_ids", "metadata_slot", "timeout_s")
+    __slots__ = ("request_id", "decode", "decode_address", "nonce", "layout_fingerprint", "num_cached_tokens", "block_ids", "metadata_slot", "timeout_s", "fence_generation")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +114,7 @@ class TransferTicket(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     METADATA_SLOT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    FENCE_GENERATION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     decode: _common_pb2.WorkerIdentity
     decode_address: str
@@ -121,10 +124,11 @@ class TransferTicket(_message.Message):
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     metadata_slot: int
     timeout_s: float
-    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., decode_address: _Optional[str] = ..., nonce: _Optional[int] = ..., layout_fingerprint: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., metadata_slot: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    fence_generation: int
+    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., decode_address: _Optional[str] = ..., nonce: _Optional[int] = ..., layout_fingerprint: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., metadata_slot: _Optional[int] = ..., timeout_s: _Optional[float] = ..., fence_generation: _Optional[int] = ...) -> None: ...
 
 class CloseTicketRequest(_message.Message):
-    __slots__ = ("request_id", "nonce", "decode_epoch", "prefill", "outcome", "error", "timings", "num_bytes")
+    __slots__ = ("request_id", "nonce", "decode_epoch", "prefill", "outcome", "error", "timings", "num_bytes", "drained")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     DECODE_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +137,7 @@ class CloseTicketRequest(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     nonce: int
     decode_epoch: int
@@ -141,7 +146,8 @@ class CloseTicketRequest(_message.Message):
     error: _common_pb2.Error
     timings: _common_pb2.Timings
     num_bytes: int
-    def __init__(self, request_id: _Optional[str] = ..., nonce: _Optional[int] = ..., decode_epoch: _Optional[int] = ..., prefill: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., outcome: _Optional[_Union[TicketOutcome, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    drained: bool
+    def __init__(self, request_id: _Optional[str] = ..., nonce: _Optional[int] = ..., decode_epoch: _Optional[int] = ..., prefill: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., outcome: _Optional[_Union[TicketOutcome, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_bytes: _Optional[int] = ..., drained: bool = ...) -> None: ...
 
 class CloseTicketResponse(_message.Message):
     __slots__ = ("error",)

@@ -51,16 +51,18 @@ class FirstToken(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.PositionLogprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ...) -> None: ...
 
 class RevokeRequest(_message.Message):
-    __slots__ = ("request_id", "nonce", "decode", "remember_s")
+    __slots__ = ("request_id", "nonce", "decode", "remember_s", "prefill")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     REMEMBER_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     nonce: int
     decode: _common_pb2.WorkerIdentity
     remember_s: float
-    def __init__(self, request_id: _Optional[str] = ..., nonce: _Optional[int] = ..., decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., remember_s: _Optional[float] = ...) -> None: ...
+    prefill: _common_pb2.WorkerIdentity
+    def __init__(self, request_id: _Optional[str] = ..., nonce: _Optional[int] = ..., decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., remember_s: _Optional[float] = ..., prefill: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ...) -> None: ...
 
 class RevokeResponse(_message.Message):
     __slots__ = ("drained",)
