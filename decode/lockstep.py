@@ -1,0 +1,126 @@
+"""How the data-parallel ranks of one instance keep step: one message of fixed shape before each.
+
+In every MoE layer the ranks exchange tokens, so all of them must run the same number of steps. Each
+step begins with an all-gather of one row a rank. From the rows all ranks draw the same conclusion,
+without a leader: run a step (with a dummy batch where a rank has no work of its own), rest because
+nobody has work, or leave because everybody wants to. The shape never depends on the state, so ranks
+cannot enter different collectives; the epoch in each row says if a rank is of another life.
+
+A rank that dies breaks the collective: the others get PeerLostError, and the instance is over.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.parallel.groups import RankGroup
+from runtime.errors import StaleTicketError
+
+_HAS_WORK, _NUM_TOKENS, _LEAVING, _EPOCH = range(4)
+_NUM_FIELDS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """What one rank says before a step.
+
+    Attributes:
+        num_tokens: tokens that it is going to run; 0 is no work.
+        leaving: it has been asked to stop, and goes on only for the others.
+    """
+
+    num_tokens: int
+    leaving: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupState:
+    """What all ranks conclude.
+
+    Attributes:
+        has_work: at least one rank runs tokens, so all take the step.
+        max_num_tokens: most tokens of a rank in this step.
+        all_leaving: no rank needs another step, ever.
+    """
+
+    has_work: bool
+    max_num_tokens: int
+    all_leaving: bool
+
+
+class Lockstep(Protocol):
+    """The meeting of the ranks before a step."""
+
+    @property
+    def is_group(self) -> bool:
+        """Whether other ranks wait for this one."""
+        ...
+
+    def exchange(self, state: RankState) -> GroupState:
+        """Say our state, and return what the group concludes; blocks until every rank has called.
+
+        Raises:
+            PeerLostError: a rank died or did not come in time; the group is over.
+        """
+        ...
+
+
+class SoloLockstep:
+    """A rank that is alone."""
+
+    is_group = False
+
+    def exchange(self, state: RankState) -> GroupState:
+        """Our own state is the group's."""
+        return GroupState(
+            has_work=state.num_tokens > 0,
+            max_num_tokens=state.num_tokens,
+            all_leaving=state.leaving,
+        )
+
+
+class GroupLockstep:
+    """One of several ranks, over a group whose collectives work on host memory."""
+
+    is_group = True
+
+    def __init__(self, group: RankGroup, epoch: int) -> None:
+        """`epoch` is the instance's, below 2**63 (see `agree_on_epoch`)."""
+        self._group = group
+        self._epoch = epoch
+
+    def exchange(self, state: RankState) -> GroupState:
+        """One all-gather of [4] int64 a rank."""
+        row = torch.zeros(1, _NUM_FIELDS, dtype=torch.int64)
+        row[0, _HAS_WORK] = int(state.num_tokens > 0)
+        row[0, _NUM_TOKENS] = state.num_tokens
+        row[0, _LEAVING] = int(state.leaving)
+        row[0, _EPOCH] = self._epoch
+        rows = self._group.all_gather(row).tolist()
+        epochs = [item[_EPOCH] for item in rows]
+        if any(epoch != self._epoch for epoch in epochs):
+            raise StaleTicketError(f"ranks of different lives meet: epochs {epochs}")
+        return GroupState(
+            has_work=any(item[_HAS_WORK] for item in rows),
+            max_num_tokens=max(item[_NUM_TOKENS] for item in rows),
+            all_leaving=all(item[_LEAVING] for item in rows),
+        )
+
+
+def create_lockstep(group: RankGroup, epoch: int) -> Lockstep:
+    """The lockstep that fits the number of ranks."""
+    return GroupLockstep(group, epoch) if group.size > 1 else SoloLockstep()
+
+
+def agree_on_epoch(group: RankGroup) -> int:
+    """Draw the epoch of this life of the instance: rank 0's draw, known to all ranks.
+
+    Returns:
+        A random number in [1, 2**63): it travels as a signed integer.
+    """
+    drawn = torch.tensor([secrets.randbits(63) or 1], dtype=torch.int64)
+    return int(group.all_gather(drawn)[0])

@@ -1,0 +1,226 @@
+"""Continuous batching: which requests run in the next step, and who yields when blocks run out.
+
+Pure: knows requests, block counts and a host store, never tensors. Requests are ordered by age
+(`serial`). In a step every running request runs one token. Rules:
+
+- Growth: a request that needs another block gets it, oldest first. If none is free, the youngest
+  running request is preempted: its KV goes to host memory and its blocks are given back.
+- If the host store cannot take the youngest, that request fails alone with OUT_OF_BLOCKS.
+- A request that is alone with the pool and cannot grow fails alone with OUT_OF_BLOCKS. If others
+  (waiting, or being received) hold the rest, it yields to host memory instead and comes back.
+- Resume first: preempted requests return, oldest first, before a waiting one starts; only when
+  nothing runs and none of them fits does a waiting one start, because then it holds what they need.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from decode.offload import HostStore
+from decode.requests import DecodeRequest
+from engine.memory.block_pool import BlockPool
+from engine.request import ScheduledRequest, num_blocks_for
+from runtime.errors import InternalError
+from runtime.lifecycle import DecodeStatus
+from runtime.sampling import FinishReason, finish_reason_after
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What one step does. `scheduled[i]` is the share of `requests[i]`.
+
+    `preempted` and `resumed` are for counting; `failed` requests are FINISHED and hold nothing, and
+    must be answered with OUT_OF_BLOCKS.
+    """
+
+    requests: tuple[DecodeRequest, ...] = ()
+    scheduled: tuple[ScheduledRequest, ...] = ()
+    started: tuple[DecodeRequest, ...] = ()
+    preempted: tuple[DecodeRequest, ...] = ()
+    resumed: tuple[DecodeRequest, ...] = ()
+    failed: tuple[DecodeRequest, ...] = ()
+
+
+def _age(request: DecodeRequest) -> int:
+    return request.serial
+
+
+class DecodeScheduler:
+    """The requests whose KV is complete. Used by the engine loop's thread only."""
+
+    def __init__(
+        self, pool: BlockPool, host: HostStore, *, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        self._pool = pool
+        self._host = host
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
+        self.waiting: list[DecodeRequest] = []
+        self.running: list[DecodeRequest] = []
+        self.preempted: list[DecodeRequest] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is here."""
+        return bool(self.waiting or self.running or self.preempted)
+
+    @property
+    def requests(self) -> Sequence[DecodeRequest]:
+        """All requests that are here."""
+        return [*self.running, *self.preempted, *self.waiting]
+
+    def add(self, request: DecodeRequest) -> None:
+        """Take over a request in WAITING: KV of the prompt complete, first token known."""
+        assert request.status is DecodeStatus.WAITING
+        insort(self.waiting, request, key=_age)
+
+    def finish(self, request: DecodeRequest) -> None:
+        """Take a request out, whatever its status here, and give back all that it holds."""
+        queue = self._queue_of(request.status)
+        queue.remove(request)
+        if request.status is DecodeStatus.PREEMPTED:
+            self._host.drop(request.request_id)
+        self._release_blocks(request)
+        request.move_to(DecodeStatus.FINISHED)
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step; preempts, resumes and starts requests on the way."""
+        preempted: list[DecodeRequest] = []
+        failed: list[DecodeRequest] = []
+        for request in tuple(self.running):
+            if request.status is DecodeStatus.RUNNING:
+                self._grow(request, preempted, failed)
+        resumed = [] if preempted or failed else self._resume()
+        started = self._start()
+        running = tuple(self.running)
+        return StepPlan(
+            requests=running,
+            scheduled=tuple(ScheduledRequest(item.request, 1) for item in running),
+            started=tuple(started),
+            preempted=tuple(preempted),
+            resumed=tuple(resumed),
+            failed=tuple(failed),
+        )
+
+    def append_token(self, request: DecodeRequest, token_id: int) -> FinishReason | None:
+        """Book the outcome of a step for one of its requests; whether `token_id` ends it."""
+        assert request.status is DecodeStatus.RUNNING
+        inner = request.request
+        inner.num_computed_tokens += 1
+        self._commit_last_block(request)
+        inner.output_token_ids.append(token_id)
+        return finish_reason_after(
+            token_id,
+            num_output_tokens=inner.num_output_tokens,
+            num_tokens=inner.num_tokens,
+            params=inner.sampling,
+            max_model_len=self._max_model_len,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise InternalError if a queue holds a request of another status or order."""
+        for status in (DecodeStatus.WAITING, DecodeStatus.RUNNING, DecodeStatus.PREEMPTED):
+            queue = self._queue_of(status)
+            if any(request.status is not status for request in queue):
+                raise InternalError(f"a request in queue {status.value} has another status")
+            if sorted(queue, key=_age) != queue:
+                raise InternalError(f"queue {status.value} is not ordered by age")
+
+    def _queue_of(self, status: DecodeStatus) -> list[DecodeRequest]:
+        queues = {
+            DecodeStatus.WAITING: self.waiting,
+            DecodeStatus.RUNNING: self.running,
+            DecodeStatus.PREEMPTED: self.preempted,
+        }
+        return queues[status]
+
+    def _grow(
+        self, request: DecodeRequest, preempted: list[DecodeRequest], failed: list[DecodeRequest]
+    ) -> None:
+        """Give `request` the block for its next token, at the cost of the youngest if need be."""
+        num_needed = request.request.num_blocks_needed(1, self._pool.block_size)
+        while not self._pool.can_allocate(num_needed):
+            victim = self.running[-1]
+            if self._can_preempt(victim):
+                self._preempt(victim)
+                preempted.append(victim)
+            else:
+                self.finish(victim)
+                failed.append(victim)
+            if victim is request:
+                return
+        request.request.block_table += self._pool.allocate(num_needed)
+
+    def _can_preempt(self, victim: DecodeRequest) -> bool:
+        held = victim.request.block_table
+        num_held_by_all = self._pool.num_usable_blocks - self._pool.num_free_blocks
+        alone = len(self.running) == 1 and num_held_by_all <= len(held)
+        return not alone and self._host.can_hold(self._num_valid_blocks(victim))
+
+    def _num_valid_blocks(self, request: DecodeRequest) -> int:
+        return num_blocks_for(request.request.num_computed_tokens, self._pool.block_size)
+
+    def _preempt(self, victim: DecodeRequest) -> None:
+        self.running.remove(victim)
+        valid = victim.request.block_table[: self._num_valid_blocks(victim)]
+        self._host.save(victim.request_id, valid)
+        self._release_blocks(victim)
+        victim.move_to(DecodeStatus.PREEMPTED)
+        insort(self.preempted, victim, key=_age)
+
+    def _resume(self) -> list[DecodeRequest]:
+        """Bring preempted requests back, oldest first, while they fit with a block to spare each.
+
+        The spare block of every running request keeps a resumed one from being preempted again in
+        the next step.
+        """
+        resumed: list[DecodeRequest] = []
+        while self.preempted and len(self.running) < self._max_num_seqs:
+            request = self.preempted[0]
+            num_needed = request.request.num_blocks_needed(1, self._pool.block_size)
+            if not self._pool.can_allocate(num_needed + len(self.running)):
+                break
+            self.preempted.pop(0)
+            self._restore(request, num_needed)
+            resumed.append(request)
+        return resumed
+
+    def _restore(self, request: DecodeRequest, num_blocks: int) -> None:
+        inner = request.request
+        num_valid = self._num_valid_blocks(request)
+        inner.block_table = self._pool.allocate(num_blocks)
+        self._host.restore(request.request_id, inner.block_table[:num_valid])
+        num_whole = inner.num_computed_tokens // self._pool.block_size
+        hashes = inner.update_block_hashes(self._pool.block_size)
+        self._pool.commit(inner.block_table[:num_whole], hashes[:num_whole])
+        request.move_to(DecodeStatus.RUNNING)
+        insort(self.running, request, key=_age)
+
+    def _start(self) -> list[DecodeRequest]:
+        """Start waiting requests; those that do not have room for their next token wait."""
+        started: list[DecodeRequest] = []
+        if self.preempted and self.running:
+            return started
+        while self.waiting and len(self.running) < self._max_num_seqs:
+            request = self.waiting.pop(0)
+            # Reserve allocated room for the first generated token, which this step computes.
+            assert request.request.num_blocks_needed(1, self._pool.block_size) == 0
+            request.move_to(DecodeStatus.RUNNING)
+            insort(self.running, request, key=_age)
+            started.append(request)
+        return started
+
+    def _commit_last_block(self, request: DecodeRequest) -> None:
+        """Make the block that the last step filled findable, for prompts that repeat the output."""
+        inner = request.request
+        num_whole, rest = divmod(inner.num_computed_tokens, self._pool.block_size)
+        if rest == 0:
+            hashes = inner.update_block_hashes(self._pool.block_size)
+            index = num_whole - 1
+            self._pool.commit([inner.block_table[index]], [hashes[index]])
+
+    def _release_blocks(self, request: DecodeRequest) -> None:
+        block_ids, request.request.block_table = request.request.block_table, []
+        self._pool.release(block_ids)

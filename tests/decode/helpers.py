@@ -1,0 +1,61 @@
+"""What several decode tests need: requests by size, a clock to turn by hand, a copying KV double."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from decode.requests import DecodeRequest, ReserveUpdate, Writer
+from engine.request import Request
+from runtime.sampling import SamplingParams
+
+BLOCK_SIZE = 4
+WRITER = Writer(instance="prefill-0", epoch=7, num_ranks=2, address="127.0.0.1:1")
+
+
+class FakeClock:
+    """Monotonic seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeKV:
+    """Blocks of the pool as small values, with the copy interface of a KV pool."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks: list[object] = [None] * num_blocks
+
+    def copy_out(self, block_ids: Sequence[int]) -> list[object]:
+        return [self.blocks[block_id] for block_id in block_ids]
+
+    def copy_in(self, block_ids: Sequence[int], blocks: list[object]) -> None:
+        for block_id, content in zip(block_ids, blocks, strict=True):
+            self.blocks[block_id] = content
+
+
+def make_request(
+    serial: int,
+    num_prompt_tokens: int,
+    *,
+    max_tokens: int = 16,
+    tell: Callable[[ReserveUpdate], None] = lambda _: None,
+    router_id: str = "router-0",
+) -> DecodeRequest:
+    """A request in RESERVED whose prompt tokens are its own."""
+    prompt = [serial * 1000 + index for index in range(num_prompt_tokens)]
+    return DecodeRequest(
+        request=Request(
+            request_id=f"request-{serial}",
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=max_tokens),
+        ),
+        serial=serial,
+        router_id=router_id,
+        writer=WRITER,
+        received_at=1000.0,
+        deadline=2000.0,
+        tell=tell,
+    )
