@@ -1,0 +1,107 @@
+"""From a checkpoint folder to a model on this rank, ready to run: the boot of every worker.
+
+Reads as a list: configuration, check, allocate, load. The KV pool is built apart, because its size
+is decided after the model's memory is known.
+"""
+
+from contextlib import nullcontext
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+
+from engine.config import ModelConfig
+from engine.memory.kv_pool import KVPool
+from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.parallel.groups import ProcessGroups
+from engine.weights.dummy import fill_with_dummy_weights
+from engine.weights.loader import load_weights
+from engine.weights.progress import progress_bar
+from runtime.errors import ConfigError
+
+
+class LoadFormat(StrEnum):
+    """Where weights come from."""
+
+    SAFETENSORS = "safetensors"
+    DUMMY = "dummy"
+
+
+def build_model(
+    source: str | Path | ModelConfig,
+    groups: ProcessGroups | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    load_format: LoadFormat | str = LoadFormat.SAFETENSORS,
+    with_mtp: bool = False,
+    progress: bool = False,
+) -> DeepseekV3ForCausalLM:
+    """Build this rank's model and fill it.
+
+    Args:
+        source: checkpoint folder; a configuration is enough for dummy weights.
+        groups: the ranks that share the model; None for one process.
+        dtype: compute dtype.
+        device: of this rank.
+        load_format: where weights come from.
+        with_mtp: build the multi-token-prediction layers.
+        progress: show a bar on stderr.
+
+    Raises:
+        ConfigError: an unsupported model, axes that do not divide it, too few devices, or a
+            configuration without a folder to load from.
+        CheckpointError: tensors that do not fit, by name.
+    """
+    load_format = LoadFormat(load_format)
+    config = source if isinstance(source, ModelConfig) else ModelConfig.from_dir(source)
+    groups = groups or ProcessGroups()
+    _check_device(groups, torch.device(device))
+    if with_mtp and not config.num_nextn_predict_layers:
+        raise ConfigError(
+            "num_nextn_predict_layers",
+            0,
+            "multi-token prediction was asked for, and the checkpoint has no such layer",
+            "turn it off or use a checkpoint that has one",
+        )
+    model = DeepseekV3ForCausalLM(config, groups, dtype=dtype, device=device, with_mtp=with_mtp)
+    with progress_bar("loading weights") if progress else nullcontext() as moved:
+        if load_format is LoadFormat.DUMMY:
+            fill_with_dummy_weights(model, progress=moved)
+        elif isinstance(source, ModelConfig):
+            raise ConfigError(
+                "model.path", "", "nowhere to load weights from", "name a folder, or load 'dummy'"
+            )
+        else:
+            load_weights(model, source, progress=moved)
+    return model.eval()
+
+
+def build_kv_pool(
+    model: DeepseekV3ForCausalLM,
+    num_blocks: int,
+    *,
+    block_size: int = 64,
+    dtype: torch.dtype | None = None,
+) -> KVPool:
+    """Allocate the KV pool that fits a model, on its device.
+
+    Args:
+        model: decides layers, widths and device.
+        num_blocks: the dummy block 0 included.
+        block_size: tokens per block.
+        dtype: of the storage; None for the model's.
+    """
+    return KVPool(
+        num_blocks,
+        model.config.num_kv_layers(with_mtp=model.with_mtp),
+        block_size,
+        model.config.latent_dim,
+        dtype=dtype or model.dtype,
+        device=model.device,
+    )
+
+
+def _check_device(groups: ProcessGroups, device: torch.device) -> None:
+    if device.type == "cuda":
+        groups.dims.check_devices(torch.cuda.device_count(), "cuda")

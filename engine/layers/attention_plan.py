@@ -1,0 +1,213 @@
+"""Which sequences of a step attend together, and in which of MLA's two forms.
+
+Decompressed: expand the latents of the context to per-head keys and values, once, then attend with
+heads of N + R and V numbers. Absorbed: carry the queries into the latent space and attend there
+with C + R numbers, without expanding anything. The first pays per context token, the second per
+(query, context) pair; so few queries want the absorbed form and long chunks the decompressed one.
+The plan is made once a step and used by every layer. The key idea: sequences with equally many
+queries and similar contexts become one batched product, but only as long as their gathered latents
+stay in the cache of a core.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from engine.batch import ForwardBatch
+from engine.config import ModelConfig
+from engine.memory.kv_pool import KVPool
+
+MAX_GROUP_TOKENS = 2048
+"""Padded context tokens of one absorbed group; a longer sequence is a group of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRule:
+    """When the absorbed form is taken: when it costs less, by multiply-adds.
+
+    Attributes:
+        nope: N.
+        rope: R.
+        value: V.
+        latent: C.
+        absorbed_cost: how much dearer a multiply-add of the absorbed form is; 0 always takes the
+            absorbed form, infinity never.
+    """
+
+    nope: int
+    rope: int
+    value: int
+    latent: int
+    absorbed_cost: float = 1.0
+
+    @classmethod
+    def of(cls, config: ModelConfig, *, absorbed_cost: float = 1.0) -> "AttentionRule":
+        """Return the rule for a model's head sizes."""
+        return cls(
+            nope=config.qk_nope_head_dim,
+            rope=config.qk_rope_head_dim,
+            value=config.v_head_dim,
+            latent=config.kv_lora_rank,
+            absorbed_cost=absorbed_cost,
+        )
+
+    def takes_absorbed(self, num_queries: int, num_positions: int) -> bool:
+        """Decide for a sequence that runs `num_queries` of its `num_positions` tokens.
+
+        Costs are multiply-adds per head. A single query is always absorbed, so that decode steps
+        have one shape.
+        """
+        if num_queries == 1 and self.absorbed_cost != float("inf"):
+            return True
+        expand = self.latent * (self.nope + self.value)
+        pairs = num_queries * num_positions
+        decompressed = num_positions * expand + pairs * (self.nope + self.rope + self.value)
+        absorbed = num_queries * expand + pairs * (2 * self.latent + self.rope)
+        return absorbed * self.absorbed_cost < decompressed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecompressedSegment:
+    """One sequence: rows of the step, its context length, its blocks [b] int64."""
+
+    rows: slice
+    num_positions: int
+    block_ids: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbsorbedGroup:
+    """S sequences with Q queries each.
+
+    Attributes:
+        rows: S * Q consecutive rows among the absorbed ones (see `AttentionPlan.absorbed_rows`).
+        num_queries: Q.
+        block_ids: [S * b] int64; sequences with shorter contexts are padded with block 0.
+        hidden_SQP: [S, Q, P] bool, true where a query must not see a position; P = b * block_size.
+    """
+
+    rows: slice
+    num_queries: int
+    block_ids: Tensor
+    hidden_SQP: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan:
+    """Every row of the step is in exactly one segment or group.
+
+    Attributes:
+        segments: sequences in the decompressed form.
+        groups: sequences in the absorbed form.
+        absorbed_rows: rows of the step that are absorbed, in the order of the groups; a slice
+            where they are adjacent.
+    """
+
+    segments: tuple[DecompressedSegment, ...]
+    groups: tuple[AbsorbedGroup, ...]
+    absorbed_rows: slice | Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionStep:
+    """What attention needs beside the hidden states: the same object for all layers of a step."""
+
+    plan: AttentionPlan
+    slot_mapping: Tensor
+    cos: Tensor
+    sin: Tensor
+    kv_pool: KVPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sequence:
+    index: int
+    start: int
+    num_queries: int
+    num_positions: int
+    num_blocks: int
+
+
+def plan_attention(batch: ForwardBatch, block_size: int, rule: AttentionRule) -> AttentionPlan:
+    """Choose a form for every sequence and group those that are absorbed.
+
+    Reads the batch's lengths on the host (one transfer, if it lives on a device).
+    """
+    starts = batch.cu_seqlens_q.tolist()
+    sequences = [
+        _Sequence(
+            index=index,
+            start=starts[index],
+            num_queries=starts[index + 1] - starts[index],
+            num_positions=num_positions,
+            num_blocks=-(-num_positions // block_size),
+        )
+        for index, num_positions in enumerate(batch.seq_lens.tolist())
+    ]
+    tables = batch.block_tables.long()
+    absorbed = [s for s in sequences if rule.takes_absorbed(s.num_queries, s.num_positions)]
+    taken = {s.index for s in absorbed}
+    groups = list(_alike(absorbed, block_size))
+    return AttentionPlan(
+        segments=tuple(
+            DecompressedSegment(
+                rows=slice(s.start, s.start + s.num_queries),
+                num_positions=s.num_positions,
+                block_ids=tables[s.index, : s.num_blocks],
+            )
+            for s in sequences
+            if s.index not in taken
+        ),
+        groups=tuple(_build_groups(groups, tables, block_size)),
+        absorbed_rows=_rows([s for group in groups for s in group], tables.device),
+    )
+
+
+def _alike(sequences: Iterable[_Sequence], block_size: int) -> Iterator[list[_Sequence]]:
+    """Split into groups of equal Q, at most twofold padding, and at most MAX_GROUP_TOKENS."""
+
+    def kind(s: _Sequence) -> tuple[int, int]:
+        return s.num_queries, s.num_blocks.bit_length()
+
+    for _, alike in groupby(sorted(sequences, key=kind), key=kind):
+        group: list[_Sequence] = []
+        longest = 0
+        for s in alike:
+            longest = max(longest, s.num_blocks)
+            if group and (len(group) + 1) * longest * block_size > MAX_GROUP_TOKENS:
+                yield group
+                group, longest = [], s.num_blocks
+            group.append(s)
+        yield group
+
+
+def _build_groups(
+    groups: Iterable[list[_Sequence]], tables: Tensor, block_size: int
+) -> Iterator[AbsorbedGroup]:
+    device, row = tables.device, 0
+    for sequences in groups:
+        num_queries = sequences[0].num_queries
+        width = max(s.num_blocks for s in sequences)
+        first = torch.tensor([s.num_positions - num_queries for s in sequences], device=device)
+        # Query q of a sequence sees the positions up to its own, num_positions - Q + q.
+        own_SQ = first.unsqueeze(1) + torch.arange(num_queries, device=device)
+        positions = torch.arange(width * block_size, device=device)
+        chosen = torch.tensor([s.index for s in sequences], device=device)
+        num_rows = len(sequences) * num_queries
+        yield AbsorbedGroup(
+            rows=slice(row, row + num_rows),
+            num_queries=num_queries,
+            block_ids=tables[chosen, :width].flatten(),
+            hidden_SQP=positions > own_SQ.unsqueeze(2),
+        )
+        row += num_rows
+
+
+def _rows(sequences: list[_Sequence], device: torch.device) -> slice | Tensor:
+    rows = [row for s in sequences for row in range(s.start, s.start + s.num_queries)]
+    if rows == list(range(rows[0], rows[0] + len(rows)) if rows else ()):
+        return slice(rows[0], rows[-1] + 1) if rows else slice(0, 0)
+    return torch.tensor(rows, device=device)

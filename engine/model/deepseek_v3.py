@@ -1,0 +1,182 @@
+"""DeepSeek-V3 as one page: embed, decoder layers of attention and feed-forward, norm, head.
+
+Reads as a model on one device. Sharding is inside the layers, tokens travel inside the MoE's
+dispatcher, the KV cache is a pool that attention writes and reads. Module names are those of the
+checkpoint, so that a parameter's path says where its weights come from. See arXiv:2412.19437.
+
+Legend: T tokens of the step (all requests one after another), D hidden size, L rows whose logits
+are wanted.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from engine.batch import ForwardBatch
+from engine.config import ModelConfig
+from engine.layers.attention_plan import AttentionRule, AttentionStep, plan_attention
+from engine.layers.context import LayerContext
+from engine.layers.embedding import LMHead, VocabEmbedding
+from engine.layers.norm import RMSNorm
+from engine.layers.rotary import RotaryEmbedding
+from engine.memory.kv_pool import KVPool
+from engine.model.decoder_layer import DecoderLayer
+from engine.model.mtp import MTPLayer
+from engine.parallel.expert_placement import ExpertPlacement
+from engine.parallel.groups import ProcessGroups
+from engine.weights.slices import HoldsWeights, WeightSlice
+
+
+class DeepseekV3Model(nn.Module):
+    """Everything but the head; MTP layers, if any, stand in `layers` after the decoder layers."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ctx: LayerContext,
+        placement: ExpertPlacement,
+        *,
+        with_mtp: bool = False,
+    ) -> None:
+        super().__init__()
+        num_layers = config.num_hidden_layers
+        self.embed_tokens = VocabEmbedding(ctx, config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            (DecoderLayer if index < num_layers else MTPLayer)(config, ctx, index, placement)
+            for index in range(config.num_kv_layers(with_mtp=with_mtp))
+        )
+        self.norm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
+
+
+class DeepseekV3ForCausalLM(nn.Module):
+    """The model on one rank; its weights are uninitialised until a loader has filled them.
+
+    Attributes:
+        config: of the model.
+        dtype: of weights and activations.
+        device: of weights and activations.
+        groups: the ranks that share the model.
+        with_mtp: whether the MTP layers were built.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        groups: ProcessGroups | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        with_mtp: bool = False,
+        placement: ExpertPlacement | None = None,
+        attention_rule: AttentionRule | None = None,
+    ) -> None:
+        """Allocate the parameters of this rank.
+
+        Args:
+            config: of the model.
+            groups: the ranks that share it; None for one process.
+            dtype: compute dtype; FP8 weights are dequantised into it at load.
+            device: where everything is.
+            with_mtp: build the multi-token-prediction layers too.
+            placement: slots of the routed experts; None for one each.
+            attention_rule: when attention is absorbed; None for the cheaper form by arithmetic.
+
+        Raises:
+            ConfigError: the axes do not divide the model.
+        """
+        super().__init__()
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.groups, self.with_mtp = groups or ProcessGroups(), with_mtp
+        placement = placement or ExpertPlacement.identity(config.n_routed_experts, device)
+        self.groups.dims.check_model(config, num_physical_experts=placement.num_physical_experts)
+        ctx = LayerContext(dtype=dtype, device=self.device, groups=self.groups)
+        self.model = DeepseekV3Model(config, ctx, placement, with_mtp=with_mtp)
+        self.lm_head = LMHead(
+            ctx,
+            config.vocab_size,
+            config.hidden_size,
+            tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,
+        )
+        self._rotary = RotaryEmbedding(config, self.device)
+        self._rule = attention_rule or AttentionRule.of(config)
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv_pool: KVPool,
+        *,
+        on_layer_done: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """Run one step; the latents of its tokens are in the pool afterwards.
+
+        Args:
+            batch: of the step; a rank without requests runs `ForwardBatch.dummy()`.
+            kv_pool: on the same device, with a layer for each decoder layer.
+            on_layer_done: called with a layer's index after that layer has written its latents
+                for all of the step's tokens (on a GPU: has been launched to).
+
+        Returns:
+            [T, D], after the final norm.
+        """
+        step = self.attention_step(batch, kv_pool)
+        hidden_TD = self.model.embed_tokens(batch.input_ids)
+        for index, layer in enumerate(self.model.layers[: self.config.num_hidden_layers]):
+            hidden_TD = layer(hidden_TD, step)
+            if on_layer_done is not None:
+                on_layer_done(index)
+        out_TD: Tensor = self.model.norm(hidden_TD)
+        return out_TD
+
+    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
+        """Map final hidden states [L, D] to float32 logits [L, vocab_size]; no collective."""
+        logits: Tensor = self.lm_head(hidden_LD)
+        return logits
+
+    def forward_mtp(
+        self, hidden_TD: Tensor, next_ids_T: Tensor, batch: ForwardBatch, kv_pool: KVPool
+    ) -> Tensor:
+        """Run the first MTP layer: from a token and its successor, predict the one after.
+
+        Args:
+            hidden_TD: [T, D], what `forward` returned for the tokens of `batch`.
+            next_ids_T: [T] int64, the token that follows each of them.
+            batch: positions, slots and contexts of the tokens themselves (not of the successors).
+            kv_pool: with one layer more than the decoder has.
+
+        Returns:
+            [T, D], for `compute_logits`, which then scores the token after `next_ids_T`.
+        """
+        assert self.with_mtp, "the model was built without its MTP layers"
+        layer = self.model.layers[self.config.num_hidden_layers]
+        assert isinstance(layer, MTPLayer)
+        step = self.attention_step(batch, kv_pool)
+        return layer.draft(self.model.embed_tokens(next_ids_T), hidden_TD, step)
+
+    @property
+    def unused_prefixes(self) -> tuple[str, ...]:
+        """Checkpoint names that are known and left out on purpose."""
+        first, count = self.config.num_hidden_layers, self.config.num_nextn_predict_layers
+        layers = [f"model.layers.{index}." for index in range(first, first + count)]
+        if not self.with_mtp:
+            return tuple(layers)
+        # The MTP layers share embedding and head with the model; checkpoints repeat them.
+        parts = ("embed_tokens.", "shared_head.head.")
+        return tuple(layer + part for layer in layers for part in parts)
+
+    def attention_step(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionStep:
+        """Return what all layers of a step share: plan, angles, slots, pool."""
+        cos, sin = self._rotary(batch.positions)
+        return AttentionStep(
+            plan=plan_attention(batch, kv_pool.block_size, self._rule),
+            slot_mapping=batch.slot_mapping,
+            cos=cos,
+            sin=sin,
+            kv_pool=kv_pool,
+        )
+
+    def weight_slices(self, prefix: str = "") -> Iterator[WeightSlice]:
+        """Yield the load plan of the whole model on this rank."""
+        for name, module in self.named_modules(prefix=prefix):
+            if module is not self and isinstance(module, HoldsWeights):
+                yield from module.weight_slices(name)

@@ -1,0 +1,59 @@
+"""Multi-token prediction: one more decoder layer that guesses the token after the next.
+
+Section 2.2 of the DeepSeek-V3 report. For a token t with final hidden state h_t, and its successor:
+h' = layer(eh_proj([enorm(embed(t + 1)); hnorm(h_t)])), and the model's own head reads norm(h') as
+the logits of token t + 2. Embedding and head are the model's, so the layer has neither. Its latents
+have a layer of their own in the KV pool, at the position of token t.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from engine.config import ModelConfig
+from engine.layers.attention_plan import AttentionStep
+from engine.layers.context import LayerContext
+from engine.layers.linear import ReplicatedLinear
+from engine.layers.norm import RMSNorm
+from engine.model.decoder_layer import DecoderLayer
+from engine.parallel.expert_placement import ExpertPlacement
+
+
+class SharedHead(nn.Module):
+    """The norm before the head that is shared with the model."""
+
+    def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
+        super().__init__()
+        self.norm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
+
+
+class MTPLayer(DecoderLayer):
+    """Decoder layer `index` (counted on after the model's own) with its projection and norms.
+
+    A subclass, because the checkpoint names the parts of both side by side.
+    """
+
+    def __init__(
+        self, config: ModelConfig, ctx: LayerContext, index: int, placement: ExpertPlacement
+    ) -> None:
+        super().__init__(config, ctx, index, placement)
+        self.enorm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
+        self.hnorm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
+        self.eh_proj = ReplicatedLinear(
+            ctx, 2 * config.hidden_size, {"eh_proj": config.hidden_size}
+        )
+        self.shared_head = SharedHead(config, ctx)
+
+    def draft(self, next_embedded_TD: Tensor, hidden_TD: Tensor, step: AttentionStep) -> Tensor:
+        """Combine each token's hidden state with its successor's embedding, and run the layer.
+
+        Args:
+            next_embedded_TD: [T, D], embeddings of the successors.
+            hidden_TD: [T, D], the model's final hidden states of the tokens.
+            step: of the tokens.
+
+        Returns:
+            [T, D], normed for the head.
+        """
+        both = torch.cat((self.enorm(next_embedded_TD), self.hnorm(hidden_TD)), dim=-1)
+        out_TD: Tensor = self.shared_head.norm(self(self.eh_proj(both), step))
+        return out_TD

@@ -1,0 +1,142 @@
+"""Process groups: the collectives that layers and dispatchers use, and how ranks find each other.
+
+A `RankGroup` is one axis as seen from one rank. The key idea: a group of one rank is a real object
+whose collectives return their input, so a layer never asks whether it runs in parallel.
+`torch.distributed` is used here only.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.parallel.dims import ParallelDims
+from runtime.errors import PeerLostError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroup:
+    """One axis: `size` ranks of which this is number `rank`. Collectives must be called by all."""
+
+    rank: int = 0
+    size: int = 1
+    _group: dist.ProcessGroup | None = None
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum over the ranks, in place, of a tensor of equal shape on all of them."""
+        if self.size > 1:
+            with _peers_alive("all_reduce"):
+                dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return the ranks' tensors of equal shape, concatenated along dimension 0."""
+        if self.size == 1:
+            return tensor
+        gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        with _peers_alive("all_gather"):
+            dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self._group)
+        return gathered
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Return rank 0's values, in place, in a tensor of equal shape on all ranks."""
+        if self.size > 1:
+            with _peers_alive("broadcast"):
+                dist.broadcast(tensor, src=0, group=self._group)
+        return tensor
+
+    def all_to_all(
+        self, rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int]
+    ) -> Tensor:
+        """Send consecutive runs of rows to the ranks in turn, and return those received.
+
+        Args:
+            rows: [sum(num_sent), ...].
+            num_sent: per rank, how many of the rows it gets; zero is fine.
+            num_received: per rank, how many rows come from it (its `num_sent` for this rank).
+
+        Returns:
+            [sum(num_received), ...], ordered by sending rank.
+        """
+        if self.size == 1:
+            return rows
+        received = rows.new_empty((sum(num_received), *rows.shape[1:]))
+        with _peers_alive("all_to_all"):
+            dist.all_to_all_single(
+                received, rows.contiguous(), list(num_received), list(num_sent), group=self._group
+            )
+        return received
+
+    def barrier(self) -> None:
+        """Return once every rank has called."""
+        if self.size > 1:
+            with _peers_alive("barrier"):
+                dist.barrier(group=self._group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessGroups:
+    """The axes of one rank. `ProcessGroups()` is a process that runs alone."""
+
+    dims: ParallelDims = field(default_factory=ParallelDims)
+    tp_group: RankGroup = field(default_factory=RankGroup)
+    ep_group: RankGroup = field(default_factory=RankGroup)
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the instance."""
+        return self.dims.rank
+
+    def destroy(self) -> None:
+        """Leave the groups; collectives may not be called afterwards."""
+        if self.dims.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def init_process_groups(
+    dims: ParallelDims, rendezvous: str, *, backend: str = "gloo", timeout_s: float = 60.0
+) -> ProcessGroups:
+    """Meet the other ranks of the instance; returns when all of them have called.
+
+    Args:
+        dims: axis lengths and this rank's number.
+        rendezvous: "host:port" on which rank 0 listens; unused by an instance of one rank.
+        backend: "gloo" on CPUs, "nccl" on GPUs.
+        timeout_s: seconds for the meeting and for every later collective.
+
+    Raises:
+        PeerLostError: not all ranks came in time, or rank 0 cannot be reached.
+    """
+    if dims.world_size == 1:
+        return ProcessGroups(dims=dims)
+    with _peers_alive(f"meeting at {rendezvous}"):
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{rendezvous}",
+            world_size=dims.world_size,
+            rank=dims.rank,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    # Every axis that is longer than 1 spans the whole instance (see ParallelDims), so one
+    # communicator serves both: tp and ep collectives follow one another in program order.
+    everyone = dist.group.WORLD
+    return ProcessGroups(
+        dims=dims,
+        tp_group=RankGroup(rank=dims.tp_rank, size=dims.tp, _group=everyone),
+        ep_group=RankGroup(rank=dims.ep_rank, size=dims.ep, _group=everyone),
+    )
+
+
+@contextmanager
+def _peers_alive(what: str) -> Iterator[None]:
+    """Turn the library's RuntimeError (peer closed, timed out) into ours."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise PeerLostError(f"another rank was lost in {what}: {error}") from error

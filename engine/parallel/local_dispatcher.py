@@ -1,0 +1,38 @@
+"""All experts on this rank: dispatching is a sort.
+
+With tp > 1 and ep = 1 each rank holds a slice of every expert's width, so the sum over a token's
+experts is a part of a sum over the ranks; `combine` then finishes it.
+"""
+
+from torch import Tensor
+
+from engine.parallel.groups import RankGroup
+from engine.parallel.token_dispatcher import (
+    ExpertRows,
+    RoutedRows,
+    sort_by_expert,
+    sum_per_token,
+)
+
+
+class LocalDispatcher:
+    """See the module; `tp_group` is the axis that splits the experts' width."""
+
+    def __init__(self, num_experts: int, tp_group: RankGroup) -> None:
+        self._num_experts = num_experts
+        self._tp_group = tp_group
+
+    def dispatch(
+        self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+    ) -> tuple[ExpertRows, RoutedRows]:
+        """Sort the tokens by expert; see `TokenDispatcher`."""
+        routed = sort_by_expert(topk_ids_TK, topk_weights_TK, 0, self._num_experts)
+        rows = ExpertRows(
+            rows_MD=hidden_TD.index_select(0, routed.token_M),
+            num_rows_per_expert=routed.num_rows_per_expert,
+        )
+        return rows, routed
+
+    def combine(self, expert_out_MD: Tensor, handle: RoutedRows, own_TD: Tensor | None) -> Tensor:
+        """Sum per token, then over the slices; see `TokenDispatcher`."""
+        return self._tp_group.all_reduce(sum_per_token(expert_out_MD, handle, own_TD))

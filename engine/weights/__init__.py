@@ -1,0 +1,1 @@
+"""How a checkpoint, real or dummy, becomes the parameters of one rank."""

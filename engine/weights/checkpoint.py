@@ -1,0 +1,161 @@
+"""A checkpoint folder of safetensors files: which tensor is where, and parts of tensors.
+
+Only headers are read on opening. `read` brings one part of one tensor into memory, and undoes FP8:
+quantised weights come out as float32. The key idea for FP8: a part that does not begin and end on
+block borders is read enlarged to them, dequantised with its scales, and cut.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.weights.errors import CheckpointError
+from engine.weights.fp8 import dequantize_block
+
+INDEX: Final = "model.safetensors.index.json"
+_SCALE_SUFFIX: Final = "_scale_inv"
+_FP8: Final = "F8_E4M3"
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+class Checkpoint:
+    """An open checkpoint; a context manager that closes its files.
+
+    Raises:
+        CheckpointError: no or unreadable files, a file that the index names is absent, or one
+            tensor in two files.
+    """
+
+    def __init__(self, path: str | Path, *, fp8_block_size: int = 128) -> None:
+        self.path = Path(path)
+        self._block = fp8_block_size or 128
+        self._stack = ExitStack()
+        self._handles: dict[str, Any] = {}
+        self._file_of: dict[str, Path] = {}
+        try:
+            for file in _list_files(self.path):
+                self._open(file)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield tensor names in the order of files, scales of FP8 weights left out."""
+        return (name for name in self._file_of if not self._is_scale(name))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def file_of(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+        return self._file_of[name]
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the full shape of a tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, ranges: Ranges) -> Tensor:
+        """Read part of a tensor, one half-open range per dimension.
+
+        Returns:
+            The part, on the CPU; FP8 weights as float32, all else as stored.
+
+        Raises:
+            CheckpointError: FP8 without scales, or scales of another shape.
+        """
+        part = self._slice(name)
+        if part.get_dtype() != _FP8:
+            return _cut(part, ranges)
+        if name + _SCALE_SUFFIX not in self:
+            raise CheckpointError(
+                f"FP8 weight without {name + _SCALE_SUFFIX}", file=self.file_of(name), tensor=name
+            )
+        return self._read_fp8(name, ranges)
+
+    def _read_fp8(self, name: str, ranges: Ranges) -> Tensor:
+        block = self._block
+        shape = self.shape_of(name)
+        scale = self._slice(name + _SCALE_SUFFIX)
+        expected = [-(-size // block) for size in shape]
+        if len(shape) != 2 or list(scale.get_shape()) != expected:
+            raise CheckpointError(
+                f"scales have shape {scale.get_shape()}, but a weight of shape {list(shape)} in"
+                f" blocks of {block} needs {expected}",
+                file=self.file_of(name + _SCALE_SUFFIX),
+                tensor=name + _SCALE_SUFFIX,
+            )
+        blocks = tuple((start // block, -(-end // block)) for start, end in ranges)
+        aligned = tuple(
+            (first * block, min(last * block, size))
+            for (first, last), size in zip(blocks, shape, strict=True)
+        )
+        weight = dequantize_block(_cut(self._slice(name), aligned), _cut(scale, blocks), block)
+        (row, row_end), (column, column_end) = (
+            (start - outer, end - outer)
+            for (start, end), (outer, _) in zip(ranges, aligned, strict=True)
+        )
+        return weight[row:row_end, column:column_end]
+
+    def _open(self, file: Path) -> None:
+        try:
+            handle = self._stack.enter_context(safe_open(file, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot be read: {error}", file=file) from error
+        for name in handle.keys():  # noqa: SIM118 - not a mapping
+            if name in self._file_of:
+                raise CheckpointError(
+                    f"also stands in {self._file_of[name].name}", file=file, tensor=name
+                )
+            self._file_of[name] = file
+            self._handles[name] = handle
+
+    def _slice(self, name: str) -> Any:
+        return self._handles[name].get_slice(name)
+
+    def _is_scale(self, name: str) -> bool:
+        weight = name.removesuffix(_SCALE_SUFFIX)
+        return weight != name and weight in self and self._slice(weight).get_dtype() == _FP8
+
+
+def _list_files(path: Path) -> list[Path]:
+    index = path / INDEX
+    if not index.exists():
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError("holds no *.safetensors file", file=path)
+        return files
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"is not an index of safetensors: {error!r}", file=index) from error
+    files = [path / name for name in sorted(set(weight_map.values()))]
+    for file in files:
+        if not file.exists():
+            tensor = next(name for name, where in weight_map.items() if where == file.name)
+            raise CheckpointError("the index names a file that is absent", file=file, tensor=tensor)
+    return files
+
+
+def _cut(part: Any, ranges: Ranges) -> Tensor:
+    cut: Tensor = part[tuple(slice(start, end) for start, end in ranges)]
+    assert isinstance(cut, torch.Tensor)
+    return cut
