@@ -1,0 +1,200 @@
+"""Where requests come into the engine loop and where they leave it, one way or another.
+
+A request ends by its first token, by a cancel, by its deadline, or by a rank that cannot send. In
+every case the same is due: somebody is told, nothing more is computed, and the blocks stay until
+every rank has closed the ticket. A ticket that no sender has heard of yet is closed at once. This
+is the only place that knows these rules. Belongs to the loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from engine.runner import StepResult
+from kv_transfer.metadata import MetadataRecord
+from prefill.commands import OpenTicket
+from prefill.messages import (
+    Event,
+    FirstTokenSampled,
+    PartClosed,
+    RequestFailed,
+    RequestFinished,
+)
+from prefill.rank_plan import Closure, ClosureOutcome
+from prefill.request import Chunk, PrefillRequest
+from prefill.scheduler import Scheduler
+from prefill.sender_group import SenderGroup
+from runtime.errors import (
+    ERRORS_BY_CODE,
+    DeadlineExceededError,
+    InternalError,
+    TandemError,
+    TransferFailedError,
+)
+from runtime.lifecycle import PrefillStatus
+from runtime.logging import fields, get_logger
+
+logger = get_logger(__name__)
+
+
+class RequestDesk:
+    """All requests of the loop, by the nonce of their ticket."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        senders: SenderGroup,
+        emit: Callable[[Event], None],
+        *,
+        max_model_len: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._scheduler = scheduler
+        self._senders = senders
+        self._emit = emit
+        self._max_model_len = max_model_len
+        self._clock = clock
+        self._items: dict[int, PrefillRequest] = {}  # by nonce
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def add(self, item: PrefillRequest) -> None:
+        """Queue a request; one that can never fit is answered at once."""
+        try:
+            self._scheduler.add(item)
+        except TandemError as error:
+            item.error = error
+            item.move_to(PrefillStatus.FINISHED)
+            self._finish_unopened(item)
+            return
+        self._items[item.nonce] = item
+
+    def cancel(self, nonce: int, error: TandemError) -> None:
+        """End a request in whatever state it is; one that is over is no error."""
+        if nonce in self._items:
+            self._end_early(self._items[nonce], error)
+
+    def expire(self) -> None:
+        """End the requests whose time is over before their first token."""
+        now = self._clock()
+        late = [item for item in self._scheduler.unfinished() if item.deadline <= now]
+        for item in late:
+            waited = now - item.arrived_at
+            state = "queued for prefill" if item.status is PrefillStatus.WAITING else "in prefill"
+            text = f"the request's time was over after {waited:.3f} s, {state}"
+            self._end_early(item, DeadlineExceededError(text, request_id=item.request_id))
+
+    def open_tickets(self, chunks: Sequence[Chunk]) -> None:
+        """Open the tickets of the requests that start with this step, on every rank."""
+        now = self._clock()
+        for chunk in chunks:
+            item = chunk.item
+            if item.started_at == 0.0:
+                item.started_at = now
+                # Decode's clock for this ticket has been running since it allocated.
+                ticket = replace(item.ticket, timeout_s=max(item.deadline - now, 0.0))
+                self._senders.open(OpenTicket(ticket, item.peer))
+
+    def complete(self, item: PrefillRequest, result: StepResult) -> None:
+        """The first token is known: answer; then the senders finish, or stop if it is the last."""
+        sampled = result.sampled
+        assert sampled is not None
+        item.first_token_at = self._clock()
+        item.request.output_token_ids.append(sampled.token_id)
+        item.finish_reason = item.request.finish_reason(self._max_model_len)
+        self._scheduler.stop(item)
+        self._emit(
+            FirstTokenSampled(
+                nonce=item.nonce,
+                token_id=sampled.token_id,
+                logprobs=sampled.logprobs,
+                prompt_logprobs=tuple(item.prompt_logprobs),
+                finish_reason=item.finish_reason,
+                num_cached_tokens=item.request.num_cached_tokens,
+                queue_s=item.started_at - item.arrived_at,
+                compute_s=item.compute_s,
+            )
+        )
+        if item.finish_reason is not None:
+            self._senders.abandon(item.nonce)
+            return
+        hidden = result.last_hidden
+        record = MetadataRecord(
+            nonce=item.nonce,
+            epoch=item.ticket.epoch,
+            first_token=sampled.token_id,
+            logprobs=sampled.logprobs,
+            mtp_hidden=b"" if hidden is None else hidden.numpy().tobytes(),
+        )
+        self._senders.finish(item.nonce, record)
+
+    def rank_closed(self, rank: int, closure: Closure) -> None:
+        """A rank will not read the request's blocks any more; the last one releases them."""
+        item = self._items.get(closure.nonce)
+        if item is None or rank in item.closed_ranks:
+            raise InternalError(f"rank {rank} closed ticket {closure.nonce:016x} out of turn")
+        item.closed_ranks.add(rank)
+        if closure.outcome is ClosureOutcome.FAILED:
+            self._end_early(item, _error_of(item, rank, closure))
+        self._emit_part(item, rank, closure)
+        if len(item.closed_ranks) == self._senders.num_ranks:
+            self._scheduler.finish(item)
+            del self._items[item.nonce]
+            self._emit(RequestFinished(item.nonce))
+
+    def fail_all(self, cause: str) -> None:
+        """The loop is over: answer all who still wait for a first token."""
+        for item in self._items.values():
+            if item.first_token_at == 0.0 and item.error is None:
+                failure = InternalError(cause, request_id=item.request_id)
+                self._emit(RequestFailed(item.nonce, failure))
+
+    def _end_early(self, item: PrefillRequest, error: TandemError) -> None:
+        """Compute and send no more of it; what a sender has in flight is waited for."""
+        if item.error is not None or item.finish_reason is not None:
+            return
+        item.error = error
+        if item.status is PrefillStatus.WAITING:
+            self._scheduler.drop(item)
+            del self._items[item.nonce]
+            self._finish_unopened(item)
+            return
+        if item.status is PrefillStatus.RUNNING:
+            self._scheduler.stop(item)
+            self._emit(RequestFailed(item.nonce, error))
+        self._senders.abandon(item.nonce)
+
+    def _finish_unopened(self, item: PrefillRequest) -> None:
+        """A request that no sender has heard of is over: every rank's part is."""
+        assert item.error is not None
+        self._emit(RequestFailed(item.nonce, item.error))
+        for rank in range(self._senders.num_ranks):
+            closure = Closure(nonce=item.nonce, outcome=ClosureOutcome.ABANDONED)
+            self._emit_part(item, rank, closure)
+        self._emit(RequestFinished(item.nonce))
+
+    def _emit_part(self, item: PrefillRequest, rank: int, closure: Closure) -> None:
+        exposed = 0.0
+        if item.first_token_at and closure.finished_at:
+            exposed = max(closure.finished_at - item.first_token_at, 0.0)
+        self._emit(
+            PartClosed(
+                nonce=item.nonce,
+                rank=rank,
+                closure=closure,
+                finish_reason=item.finish_reason,
+                error=item.error,
+                kv_exposed_s=exposed,
+            )
+        )
+
+
+def _error_of(item: PrefillRequest, rank: int, closure: Closure) -> TandemError:
+    """Why rank `rank` could not send its part."""
+    code = closure.error_code
+    error_type = TransferFailedError if code is None else ERRORS_BY_CODE[code]
+    text = f"prefill rank {rank} could not send its KV to {item.peer.peer}: {closure.error}"
+    logger.warning("%s %s", text, fields(request_id=item.request_id))
+    return error_type(text, request_id=item.request_id)

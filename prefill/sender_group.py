@@ -1,0 +1,147 @@
+"""The senders of all ranks of the instance, as rank 0 uses them.
+
+A command is applied to rank 0's own sender at once, and goes to the others with the next exchange.
+Pushes are special: every rank makes them during the step that completes the blocks, so they travel
+with the plan of that step. The answer to each exchange brings the others' closures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from engine.batch import logits_rows
+from kv_transfer.metadata import MetadataRecord
+from prefill.commands import (
+    AbandonTicket,
+    FinishTicket,
+    OpenTicket,
+    PushBlocks,
+    SenderCommand,
+    encode_command,
+)
+from prefill.kv_push import BlockSender
+from prefill.messages import RankClosed
+from prefill.rank_plan import BatchArrays
+from prefill.request import Chunk
+
+
+class TicketSender(BlockSender, Protocol):
+    """One rank's sender. No method blocks; a ticket that is closed already is no error.
+
+    Each opened ticket ends in one `Closure`, reported on a thread of the sender's.
+    """
+
+    def open(self, command: OpenTicket) -> None:
+        """Prepare to send under a ticket."""
+        ...
+
+    def finish(self, nonce: int, record: MetadataRecord | None) -> None:
+        """Close once all pushes have landed; rank 0 also sends the record."""
+        ...
+
+    def abandon(self, nonce: int) -> None:
+        """Drop what is not posted yet and close once the rest has landed."""
+        ...
+
+
+class Followers(Protocol):
+    """The other ranks, reached by collectives: every method blocks until they take part."""
+
+    @property
+    def num_followers(self) -> int:
+        """Ranks besides rank 0."""
+        ...
+
+    def exchange(self, batch: BatchArrays | None, commands: bytes) -> list[RankClosed]:
+        """Send a step (or, without a batch, commands only) and return what the ranks closed."""
+        ...
+
+    def stop(self) -> None:
+        """Have the other ranks leave their loops."""
+        ...
+
+
+class SenderGroup:
+    """Rank 0's own sender and, through `followers` (None: there are none), the others'."""
+
+    def __init__(self, local: TicketSender, followers: Followers | None = None) -> None:
+        self._local = local
+        self._followers = followers
+        self._outbox: list[SenderCommand] = []
+        self._num_awaited = 0  # closures that followers owe
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that send, each its part."""
+        return 1 + (self._followers.num_followers if self._followers else 0)
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether other ranks wait for our messages."""
+        return self._followers is not None
+
+    @property
+    def wants_exchange(self) -> bool:
+        """Whether followers have something to learn, or something to tell."""
+        return bool(self._outbox) or self._num_awaited > 0
+
+    @property
+    def local(self) -> TicketSender:
+        """Rank 0's own sender."""
+        return self._local
+
+    def open(self, command: OpenTicket) -> None:
+        """Open a ticket on every rank."""
+        self._local.open(command)
+        if self._followers:
+            self._outbox.append(command)
+            self._num_awaited += self._followers.num_followers
+
+    def finish(self, nonce: int, record: MetadataRecord) -> None:
+        """Close the ticket on every rank once all pushes have landed."""
+        self._local.finish(nonce, record)
+        if self._followers:
+            self._outbox.append(FinishTicket(nonce))
+
+    def abandon(self, nonce: int) -> None:
+        """Close the ticket on every rank as soon as what is in flight has landed."""
+        self._local.abandon(nonce)
+        if self._followers:
+            self._outbox.append(AbandonTicket(nonce))
+
+    def announce(self, chunks: Sequence[Chunk], pushes: Sequence[PushBlocks]) -> list[RankClosed]:
+        """Tell the other ranks of the step that comes, if any; return what they closed since."""
+        if self._followers is None:
+            return []
+        commands = b"".join(encode_command(command) for command in (*self._outbox, *pushes))
+        self._outbox.clear()
+        closed = self._followers.exchange(batch_arrays(chunks) if chunks else None, commands)
+        self._num_awaited -= len(closed)
+        return closed
+
+    def stop(self) -> None:
+        """Let the other ranks go."""
+        if self._followers:
+            self._followers.stop()
+
+
+def batch_arrays(chunks: Sequence[Chunk]) -> BatchArrays:
+    """Return the step as arrays, equal to what rank 0's own runner builds from the requests."""
+    scheduled = [chunk.scheduled for chunk in chunks]
+    token_ids: list[int] = []
+    for item in scheduled:
+        token_ids += item.request.token_ids(item.start, item.end)
+    counts = [chunk.num_context_blocks for chunk in chunks]
+    tables = np.zeros((len(chunks), max(counts)), dtype=np.int32)
+    for row, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
+        tables[row, :count] = chunk.item.request.block_table[:count]
+    return BatchArrays(
+        input_ids=np.array(token_ids, dtype=np.int32),
+        query_lens=np.array([item.num_scheduled_tokens for item in scheduled], dtype=np.int32),
+        seq_lens=np.array([item.end for item in scheduled], dtype=np.int32),
+        block_tables=tables,
+        logits_indices=logits_rows(scheduled).astype(np.int32),
+    )
