@@ -1,0 +1,169 @@
+"""What can be found wrong with a configuration before anything starts.
+
+``runtime.config`` checks each field by itself; here are the checks that need the checkpoint, the
+devices of this machine, or its ports. Everything wrong is a ConfigError with the field's path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+from pathlib import Path
+
+import deploy
+from deploy.plan import num_devices_needed, plan_instances
+from engine.config import ModelConfig
+from engine.parallel.dims import ParallelDims
+from runtime.config import ClusterConfig
+from runtime.errors import ConfigError
+
+BUNDLED_MODEL = Path(deploy.__file__).resolve().parent / "models" / "tandem-python"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def resolve_config(config: ClusterConfig) -> ClusterConfig:
+    """``config`` with the model's folder and name, and free ports where it leaves them open."""
+    path = Path(config.model.path).expanduser() if config.model.path else BUNDLED_MODEL
+    path = path.resolve()
+    model = dataclasses.replace(config.model, path=str(path), name=config.model.name or path.name)
+    host = config.cluster.host
+    router = dataclasses.replace(
+        config.router,
+        port=config.router.port or free_port(host),
+        control_port=config.router.control_port or free_port(host),
+    )
+    return dataclasses.replace(config, model=model, router=router)
+
+
+def check_config(config: ClusterConfig, *, num_devices: int) -> None:
+    """Refuse what can be known to fail; ``config`` is resolved, ports are not looked at.
+
+    Raises:
+        ConfigError: with the field's path and the fix.
+    """
+    name = config.cluster.name
+    if not _NAME.fullmatch(name):
+        fix = "1 to 63 letters, digits, '.', '_' or '-', a letter or digit first"
+        raise ConfigError("cluster.name", name, "also names a folder", fix)
+    model = _read_model(config)
+    _check_parallel(config, model)
+    _check_lengths(config, model)
+    _check_devices(config, num_devices)
+
+
+def check_ports(config: ClusterConfig) -> None:
+    """Refuse ports that something else listens on.
+
+    Raises:
+        ConfigError: names the field and how to choose another.
+    """
+    for field in ("port", "control_port"):
+        port = getattr(config.router, field)
+        try:
+            with _listener(config.cluster.host, port):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"router.{field}",
+                port,
+                f"cannot listen on {config.cluster.host} ({error.strerror})",
+                f"stop what listens there, or set router.{field} to a free port (0: any)",
+            ) from error
+
+
+def free_port(host: str) -> int:
+    """A TCP port of ``host`` on which nothing listens now."""
+    with _listener(host, 0) as listener:
+        return int(listener.getsockname()[1])
+
+
+def count_devices() -> int:
+    """CUDA devices of this machine that we may use, without loading any CUDA library."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = len([entry for entry in Path("/dev").glob("nvidia*") if entry.name[6:].isdigit()])
+    if visible is None:
+        return present
+    return min(present, len([entry for entry in visible.split(",") if entry.strip()]))
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # Connections of a former run in TIME_WAIT do not make a port taken.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _read_model(config: ClusterConfig) -> ModelConfig:
+    path = config.model.path
+    try:
+        return ModelConfig.from_dir(path)
+    except ConfigError as error:
+        if error.path.startswith("model."):
+            raise
+        problem = f"{error.path} = {error.value!r} in its config.json: {error.problem}"
+        raise ConfigError("model.path", path, problem, error.fix) from error
+
+
+def _check_parallel(config: ClusterConfig, model: ModelConfig) -> None:
+    prefill, decode = config.prefill, config.decode
+    prefill_dims = ParallelDims(tp=prefill.tp, ep=prefill.tp if prefill.expert_parallel else 1)
+    decode_dims = ParallelDims(dp=decode.dp, ep=decode.dp)
+    for field, value, dims in (
+        ("prefill.tp", prefill.tp, prefill_dims),
+        ("decode.dp", decode.dp, decode_dims),
+    ):
+        try:
+            dims.check_model(model)
+        except ConfigError as error:
+            raise ConfigError(field, value, error.problem, error.fix) from error
+
+
+def _check_lengths(config: ClusterConfig, model: ModelConfig) -> None:
+    most = model.max_position_embeddings
+    wanted = config.model.max_model_len
+    if wanted > most:
+        raise ConfigError(
+            "model.max_model_len",
+            wanted,
+            f"the checkpoint's max_position_embeddings is {most}",
+            f"{most} or less (0: what the checkpoint says)",
+        )
+    length = wanted or most
+    for role in ("prefill", "decode"):
+        section = getattr(config, role)
+        num_tokens = (section.num_blocks - 1) * section.block_size
+        if num_tokens < length:
+            needed = -(-length // section.block_size) + 1
+            raise ConfigError(
+                f"{role}.num_blocks",
+                section.num_blocks,
+                f"one request of {length} tokens (model.max_model_len) does not fit",
+                f"{needed} or more, or a smaller model.max_model_len",
+            )
+
+
+def _check_devices(config: ClusterConfig, num_devices: int) -> None:
+    needed = num_devices_needed(plan_instances(config))
+    if needed <= num_devices:
+        return
+    prefill, decode = config.prefill, config.decode
+    prefill_needs = prefill.instances * prefill.tp if prefill.device == "cuda" else 0
+    field, value = "prefill.tp", prefill.tp
+    if prefill_needs <= num_devices:
+        field, value = "decode.dp", decode.dp
+    fix = "fewer instances or ranks" if num_devices else 'device = "cpu"'
+    raise ConfigError(
+        field,
+        value,
+        f"all ranks together need {needed} CUDA devices, this machine has {num_devices}",
+        fix,
+    )

@@ -1,0 +1,107 @@
+"""One child process: its log file, the lines it says, and its end.
+
+The child writes straight into its log file and this reads the file's tail, so there is no pipe
+that could fill up, no thread, and the log outlives both. Not thread-safe; start it from a thread
+that lives as long as the child should (the kernel kills the child when that thread ends).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.plan import ProcessSpec
+from runtime.process import die_with_parent
+
+_MAX_READ_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildReport:
+    """What happened to a child since the last report."""
+
+    pid: int
+    exit_status: int | None
+    """None while it runs; -N after signal N."""
+    lines: tuple[str, ...]
+    """Whole log lines, oldest first; a burst beyond 256 KiB is cut to its end."""
+
+
+class Child:
+    """A process started from ``spec``; it dies with the thread that created this."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self.spec = spec
+        self._log_path = Path(spec.log_path)
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("ab") as log:
+            self._offset = log.tell()
+            self._process = subprocess.Popen(
+                spec.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=spec.cwd,
+                env={**os.environ, **spec.env},
+                # Its own session: a terminal's Ctrl-C reaches the controller only.
+                start_new_session=True,
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
+            )
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    def poll(self) -> ChildReport:
+        """The news since the last call; never blocks."""
+        exit_status = self._process.poll()
+        lines = self._read_lines(final=exit_status is not None)
+        return ChildReport(pid=self.pid, exit_status=exit_status, lines=lines)
+
+    def terminate(self) -> None:
+        """Ask the child to drain and end (SIGTERM)."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End the child and all that it started in its session, at once, and reap it."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def stop(self, grace_s: float) -> int:
+        """SIGTERM, then SIGKILL after ``grace_s`` seconds; the exit status."""
+        self.terminate()
+        try:
+            self._process.wait(timeout=grace_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        return self._process.wait()
+
+    def _read_lines(self, *, final: bool) -> tuple[str, ...]:
+        with self._log_path.open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            start = max(self._offset, end - _MAX_READ_BYTES)
+            log.seek(start)
+            data = log.read(end - start)
+        complete = len(data) if final else data.rfind(b"\n") + 1
+        self._offset = start + complete
+        return tuple(data[:complete].decode(errors="replace").splitlines())
+
+
+def tail(path: Path, num_lines: int) -> list[str]:
+    """The last lines of a log file; empty when there is none."""
+    try:
+        with path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(0, size - _MAX_READ_BYTES))
+            return log.read().decode(errors="replace").splitlines()[-num_lines:]
+    except FileNotFoundError:
+        return []

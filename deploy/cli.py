@@ -1,0 +1,49 @@
+"""The ``tandem`` command: reads arguments, runs one command, turns known errors into one line.
+
+Each command lives in a file of ``deploy.commands``. Whatever is heavy (torch, Ray) is imported
+inside the command that needs it, so that ``tandem --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from deploy.commands import bench, down, generate, model, status, up, validate
+from deploy.errors import ClusterError
+from runtime.errors import ConfigError
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="tandem",
+        description="Serve DeepSeek-V3-class models with prefill and decode on different workers.",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for group in (up, status, generate, down, validate, model, bench):
+        group.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0, 1 for a failure, 2 for a wrong argument or setting, 130 for Ctrl-C."""
+    arguments = build_parser().parse_args(argv)
+    command: Command = arguments.command
+    try:
+        return command(arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone (`tandem ... | head`); nothing more can be said.
+        sys.stderr.close()
+        return 1

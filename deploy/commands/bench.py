@@ -1,0 +1,34 @@
+"""``tandem bench ...``: measurements of this machine, as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runtime.config_file import load_config
+
+if TYPE_CHECKING:
+    from deploy.commands.common import Subparsers
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Declare ``bench`` and what it can measure."""
+    parser = commands.add_parser("bench", help="measure")
+    subjects = parser.add_subparsers(title="subjects", metavar="SUBJECT", required=True)
+    startup = subjects.add_parser("startup", help="seconds from `tandem up` to ready, and memory")
+    startup.add_argument(
+        "config", nargs="?", type=Path, metavar="CONFIG", help="a TOML file (default: built in)"
+    )
+    startup.set_defaults(command=run_startup)
+
+
+def run_startup(arguments: argparse.Namespace) -> int:
+    """Start a cluster of its own, measure, stop it."""
+    from deploy.startup_bench import measure_startup
+
+    result = measure_startup(load_config(arguments.config))
+    print(json.dumps(dataclasses.asdict(result), indent=1))
+    return 0

@@ -1,0 +1,51 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.errors import ClusterError
+from deploy.state import ClusterState, RunDir, find_run_dir
+from runtime.config_file import load_config
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--name`` and ``--config``: which running cluster is meant."""
+    parser.add_argument("--name", default="", help="cluster.name (default: the one that runs)")
+    parser.add_argument(
+        "--config", type=Path, help="the TOML file that the cluster was started with"
+    )
+
+
+def chosen_run_dir(arguments: argparse.Namespace) -> RunDir:
+    """The run directory that ``--name`` and ``--config`` choose.
+
+    Raises:
+        ClusterError: none runs, or several do.
+        ConfigError: the file is wrong.
+    """
+    name, run_dir = arguments.name, ""
+    if arguments.config is not None:
+        cluster = load_config(arguments.config).cluster
+        name, run_dir = name or cluster.name, cluster.run_dir
+    return find_run_dir(name, run_dir)
+
+
+def running_state(run_dir: RunDir) -> ClusterState:
+    """The state of a cluster whose controller lives.
+
+    Raises:
+        ClusterError: it does not run.
+    """
+    state = run_dir.read_state()
+    if state is None or not run_dir.is_owned():
+        reason = f"; it failed: {state.error}" if state is not None and state.error else ""
+        raise ClusterError(
+            f"cluster {run_dir.path.name!r} is not running{reason}; start it with `tandem up`"
+        )
+    return state

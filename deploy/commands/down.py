@@ -1,0 +1,49 @@
+"""``tandem down``: stop a cluster that runs on this machine, and see that nothing of it is left."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from typing import TYPE_CHECKING
+
+from deploy.commands.common import add_cluster_arguments, chosen_run_dir
+from deploy.errors import ClusterError
+from deploy.sweep import find_processes, kill_processes, wait_until_gone
+
+if TYPE_CHECKING:
+    from deploy.commands.common import Subparsers
+
+_ORDERLY_S = 40.0
+"""Longer than router and workers together may drain."""
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Declare ``down``."""
+    parser = commands.add_parser("down", help="stop a running cluster")
+    add_cluster_arguments(parser)
+    parser.add_argument("--now", action="store_true", help="do not let requests finish")
+    parser.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Stop it in order, then kill what is left."""
+    run_dir = chosen_run_dir(arguments)
+    state = run_dir.read_state()
+    if state is None:
+        raise ClusterError(f"cluster {run_dir.path.name!r} is not running")
+    if run_dir.is_owned():
+        os.kill(state.pid, signal.SIGTERM)
+        if arguments.now:
+            os.kill(state.pid, signal.SIGINT)
+        if not wait_until_gone(state.pid, _ORDERLY_S):
+            os.kill(state.pid, signal.SIGKILL)
+            wait_until_gone(state.pid, _ORDERLY_S)
+    kill_processes(state.run_id)
+    if left := find_processes(state.run_id):
+        pids = ", ".join(str(process.pid) for process in left)
+        raise ClusterError(f"these processes cannot be ended: {pids}")
+    run_dir.clear_state()
+    run_dir.clear_secret()
+    print(f"stopped {state.name}")
+    return 0

@@ -1,0 +1,82 @@
+"""``tandem model ...``: look at a checkpoint, compare its arithmetic with a reference."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.config import ModelConfig
+from runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deploy.commands.common import Subparsers
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Declare ``model`` and what it can do."""
+    parser = commands.add_parser("model", help="look at checkpoints")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    info = verbs.add_parser("info", help="sizes and data types of a checkpoint")
+    info.add_argument("path", type=Path, metavar="DIR")
+    info.set_defaults(command=run_info)
+    parity = verbs.add_parser("parity", help="compare logits and tokens with transformers")
+    parity.add_argument("path", type=Path, metavar="DIR")
+    parity.set_defaults(command=run_parity)
+
+
+def run_info(arguments: argparse.Namespace) -> int:
+    """Print what a checkpoint consists of, from its headers alone."""
+    config = ModelConfig.from_dir(arguments.path)
+    num_bytes, num_parameters, by_dtype = _count_tensors(arguments.path)
+    kv_width = config.latent_dim * config.num_kv_layers()
+    rows = {
+        "layers": f"{config.num_hidden_layers} ({config.first_k_dense_replace} dense), "
+        f"{config.num_nextn_predict_layers} MTP",
+        "hidden size": f"{config.hidden_size}, vocabulary {config.vocab_size}",
+        "attention": f"{config.num_attention_heads} heads, latent {config.latent_dim}",
+        "experts": f"{config.n_routed_experts} routed, top {config.num_experts_per_tok}, "
+        f"{config.n_shared_experts} shared, {config.n_group} groups",
+        "context": f"{config.max_position_embeddings} tokens",
+        "KV": f"{kv_width} numbers per token",
+        "parameters": f"{num_parameters:,}",
+        "tensors": ", ".join(f"{count} {dtype}" for dtype, count in sorted(by_dtype.items())),
+        "size": f"{num_bytes / 2**20:.1f} MiB",
+    }
+    for name, value in rows.items():
+        print(f"{name:<12} {value}")
+    return 0
+
+
+def _count_tensors(path: Path) -> tuple[int, int, dict[str, int]]:
+    """(bytes, parameters without scales, tensors by data type) of all safetensors files."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ConfigError("DIR", str(path), "holds no *.safetensors", "a checkpoint folder")
+    num_bytes = num_parameters = 0
+    by_dtype: collections.Counter[str] = collections.Counter()
+    for file in files:
+        num_bytes += file.stat().st_size
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    header = tensors.get_slice(name)
+                    by_dtype[header.get_dtype()] += 1
+                    if not name.endswith("_scale_inv"):
+                        num_parameters += math.prod(header.get_shape())
+        except SafetensorError as error:
+            raise ConfigError("DIR", str(file), str(error), "download the file again") from error
+    return num_bytes, num_parameters, by_dtype
+
+
+def run_parity(arguments: argparse.Namespace) -> int:
+    """Print the comparison; 1 when it shows a difference beyond the tolerance."""
+    from engine.parity import compare_with_transformers
+
+    report = compare_with_transformers(arguments.path)
+    print(report)
+    return 0 if report.ok else 1

@@ -1,0 +1,121 @@
+"""``tandem status``: what runs, since when, under which load, in how much memory."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from deploy.commands.common import add_cluster_arguments, chosen_run_dir, running_state
+from deploy.display import phase_text
+from deploy.pool_watch import PoolMember, PoolMembers, fetch_members
+from deploy.state import ClusterState, Phase, ProcessState, RunDir
+from deploy.sweep import memory_of
+
+if TYPE_CHECKING:
+    from deploy.commands.common import Subparsers
+
+_POOL_TIMEOUT_S = 2.0
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Declare ``status``."""
+    parser = commands.add_parser("status", help="show a running cluster")
+    add_cluster_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a table; 1 when the cluster is not ready."""
+    run_dir = chosen_run_dir(arguments)
+    state = running_state(run_dir)
+    members = _fetch(run_dir, state)
+    if arguments.json:
+        print(json.dumps([_describe(state, process, members) for process in state.processes]))
+    else:
+        _show(state, members)
+    return 0 if state.phase is Phase.READY else 1
+
+
+def _fetch(run_dir: RunDir, state: ClusterState) -> PoolMembers:
+    if state.phase is not Phase.READY:
+        return {}
+    secret = run_dir.read_secret()
+    return asyncio.run(
+        fetch_members(state.control_address, state.endpoint, secret, timeout_s=_POOL_TIMEOUT_S)
+    )
+
+
+def _describe(
+    state: ClusterState, process: ProcessState, members: PoolMembers
+) -> dict[str, object]:
+    member = _member_of(process, members)
+    return {
+        **dataclasses.asdict(process),
+        "cluster": state.name,
+        "endpoint": state.endpoint,
+        "memory_bytes": _memory_bytes(process.pid),
+        "load": dataclasses.asdict(member) if member else None,
+    }
+
+
+def _show(state: ClusterState, members: PoolMembers) -> None:
+    console = Console()
+    uptime_s = time.time() - state.started
+    head = Text.assemble(
+        (state.name, "bold"), " ", phase_text(state.phase), f"  {state.model} at {state.endpoint}"
+    )
+    console.print(head, soft_wrap=True)
+    console.print(f"up {uptime_s:.0f} s, logs in {state.log_dir}", highlight=False, soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    for title in ("process", "state", "pid", "memory", "running", "waiting", "free blocks"):
+        right = title not in ("process", "state")
+        table.add_column(title, justify="right" if right else "left", no_wrap=True)
+    table.add_column("restarts", justify="right")
+    for process in state.processes:
+        table.add_row(
+            process.name,
+            phase_text(process.phase),
+            str(process.pid or "-"),
+            _megabytes(_memory_bytes(process.pid)),
+            *_load_cells(_member_of(process, members)),
+            str(process.num_restarts),
+        )
+    console.print(table)
+
+
+def _load_cells(member: PoolMember | None) -> tuple[str, str, str]:
+    if member is None:
+        return ("-", "-", "-")
+    return (
+        str(member.num_requests_running),
+        str(member.num_requests_waiting),
+        f"{member.num_free_blocks}/{member.num_total_blocks}",
+    )
+
+
+def _member_of(process: ProcessState, members: PoolMembers) -> PoolMember | None:
+    return members.get((process.instance, process.rank))
+
+
+def _memory_bytes(pid: int) -> int:
+    """Proportional set size of a process and its children; 0 when it is gone."""
+    try:
+        process = psutil.Process(pid)
+        processes = [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return 0
+    return memory_of(processes)[0]
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB" if num_bytes else "-"

@@ -1,0 +1,161 @@
+"""``tandem up [CONFIG]``: start a cluster and run it here, or in the background."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+import deploy
+from deploy.display import StartDisplay, ready_message
+from deploy.errors import ClusterError
+from deploy.state import ClusterState, Phase, RunDir, run_dir_of
+from runtime.config import ClusterConfig
+from runtime.config_file import load_config
+from runtime.logging import configure_logging
+
+if TYPE_CHECKING:
+    from deploy.commands.common import Subparsers
+
+_STATE_POLL_S = 0.1
+_START_TIMEOUT_S = 600.0
+_STOP_TIMEOUT_S = 60.0
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Declare ``up``."""
+    parser = commands.add_parser("up", help="start a cluster on this machine")
+    parser.add_argument(
+        "config", nargs="?", type=Path, metavar="CONFIG", help="a TOML file (default: built in)"
+    )
+    parser.add_argument(
+        "--detach", action="store_true", help="return when ready; the cluster goes on"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=_START_TIMEOUT_S,
+        metavar="SECONDS",
+        help="give up when not ready by then (default: %(default)g)",
+    )
+    # The controller that --detach leaves behind is this same command, silent.
+    parser.add_argument("--in-background", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start the cluster in the way that was asked for."""
+    from deploy.run import prepare
+
+    config = load_config(arguments.config)
+    run_dir = run_dir_of(config.cluster.name, config.cluster.run_dir)
+    resolved = prepare(config, run_dir)
+    if arguments.in_background:
+        configure_logging("controller")
+        return _run_silent(resolved, run_dir, arguments.timeout)
+    if arguments.detach:
+        return _run_detached(run_dir, arguments.config, arguments.timeout)
+    with run_dir.controller_log_path.open("w", encoding="utf-8") as log:
+        configure_logging("controller", stream=log)
+        return _run_here(resolved, run_dir, arguments.timeout)
+
+
+def _run_here(config: ClusterConfig, run_dir: RunDir, timeout_s: float) -> int:
+    from deploy.run import run_cluster
+
+    console = Console()
+    with contextlib.ExitStack() as stack:
+        display = stack.enter_context(StartDisplay(console))
+        display.note(_starting_line(config))
+        ready = False
+
+        def show(state: ClusterState) -> None:
+            nonlocal ready
+            if state.phase is Phase.READY and not ready:
+                ready = True
+                display.finish()
+                console.print(ready_message(state), markup=False, highlight=False, soft_wrap=True)
+                console.print("Ctrl-C stops the cluster.")
+            display.update(state)
+
+        run_cluster(config, run_dir, on_state=show, timeout_s=timeout_s)
+    console.print("stopped")
+    return 0
+
+
+def _run_silent(config: ClusterConfig, run_dir: RunDir, timeout_s: float) -> int:
+    from deploy.run import run_cluster
+
+    run_cluster(config, run_dir, on_state=lambda _: None, timeout_s=timeout_s)
+    return 0
+
+
+def _run_detached(run_dir: RunDir, config_path: Path | None, timeout_s: float) -> int:
+    console = Console()
+    command = [sys.executable, "-m", "deploy", "up", "--in-background"]
+    command += ["--timeout", str(timeout_s)]
+    command += [str(config_path.resolve())] if config_path else []
+    with run_dir.controller_log_path.open("wb") as log:
+        controller = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=Path(deploy.__file__).resolve().parents[1],
+            start_new_session=True,
+        )
+    try:
+        state = _wait_until_settled(run_dir, controller, console)
+    except KeyboardInterrupt:
+        console.print("stopping")
+        _terminate(controller)
+        raise
+    if state.phase is Phase.FAILED:
+        controller.wait(_STOP_TIMEOUT_S)
+        run_dir.clear_state()
+        raise ClusterError(state.error)
+    console.print(ready_message(state), markup=False, highlight=False, soft_wrap=True)
+    console.print("It runs in the background; `tandem down` stops it.", highlight=False)
+    return 0
+
+
+def _wait_until_settled(
+    run_dir: RunDir, controller: subprocess.Popen[bytes], console: Console
+) -> ClusterState:
+    """Show progress until the controller is ready or has failed."""
+    with StartDisplay(console) as display:
+        display.note(f"starting in the background, pid {controller.pid}")
+        while True:
+            ended = controller.poll() is not None
+            state = run_dir.read_state()
+            if state is not None and state.pid == controller.pid:
+                display.update(state)
+                if state.phase in (Phase.READY, Phase.FAILED):
+                    return state
+            if ended:
+                log = run_dir.controller_log_path.read_text(encoding="utf-8", errors="replace")
+                raise ClusterError(f"the controller ended while starting:\n{log.strip()}")
+            time.sleep(_STATE_POLL_S)
+
+
+def _terminate(controller: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(controller.pid, signal.SIGTERM)
+    controller.wait(_STOP_TIMEOUT_S)
+
+
+def _starting_line(config: ClusterConfig) -> str:
+    prefill, decode = config.prefill, config.decode
+    return (
+        f"starting {config.cluster.name}: router, {prefill.instances} prefill x tp {prefill.tp} "
+        f"({prefill.device}), {decode.instances} decode x dp {decode.dp} ({decode.device}), "
+        f"model {config.model.name}"
+    )

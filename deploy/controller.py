@@ -1,0 +1,168 @@
+"""Runs a cluster: starts all instances, waits until they serve, keeps them alive, stops them.
+
+While the cluster starts, any death ends it, with the reason: a configuration that cannot work must
+not restart for ever. Once ready, a dead instance is restarted. The controller touches no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+
+from deploy.errors import ClusterError, ProcessDiedError
+from deploy.instance import Death, Instance
+from deploy.launcher import Launcher
+from deploy.plan import Role, RunContext, plan_instances
+from deploy.pool_watch import PoolWatch
+from deploy.state import Phase, ProcessState
+from runtime.logging import fields, get_logger
+
+logger = get_logger(__name__)
+
+_STARTING_TICK_S = 0.2
+_SERVING_TICK_S = 0.5
+GRACE_S = 12.0
+"""A process may drain for so long; its own grace period is 10 s."""
+
+OnChange = Callable[[Phase, Sequence[ProcessState]], None]
+
+
+class Controller:
+    """One run of a cluster, on one event loop."""
+
+    def __init__(
+        self, context: RunContext, launcher: Launcher, *, on_change: OnChange, timeout_s: float
+    ) -> None:
+        """``on_change`` hears of every tick; the start may take ``timeout_s`` seconds."""
+        self._instances = [
+            Instance(plan, context, launcher) for plan in plan_instances(context.config)
+        ]
+        self._watch = PoolWatch(context.control_address, context.endpoint, context.secret)
+        self._on_change = on_change
+        self._timeout_s = timeout_s
+        self._phase = Phase.STARTING
+        self._router_ready = False
+        self._restarts: dict[str, asyncio.Task[None]] = {}
+        self._hurry = asyncio.Event()
+        self._stop = asyncio.Event()
+
+    def request_stop(self) -> None:
+        """End the run in order; asked for a second time: at once."""
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Run until ``request_stop``; on return every process is gone.
+
+        Raises:
+            ClusterError: the cluster did not become ready, or cannot go on.
+        """
+        try:
+            await self._until_stopped(self._start_and_serve())
+        finally:
+            await self._stop_all()
+
+    async def _start_and_serve(self) -> None:
+        logger.info("starting %s", fields(num_instances=len(self._instances)))
+        self._watch.start()
+        await asyncio.gather(*(instance.start() for instance in self._instances))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while not await self._start_tick():
+                    await asyncio.sleep(_STARTING_TICK_S)
+        except TimeoutError:
+            raise ClusterError(self._describe_late()) from None
+        self._set_phase(Phase.READY)
+        logger.info("ready")
+        while True:
+            await self._serve_tick()
+            await asyncio.sleep(_SERVING_TICK_S)
+
+    async def _until_stopped(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        stopped = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if task.done():
+            task.result()
+        task.cancel()
+        await asyncio.wait({task})
+
+    async def _start_tick(self) -> bool:
+        deaths = await self._poll(self._instances)
+        if deaths:
+            _, death = deaths[0]
+            raise ProcessDiedError(f"{death}. The end of {death.log_path}:\n{death.log_tail()}")
+        return all(instance.phase is Phase.READY for instance in self._instances)
+
+    async def _serve_tick(self) -> None:
+        for name in [name for name, task in self._restarts.items() if task.done()]:
+            self._restarts.pop(name).result()
+        settled = [one for one in self._instances if one.plan.name not in self._restarts]
+        for instance, death in await self._poll(settled):
+            pause_s = instance.pause_before_restart(self._watch.members)
+            logger.warning("%s; restarting %s", death, fields(pause_s=pause_s))
+            task = asyncio.create_task(self._restart(instance, pause_s))
+            self._restarts[instance.plan.name] = task
+
+    async def _poll(self, instances: Sequence[Instance]) -> list[tuple[Instance, Death]]:
+        """Read all news, publish them, and return who died."""
+        if any(self._awaits_router(instance) for instance in instances):
+            self._router_ready = await self._watch.is_ready()
+        deaths = await asyncio.gather(*(instance.poll() for instance in instances))
+        for instance, death in zip(instances, deaths, strict=True):
+            if death is None:
+                instance.update_phase(self._watch.members, router_ready=self._router_ready)
+        self._publish()
+        return [
+            (instance, death)
+            for instance, death in zip(instances, deaths, strict=True)
+            if death is not None
+        ]
+
+    def _awaits_router(self, instance: Instance) -> bool:
+        return instance.plan.role is Role.ROUTER and instance.phase is not Phase.READY
+
+    async def _restart(self, instance: Instance, pause_s: float) -> None:
+        await instance.kill()
+        self._publish()
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                await instance.start()
+                break
+            except ClusterError as error:
+                pause_s = instance.pause_before_restart(self._watch.members)
+                logger.warning("%s", error)
+        logger.info("restarted %s", fields(instance=instance.plan.name))
+
+    async def _stop_all(self) -> None:
+        self._set_phase(Phase.STOPPING)
+        await self._watch.close()
+        for task in self._restarts.values():
+            task.cancel()
+        await asyncio.gather(*self._restarts.values(), return_exceptions=True)
+        # The router first: its requests can only end while the workers still serve.
+        routers = [one for one in self._instances if one.plan.role is Role.ROUTER]
+        workers = [one for one in self._instances if one.plan.role is not Role.ROUTER]
+        for group in (routers, workers):
+            await asyncio.gather(*(one.stop(GRACE_S, self._hurry) for one in group))
+            self._publish()
+
+    def _describe_late(self) -> str:
+        late = [
+            f"{state.name} ({state.stage or 'silent'})"
+            for instance in self._instances
+            for state in instance.process_states()
+            if state.phase is not Phase.READY
+        ]
+        return f"not ready after {self._timeout_s:g} s; still starting: {', '.join(late)}"
+
+    def _set_phase(self, phase: Phase) -> None:
+        self._phase = phase
+        self._publish()
+
+    def _publish(self) -> None:
+        states = [state for one in self._instances for state in one.process_states()]
+        self._on_change(self._phase, states)

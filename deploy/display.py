@@ -1,0 +1,106 @@
+"""Shows a starting cluster: a live table on a terminal, plain lines elsewhere.
+
+Both show the same ``ClusterState``, read from the controller in this process or from the state file
+of one in the background.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from deploy.state import ClusterState, Phase
+
+_STYLES = {
+    Phase.STARTING: "yellow",
+    Phase.READY: "green",
+    Phase.RESTARTING: "yellow",
+    Phase.STOPPING: "cyan",
+    Phase.STOPPED: "dim",
+    Phase.FAILED: "red",
+}
+
+
+class StartDisplay:
+    """A context manager; feed it with ``update``, and say ``finish`` when the cluster is ready."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started = time.monotonic()
+        self._shown: dict[str, tuple[Phase, str]] = {}
+        self._finished = False
+        self._live = Live(console=console, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> StartDisplay:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        """From now on only changes of phase are told, line by line."""
+        self._finished = True
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def note(self, text: str) -> None:
+        """One line of its own."""
+        self._console.print(f"[{self._elapsed_s():5.1f} s] {text}", markup=False, highlight=False)
+
+    def update(self, state: ClusterState) -> None:
+        """Show what changed."""
+        if self._live is not None:
+            self._live.update(_table(state, self._elapsed_s()))
+            return
+        for process in state.processes:
+            news = (process.phase, "" if self._finished else process.stage)
+            former = self._shown.get(process.name)
+            self._shown[process.name] = news
+            if former is None or news[0] is not former[0] or (news[1] and news != former):
+                self.note(f"{process.name:<12} {process.phase.value:<10} {news[1]}".rstrip())
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started
+
+
+def _table(state: ClusterState, elapsed_s: float) -> Table:
+    num_ready = sum(process.phase is Phase.READY for process in state.processes)
+    total = max(1, len(state.processes))
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, width=10)
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    for process in state.processes:
+        table.add_row(process.name, phase_text(process.phase), Text(process.stage))
+    bar = ProgressBar(total=total, completed=num_ready, width=10)
+    table.add_row(state.name, bar, f"{num_ready} of {total} ready, {elapsed_s:.0f} s")
+    return table
+
+
+def phase_text(phase: Phase) -> Text:
+    """The phase in its colour."""
+    return Text(phase.value, style=_STYLES[phase])
+
+
+def ready_message(state: ClusterState) -> str:
+    """What a person needs next: the endpoint and a curl line that works."""
+    body = f'{{"model": "{state.model}", "prompt": "def fibonacci(n):", "max_tokens": 64}}'
+    return (
+        f"Ready in {state.ready_s:.1f} s: {state.model} at {state.endpoint}\n\n"
+        f"  curl {state.endpoint}/completions -H 'Content-Type: application/json' -d '{body}'\n"
+        f'  tandem generate "def fibonacci(n):"\n'
+    )

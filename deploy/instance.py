@@ -1,0 +1,189 @@
+"""One instance as the controller runs it: its processes, what they say, how they come back.
+
+An instance is READY when all its ranks are in the router's registry under a new epoch (the router:
+when it answers ready). One dead rank is a dead instance: the others are killed and all start again,
+after a pause that doubles with every failure and is forgotten after a minute of service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deploy.checks import free_port
+from deploy.child import tail
+from deploy.launcher import Launcher, Supervisor, SupervisorLostError
+from deploy.plan import InstancePlan, ProcessSpec, Role, RunContext, process_specs
+from deploy.pool_watch import PoolMembers
+from deploy.state import Phase, ProcessState
+
+_LOG_HEAD = re.compile(r"^\S+ (?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \S+ [\w.]+: ")
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
+_STABLE_AFTER_S = 60.0
+_STOP_POLL_S = 0.1
+_MAX_STAGE_CHARS = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """A process that ended without being asked to."""
+
+    process: str
+    exit_status: int | None
+    """None: its supervisor was lost with it."""
+    log_path: Path
+
+    def __str__(self) -> str:
+        if self.exit_status is None:
+            return f"{self.process} was lost with its supervisor"
+        if self.exit_status < 0:
+            return f"{self.process} was ended by signal {-self.exit_status}"
+        return f"{self.process} ended with status {self.exit_status}"
+
+    def log_tail(self, num_lines: int = 15) -> str:
+        """The end of its log, indented."""
+        lines = tail(self.log_path, num_lines)
+        return "\n".join(f"    {line}" for line in lines) or "    (its log is empty)"
+
+
+@dataclass(slots=True)
+class _Rank:
+    spec: ProcessSpec
+    supervisor: Supervisor
+    pid: int = 0
+    exit_status: int | None = None
+    stage: str = ""
+
+
+@dataclass(slots=True)
+class Instance:
+    """All processes of one ``plan``. Its methods must not run at the same time as each other."""
+
+    plan: InstancePlan
+    context: RunContext
+    launcher: Launcher
+    phase: Phase = Phase.STARTING
+    num_restarts: int = 0
+    _ranks: list[_Rank] = field(default_factory=list)
+    _former_epochs: set[int] = field(default_factory=set)
+    _num_failures: int = 0
+    _ready_since: float = 0.0
+
+    async def start(self) -> None:
+        """Start every rank.
+
+        Raises:
+            ClusterError: they cannot be started.
+        """
+        host = self.context.config.cluster.host
+        specs = process_specs(self.plan, self.context, f"{host}:{free_port(host)}")
+        supervisors = await self.launcher.launch(self.plan, specs)
+        self._ranks = [
+            _Rank(spec, supervisor) for spec, supervisor in zip(specs, supervisors, strict=True)
+        ]
+
+    async def poll(self) -> Death | None:
+        """Take in what the processes said; the first that died, if any."""
+        deaths = await asyncio.gather(*(self._poll_rank(rank) for rank in self._ranks))
+        return next((death for death in deaths if death is not None), None)
+
+    def update_phase(self, members: PoolMembers, *, router_ready: bool) -> None:
+        """Become READY when the router's side says so."""
+        if self.phase in (Phase.STARTING, Phase.RESTARTING) and self._serves(
+            members, router_ready=router_ready
+        ):
+            self.phase = Phase.READY
+            self._ready_since = time.monotonic()
+
+    def pause_before_restart(self, members: PoolMembers) -> float:
+        """Note a death; how many seconds to wait before ``restart``."""
+        if self.phase is Phase.READY and time.monotonic() - self._ready_since > _STABLE_AFTER_S:
+            self._num_failures = 0
+        self.phase = Phase.RESTARTING
+        self.num_restarts += 1
+        self._num_failures += 1
+        self._former_epochs |= {
+            member.epoch for (name, _), member in members.items() if name == self.plan.name
+        }
+        return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._num_failures - 1)))
+
+    async def kill(self) -> None:
+        """End what still runs, at once."""
+        ranks, self._ranks = self._ranks, []
+        await asyncio.gather(*(rank.supervisor.kill() for rank in ranks))
+
+    async def stop(self, grace_s: float, hurry: asyncio.Event) -> None:
+        """Let the processes drain for at most ``grace_s`` seconds, less when ``hurry`` is set."""
+        self.phase = Phase.STOPPING
+        await asyncio.gather(*(rank.supervisor.terminate() for rank in self._ranks))
+        deadline = time.monotonic() + grace_s
+        while not hurry.is_set() and time.monotonic() < deadline:
+            await self.poll()
+            if all(rank.exit_status is not None for rank in self._ranks):
+                break
+            await asyncio.sleep(_STOP_POLL_S)
+        await self.kill()
+        self.phase = Phase.STOPPED
+
+    def process_states(self) -> list[ProcessState]:
+        """The processes as people see them."""
+        return [
+            ProcessState(
+                name=rank.spec.name,
+                role=self.plan.role.value,
+                instance=self.plan.name,
+                rank=index,
+                phase=self.phase,
+                pid=rank.pid if rank.exit_status is None else 0,
+                stage=rank.stage,
+                num_restarts=self.num_restarts,
+                log_path=rank.spec.log_path,
+            )
+            for index, rank in enumerate(self._ranks)
+        ]
+
+    def _serves(self, members: PoolMembers, *, router_ready: bool) -> bool:
+        if self.plan.role is Role.ROUTER:
+            return router_ready
+        epochs = _epochs_of(members, self.plan.name)
+        ranks = self.plan.registering_ranks
+        return bool(self._ranks) and all(
+            rank in epochs and epochs[rank] not in self._former_epochs for rank in ranks
+        )
+
+    async def _poll_rank(self, rank: _Rank) -> Death | None:
+        if rank.exit_status is not None:
+            return None
+        try:
+            report = await rank.supervisor.poll()
+        except SupervisorLostError:
+            rank.exit_status = -9
+            return self._death(rank, None)
+        rank.pid = report.pid
+        rank.stage = last_stage(report.lines) or rank.stage
+        if report.exit_status is None:
+            return None
+        rank.exit_status = report.exit_status
+        return self._death(rank, report.exit_status)
+
+    def _death(self, rank: _Rank, exit_status: int | None) -> Death:
+        log_path = Path(rank.spec.log_path)
+        return Death(process=rank.spec.name, exit_status=exit_status, log_path=log_path)
+
+
+def _epochs_of(members: PoolMembers, instance: str) -> Mapping[int, int]:
+    return {rank: member.epoch for (name, rank), member in members.items() if name == instance}
+
+
+def last_stage(lines: tuple[str, ...]) -> str:
+    """What the last of ``lines`` says, without time, level and speaker; empty: nothing."""
+    for line in reversed(lines):
+        text = _LOG_HEAD.sub("", line.rsplit("\r", 1)[-1]).strip()
+        if text:
+            return text[:_MAX_STAGE_CHARS]
+    return ""

@@ -1,0 +1,165 @@
+"""What a cluster consists of: which instances, which ranks, and the command line of each process.
+
+Pure: a ``ClusterConfig`` goes in, plans come out. Nothing here starts anything.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import deploy
+from runtime.config import ClusterConfig
+from runtime.config_file import SECRET_VARIABLE
+
+RUN_ID_VARIABLE = "TANDEM_CLUSTER"
+"""Environment variable that marks every process of one run, Ray's own included."""
+
+
+class Role(enum.StrEnum):
+    """What a process does; also the name of the package that ``python -m`` runs."""
+
+    ROUTER = "router"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstancePlan:
+    """One restartable unit: all its ranks live and die together."""
+
+    name: str
+    role: Role
+    num_ranks: int
+    device: str
+    """"cpu" or "cuda": one device per rank."""
+    num_threads: int
+
+    @property
+    def registering_ranks(self) -> tuple[int, ...]:
+        """The ranks that appear in the router's registry once the instance serves."""
+        if self.role is Role.ROUTER:
+            return ()
+        return (0,) if self.role is Role.PREFILL else tuple(range(self.num_ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """Everything that starts one process; crosses to the machine that runs it."""
+
+    name: str
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str
+    log_path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """What all processes of one run have in common."""
+
+    run_id: str
+    config: ClusterConfig
+    """Resolved: ports and model path are set."""
+    config_path: Path
+    log_dir: Path
+    secret: str
+    entrypoints: Mapping[Role, tuple[str, ...]]
+
+    @property
+    def control_address(self) -> str:
+        """Where the router's registry listens."""
+        return f"{self.config.cluster.host}:{self.config.router.control_port}"
+
+    @property
+    def endpoint(self) -> str:
+        """The OpenAI-compatible base address."""
+        return f"http://{self.config.cluster.host}:{self.config.router.port}/v1"
+
+
+def default_entrypoints() -> dict[Role, tuple[str, ...]]:
+    """``python -m ROLE`` with the interpreter that runs the controller."""
+    return {role: (sys.executable, "-m", role.value) for role in Role}
+
+
+def plan_instances(config: ClusterConfig) -> tuple[InstancePlan, ...]:
+    """The instances of ``config``, the router first."""
+    router = InstancePlan(name="router", role=Role.ROUTER, num_ranks=1, device="cpu", num_threads=1)
+    prefill = [
+        InstancePlan(
+            name=f"prefill-{index}",
+            role=Role.PREFILL,
+            num_ranks=config.prefill.tp,
+            device=config.prefill.device,
+            num_threads=config.prefill.num_threads,
+        )
+        for index in range(config.prefill.instances)
+    ]
+    decode = [
+        InstancePlan(
+            name=f"decode-{index}",
+            role=Role.DECODE,
+            num_ranks=config.decode.dp,
+            device=config.decode.device,
+            num_threads=config.decode.num_threads,
+        )
+        for index in range(config.decode.instances)
+    ]
+    return (router, *prefill, *decode)
+
+
+def num_devices_needed(plans: tuple[InstancePlan, ...]) -> int:
+    """CUDA devices that ``plans`` need, one per rank."""
+    return sum(plan.num_ranks for plan in plans if plan.device == "cuda")
+
+
+def process_name(plan: InstancePlan, rank: int) -> str:
+    """``router``, ``decode-0``, or ``decode-0/1`` where an instance has several ranks."""
+    return plan.name if plan.num_ranks == 1 else f"{plan.name}/{rank}"
+
+
+def process_specs(
+    plan: InstancePlan, context: RunContext, rendezvous: str
+) -> tuple[ProcessSpec, ...]:
+    """One spec per rank of ``plan``; its ranks find each other at ``rendezvous`` (host:port)."""
+    return tuple(
+        ProcessSpec(
+            name=process_name(plan, rank),
+            command=_command(plan, rank, context, rendezvous),
+            env=_environment(plan, context),
+            cwd=str(Path(deploy.__file__).resolve().parents[1]),
+            log_path=str(context.log_dir / f"{process_name(plan, rank).replace('/', '-')}.log"),
+        )
+        for rank in range(plan.num_ranks)
+    )
+
+
+def _command(
+    plan: InstancePlan, rank: int, context: RunContext, rendezvous: str
+) -> tuple[str, ...]:
+    command = (*context.entrypoints[plan.role], "--config", str(context.config_path))
+    if plan.role is Role.ROUTER:
+        return command
+    return (
+        *command,
+        *("--instance", plan.name),
+        *("--rank", str(rank)),
+        *("--rendezvous", rendezvous),
+        *("--router", context.control_address),
+        *("--host", context.config.cluster.host),
+    )
+
+
+def _environment(plan: InstancePlan, context: RunContext) -> dict[str, str]:
+    threads = str(plan.num_threads)
+    return {
+        SECRET_VARIABLE: context.secret,
+        RUN_ID_VARIABLE: context.run_id,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+        "PYTHONUNBUFFERED": "1",
+    }

@@ -1,0 +1,133 @@
+"""What the router says about the cluster: its readiness over HTTP, its pool over the registry.
+
+Asks like any other client; the controller and ``tandem status`` both use it. A router that is not
+there yields an empty view, never an error: it may be starting or restarting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from runtime.pb.registry_pb2 import PoolSnapshot
+
+_HTTP_TIMEOUT_S = 2.0
+_RECONNECT_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolMember:
+    """One registered rank, with the load of its last renewal."""
+
+    epoch: int
+    num_requests_running: int
+    num_requests_waiting: int
+    num_free_blocks: int
+    num_total_blocks: int
+    draining: bool
+
+
+PoolMembers = Mapping[tuple[str, int], PoolMember]
+"""Members by (instance, rank)."""
+
+
+@dataclass(slots=True)
+class PoolWatch:
+    """Follows the registry's stream in the background from ``start`` to ``close``."""
+
+    control_address: str
+    endpoint: str
+    secret: str
+    members: PoolMembers = field(default_factory=dict)
+    _task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to follow; ``members`` is replaced at each change."""
+        self._task = asyncio.create_task(self._follow(), name="pool-watch")
+
+    async def close(self) -> None:
+        """Stop following."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def is_ready(self) -> bool:
+        """Whether the router's HTTP side answers ready."""
+        return await asyncio.to_thread(_answers_ready, self.endpoint)
+
+    async def _follow(self) -> None:
+        while True:
+            with contextlib.suppress(ConnectionError):
+                await self._follow_once()
+            self.members = {}
+            await asyncio.sleep(_RECONNECT_S)
+
+    async def _follow_once(self) -> None:
+        # Imported late: gRPC must not be loaded yet when Ray starts its daemons.
+        from runtime.errors import TandemError
+        from runtime.pb import registry_pb2, registry_pb2_grpc
+        from runtime.rpc import map_rpc_errors, open_channel
+
+        channel = open_channel(self.control_address, self.secret)
+        try:
+            with map_rpc_errors(f"registry {self.control_address}"):
+                stub = registry_pb2_grpc.RegistryStub(channel)
+                request = registry_pb2.WatchRequest(watcher="controller")
+                async for snapshot in stub.Watch(request, wait_for_ready=True):
+                    self.members = _members_of(snapshot)
+        except TandemError as error:
+            raise ConnectionError(str(error)) from error
+        finally:
+            await channel.close(None)
+
+
+async def fetch_members(
+    control_address: str, endpoint: str, secret: str, *, timeout_s: float
+) -> PoolMembers:
+    """The pool once; empty when the router does not answer in time."""
+    watch = PoolWatch(control_address, endpoint, secret)
+    watch.start()
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not watch.members:
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        return {}
+    finally:
+        await watch.close()
+    return watch.members
+
+
+def _members_of(snapshot: PoolSnapshot) -> dict[tuple[str, int], PoolMember]:
+    return {
+        (member.worker.identity.instance, member.worker.identity.rank): PoolMember(
+            epoch=member.worker.identity.epoch,
+            num_requests_running=member.load.num_requests_running,
+            num_requests_waiting=member.load.num_requests_waiting,
+            num_free_blocks=member.load.num_free_blocks,
+            num_total_blocks=member.load.num_total_blocks,
+            draining=member.worker.draining,
+        )
+        for member in snapshot.members
+    }
+
+
+def _answers_ready(endpoint: str) -> bool:
+    parts = urlsplit(endpoint)
+    connection = http.client.HTTPConnection(
+        parts.hostname or "", parts.port, timeout=_HTTP_TIMEOUT_S
+    )
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

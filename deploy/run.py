@@ -1,0 +1,189 @@
+"""One run of a cluster in this process: checks, Ray, controller, a clean end in every case."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from deploy.checks import check_config, check_ports, count_devices, resolve_config
+from deploy.controller import Controller
+from deploy.errors import ClusterError
+from deploy.plan import Role, RunContext, default_entrypoints, plan_instances
+from deploy.ray_launcher import RayLauncher
+from deploy.state import ClusterState, Phase, ProcessState, RunDir
+from deploy.sweep import kill_processes
+from runtime.config import ClusterConfig
+from runtime.config_file import SECRET_VARIABLE, dump_config
+from runtime.errors import ConfigError
+from runtime.logging import fields, get_logger
+
+logger = get_logger(__name__)
+
+OnState = Callable[[ClusterState], None]
+
+
+def prepare(config: ClusterConfig, run_dir: RunDir) -> ClusterConfig:
+    """``config`` resolved, after every check that needs nothing started.
+
+    Raises:
+        ConfigError: a value that cannot work, a port in use.
+        ClusterError: the cluster runs already.
+    """
+    resolved = resolve_config(config)
+    check_config(resolved, num_devices=count_devices())
+    run_dir.create()
+    with run_dir.locked():
+        _end_former_run(run_dir)
+        check_ports(resolved)
+    return resolved
+
+
+def run_cluster(
+    config: ClusterConfig,
+    run_dir: RunDir,
+    *,
+    on_state: OnState,
+    timeout_s: float,
+    entrypoints: Mapping[Role, tuple[str, ...]] | None = None,
+) -> None:
+    """Run a prepared ``config`` until SIGINT or SIGTERM; nothing of it is left on return.
+
+    Must be called on the main thread. A failure stays in the state file for whoever waits for it.
+
+    Raises:
+        ClusterError: it runs already, or did not become ready.
+        ConfigError: a port was taken meanwhile.
+    """
+    with run_dir.locked():
+        check_ports(config)
+        run = _Run(config, run_dir, on_state, entrypoints or default_entrypoints())
+        try:
+            run.execute(timeout_s)
+        except (ClusterError, ConfigError) as error:
+            run.publish_failure(str(error))
+            raise
+        else:
+            run_dir.clear_state()
+        finally:
+            run_dir.clear_secret()
+
+
+class _Run:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        run_dir: RunDir,
+        on_state: OnState,
+        entrypoints: Mapping[Role, tuple[str, ...]],
+    ) -> None:
+        secret = config.cluster.secret or os.environ.get(SECRET_VARIABLE, "")
+        self._context = RunContext(
+            run_id=secrets.token_hex(8),
+            config=config,
+            config_path=run_dir.config_path,
+            log_dir=run_dir.log_dir,
+            secret=secret or secrets.token_hex(32),
+            entrypoints=entrypoints,
+        )
+        self._run_dir = run_dir
+        self._on_state = on_state
+        self._began = time.monotonic()
+        self._state = ClusterState(
+            name=config.cluster.name,
+            run_id=self._context.run_id,
+            pid=os.getpid(),
+            phase=Phase.STARTING,
+            endpoint=self._context.endpoint,
+            control_address=self._context.control_address,
+            model=config.model.name,
+            started=time.time(),
+            log_dir=str(run_dir.log_dir),
+        )
+
+    def execute(self, timeout_s: float) -> None:
+        """Start, serve and stop."""
+        context, config = self._context, self._context.config
+        plans = plan_instances(config)
+        self._run_dir.config_path.write_text(dump_config(config), encoding="utf-8")
+        self._run_dir.write_secret(context.secret)
+        for log in self._run_dir.log_dir.glob("*.log"):
+            if log != self._run_dir.controller_log_path:
+                log.unlink(missing_ok=True)
+        self._publish()
+        launcher = RayLauncher(
+            run_id=context.run_id,
+            secret=context.secret,
+            namespace=config.cluster.name,
+            num_slots=sum(plan.num_ranks for plan in plans),
+            num_devices=count_devices(),
+        )
+        try:
+            with _interrupt_on_sigterm():
+                launcher.open()
+            logger.info("ray is up %s", fields(seconds=round(time.monotonic() - self._began, 2)))
+            controller = Controller(
+                context, launcher, on_change=self._take_change, timeout_s=timeout_s
+            )
+            asyncio.run(_run_controller(controller))
+        except KeyboardInterrupt:
+            logger.info("interrupted while starting")
+        finally:
+            launcher.close()
+            num_killed = kill_processes(context.run_id)
+            logger.info("stopped %s", fields(num_left_over=num_killed))
+
+    def publish_failure(self, error: str) -> None:
+        """Leave the reason in the state file."""
+        self._state = dataclasses.replace(self._state, phase=Phase.FAILED, error=error)
+        logger.error("%s", error)
+        self._publish()
+
+    def _take_change(self, phase: Phase, processes: Sequence[ProcessState]) -> None:
+        ready_s = self._state.ready_s
+        if phase is Phase.READY and not ready_s:
+            ready_s = round(time.monotonic() - self._began, 2)
+        state = dataclasses.replace(
+            self._state, phase=phase, processes=tuple(processes), ready_s=ready_s
+        )
+        if state != self._state:
+            self._state = state
+            self._publish()
+
+    def _publish(self) -> None:
+        self._run_dir.write_state(self._state)
+        self._on_state(self._state)
+
+
+async def _run_controller(controller: Controller) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, controller.request_stop)
+    await controller.run()
+
+
+@contextmanager
+def _interrupt_on_sigterm() -> Iterator[None]:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def _end_former_run(run_dir: RunDir) -> None:
+    """Whoever gets the lock finds only the remains of a controller that died."""
+    state = run_dir.read_state()
+    if state is not None and state.run_id:
+        kill_processes(state.run_id)
+    run_dir.clear_state()
+    run_dir.clear_secret()
