@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from typing import TextIO
 
 
 class _LineFormatter(logging.Formatter):
@@ -24,12 +25,14 @@ class _LineFormatter(logging.Formatter):
         return line
 
 
-def configure_logging(role: str, instance: str = "", rank: int | None = None) -> None:
-    """Send all loggers' INFO and above to standard error, once a process."""
+def configure_logging(
+    role: str, instance: str = "", rank: int | None = None, *, stream: TextIO | None = None
+) -> None:
+    """Send all loggers' INFO and above to ``stream`` (standard error), once a process."""
     speaker = instance or role
     if rank is not None:
         speaker += f"/{rank}"
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_LineFormatter(speaker))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
