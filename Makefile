@@ -1,0 +1,99 @@
+# Everything a person or CI runs. The first target that needs it makes .venv; stamps in it remember
+# what is installed, so that a second call costs nothing.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+PIP_ARGS ?=
+CONFIG ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := deploy router prefill decode engine kv_transfer runtime
+SOURCES := $(PACKAGES) tests benchmarks
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
+	$(PIP_ARGS) -c constraints-cpu.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help up down test check lint types imports budgets proto proto-check format soak gpu-test \
+	install install-dev clean
+
+help:
+	@echo "make up         set up and start the default cluster (CONFIG=file.toml for another)"
+	@echo "make down       stop it"
+	@echo "make test       set up and run the whole test suite"
+	@echo "make check      lint, types, import direction, size budgets, generated stubs"
+	@echo "make format     rewrite the code in the common style"
+	@echo "make proto      generate runtime/pb from proto/"
+	@echo "make soak       the long tests        make gpu-test   the tests that need a GPU"
+	@echo "make clean      remove .venv and caches"
+
+up: install
+	$(BIN)/tandem up $(CONFIG)
+
+down: install
+	$(BIN)/tandem down $(if $(CONFIG),--config $(CONFIG))
+
+test: install-dev
+	$(BIN)/python -m pytest -q
+
+soak: install-dev
+	$(BIN)/python -m pytest -q -m soak
+
+gpu-test: install-dev
+	$(BIN)/python -m pytest -q -m gpu
+
+check: lint types imports budgets proto-check
+
+lint: install-dev
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: install-dev
+	$(BIN)/mypy
+
+imports: install-dev
+	$(BIN)/lint-imports
+
+budgets: install-dev
+	$(BIN)/python -m pytest -q tests/test_budgets.py
+
+format: install-dev
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+proto: install-dev
+	scripts/proto.sh .
+
+proto-check: install-dev
+	scripts/proto.sh --check
+
+install: $(VENV)/.installed
+
+install-dev: $(VENV)/.installed-dev
+
+$(VENV)/.made:
+	@command -v $(PYTHON) >/dev/null || \
+		{ echo "error: no $(PYTHON); install Python 3.11 or later, or: make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is $$($(PYTHON) -V 2>&1), 3.11 or later is needed;" \
+			"make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "error: $(PYTHON) cannot make virtual environments; on Debian:" \
+			"apt-get install python3-venv" >&2; exit 1; }
+	@echo "making $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(VENV)/.made
+	@echo "installing dependencies into $(VENV) (minutes the first time)"
+	$(INSTALL) -q -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints-cpu.txt | $(VENV)/.made
+	@echo "installing dependencies and tools into $(VENV) (minutes the first time)"
+	$(INSTALL) -q -e '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+		.import_linter_cache
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
