@@ -1,0 +1,130 @@
+"""How KV blocks lie in memory: page-major, so that a block of all layers is one contiguous run.
+
+``pool[num_blocks, num_layers, block_size, latent_dim]``. It is not the pool itself: only sizes and
+offsets, which two workers compare at the handshake. Layers are adjacent inside a block, so a range
+of layers is one run as well.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass, fields
+
+from runtime.errors import LayoutMismatchError
+
+_LAYOUT_VERSION = 1
+
+
+class KVDtype(enum.Enum):
+    """Element type of the KV pool; the value is its name in configurations."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT8_E4M3 = "float8_e4m3"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return {KVDtype.FLOAT32: 4, KVDtype.BFLOAT16: 2, KVDtype.FLOAT8_E4M3: 1}[self]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """Sizes of a page-major KV pool, without its number of blocks (which may differ between
+    peers).
+    """
+
+    dtype: KVDtype
+    block_size: int
+    """Tokens of a block."""
+    num_layers: int
+    """Layers of the pool, the MTP layer included where there is one."""
+    latent_dim: int
+    """Elements per token and layer: kv_lora_rank + qk_rope_head_dim."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_layers", "latent_dim"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"KVLayout.{name} = {value}: must be at least 1")
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of one block."""
+        return self.block_size * self.latent_dim * self.dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of all layers; also the stride between blocks."""
+        return self.num_layers * self.layer_bytes
+
+    def layer_offset(self, layer: int) -> int:
+        """Bytes from a block's start to ``layer``."""
+        assert 0 <= layer <= self.num_layers, layer
+        return layer * self.layer_bytes
+
+    def describe(self) -> str:
+        """The canonical text of this layout: what ``fingerprint`` hashes and ``parse`` reads."""
+        return (
+            f"version={_LAYOUT_VERSION} order=block,layer,token,latent dtype={self.dtype.value} "
+            f"block_size={self.block_size} num_layers={self.num_layers} "
+            f"latent_dim={self.latent_dim}"
+        )
+
+    def fingerprint(self) -> str:
+        """32 hex digits; equal exactly where two layouts are byte-compatible."""
+        return hashlib.blake2b(self.describe().encode(), digest_size=16).hexdigest()
+
+    @classmethod
+    def parse(cls, description: str) -> KVLayout:
+        """The layout that ``describe`` wrote.
+
+        Raises:
+            LayoutMismatchError: the text is of another version or is no description.
+        """
+        values = dict(item.partition("=")[::2] for item in description.split())
+        try:
+            layout = cls(
+                dtype=KVDtype(values["dtype"]),
+                block_size=int(values["block_size"]),
+                num_layers=int(values["num_layers"]),
+                latent_dim=int(values["latent_dim"]),
+            )
+        except (KeyError, ValueError) as error:
+            raise LayoutMismatchError(f"not a KV layout that we know: {description!r}") from error
+        if layout.describe() != description:
+            raise LayoutMismatchError(
+                f"KV layout of another version: {description!r}, ours is {layout.describe()!r}"
+            )
+        return layout
+
+    def difference(self, other: KVLayout) -> str:
+        """Each field that differs with both values (``"block_size: ours 64, theirs 32"``); "" where
+        none does.
+        """
+        parts = []
+        for field in fields(self):
+            ours, theirs = getattr(self, field.name), getattr(other, field.name)
+            if ours != theirs:
+                parts.append(f"{field.name}: ours {_show(ours)}, theirs {_show(theirs)}")
+        return "; ".join(parts)
+
+
+def _show(value: object) -> str:
+    return value.value if isinstance(value, KVDtype) else str(value)
+
+
+def check_same_layout(ours: KVLayout, fingerprint: str, description: str) -> None:
+    """Refuse a peer whose layout is not ours, as the handshake does.
+
+    Raises:
+        LayoutMismatchError: names each differing field with both sides' values.
+    """
+    if fingerprint == ours.fingerprint():
+        return
+    difference = ours.difference(KVLayout.parse(description))
+    raise LayoutMismatchError(
+        f"KV layouts differ ({difference or 'fingerprints only: ' + fingerprint}). "
+        "Fix: the same model, kv_dtype and block_size on both workers"
+    )

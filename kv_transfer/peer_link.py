@@ -1,0 +1,69 @@
+"""One connection of a sender lane to one peer: being made on a short-lived thread of its own, made,
+or lost.
+
+The lane must serve its other peers while one does not answer, so it never waits for ``connect``. A
+ticket is bound to its link for life: when the connection is lost, all its tickets fail, and only
+tickets opened later (with a permission that decode gave later) use the next link.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from kv_transfer.open_ticket import OpenTicket
+from kv_transfer.ticket import PeerEndpoint
+from kv_transfer.transport import PeerHandle, Transport
+from runtime.errors import InternalError, PeerLostError, TandemError
+
+
+class PeerLink:
+    """The tickets of one peer and the connection that they share. Belongs to the lane's thread."""
+
+    def __init__(
+        self, transport: Transport, endpoint: PeerEndpoint, *, on_connected: Callable[[], None]
+    ) -> None:
+        self.endpoint = endpoint
+        self.tickets: dict[str, OpenTicket] = {}  # by request id, oldest first
+        self._transport = transport
+        self._on_connected = on_connected
+        self._handle: PeerHandle | None = None
+        self._connect_error: TandemError | None = None
+        self._thread = threading.Thread(
+            target=self._connect, name=f"kv-connect-{endpoint.peer}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def handle(self) -> PeerHandle | None:
+        """The connection, None while it is being made."""
+        return self._handle
+
+    @property
+    def is_connecting(self) -> bool:
+        """Neither connected nor failed yet: ``close`` would wait."""
+        return self._handle is None and self._connect_error is None
+
+    @property
+    def error(self) -> TandemError | None:
+        """Why the link can carry nothing more; None while it is good or being made."""
+        if self._connect_error is not None:
+            return self._connect_error
+        if self._handle is not None and not self._transport.is_connected(self._handle):
+            return PeerLostError(f"connection to {self.endpoint.peer} is lost")
+        return None
+
+    def close(self) -> None:
+        """Disconnect; pending posts become FAILED. Waits for a connect that is under way."""
+        self._thread.join()
+        if self._handle is not None:
+            self._transport.disconnect(self._handle)
+
+    def _connect(self) -> None:
+        try:
+            self._handle = self._transport.connect(self.endpoint.peer, self.endpoint.endpoint)
+        except TandemError as error:
+            self._connect_error = error
+        except Exception as error:
+            self._connect_error = InternalError(f"connect to {self.endpoint.peer}: {error!r}")
+        self._on_connected()

@@ -1,0 +1,290 @@
+"""One thread of the sender: takes commands, posts what is ready, polls what is in flight, enforces
+deadlines.
+
+Each turn of the loop is the same list of steps, none of which waits for the network; between turns
+it sleeps on a condition until a command arrives, the transport reports something, or the nearest
+timer is due. What waits at the same time for the same peer goes out as one post, whoever it belongs
+to.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kv_transfer.metadata import SlotArray, encode_slot_notices
+from kv_transfer.open_ticket import OpenTicket
+from kv_transfer.peer_link import PeerLink
+from kv_transfer.post_builder import PostBuilder, PostDraft, PostShare
+from kv_transfer.sender_commands import Abandon, Command, Finish, LaneOptions, Open, Push
+from kv_transfer.ticket import SendReport
+from kv_transfer.transport import TransferHandle, TransferState, Transport
+from runtime.errors import DeadlineExceededError, InternalError, TandemError
+from runtime.logging import get_logger
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Post:
+    """One post in flight and whose bytes it carries."""
+
+    handle: TransferHandle
+    shares: list[PostShare]
+
+
+class SenderLane:
+    """One sender thread with the peers that hash to it. ``submit``, ``stop``, ``join`` are for
+    other threads.
+
+    ``on_closed`` is called on the lane's thread with the report of each ticket.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        builder: PostBuilder,
+        staging: SlotArray,
+        *,
+        on_closed: Callable[[SendReport], None],
+        name: str,
+        options: LaneOptions,
+    ) -> None:
+        self.bytes_in_flight = 0
+        self._transport = transport
+        self._builder = builder
+        self._staging = staging
+        self._on_closed = on_closed
+        self._options = options
+        self._tickets: dict[str, OpenTicket] = {}  # by request id
+        self._current: dict[str, PeerLink] = {}  # the link that new tickets use, by peer
+        self._links: list[PeerLink] = []  # also the superseded ones that still have tickets
+        self._posts: list[_Post] = []
+        self._is_blocked_on_ready = False
+        self._condition = threading.Condition()
+        self._inbox: deque[Command] = deque()
+        self._woken = False
+        self._stopping = False
+        self._staging_label = f"{name}-staging"
+        transport.register(staging.region(self._staging_label))
+        transport.add_listener(self._wake)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, command: Command) -> None:
+        """Enqueue ``command``; commands are taken in order."""
+        self._inbox.append(command)
+        self._wake()
+
+    def stop(self) -> None:
+        """Abandon everything and end the thread once it is drained."""
+        self._stopping = True
+        self._wake()
+
+    def join(self) -> None:
+        """Wait for the thread's end."""
+        self._thread.join()
+
+    def _wake(self) -> None:
+        with self._condition:
+            self._woken = True
+            self._condition.notify()
+
+    def _run(self) -> None:
+        while not (self._stopping and not self._tickets and not self._inbox):
+            self._sleep()
+            while self._inbox:
+                self._apply(self._inbox.popleft())
+            if self._stopping:
+                for ticket in self._tickets.values():
+                    ticket.abandon(time.monotonic())
+            self._settle_posts()
+            self._fail_lost_links()
+            self._enforce_deadlines()
+            self._report_over()  # frees staging slots that others wait for
+            self._post_all()
+            self._report_over()
+            self._close_unused_links()
+        for link in self._links:
+            link.close()
+        self._transport.remove_listener(self._wake)
+        self._transport.deregister(self._staging_label)
+
+    # --- Sleeping: until a command, a completion or a timer.
+
+    def _sleep(self) -> None:
+        timeout_s = self._time_to_next()
+        with self._condition:
+            if not self._woken and not self._stopping:
+                self._condition.wait(timeout_s)
+            self._woken = False
+
+    def _time_to_next(self) -> float | None:
+        times = []
+        if self._is_blocked_on_ready:
+            times.append(self._options.ready_poll_s)
+        if self._posts and self._transport.poll_interval_s is not None:
+            times.append(self._transport.poll_interval_s)
+        if self._tickets:
+            nearest = min(self._due_at(ticket) for ticket in self._tickets.values())
+            times.append(max(0.0, nearest - time.monotonic()))
+        return min(times, default=None)
+
+    def _due_at(self, ticket: OpenTicket) -> float:
+        if ticket.stopped_at is None:
+            return ticket.deadline
+        return ticket.stopped_at + self._options.drain_timeout_s
+
+    # --- Commands.
+
+    def _apply(self, command: Command) -> None:
+        if isinstance(command, Open):
+            self._open(command)
+            return
+        ticket = self._tickets.get(command.request_id)
+        if ticket is None or ticket.is_stopped:
+            return  # it was closed between the call and now
+        now = time.monotonic()
+        match command:
+            case Push():
+                try:
+                    ticket.pushes.append(self._builder.plan(ticket, command))
+                except (TandemError, ValueError) as error:
+                    ticket.fail(_as_tandem_error(error), now)
+            case Finish():
+                ticket.record = command.record
+                ticket.is_finishing = True
+            case Abandon():
+                ticket.abandon(now)
+
+    def _open(self, command: Open) -> None:
+        ticket = OpenTicket(ticket=command.ticket, peer=command.peer, opened_at=command.opened_at)
+        self._tickets[ticket.request_id] = ticket
+        error = self._builder.check(command.ticket, command.peer)
+        if error is not None:
+            ticket.fail(error, time.monotonic())
+            return
+        link = self._current.get(command.peer.peer)
+        if link is None or link.error or link.endpoint.endpoint != command.peer.endpoint:
+            link = PeerLink(self._transport, command.peer, on_connected=self._wake)
+            self._current[command.peer.peer] = link
+            self._links.append(link)
+        link.tickets[ticket.request_id] = ticket
+
+    # --- Completions, losses, deadlines.
+
+    def _settle_posts(self) -> None:
+        now = time.monotonic()
+        posts, self._posts = self._posts, []
+        for post in posts:
+            state = self._transport.poll(post.handle)
+            if state is TransferState.PENDING:
+                self._posts.append(post)
+                continue
+            error = None
+            if state is TransferState.FAILED:
+                error = self._transport.error(post.handle) or InternalError("post failed")
+            self._transport.release(post.handle)
+            self.bytes_in_flight -= post.handle.num_bytes
+            for share in post.shares:
+                # A copy each: a ticket adds its request id.
+                own = None if error is None else type(error)(error.message)
+                share.ticket.settled(share.num_bytes, own, now)
+
+    def _fail_lost_links(self) -> None:
+        for link in self._links:
+            error = link.error
+            if error is None:
+                continue
+            for ticket in link.tickets.values():
+                ticket.fail(type(error)(error.message), time.monotonic())
+            if self._current.get(link.endpoint.peer) is link:
+                del self._current[link.endpoint.peer]
+
+    def _close_unused_links(self) -> None:
+        for link in list(self._links):
+            is_current = self._current.get(link.endpoint.peer) is link
+            if not is_current and not link.tickets and not link.is_connecting:
+                link.close()
+                self._links.remove(link)
+
+    def _enforce_deadlines(self) -> None:
+        now = time.monotonic()
+        for ticket in self._tickets.values():
+            if now < self._due_at(ticket):
+                continue
+            if ticket.stopped_at is None:
+                ticket.fail(
+                    DeadlineExceededError(
+                        f"KV transfer to {ticket.peer.peer}: not complete after "
+                        f"{ticket.ticket.timeout_s:g} s, it waited for {ticket.waiting_for()}"
+                    ),
+                    now,
+                )
+            elif ticket.num_in_flight:
+                self._cut_off(ticket)
+        self._settle_posts()
+
+    def _cut_off(self, ticket: OpenTicket) -> None:
+        """The peer does not answer: close the connection, so that the posts end and the source is
+        free.
+        """
+        for link in self._links:
+            if ticket.request_id in link.tickets:
+                _log.warning("closing the connection to %s: posts hang", link.endpoint.peer)
+                link.close()
+
+    # --- Posting.
+
+    def _post_all(self) -> None:
+        self._is_blocked_on_ready = False
+        for link in self._links:
+            while link.tickets and link.handle is not None and link.error is None:
+                draft = self._builder.collect(
+                    link.tickets.values(),
+                    self._options.max_bytes_in_flight - self.bytes_in_flight,
+                    is_idle=self.bytes_in_flight == 0,
+                )
+                self._is_blocked_on_ready |= draft.is_blocked_on_ready
+                if not draft.writes:
+                    break
+                self._post(link, draft)
+
+    def _post(self, link: PeerLink, draft: PostDraft) -> None:
+        assert link.handle is not None
+        notify = encode_slot_notices(draft.flag_slots) if draft.flag_slots else None
+        start = time.monotonic()
+        try:
+            handle = self._transport.post(link.handle, draft.writes, notify)
+        except ValueError as error:
+            for share in draft.shares:
+                share.ticket.fail(InternalError(f"post to {link.handle.peer}: {error}"), start)
+            return
+        post_s = time.monotonic() - start
+        self.bytes_in_flight += handle.num_bytes
+        for share in draft.shares:
+            share.ticket.posted(share.num_writes, start, post_s)
+        self._posts.append(_Post(handle, draft.shares))
+
+    # --- Reports.
+
+    def _report_over(self) -> None:
+        for ticket in [ticket for ticket in self._tickets.values() if ticket.is_over]:
+            del self._tickets[ticket.request_id]
+            for link in self._links:
+                link.tickets.pop(ticket.request_id, None)
+            if ticket.staging_slot is not None:
+                self._staging.free(ticket.staging_slot)
+            try:
+                self._on_closed(ticket.report())
+            except Exception:
+                # The lane serves all other requests of its peers; it must outlive a callback's
+                # error.
+                _log.exception("on_closed failed for request %s", ticket.request_id)
+
+
+def _as_tandem_error(error: Exception) -> TandemError:
+    return error if isinstance(error, TandemError) else InternalError(str(error))

@@ -1,0 +1,83 @@
+"""What a loopback peer is given to write here, and how a connection proves that it was given.
+
+The token of generation ``g`` is an HMAC of ``g`` under a key that never leaves the process. A fence
+begins a new generation and sets the least one that the fenced peer may present: an endpoint of
+before the fence cannot be made to look newer by its holder, while other peers go on with theirs.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from dataclasses import dataclass
+from hashlib import sha256
+
+from runtime.errors import TransferFailedError
+
+KEY_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRegion:
+    """A region of the peer's memory: the key that names it, and its size."""
+
+    key: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoopbackEndpoint:
+    """Address, name, token and regions of a loopback transport."""
+
+    name: str
+    host: str
+    port: int
+    generation: int
+    token: bytes
+    regions: dict[str, RemoteRegion]
+
+    def encode(self) -> bytes:
+        """For the handshake."""
+        values = {
+            "name": self.name,
+            "host": self.host,
+            "port": self.port,
+            "generation": self.generation,
+            "token": self.token.hex(),
+            "regions": {k: [v.key.hex(), v.nbytes] for k, v in self.regions.items()},
+        }
+        return json.dumps(values, sort_keys=True).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> LoopbackEndpoint:
+        """What ``encode`` wrote.
+
+        Raises:
+            TransferFailedError: it is no loopback endpoint.
+        """
+        try:
+            values = json.loads(data)
+            regions = {
+                str(label): RemoteRegion(bytes.fromhex(key), int(nbytes))
+                for label, (key, nbytes) in values["regions"].items()
+            }
+            return cls(
+                name=str(values["name"]),
+                host=str(values["host"]),
+                port=int(values["port"]),
+                generation=int(values["generation"]),
+                token=bytes.fromhex(values["token"]),
+                regions=regions,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TransferFailedError(f"not a loopback endpoint: {error!r}") from error
+
+
+def token_of(key: bytes, generation: int) -> bytes:
+    """The 32-byte token of ``generation``."""
+    return hmac.digest(key, generation.to_bytes(8, "little"), sha256)
+
+
+def is_token_of(token: bytes, key: bytes, generation: int) -> bool:
+    """Whether ``token`` is that of ``generation``, compared in constant time."""
+    return hmac.compare_digest(token, token_of(key, generation))

@@ -1,0 +1,210 @@
+"""Connections that peers opened to write into our memory, and the fence that ends them.
+
+Each has a thread that reads payloads straight into the registered regions. A fence shuts the socket
+down and joins that thread: a write that it had begun may end short, and nothing follows. What the
+kernel still held for the socket goes with it, and the peer's pending posts FAIL.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kv_transfer.transports.loopback.endpoint import is_token_of, token_of
+from kv_transfer.transports.loopback.regions import RegionTable
+from kv_transfer.transports.loopback.sockets import open_listener, tune
+from kv_transfer.transports.loopback.wire import (
+    Hello,
+    PostHeader,
+    Status,
+    WireError,
+    receive_hello,
+    receive_into,
+    receive_post,
+    send_ack,
+    send_reply,
+)
+from runtime.logging import get_logger
+
+_HELLO_TIMEOUT_S = 5.0
+_MAX_CONNECTIONS = 1024
+_SCRATCH_BYTES = 1 << 20
+
+_log = get_logger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    sock: socket.socket
+    thread: threading.Thread | None = None
+    peer: str = ""
+    """Empty until its hello was accepted."""
+    is_fenced: bool = False
+
+
+class IncomingConnections:
+    """The listening socket and all connections to it. Thread-safe.
+
+    ``on_notify(peer, message)`` is called when a post with a notification is complete, from that
+    peer's thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        regions: RegionTable,
+        *,
+        on_notify: Callable[[str, bytes], None],
+    ) -> None:
+        self._name = name
+        self._regions = regions
+        self._on_notify = on_notify
+        self._lock = threading.Lock()
+        self._connections: set[_Connection] = set()
+        self._generation = 0
+        self._least_generation: dict[str, int] = {}  # by peer that was fenced
+        self._is_closing = False
+        self._token_key = secrets.token_bytes(32)
+        self._listener = open_listener(host)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._thread = threading.Thread(target=self._accept, name="kv-loopback-accept", daemon=True)
+        self._thread.start()
+
+    @property
+    def generation(self) -> int:
+        """Number of fences so far."""
+        return self._generation
+
+    def token(self) -> tuple[int, bytes]:
+        """The present generation and its token."""
+        generation = self._generation
+        return generation, token_of(self._token_key, generation)
+
+    def fence(self, peer: str) -> None:
+        """End all connections of ``peer``; its next one needs an endpoint of a later generation."""
+        with self._lock:
+            self._generation += 1
+            self._least_generation[peer] = self._generation
+            victims = [c for c in self._connections if c.peer == peer]
+        self._end(victims)
+
+    def end_all(self) -> None:
+        """End all connections; their peers may connect again."""
+        with self._lock:
+            victims = list(self._connections)
+        self._end(victims)
+
+    def close(self) -> None:
+        """Stop listening, end all connections, join all threads. Idempotent."""
+        with self._lock:
+            self._is_closing = True
+        _shut_down(self._listener)
+        self._thread.join()
+        self._listener.close()
+        self.end_all()
+
+    def _end(self, victims: list[_Connection]) -> None:
+        for connection in victims:
+            connection.is_fenced = True
+            _shut_down(connection.sock)
+        for connection in victims:
+            assert connection.thread is not threading.current_thread(), "fence inside a listener"
+            if connection.thread is not None:
+                connection.thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._is_closing:
+                    return
+                continue  # the client was gone before it was accepted
+            connection = _Connection(sock)
+            thread = threading.Thread(
+                target=self._serve, args=(connection,), name="kv-loopback-in", daemon=True
+            )
+            connection.thread = thread
+            with self._lock:
+                accepted = not self._is_closing and len(self._connections) < _MAX_CONNECTIONS
+                if accepted:
+                    self._connections.add(connection)
+                    thread.start()
+            if not accepted:
+                sock.close()
+
+    def _serve(self, connection: _Connection) -> None:
+        sock = connection.sock
+        try:
+            tune(sock)
+            sock.settimeout(_HELLO_TIMEOUT_S)
+            if self._admit(connection, receive_hello(sock)):
+                sock.settimeout(None)
+                self._read_posts(connection)
+        except OSError as error:
+            _log.debug("connection of %s ends: %s", connection.peer or "an unknown peer", error)
+        finally:
+            sock.close()
+            with self._lock:
+                self._connections.discard(connection)
+
+    def _admit(self, connection: _Connection, hello: Hello) -> bool:
+        with self._lock:
+            reason = self._reason_to_refuse(hello)
+            if not reason:
+                connection.peer = hello.sender
+        status = Status.STALE if reason else Status.OK
+        if reason:
+            _log.warning("refused a connection of %s: %s", hello.sender, reason)
+        send_reply(connection.sock, status, reason)
+        return not reason
+
+    def _reason_to_refuse(self, hello: Hello) -> str:
+        if hello.receiver != self._name:
+            return "another process answers at this address"
+        if not is_token_of(hello.token, self._token_key, hello.generation):
+            return "wrong connection token"
+        if hello.generation < self._least_generation.get(hello.sender, 0):
+            return "the endpoint is from before a fence: shake hands again"
+        return ""
+
+    def _read_posts(self, connection: _Connection) -> None:
+        while True:
+            post = receive_post(connection.sock)
+            targets = self._regions.targets(post.writes)
+            if isinstance(targets, str):
+                _log.warning("refused a post of %s: %s", connection.peer, targets)
+                _discard(connection.sock, sum(write.nbytes for write in post.writes))
+                send_ack(connection.sock, post.post_id, Status.REFUSED, targets)
+                continue
+            self._land(connection, post, targets)
+
+    def _land(self, connection: _Connection, post: PostHeader, targets: list[memoryview]) -> None:
+        for view in targets:
+            if connection.is_fenced:
+                raise WireError("fenced")
+            receive_into(connection.sock, view)
+        if post.notify is not None:
+            self._on_notify(connection.peer, post.notify)
+        send_ack(connection.sock, post.post_id, Status.OK)
+
+
+def _shut_down(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # closed already, by the peer or by its own thread
+
+
+def _discard(sock: socket.socket, nbytes: int) -> None:
+    """Read past the payload of a refused post, so that the connection stays usable for the
+    others.
+    """
+    scratch = memoryview(bytearray(min(nbytes, _SCRATCH_BYTES)))
+    while nbytes > 0:
+        receive_into(sock, scratch[: min(nbytes, _SCRATCH_BYTES)])
+        nbytes -= min(nbytes, _SCRATCH_BYTES)

@@ -1,0 +1,205 @@
+"""The loopback ``Transport``: joins regions, incoming and outgoing connections, and post states."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kv_transfer.transport import (
+    MemoryRegion,
+    PeerHandle,
+    RegionWrite,
+    TransferHandle,
+    TransferState,
+)
+from kv_transfer.transports.loopback.endpoint import LoopbackEndpoint, RemoteRegion
+from kv_transfer.transports.loopback.incoming import IncomingConnections
+from kv_transfer.transports.loopback.outgoing import OutgoingConnection, OutgoingPost
+from kv_transfer.transports.loopback.posts import PostTable
+from kv_transfer.transports.loopback.regions import RegionTable
+from kv_transfer.transports.loopback.sockets import open_connection
+from kv_transfer.transports.loopback.wire import (
+    Hello,
+    PostHeader,
+    Status,
+    WriteHeader,
+    receive_reply,
+    send_hello,
+)
+from runtime.errors import PeerLostError, StaleTicketError, TandemError, TransferFailedError
+
+_MAX_NOTIFICATIONS = 1 << 16
+
+
+class LoopbackTransport:
+    """See ``kv_transfer.transport.Transport``, whose promises this keeps with TCP sockets and
+    threads.
+
+    ``fence`` is as strong as the interface asks: the receiving thread is joined, and the peer's old
+    endpoint is void.
+    """
+
+    def __init__(self, local_name: str, *, host: str = "127.0.0.1") -> None:
+        self._local_name = local_name
+        self._host = host
+        self._lock = threading.Lock()
+        self._regions = RegionTable()
+        self._posts = PostTable()
+        self._listeners: tuple[Callable[[], None], ...] = ()
+        self._notifications: deque[tuple[str, bytes]] = deque(maxlen=_MAX_NOTIFICATIONS)
+        self._outgoing: dict[int, OutgoingConnection] = {}  # by connection id
+        self._remote: dict[int, dict[str, RemoteRegion]] = {}  # the same
+        self._next_connection_id = 1
+        self._is_closed = False
+        self._incoming = IncomingConnections(
+            local_name, host, self._regions, on_notify=self._notified
+        )
+
+    @property
+    def local_name(self) -> str:
+        """Our name among peers."""
+        return self._local_name
+
+    @property
+    def poll_interval_s(self) -> float | None:
+        """None: listeners are told."""
+        return None
+
+    @property
+    def fence_generation(self) -> int:
+        """Number of fences so far."""
+        return self._incoming.generation
+
+    def register(self, region: MemoryRegion) -> None:
+        """Make ``region`` writable for peers that get an endpoint from now on."""
+        self._regions.add(region)
+
+    def deregister(self, label: str) -> None:
+        """Forget a region. Ends incoming connections, because one may be in the middle of a write
+        to it.
+        """
+        self._regions.remove(label)
+        self._incoming.end_all()
+
+    def endpoint(self) -> bytes:
+        """Address, present generation and token, region keys."""
+        generation, token = self._incoming.token()
+        port = self._incoming.address[1]
+        regions = self._regions.remote_regions()
+        return LoopbackEndpoint(
+            self._local_name, self._host, port, generation, token, regions
+        ).encode()
+
+    def connect(self, peer: str, endpoint: bytes) -> PeerHandle:
+        """Open a TCP connection and shake hands; at most about ten seconds."""
+        target = LoopbackEndpoint.decode(endpoint)
+        if target.name != peer:
+            raise StaleTicketError(f"the endpoint is of {target.name}, not of {peer}")
+        sock = open_connection(target.host, target.port)
+        try:
+            send_hello(sock, Hello(target.generation, target.token, self._local_name, peer))
+            status, message = receive_reply(sock)
+            sock.settimeout(None)
+        except (OSError, ValueError) as error:
+            sock.close()
+            raise PeerLostError(f"{peer} does not shake hands: {error}") from error
+        if status is not Status.OK:
+            sock.close()
+            raise StaleTicketError(f"{peer} refused the connection: {message}")
+        with self._lock:
+            if self._is_closed:
+                sock.close()
+                raise PeerLostError("the transport is closed")
+            handle = PeerHandle(peer, self._next_connection_id)
+            self._next_connection_id += 1
+            self._remote[handle.connection_id] = target.regions
+            self._outgoing[handle.connection_id] = OutgoingConnection(
+                sock, handle, self._posts, on_event=self._tell_listeners
+            )
+        return handle
+
+    def post(
+        self, peer: PeerHandle, writes: Sequence[RegionWrite], notify: bytes | None = None
+    ) -> TransferHandle:
+        """Enqueue the writes for the connection's send thread."""
+        payload = [self._regions.source(write) for write in writes]
+        num_bytes = sum(write.nbytes for write in writes)
+        handle = TransferHandle(peer, self._posts.start(), num_bytes)
+        connection = self._outgoing.get(peer.connection_id)
+        error: TandemError
+        if connection is None:
+            error = PeerLostError(f"connection to {peer.peer} is closed")
+            self._posts.settle(handle.post_id, error)
+            return handle
+        remote = self._remote[peer.connection_id]
+        unknown = sorted({w.label for w in writes} - remote.keys())
+        if unknown:
+            error = TransferFailedError(f"{peer.peer} has no region {unknown[0]!r}")
+            self._posts.settle(handle.post_id, error)
+            return handle
+        headers = [WriteHeader(remote[w.label].key, w.dst_offset, w.nbytes) for w in writes]
+        connection.post(OutgoingPost(PostHeader(handle.post_id, headers, notify), payload))
+        return handle
+
+    def poll(self, handle: TransferHandle) -> TransferState:
+        """The state now."""
+        return self._posts.state(handle.post_id)
+
+    def error(self, handle: TransferHandle) -> TandemError | None:
+        """Why it FAILED."""
+        return self._posts.error(handle.post_id)
+
+    def release(self, handle: TransferHandle) -> None:
+        """Forget a post whose state is final."""
+        self._posts.release(handle.post_id)
+
+    def is_connected(self, peer: PeerHandle) -> bool:
+        """Whether the socket was alive when last used."""
+        connection = self._outgoing.get(peer.connection_id)
+        return connection is not None and connection.is_alive
+
+    def disconnect(self, peer: PeerHandle) -> None:
+        """Close a connection and join its threads. Idempotent."""
+        with self._lock:
+            connection = self._outgoing.pop(peer.connection_id, None)
+        if connection is not None:
+            connection.close()
+
+    def fence(self, peer: str) -> None:
+        """End the peer's connections, join their threads, make its endpoint void."""
+        self._incoming.fence(peer)
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """What arrived since the last call."""
+        found = []
+        while self._notifications:
+            found.append(self._notifications.popleft())
+        return found
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` after each completion, loss or notification."""
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
+
+    def remove_listener(self, listener: Callable[[], None]) -> None:
+        """Stop calling ``listener``."""
+        with self._lock:
+            self._listeners = tuple(other for other in self._listeners if other != listener)
+
+    def close(self) -> None:
+        """Close everything and join all threads. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            handles = [connection.handle for connection in self._outgoing.values()]
+        for handle in handles:
+            self.disconnect(handle)
+        self._incoming.close()
+
+    def _notified(self, peer: str, message: bytes) -> None:
+        self._notifications.append((peer, message))
+        self._tell_listeners()
+
+    def _tell_listeners(self) -> None:
+        for listener in self._listeners:
+            listener()
