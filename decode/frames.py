@@ -3,9 +3,9 @@
 `StepNews` collects deltas on the engine loop's thread; `Outboxes` holds them on the event loop
 until a router's stream takes them. A router that reads slowly gets several steps in one frame, so
 memory is bounded by what its requests generate, and by `max_pending_deltas` in any case. A router
-whose stream has been away for `lost_after_s`, or that reads too slowly for the bound, counts as lost: its
-requests are to be aborted. No delta is ever delivered twice; one that was handed to a stream that
-then broke is gone, which the router sees by `start_index`.
+whose stream has been away for `lost_after_s`, or that reads too slowly for the bound, counts as
+lost: its requests are to be aborted. No delta is ever delivered twice; one that was handed to a
+stream that then broke is gone, which the router sees by `start_index`.
 """
 
 from __future__ import annotations
@@ -75,6 +75,10 @@ class StepNews:
     def add(self, router_id: str, delta: Delta) -> None:
         """Append a delta of one of the router's requests."""
         self._deltas[router_id].append(delta)
+
+    def drop(self, router_id: str) -> None:
+        """Forget the deltas of a router that nobody reads for."""
+        self._deltas.pop(router_id, None)
 
     def take(self) -> Mapping[str, list[Delta]]:
         """Return all since the last call, by router."""

@@ -72,10 +72,11 @@ class DecodeRequest:
         tell: hands reservation updates to the caller of Reserve; called on the loop's thread.
         status: the life cycle; changed by `move_to` only.
         num_bypasses: how many younger reservations were let in before it.
+        allocated_at: when its blocks were allocated.
         transfer_deadline: when its KV must be complete; meaningful in WAITING_FOR_KV.
         arrived_at: when the KV was complete.
         timings: seconds spent so far, for the router.
-        num_deltas: deltas emitted so far; the first and the last carry `timings`.
+        has_news: whether a delta was emitted; the first and the last carry `timings`.
     """
 
     request: Request
@@ -87,10 +88,11 @@ class DecodeRequest:
     tell: Callable[[ReserveUpdate], None]
     status: DecodeStatus = DecodeStatus.RESERVED
     num_bypasses: int = 0
+    allocated_at: float = 0.0
     transfer_deadline: float = 0.0
     arrived_at: float = 0.0
     timings: common_pb2.Timings = field(default_factory=common_pb2.Timings)
-    num_deltas: int = 0
+    has_news: bool = False
 
     @property
     def request_id(self) -> str:

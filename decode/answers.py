@@ -1,0 +1,56 @@
+"""What a request tells its router: turns the events of its life into deltas. Decides nothing.
+
+The first delta and the last carry the timings. A request that a router never heard of since its
+ticket (its first token ended it) ends without a delta.
+"""
+
+from __future__ import annotations
+
+from decode.frames import Delta, StepNews
+from decode.requests import DecodeRequest
+from engine.sampling.inputs import SampledToken
+from runtime.errors import TandemError
+from runtime.pb import common_pb2
+from runtime.sampling import FinishReason
+
+
+def _timings(request: DecodeRequest) -> common_pb2.Timings:
+    copy = common_pb2.Timings()
+    copy.CopyFrom(request.timings)
+    return copy
+
+
+def tell_token(
+    news: StepNews, request: DecodeRequest, token: SampledToken, reason: FinishReason | None
+) -> None:
+    """The request's latest output token, and whether it ends the request."""
+    inner = request.request
+    with_timings = reason is not None or not request.has_news
+    request.has_news = True
+    delta = Delta(
+        request_id=request.request_id,
+        start_index=inner.num_output_tokens - 1,
+        token_ids=(token.token_id,),
+        logprobs=() if token.logprobs is None else (token.logprobs,),
+        finish_reason=reason,
+        timings=_timings(request) if with_timings else None,
+        num_cached_tokens=inner.num_cached_tokens,
+    )
+    news.add(request.router_id, delta)
+
+
+def tell_end(
+    news: StepNews, request: DecodeRequest, reason: FinishReason, error: TandemError
+) -> None:
+    """The request ends early."""
+    error.request_id = error.request_id or request.request_id
+    delta = Delta(
+        request_id=request.request_id,
+        # The prefill worker's token has index 0, also where it never arrived here.
+        start_index=max(request.request.num_output_tokens, 1),
+        finish_reason=reason,
+        error=error,
+        timings=_timings(request),
+        num_cached_tokens=request.request.num_cached_tokens,
+    )
+    news.add(request.router_id, delta)

@@ -1,0 +1,154 @@
+"""Every live request of a rank, and all the ways in which one ends early.
+
+Whatever the state, ending takes the request out of its queue, gives back what it holds (or puts it
+into quarantine while a writer may still write), and answers it exactly once. Ending what is no
+longer live does nothing. Used by the engine loop's thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from decode.answers import tell_end
+from decode.deadlines import overdue
+from decode.frames import StepNews
+from decode.metrics import DecodeMetrics
+from decode.requests import DecodeRequest, RejectedUpdate, Writer
+from decode.reservations import Reservations
+from decode.scheduler import DecodeScheduler
+from decode.tickets import TicketDesk, WriterDemand
+from runtime.errors import InternalError, RequestCancelledError, TandemError
+from runtime.lifecycle import DecodeStatus
+from runtime.sampling import FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterOrder:
+    """Something to be asked of the writer of a cancelled ticket."""
+
+    request_id: str
+    nonce: int
+    writer: Writer
+    demand: WriterDemand
+
+
+class LiveRequests:
+    """Requests that are not answered yet, by id."""
+
+    def __init__(
+        self,
+        reservations: Reservations,
+        desk: TicketDesk,
+        scheduler: DecodeScheduler,
+        *,
+        news: StepNews,
+        metrics: DecodeMetrics,
+        order: Callable[[WriterOrder], None],
+    ) -> None:
+        """`order` takes what has to be asked of writers; it must not block."""
+        self._reservations = reservations
+        self._desk = desk
+        self._scheduler = scheduler
+        self._news = news
+        self._metrics = metrics
+        self._order = order
+        self._requests: dict[str, DecodeRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def request_ids(self) -> Collection[str]:
+        """Ids of all live requests."""
+        return self._requests.keys()
+
+    def add(self, request: DecodeRequest) -> None:
+        """Take on a request, whose id must be new."""
+        assert request.request_id not in self._requests
+        self._requests[request.request_id] = request
+
+    def reject(self, request: DecodeRequest, error: TandemError) -> None:
+        """Answer the Reserve of a request that never got blocks."""
+        error.request_id = request.request_id
+        self._metrics.rejected(error)
+        request.tell(RejectedUpdate(error=error))
+
+    def abort(self, request_id: str, error: TandemError) -> bool:
+        """End a request, in whatever state it is; whether it was alive."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.end(request, FinishReason.ABORT, error)
+        return request is not None
+
+    def abort_reservation(self, request: DecodeRequest, error: TandemError) -> None:
+        """End this request, and not a later one of the same id."""
+        if self._requests.get(request.request_id) is request:
+            self.end(request, FinishReason.ABORT, error)
+
+    def abort_router(self, router_id: str) -> None:
+        """End all requests of a router that has no stream any more; nobody is told."""
+        for request in list(self._requests.values()):
+            if request.router_id == router_id:
+                error = RequestCancelledError(f"router {router_id} is gone")
+                self.end(request, FinishReason.ABORT, error)
+        self._news.drop(router_id)
+
+    def fail_all(self, message: str) -> None:
+        """End every request: the rank cannot go on."""
+        for request in list(self._requests.values()):
+            self.end(request, FinishReason.ERROR, InternalError(message))
+
+    def expire(self, now: float) -> None:
+        """End every request that is late."""
+        for request in list(self._requests.values()):
+            receiving = request.status is DecodeStatus.WAITING_FOR_KV
+            ticket = self._desk.ticket_of(request) if receiving else None
+            error = overdue(request, ticket, now)
+            if error is not None:
+                self.end(request, FinishReason.ERROR, error)
+
+    def end(self, request: DecodeRequest, reason: FinishReason, error: TandemError) -> None:
+        """End a live request early, wherever it is, and answer it."""
+        if request.status is DecodeStatus.RESERVED:
+            self._reservations.remove(request)
+            request.move_to(DecodeStatus.FINISHED)
+            self.reject(request, error)
+            self.forget(request, reason)
+            return
+        if request.status is DecodeStatus.WAITING_FOR_KV:
+            self.withdraw(request, revoke=True)
+        else:
+            self._scheduler.finish(request)
+        self.answer(request, reason, error)
+
+    def withdraw(self, request: DecodeRequest, *, revoke: bool = False) -> None:
+        """End the ticket of a request in WAITING_FOR_KV.
+
+        Args:
+            request: becomes FINISHED.
+            revoke: whether a writer that is still at it has to be told to stop.
+        """
+        nonce = self._desk.ticket_of(request).nonce
+        demand = self._desk.cancel(request)
+        request.move_to(DecodeStatus.FINISHED)
+        if demand is WriterDemand.FENCE or (demand is WriterDemand.REVOKE and revoke):
+            self._order(
+                WriterOrder(
+                    request_id=request.request_id,
+                    nonce=nonce,
+                    writer=request.writer,
+                    demand=demand,
+                )
+            )
+
+    def answer(self, request: DecodeRequest, reason: FinishReason, error: TandemError) -> None:
+        """Say the last word about a request that holds nothing any more."""
+        tell_end(self._news, request, reason, error)
+        self.forget(request, reason)
+
+    def forget(self, request: DecodeRequest, reason: FinishReason) -> None:
+        """The request is answered."""
+        del self._requests[request.request_id]
+        self._reservations.wake()
+        self._metrics.finished(reason)

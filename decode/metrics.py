@@ -1,0 +1,130 @@
+"""What a decode rank counts. The engine loop writes; a scrape only reads.
+
+Gauges that mirror the books of the rank are set once a step, so that a scrape never walks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from runtime.errors import TandemError
+from runtime.lifecycle import DecodeStatus
+from runtime.metrics import LATENCY_BUCKETS_S
+from runtime.pb import common_pb2, decode_pb2
+from runtime.sampling import FinishReason
+
+_STEP_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+_BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+class DecodeMetrics:
+    """The `pd_decode_*` metrics of one process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Gauge(
+            "pd_decode_num_requests", "Live requests by state", ["status"], registry=registry
+        )
+        self._free = Gauge("pd_decode_free_blocks", "KV blocks without owner", registry=registry)
+        self._total = Gauge("pd_decode_total_blocks", "KV blocks of the pool", registry=registry)
+        self._quarantined = Gauge(
+            "pd_decode_quarantined_blocks",
+            "KV blocks of cancelled tickets that a writer may still reach",
+            registry=registry,
+        )
+        self._preemptions = Counter(
+            "pd_decode_preemptions", "Requests whose KV went to host memory", registry=registry
+        )
+        self._resumes = Counter(
+            "pd_decode_resumes", "Preempted requests that came back", registry=registry
+        )
+        self._tokens = Counter(
+            "pd_decode_generated_tokens", "Tokens sampled here", registry=registry
+        )
+        self._cached = Counter(
+            "pd_decode_cached_prompt_tokens", "Prompt tokens that were here", registry=registry
+        )
+        self._prompt = Counter(
+            "pd_decode_prompt_tokens", "Prompt tokens of issued tickets", registry=registry
+        )
+        self._bytes = Counter(
+            "pd_decode_kv_received_bytes", "As counted by the senders", registry=registry
+        )
+        self._finished = Counter(
+            "pd_decode_requests_finished", "Ended requests", ["reason"], registry=registry
+        )
+        self._rejected = Counter(
+            "pd_decode_reservations_rejected", "Refused reservations", ["code"], registry=registry
+        )
+        self._fences = Counter("pd_decode_fences", "Writers shut out", registry=registry)
+        self._transfer = Histogram(
+            "pd_decode_kv_wait_seconds",
+            "From ticket to complete KV (prefill and transfer)",
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._reserve = Histogram(
+            "pd_decode_reserve_seconds",
+            "From Reserve to ticket",
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._admission = Histogram(
+            "pd_decode_admission_seconds",
+            "From complete KV to the first step",
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._step = Histogram(
+            "pd_decode_step_seconds", "One step", buckets=_STEP_BUCKETS_S, registry=registry
+        )
+        self._batch = Histogram(
+            "pd_decode_batch_size", "Requests of a step", buckets=_BATCH_BUCKETS, registry=registry
+        )
+
+    def rejected(self, error: TandemError) -> None:
+        """A reservation was refused or given up."""
+        self._rejected.labels(error.code.name.lower()).inc()
+
+    def finished(self, reason: FinishReason) -> None:
+        """A request was answered for the last time."""
+        self._finished.labels(reason.value).inc()
+
+    def kv_arrived(self, waited_s: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """The KV of a request is complete."""
+        self._transfer.observe(waited_s)
+        self._prompt.inc(num_prompt_tokens)
+        self._cached.inc(num_cached_tokens)
+
+    def kv_received(self, num_bytes: int) -> None:
+        """A part closed its ticket."""
+        self._bytes.inc(num_bytes)
+
+    def started(self, timings: common_pb2.Timings) -> None:
+        """A request enters its first step."""
+        self._reserve.observe(timings.decode_reserve_s)
+        self._admission.observe(timings.decode_admission_s)
+
+    def scheduled(self, num_preempted: int, num_resumed: int) -> None:
+        """A step was planned."""
+        self._preemptions.inc(num_preempted)
+        self._resumes.inc(num_resumed)
+
+    def stepped(self, num_requests: int, seconds: float) -> None:
+        """A step was run; each of its requests got a token."""
+        self._step.observe(seconds)
+        self._batch.observe(num_requests)
+        self._tokens.inc(num_requests)
+
+    def fenced(self) -> None:
+        """A writer was shut out."""
+        self._fences.inc()
+
+    def set_load(self, counts: Mapping[DecodeStatus, int], load: decode_pb2.LoadReport) -> None:
+        """Mirror the books."""
+        for status, count in counts.items():
+            self._requests.labels(status.value).set(count)
+        self._free.set(load.num_free_blocks)
+        self._total.set(load.num_total_blocks)
+        self._quarantined.set(load.num_quarantined_blocks)

@@ -1,0 +1,331 @@
+"""Tickets: which blocks a prefill worker may write now, and when they are really ours again.
+
+A ticket is one allocation: blocks, a metadata slot, and a random nonce that names it. Its parts
+(one per prefill rank) write until they close it. From the writer's side it is over when every part
+has arrived, or closed, or was fenced; only then can its blocks go to somebody else. A request that
+ends before that leaves its blocks in quarantine:
+
+    open -> OPEN --arrive--> settled (blocks are the request's alone)
+            OPEN --cancel, no part left--> settled (blocks freed)
+            OPEN --cancel--> quarantine --last part closes | revoked | fenced--> settled
+
+Settled tickets are remembered for a while, so that a late CloseTicket is not taken for a stale one.
+The desk never calls anybody: `cancel` says what has to be asked of the writer. Pure but for the
+receiver and slots it is given; used by the engine loop's thread only.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from decode.requests import DecodeRequest, TicketUpdate, Writer
+from engine.memory.block_pool import BlockPool
+from engine.request import num_blocks_for
+from kv_transfer.ownership import Quarantine, Released
+from runtime.block_hash import max_cached_blocks
+from runtime.errors import InternalError
+
+_MAX_SETTLED = 1024
+
+
+class Expecter(Protocol):
+    """What the desk needs of a `KVReceiver`."""
+
+    def expect(self, request_id: str, nonce: int, num_parts: int) -> int:
+        """Await an allocation; return its metadata slot."""
+        ...
+
+    def forget(self, request_id: str) -> bool:
+        """Await it no more."""
+        ...
+
+
+class Slots(Protocol):
+    """What the desk needs of a `SlotArray`."""
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be allocated now."""
+        ...
+
+    def free(self, slot: int) -> None:
+        """Zero the slot and make it allocatable."""
+        ...
+
+
+class WriterDemand(enum.Enum):
+    """What has to be asked of a writer before the blocks of a cancelled ticket are free."""
+
+    NOTHING = "nothing"
+    """They are free already, or will be when the parts close."""
+    REVOKE = "revoke"
+    """Tell it to stop."""
+    FENCE = "fence"
+    """Shut it out: it does not know itself what may still land."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Ticket:
+    """One allocation.
+
+    Attributes:
+        request: whose.
+        nonce: its name; random, never 0.
+        slot: of its metadata.
+        block_ids: the blocks that the writer may write.
+        open_parts: prefill ranks that may still write.
+        undrained: a part failed without knowing whether its writes are complete.
+        fenced: the writer was shut out after this ticket was issued.
+        all_sent_at: when the last part closed as sent; 0.0 before.
+    """
+
+    request: DecodeRequest
+    nonce: int
+    slot: int
+    block_ids: tuple[int, ...]
+    open_parts: set[int] = field(default_factory=set)
+    undrained: bool = False
+    fenced: bool = False
+    all_sent_at: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no write can come any more, as far as the parts' own word goes."""
+        return self.fenced or not (self.open_parts or self.undrained)
+
+
+def writer_key(writer: Writer) -> str:
+    """The name of a writer in the quarantine; another epoch is another writer."""
+    return f"{writer.instance}@{writer.epoch:016x}"
+
+
+class TicketDesk:
+    """All tickets of one decode rank."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        slots: Slots,
+        receiver: Expecter,
+        quarantine: Quarantine,
+        draw_nonce: Callable[[], int],
+    ) -> None:
+        self._pool = pool
+        self._slots = slots
+        self._receiver = receiver
+        self._quarantine = quarantine
+        self._draw_nonce = draw_nonce
+        self._open: dict[str, Ticket] = {}  # by request id
+        self._by_nonce: dict[int, Ticket] = {}  # open and quarantined
+        self._settled: OrderedDict[int, Ticket] = OrderedDict()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that wait for their KV."""
+        return len(self._open)
+
+    @property
+    def requests(self) -> list[DecodeRequest]:
+        """Requests that wait for their KV."""
+        return [ticket.request for ticket in self._open.values()]
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether another ticket can be issued, as far as slots go."""
+        return self._slots.num_free > 0
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Blocks that nobody uses and that a writer may still touch."""
+        return self._quarantine.num_blocks
+
+    @property
+    def num_quarantined(self) -> int:
+        """Allocations in quarantine."""
+        return self._quarantine.num_entries
+
+    def num_blocks_to_take(self, request: DecodeRequest) -> int:
+        """Free blocks that a ticket for the request would use up now."""
+        num_free = self._pool.num_free_blocks
+        shared = self._match(request)
+        num_taken = num_free - self._pool.num_free_blocks
+        self._pool.release(shared)
+        return self._num_blocks(request) - len(shared) + num_taken
+
+    def open(self, request: DecodeRequest, timeout_s: float) -> TicketUpdate:
+        """Allocate for a request: prompt, room for the first generated token, slot, nonce.
+
+        Raises:
+            OutOfBlocksError, OverloadedError: ask `num_blocks_to_take` and `has_free_slot` first.
+        """
+        shared = self._match(request)
+        try:
+            block_ids = self._pool.allocate(self._num_blocks(request) - len(shared))
+        except Exception:
+            self._pool.release(shared)
+            raise
+        num_prompt_blocks = num_blocks_for(request.request.num_prompt_tokens, self._pool.block_size)
+        nonce = self._draw_nonce()
+        num_parts = request.writer.num_ranks
+        try:
+            slot = self._receiver.expect(request.request_id, nonce, num_parts)
+        except Exception:
+            self._pool.release([*shared, *block_ids])
+            raise
+        ticket = Ticket(
+            request=request,
+            nonce=nonce,
+            slot=slot,
+            block_ids=tuple(block_ids[: num_prompt_blocks - len(shared)]),
+            open_parts=set(range(num_parts)),
+        )
+        request.request.block_table = [*shared, *block_ids]
+        request.request.num_cached_tokens = len(shared) * self._pool.block_size
+        self._open[request.request_id] = ticket
+        self._by_nonce[nonce] = ticket
+        return TicketUpdate(
+            nonce=nonce,
+            num_cached_tokens=request.request.num_cached_tokens,
+            block_ids=ticket.block_ids,
+            metadata_slot=slot,
+            timeout_s=timeout_s,
+        )
+
+    def ticket_of(self, request: DecodeRequest) -> Ticket:
+        """The open ticket of a request in WAITING_FOR_KV."""
+        return self._open[request.request_id]
+
+    def arrive(self, nonce: int) -> DecodeRequest | None:
+        """All parts of an allocation have landed: nobody writes into it any more.
+
+        Returns:
+            The request, which now owns its blocks alone; None if it is over already.
+        """
+        ticket = self._by_nonce.get(nonce)
+        if ticket is None:
+            return None
+        if self._free(self._quarantine.drained(nonce)):
+            return None
+        del self._open[ticket.request.request_id]
+        self._slots.free(ticket.slot)
+        self._settle(ticket)
+        return ticket.request
+
+    def close_part(self, nonce: int, part: int, *, drained: bool) -> Ticket | None:
+        """A part says that it will write no more; None if the nonce is not ours.
+
+        Args:
+            nonce: of the ticket.
+            part: rank of the prefill instance.
+            drained: whether it knows that its writes are complete; if not, it counts as open.
+        """
+        ticket = self._by_nonce.get(nonce) or self._settled.get(nonce)
+        if ticket is None or part >= ticket.request.writer.num_ranks:
+            return None
+        if drained:
+            ticket.open_parts.discard(part)
+            if nonce in self._quarantine and not ticket.undrained:
+                self._free(self._quarantine.close_part(nonce, part))
+        else:
+            ticket.undrained = True
+        return ticket
+
+    def is_open(self, ticket: Ticket) -> bool:
+        """Whether its request still waits for the KV."""
+        return self._open.get(ticket.request.request_id) is ticket
+
+    def cancel(self, request: DecodeRequest) -> WriterDemand:
+        """End the ticket of a request in WAITING_FOR_KV; its block table is empty afterwards."""
+        ticket = self._open.pop(request.request_id)
+        self._receiver.forget(request.request_id)
+        block_table, request.request.block_table = request.request.block_table, []
+        if ticket.is_over:
+            self._pool.release(block_table)
+            self._slots.free(ticket.slot)
+            self._settle(ticket)
+            return WriterDemand.NOTHING
+        written = set(ticket.block_ids)
+        # A block that the writer never had is free at once: the cached prefix, and room beyond
+        # the prompt.
+        self._pool.release([block for block in block_table if block not in written])
+        self._quarantine.add(
+            request.request_id,
+            ticket.nonce,
+            block_ids=ticket.block_ids,
+            slot=ticket.slot,
+            writer=writer_key(request.writer),
+            open_parts=ticket.open_parts or {0},
+        )
+        return WriterDemand.FENCE if ticket.undrained else WriterDemand.REVOKE
+
+    def drained(self, nonce: int) -> None:
+        """The writer has answered that it will never write under this nonce."""
+        ticket = self._by_nonce.get(nonce)
+        if ticket is not None and not ticket.undrained:
+            self._free(self._quarantine.drained(nonce))
+
+    def due_for_fence(self) -> set[Writer]:
+        """Writers of allocations that have been in quarantine for too long."""
+        due = self._quarantine.due_for_fence()
+        return {self._by_nonce[entry.nonce].request.writer for entry in due}
+
+    def nonces_of(self, writer: Writer) -> tuple[int, ...]:
+        """All tickets that a fence of `writer` which starts now will settle, waiting ones too."""
+        return tuple(
+            nonce for nonce, ticket in self._by_nonce.items() if ticket.request.writer == writer
+        )
+
+    def needs_fence(self, nonce: int) -> bool:
+        """Whether the allocation is still in quarantine."""
+        return nonce in self._quarantine
+
+    def fenced(self, nonces: Iterable[int]) -> None:
+        """The writer was shut out: nothing of it lands under these tickets any more.
+
+        Requests that still wait keep waiting: their parts may all have landed before. If not, the
+        writer reports a failure, or the ticket times out; then nothing has to be asked any more.
+        """
+        nonces = tuple(nonces)
+        for nonce in nonces:
+            ticket = self._by_nonce.get(nonce)
+            if ticket is not None:
+                ticket.fenced = True
+        for released in self._quarantine.release_fenced(nonces):
+            self._free(released)
+
+    def check_integrity(self) -> None:
+        """Raise InternalError unless every ticket is open or in quarantine."""
+        self._quarantine.check_integrity()
+        if len(self._by_nonce) != len(self._open) + self._quarantine.num_entries:
+            raise InternalError(
+                f"{len(self._by_nonce)} tickets, but {len(self._open)} are open and "
+                f"{self._quarantine.num_entries} in quarantine"
+            )
+
+    def _match(self, request: DecodeRequest) -> list[int]:
+        """The cached prefix of a prompt, referenced; the last token is always computed anew."""
+        inner = request.request
+        hashes = inner.update_block_hashes(self._pool.block_size)
+        limit = max_cached_blocks(inner.num_prompt_tokens, self._pool.block_size)
+        return self._pool.match_prefix(hashes[:limit])
+
+    def _num_blocks(self, request: DecodeRequest) -> int:
+        return num_blocks_for(request.request.num_prompt_tokens + 1, self._pool.block_size)
+
+    def _free(self, released: Released | None) -> bool:
+        if released is None:
+            return False
+        self._pool.release(released.block_ids)
+        self._slots.free(released.slot)
+        self._settle(self._by_nonce[released.nonce])
+        return True
+
+    def _settle(self, ticket: Ticket) -> None:
+        del self._by_nonce[ticket.nonce]
+        self._settled[ticket.nonce] = ticket
+        if len(self._settled) > _MAX_SETTLED:
+            self._settled.popitem(last=False)
