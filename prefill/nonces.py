@@ -2,8 +2,8 @@
 
 Decode draws a nonce for each allocation. Somebody may present it twice (a retried or a replayed
 call) or too late (decode revoked it before the call arrived); both would write into blocks that
-have another owner by then. The memory is bounded twice: an entry expires when its ticket could no longer
-be accepted anyway, and beyond `capacity` the entries that would expire first are forgotten.
+have another owner by then. The memory is bounded twice: an entry expires when its ticket could no
+longer be accepted anyway, and beyond `capacity` the entries that would expire first are forgotten.
 """
 
 from __future__ import annotations

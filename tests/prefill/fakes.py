@@ -1,0 +1,147 @@
+"""Requests, senders and runners for tests: everything that the worker meets, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine.request import Request, ScheduledRequest
+from engine.runner import StepResult
+from engine.sampling.inputs import SampledToken
+from kv_transfer.metadata import MetadataRecord
+from kv_transfer.ticket import PeerEndpoint, SendTicket
+from prefill.commands import OpenTicket, PushBlocks
+from prefill.kv_push import ReadyCheck
+from prefill.rank_plan import Closure, ClosureOutcome
+from prefill.request import PrefillRequest
+from runtime.errors import ErrorCode
+from runtime.sampling import PositionLogprobs, SamplingParams
+
+BLOCK_SIZE = 4
+FIRST_TOKEN = 7
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_item(
+    nonce: int,
+    num_tokens: int = 6,
+    *,
+    sampling: SamplingParams | None = None,
+    num_decode_cached_blocks: int = 0,
+    deadline: float = 1e9,
+    prefix: Sequence[int] = (),
+    decode_goes_on: bool = True,
+) -> PrefillRequest:
+    """A request of `num_tokens` tokens, all of them its own but the given prefix."""
+    own = [100 * nonce + index for index in range(num_tokens - len(prefix))]
+    num_blocks = -(-num_tokens // BLOCK_SIZE) - num_decode_cached_blocks
+    return PrefillRequest(
+        request=Request(
+            request_id=f"request-{nonce}",
+            prompt_token_ids=[*prefix, *own],
+            sampling=sampling or SamplingParams(temperature=0.0, max_tokens=8),
+        ),
+        ticket=SendTicket(
+            request_id=f"request-{nonce}",
+            nonce=nonce,
+            epoch=99,
+            block_ids=tuple(range(1, num_blocks + 1)),
+            slot=0,
+            timeout_s=60.0,
+        ),
+        peer=PeerEndpoint(
+            peer="decode-0", endpoint=b"", kv_region_bytes=1 << 20, metadata_region_bytes=1 << 20
+        ),
+        num_decode_cached_blocks=num_decode_cached_blocks,
+        deadline=deadline,
+        arrived_at=1000.0,
+        decode_goes_on=decode_goes_on,
+    )
+
+
+@dataclass
+class FakeTicketSender:
+    """Records what it is asked for; tickets close when `on_closed` is called by `close_ticket`."""
+
+    on_closed: Callable[[Closure], None]
+    calls: list[tuple[object, ...]] = field(default_factory=list)
+    open_tickets: dict[int, str] = field(default_factory=dict)  # nonce -> open|finishing|abandoned
+    pushed: list[tuple[PushBlocks, tuple[int, int]]] = field(default_factory=list)
+    records: dict[int, MetadataRecord | None] = field(default_factory=dict)
+
+    def open(self, command: OpenTicket) -> None:
+        assert command.ticket.nonce not in self.open_tickets
+        self.open_tickets[command.ticket.nonce] = "open"
+
+    def push(self, push: PushBlocks, layers: tuple[int, int], ready: ReadyCheck | None) -> None:
+        self.pushed.append((push, layers))
+
+    def finish(self, nonce: int, record: MetadataRecord | None) -> None:
+        self.records[nonce] = record
+        if nonce in self.open_tickets:
+            self.open_tickets[nonce] = "finishing"
+
+    def abandon(self, nonce: int) -> None:
+        if nonce in self.open_tickets:
+            self.open_tickets[nonce] = "abandoned"
+
+    def close_ticket(self, nonce: int, *, failed: ErrorCode | None = None) -> Closure:
+        """Drain a ticket that is finishing or abandoned, or fail one in any state."""
+        state = self.open_tickets.pop(nonce)
+        assert failed or state != "open", "nobody said that this ticket ends"
+        outcome = ClosureOutcome.SENT if state == "finishing" else ClosureOutcome.ABANDONED
+        if failed:
+            outcome = ClosureOutcome.FAILED
+        error = "broken" if failed else ""
+        closure = Closure(nonce=nonce, outcome=outcome, error_code=failed, error=error)
+        self.on_closed(closure)
+        return closure
+
+    def close_all(self) -> None:
+        """Drain all tickets that are finishing or abandoned."""
+        for nonce, state in list(self.open_tickets.items()):
+            if state != "open":
+                self.close_ticket(nonce)
+
+
+@dataclass
+class FakeRunner:
+    """Samples FIRST_TOKEN for every request whose prompt is complete."""
+
+    num_layers: int = 3
+    steps: list[list[tuple[str, int, int]]] = field(default_factory=list)
+    failure: Exception | None = None
+    before_step: Callable[[], None] | None = None
+
+    def execute(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        *,
+        on_layer_done: Callable[[int], None] | None = None,
+        keep_hidden: bool = False,
+    ) -> list[StepResult]:
+        if self.before_step:
+            self.before_step()
+        if self.failure:
+            raise self.failure
+        self.steps.append([(item.request.request_id, item.start, item.end) for item in scheduled])
+        for layer in range(self.num_layers):
+            if on_layer_done:
+                on_layer_done(layer)
+        return [
+            StepResult(
+                request=item.request,
+                sampled=SampledToken(FIRST_TOKEN) if item.samples else None,
+                prompt_logprobs=[PositionLogprobs(-1.0)] * item.num_prompt_logprob_rows,
+            )
+            for item in scheduled
+        ]

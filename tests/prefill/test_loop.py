@@ -1,0 +1,362 @@
+"""The engine loop step by step: first tokens, cancels in every state, deadlines, lost peers."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.memory.block_pool import BlockPool
+from prefill.kv_push import PushSettings
+from prefill.loop import EngineLoop, LoopSettings
+from prefill.messages import (
+    AddRequest,
+    CancelRequest,
+    Event,
+    FirstTokenSampled,
+    LoopEnded,
+    PartClosed,
+    RankClosed,
+    RequestFailed,
+    RequestFinished,
+    StopLoop,
+)
+from prefill.rank_plan import ClosureOutcome
+from prefill.request import PrefillRequest
+from prefill.scheduler import Scheduler
+from prefill.sender_group import SenderGroup
+from runtime.errors import (
+    DeadlineExceededError,
+    ErrorCode,
+    InternalError,
+    OutOfBlocksError,
+    PeerLostError,
+    RequestCancelledError,
+)
+from runtime.lifecycle import PrefillStatus
+from runtime.sampling import FinishReason, SamplingParams
+from tests.prefill.fakes import (
+    BLOCK_SIZE,
+    FIRST_TOKEN,
+    Clock,
+    FakeRunner,
+    FakeTicketSender,
+    make_item,
+)
+
+
+class Bench:
+    """A loop with a fake model and a fake sender, driven by hand."""
+
+    def __init__(self, num_blocks: int = 33, max_num_batched_tokens: int = 8) -> None:
+        self.clock = Clock()
+        self.events: list[Event] = []
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.scheduler = Scheduler(
+            self.pool, max_num_seqs=4, max_num_batched_tokens=max_num_batched_tokens
+        )
+        self.runner = FakeRunner()
+        self.sender = FakeTicketSender(lambda closure: self.loop.submit(RankClosed(0, closure)))
+        push = PushSettings(num_layers=self.runner.num_layers)
+        self.loop = EngineLoop(
+            self.scheduler,
+            self.runner,
+            SenderGroup(self.sender),
+            self.events.append,
+            LoopSettings(max_model_len=64, push=push, idle_s=0.01),
+            clock=self.clock,
+        )
+
+    def add(self, item: PrefillRequest) -> PrefillRequest:
+        self.loop.submit(AddRequest(item))
+        self.turn(steps=0)
+        return item
+
+    def turn(self, steps: int = 1) -> None:
+        self.loop.take_commands()
+        for _ in range(steps):
+            self.loop.step()
+
+    def cancel(self, item: PrefillRequest) -> None:
+        self.loop.submit(CancelRequest(item.nonce, RequestCancelledError("client left")))
+        self.turn(steps=0)
+
+    def drain(self) -> None:
+        self.sender.close_all()
+        self.turn(steps=0)
+
+    def of_type(self, event_type: type[Event]) -> list[Event]:
+        return [event for event in self.events if isinstance(event, event_type)]
+
+    def assert_over(self, num_requests: int = 1) -> None:
+        assert len(self.of_type(RequestFinished)) == num_requests
+        assert self.scheduler.num_requests == 0
+        assert not self.sender.open_tickets
+        self.scheduler.check_integrity()
+
+
+def outcome(bench: Bench) -> ClosureOutcome:
+    (part,) = bench.of_type(PartClosed)
+    assert isinstance(part, PartClosed)
+    return part.closure.outcome
+
+
+def test_a_request_is_answered_before_it_is_sent_and_ends_when_it_is_drained() -> None:
+    bench = Bench()
+    item = bench.add(make_item(1, 10))
+    bench.turn(steps=1)
+    assert bench.events == []
+    bench.clock.now += 2.0
+    bench.turn(steps=1)
+    (token,) = bench.events
+    assert isinstance(token, FirstTokenSampled)
+    assert (token.token_id, token.finish_reason) == (FIRST_TOKEN, None)
+    assert item.status is PrefillStatus.SENDING
+    assert bench.loop.load.num_sending == 1
+    assert bench.pool.num_free_blocks == bench.pool.num_usable_blocks - 3
+    record = bench.sender.records[1]
+    assert record is not None
+    assert (record.nonce, record.epoch, record.first_token) == (1, 99, FIRST_TOKEN)
+    bench.drain()
+    assert outcome(bench) is ClosureOutcome.SENT
+    bench.assert_over()
+
+
+def test_a_first_token_that_ends_the_request_stops_the_sender() -> None:
+    bench = Bench()
+    sampling = SamplingParams(stop_token_ids=(FIRST_TOKEN,), max_tokens=9)
+    bench.add(make_item(1, sampling=sampling))
+    bench.turn()
+    (token,) = bench.events
+    assert isinstance(token, FirstTokenSampled)
+    assert token.finish_reason is FinishReason.STOP
+    assert bench.sender.open_tickets == {1: "abandoned"}
+    assert 1 not in bench.sender.records
+    bench.drain()
+    (part,) = bench.of_type(PartClosed)
+    assert isinstance(part, PartClosed)
+    assert (part.finish_reason, part.error) == (FinishReason.STOP, None)
+    bench.assert_over()
+
+
+def test_no_kv_moves_when_the_first_token_is_known_to_be_the_last() -> None:
+    bench = Bench()
+    bench.add(make_item(1, sampling=SamplingParams(max_tokens=1), decode_goes_on=False))
+    bench.turn()
+    assert bench.sender.pushed == []
+    bench.drain()
+    bench.assert_over()
+
+
+def test_prompt_logprobs_come_from_all_chunks() -> None:
+    bench = Bench()
+    bench.add(make_item(1, 20, sampling=SamplingParams(num_prompt_logprobs=0, max_tokens=5)))
+    bench.turn(steps=3)
+    (token,) = bench.events
+    assert isinstance(token, FirstTokenSampled)
+    assert len(token.prompt_logprobs) == 19
+
+
+def test_cancel_while_waiting_ends_at_once_and_closes_the_part() -> None:
+    bench = Bench()
+    item = bench.add(make_item(1))
+    bench.cancel(item)
+    assert [type(event) for event in bench.events] == [RequestFailed, PartClosed, RequestFinished]
+    assert outcome(bench) is ClosureOutcome.ABANDONED
+    assert item.status is PrefillStatus.FINISHED
+    bench.assert_over()
+
+
+def test_cancel_while_running_computes_no_more_and_keeps_blocks_until_drained() -> None:
+    bench = Bench()
+    item = bench.add(make_item(1, 20))
+    bench.turn()
+    bench.cancel(item)
+    assert item.status is PrefillStatus.SENDING
+    bench.turn(steps=2)
+    assert bench.runner.steps == [[("request-1", 0, 8)]]
+    assert bench.pool.num_free_blocks < bench.pool.num_usable_blocks
+    bench.drain()
+    assert [type(event) for event in bench.events] == [RequestFailed, PartClosed, RequestFinished]
+    bench.assert_over()
+
+
+def test_cancel_while_sending_keeps_blocks_until_drained() -> None:
+    bench = Bench()
+    item = bench.add(make_item(1))
+    bench.turn()
+    bench.cancel(item)
+    assert bench.sender.open_tickets == {1: "abandoned"}
+    assert bench.pool.num_free_blocks < bench.pool.num_usable_blocks
+    bench.drain()
+    assert bench.of_type(RequestFailed) == []  # it was answered with its first token
+    assert outcome(bench) is ClosureOutcome.ABANDONED
+    bench.assert_over()
+
+
+def test_cancel_when_finished_changes_nothing() -> None:
+    bench = Bench()
+    item = bench.add(make_item(1))
+    bench.turn()
+    bench.drain()
+    num_events = len(bench.events)
+    bench.cancel(item)
+    assert len(bench.events) == num_events
+    bench.assert_over()
+
+
+def test_a_prompt_that_can_never_fit_is_answered_at_once() -> None:
+    bench = Bench(num_blocks=3)
+    bench.add(make_item(1, 3 * BLOCK_SIZE))
+    failed = bench.events[0]
+    assert isinstance(failed, RequestFailed)
+    assert isinstance(failed.error, OutOfBlocksError)
+    bench.assert_over()
+
+
+@pytest.mark.parametrize(("num_steps", "where"), [(0, "queued for prefill"), (1, "in prefill")])
+def test_a_deadline_ends_a_request_that_has_no_token_yet(num_steps: int, where: str) -> None:
+    bench = Bench()
+    bench.add(make_item(1, 20, deadline=1010.0))
+    bench.turn(steps=num_steps)
+    bench.clock.now = 1010.0
+    bench.turn()
+    failed = bench.events[0]
+    assert isinstance(failed, RequestFailed)
+    assert isinstance(failed.error, DeadlineExceededError)
+    assert where in failed.error.message
+    bench.drain()
+    bench.assert_over()
+
+
+def test_a_sender_that_fails_midway_fails_the_request() -> None:
+    bench = Bench()
+    bench.add(make_item(1, 20))
+    bench.turn()
+    bench.sender.close_ticket(1, failed=ErrorCode.PEER_LOST)
+    bench.turn(steps=2)
+    assert len(bench.runner.steps) == 1
+    failed = bench.events[0]
+    assert isinstance(failed, RequestFailed)
+    assert isinstance(failed.error, PeerLostError)
+    assert failed.error.request_id == "request-1"
+    assert outcome(bench) is ClosureOutcome.FAILED
+    bench.assert_over()
+
+
+def test_a_sender_that_fails_after_the_first_token_closes_the_part_with_its_error() -> None:
+    bench = Bench()
+    bench.add(make_item(1))
+    bench.turn()
+    bench.sender.close_ticket(1, failed=ErrorCode.TRANSFER_FAILED)
+    bench.turn(steps=0)
+    assert bench.of_type(RequestFailed) == []
+    (part,) = bench.of_type(PartClosed)
+    assert isinstance(part, PartClosed)
+    assert part.error is not None
+    assert part.error.code is ErrorCode.TRANSFER_FAILED
+    bench.assert_over()
+
+
+def test_a_ticket_is_opened_with_the_time_that_is_left() -> None:
+    bench = Bench()
+    opened: list[float] = []
+    bench.sender.open = lambda command: opened.append(command.ticket.timeout_s)  # type: ignore[method-assign]
+    bench.add(make_item(1, deadline=1050.0))
+    bench.clock.now += 10.0
+    bench.turn()
+    assert opened == [40.0]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    gate = threading.Event()
+    for _ in range(500):
+        if condition():
+            return
+        gate.wait(0.01)
+    raise AssertionError("it never happened")
+
+
+def test_the_thread_sleeps_until_there_is_work_and_stops_when_told() -> None:
+    bench = Bench()
+    bench.loop.start()
+    bench.loop.submit(AddRequest(make_item(1)))
+    wait_for(lambda: len(bench.of_type(FirstTokenSampled)) == 1)
+    bench.sender.close_all()
+    wait_for(lambda: len(bench.of_type(RequestFinished)) == 1)
+    bench.loop.submit(StopLoop())
+    assert bench.loop.join(5.0)
+    assert bench.events[-1] == LoopEnded(None)
+
+
+def test_when_the_loop_dies_every_waiting_request_is_answered() -> None:
+    bench = Bench()
+    bench.runner.failure = RuntimeError("device lost")
+    for nonce in (1, 2, 3):
+        bench.loop.submit(AddRequest(make_item(nonce, 12)))
+    bench.loop.start()
+    assert bench.loop.join(5.0)
+    failures = bench.of_type(RequestFailed)
+    assert {event.nonce for event in failures if isinstance(event, RequestFailed)} == {1, 2, 3}
+    for event in failures:
+        assert isinstance(event, RequestFailed)
+        assert isinstance(event.error, InternalError)
+        assert "device lost" in event.error.message
+    ended = bench.events[-1]
+    assert isinstance(ended, LoopEnded)
+    assert isinstance(ended.error, RuntimeError)
+
+
+happenings = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 30), st.booleans()),
+        st.tuples(st.just("cancel"), st.integers(0, 20)),
+        st.tuples(st.just("fail"), st.integers(0, 20)),
+        st.tuples(st.just("step")),
+        st.tuples(st.just("drain")),
+        st.tuples(st.just("wait")),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(happenings, st.integers(4, 20))
+def test_whatever_happens_each_request_is_answered_once_and_leaves_nothing(
+    events: list[tuple[object, ...]], num_blocks: int
+) -> None:
+    bench = Bench(num_blocks)
+    items: list[PrefillRequest] = []
+    for event in events:
+        match event:
+            case ("add", int(num_tokens), bool(stops)):
+                stop_ids = (FIRST_TOKEN,) if stops else ()
+                sampling = SamplingParams(stop_token_ids=stop_ids)
+                deadline = bench.clock.now + 3.0
+                nonce = len(items) + 1
+                item = make_item(nonce, num_tokens, sampling=sampling, deadline=deadline)
+                items.append(bench.add(item))
+            case ("cancel", int(index)) if items:
+                bench.cancel(items[index % len(items)])
+            case ("fail", int(index)) if bench.sender.open_tickets:
+                open_nonces = list(bench.sender.open_tickets)
+                nonce = open_nonces[index % len(open_nonces)]
+                bench.sender.close_ticket(nonce, failed=ErrorCode.PEER_LOST)
+            case ("step",):
+                bench.turn()
+            case ("drain",):
+                bench.drain()
+            case ("wait",):
+                bench.clock.now += 1.0
+    for _ in range(200):
+        bench.turn()
+        bench.drain()
+    bench.assert_over(len(items))
+    for item in items:
+        mine = [event for event in bench.events if getattr(event, "nonce", 0) == item.nonce]
+        answers = [event for event in mine if isinstance(event, FirstTokenSampled | RequestFailed)]
+        assert len(answers) == 1
+        assert len([event for event in mine if isinstance(event, PartClosed)]) == 1
+        assert isinstance(mine[-1], RequestFinished)
+        assert item.status is PrefillStatus.FINISHED
