@@ -18,9 +18,10 @@ from torch import Tensor
 
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
+from engine.layers.scratch import Scratch
 from engine.memory.kv_pool import KVPool
 
-MAX_GROUP_TOKENS = 2048
+MAX_GROUP_TOKENS = 4096
 """Padded context tokens of one absorbed group; a longer sequence is a group of its own."""
 
 
@@ -120,6 +121,14 @@ class AttentionStep:
     cos: Tensor
     sin: Tensor
     kv_pool: KVPool
+    scratch: Scratch
+
+    def gather(self, layer_index: int, block_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the latents of blocks [b] as [b * block_size, L], valid until the next gather."""
+        cache = self.kv_pool.layer(layer_index)
+        out = self.scratch.take((block_ids.shape[0], *cache.shape[1:]), cache)
+        torch.index_select(cache, 0, block_ids, out=out)
+        return out.flatten(0, 1).to(dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

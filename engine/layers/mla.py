@@ -8,14 +8,12 @@ Legend: T tokens, D hidden size, H heads of this rank, N qk_nope_head_dim, R qk_
 A = N + R, V v_head_dim, C kv_lora_rank, P context positions.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
 from engine.kernels import reference
-from engine.layers.attention_plan import AbsorbedGroup, AttentionStep, DecompressedSegment
+from engine.layers.attention_plan import AttentionStep, DecompressedSegment
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from engine.layers.norm import RMSNorm
@@ -69,16 +67,13 @@ class MLA(nn.Module):
         q_nope_THN, q_pe_THR = self._queries_and_latents(hidden_TD, step)
 
         # 2. attend over all that is remembered
-        cache = step.kv_pool.layer(self.layer_index)
         out_THV = hidden_TD.new_empty((hidden_TD.shape[0], self.num_heads, self.value_dim))
         for segment in step.plan.segments:
             q_QHA = torch.cat((q_nope_THN[segment.rows], q_pe_THR[segment.rows]), dim=-1)
-            out_THV[segment.rows] = self._attend_decompressed(q_QHA, cache, segment)
+            out_THV[segment.rows] = self._attend_decompressed(q_QHA, step, segment)
         if step.plan.groups:
             rows = step.plan.absorbed_rows
-            out_THV[rows] = self._attend_absorbed(
-                q_nope_THN[rows], q_pe_THR[rows], cache, step.plan.groups
-            )
+            out_THV[rows] = self._attend_absorbed(q_nope_THN[rows], q_pe_THR[rows], step)
 
         # 3. back to the hidden size
         out_TD: Tensor = self.o_proj(out_THV.flatten(1))
@@ -102,11 +97,11 @@ class MLA(nn.Module):
         return q_nope_THN, q_pe_THR
 
     def _attend_decompressed(
-        self, q_QHA: Tensor, cache: Tensor, segment: DecompressedSegment
+        self, q_QHA: Tensor, step: AttentionStep, segment: DecompressedSegment
     ) -> Tensor:
         """Expand one sequence's latents to keys and values, and attend: [Q, H, V]."""
-        latents_PL = cache.index_select(0, segment.block_ids).flatten(0, 1)
-        latents_PL = latents_PL[: segment.num_positions].to(q_QHA.dtype)
+        latents_PL = step.gather(self.layer_index, segment.block_ids, q_QHA.dtype)
+        latents_PL = latents_PL[: segment.num_positions]
         kv_c_PC, k_pe_PR = latents_PL.split_with_sizes((self.kv_lora_rank, self.rope_dim), dim=-1)
         k_nope_PHN, v_PHV = self._per_head(self.kv_b_proj(kv_c_PC)).split_with_sizes(
             (self.nope_dim, self.value_dim), dim=-1
@@ -115,21 +110,15 @@ class MLA(nn.Module):
         k_PHA = torch.cat((k_nope_PHN, k_pe_PHR), dim=-1)
         return reference.causal_attention(q_QHA, k_PHA, v_PHV, self.scale)
 
-    def _attend_absorbed(
-        self,
-        q_nope_THN: Tensor,
-        q_pe_THR: Tensor,
-        cache: Tensor,
-        groups: Sequence[AbsorbedGroup],
-    ) -> Tensor:
+    def _attend_absorbed(self, q_nope_THN: Tensor, q_pe_THR: Tensor, step: AttentionStep) -> Tensor:
         """Attend in the latent space, all groups' rows at once where they allow: [T, H, V]."""
         w_uk_HNC, w_uv_HVC = self._up_projections()
         q_c_HTC = torch.bmm(q_nope_THN.transpose(0, 1), w_uk_HNC)
         q_THL = torch.cat((q_c_HTC.transpose(0, 1), q_pe_THR), dim=-1)
         out_THC = q_THL.new_empty((*q_THL.shape[:2], self.kv_lora_rank))
-        for group in groups:
+        for group in step.plan.groups:
             num_seqs, num_queries, num_positions = group.hidden_SQP.shape
-            latents = cache.index_select(0, group.block_ids).to(q_THL.dtype)
+            latents = step.gather(self.layer_index, group.block_ids, q_THL.dtype)
             attended = reference.absorbed_attention(
                 q_THL[group.rows].view(num_seqs, num_queries, self.num_heads, -1),
                 latents.view(num_seqs, num_positions, -1),

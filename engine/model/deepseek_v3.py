@@ -20,6 +20,7 @@ from engine.layers.context import LayerContext
 from engine.layers.embedding import LMHead, VocabEmbedding
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
+from engine.layers.scratch import Scratch
 from engine.memory.kv_pool import KVPool
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.mtp import MTPLayer
@@ -98,6 +99,7 @@ class DeepseekV3ForCausalLM(nn.Module):
             config.hidden_size,
             tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,
         )
+        self._scratch = Scratch()
         self._rotary = RotaryEmbedding(config, self.device)
         self._rule = attention_rule or AttentionRule.of(config)
 
@@ -173,6 +175,7 @@ class DeepseekV3ForCausalLM(nn.Module):
             cos=cos,
             sin=sin,
             kv_pool=kv_pool,
+            scratch=self._scratch,
         )
 
     def weight_slices(self, prefix: str = "") -> Iterator[WeightSlice]:
