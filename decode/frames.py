@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from runtime.errors import TandemError
@@ -154,7 +154,7 @@ class Outboxes:
         for box in self._boxes.values():
             box.changed.set()
 
-    async def stream(self, router_id: str) -> AsyncIterator[list[Delta]]:
+    async def stream(self, router_id: str) -> AsyncGenerator[list[Delta], None]:
         """Yield what is new, as lists; an empty list at first, and after a second without news.
 
         Ends when a later stream of the same router takes over, or when the router is lost.

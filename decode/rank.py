@@ -99,20 +99,21 @@ class DecodeRank:
         error = arrival.error or TransferFailedError("the metadata record is unreadable")
         self.live.answer(request, FinishReason.ERROR, error)
 
-    def close_ticket(
-        self, message: decode_pb2.CloseTicketRequest, failure: TandemError
-    ) -> TandemError | None:
-        """A part of a writer closes its ticket; the error to answer with.
+    def close_ticket(self, message: decode_pb2.CloseTicketRequest, failure: TandemError) -> None:
+        """A part of a writer closes its ticket.
 
         Args:
             message: nonce, rank, outcome.
             failure: what the request ends with, if the outcome ends it.
+
+        Raises:
+            StaleTicketError: the nonce is not ours, or long forgotten.
         """
         part = message.prefill.rank
         failed = message.outcome == decode_pb2.TICKET_OUTCOME_FAILED
         ticket = self.desk.close_part(message.nonce, part, drained=message.drained or not failed)
         if ticket is None:
-            return StaleTicketError(
+            raise StaleTicketError(
                 f"no ticket with nonce {message.nonce:#x} and part {part} is known here",
                 request_id=message.request_id,
             )
@@ -121,7 +122,6 @@ class DecodeRank:
         self._metrics.kv_received(message.num_bytes)
         if self.desk.is_open(ticket):
             self._react_to_closing(ticket, message.outcome, failure)
-        return None
 
     def drained(self, nonce: int) -> None:
         """The writer will never write under this nonce (again)."""

@@ -46,6 +46,8 @@ class TicketUpdate:
     """The blocks of the prompt after the cached prefix, in order of positions."""
     metadata_slot: int
     timeout_s: float
+    fence_generation: int
+    """Fences of this rank before the allocation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

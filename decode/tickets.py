@@ -113,12 +113,15 @@ class TicketDesk:
         receiver: Expecter,
         quarantine: Quarantine,
         draw_nonce: Callable[[], int],
+        *,
+        fence_generation: Callable[[], int],
     ) -> None:
         self._pool = pool
         self._slots = slots
         self._receiver = receiver
         self._quarantine = quarantine
         self._draw_nonce = draw_nonce
+        self._fence_generation = fence_generation
         self._open: dict[str, Ticket] = {}  # by request id
         self._by_nonce: dict[int, Ticket] = {}  # open and quarantined
         self._settled: OrderedDict[int, Ticket] = OrderedDict()
@@ -193,6 +196,7 @@ class TicketDesk:
             block_ids=ticket.block_ids,
             metadata_slot=slot,
             timeout_s=timeout_s,
+            fence_generation=self._fence_generation(),
         )
 
     def ticket_of(self, request: DecodeRequest) -> Ticket:

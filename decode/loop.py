@@ -1,0 +1,225 @@
+"""The engine loop: one thread that owns every request of the rank and runs its steps.
+
+Other threads never touch the rank; they submit commands, which the loop runs between two steps. It
+blocks on nothing but the step itself and, in a group, on the other ranks of the same step. A rank
+with nothing to do sleeps until a command comes; in a group only for a few milliseconds, because
+another rank may need it for its own step.
+
+If anything in a step fails, the rank cannot know what state the model or the group is in: every
+request is answered with an error, later commands are refused, and `on_end` tells the process, which
+exits. The failure of one request never comes here; the rank handles it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+from decode.frames import Delta
+from decode.lockstep import GroupState, Lockstep, RankState
+from decode.metrics import DecodeMetrics
+from decode.rank import DecodeRank
+from decode.scheduler import StepPlan
+from engine.request import ScheduledRequest
+from engine.runner import StepResult
+from engine.sampling.inputs import SampledToken
+from runtime.errors import InternalError, PeerLostError, TandemError
+from runtime.logging import get_logger
+from runtime.pb import decode_pb2
+
+logger = get_logger(__name__)
+
+IDLE_WAIT_S = 0.05
+"""Alone and idle: deadlines are looked at so often."""
+GROUP_IDLE_WAIT_S = 0.003
+"""Idle in a group: another rank's first token waits at most so long for us."""
+
+ResultT = TypeVar("ResultT")
+Command = Callable[[], None]
+
+
+class StepRunner(Protocol):
+    """What the loop needs of a model runner."""
+
+    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Sequence[StepResult]:
+        """Run one step; one result per scheduled request, in order."""
+        ...
+
+    def run_dummy(self) -> None:
+        """Take part in the other ranks' step without a request of our own."""
+        ...
+
+
+class Publisher(Protocol):
+    """Where a step's news go; called on the loop's thread."""
+
+    def __call__(self, news: Mapping[str, list[Delta]], load: decode_pb2.LoadReport) -> None:
+        """Hand over without blocking."""
+        ...
+
+
+class EngineLoop:
+    """The thread, its command queue and its end."""
+
+    def __init__(
+        self,
+        rank: DecodeRank,
+        runner: StepRunner,
+        lockstep: Lockstep,
+        *,
+        metrics: DecodeMetrics,
+        publish: Publisher,
+        on_end: Callable[[TandemError | None], None],
+    ) -> None:
+        """Build; `start` runs it.
+
+        Args:
+            rank: belongs to the loop from `start` to its end.
+            runner: of this rank's model.
+            lockstep: the meeting with the other ranks.
+            metrics: of the process.
+            publish: takes the news of every step.
+            on_end: called last, on the loop's thread; None after `stop`, else what went wrong.
+        """
+        self._rank = rank
+        self._runner = runner
+        self._lockstep = lockstep
+        self._metrics = metrics
+        self._publish = publish
+        self._on_end = on_end
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._leaving = False
+        self._was_idle = True
+        self._over: TandemError | None = None
+        self._lock = threading.Lock()  # orders submit against the end of the loop
+        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+
+    def start(self) -> None:
+        """Run until `stop` or a failure."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """End the loop once no rank of the group needs another step; whether it ended in time."""
+        self._commands.put(self._leave)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def submit(self, work: Callable[[], ResultT]) -> Future[ResultT]:
+        """Run `work` on the loop's thread between two steps.
+
+        A TandemError that it raises is the future's. So is any other exception, which also ends
+        the loop, as a broken invariant does. After the end of the loop the future fails at once.
+        """
+        future: Future[ResultT] = Future()
+
+        def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, TandemError) or isinstance(error, InternalError):
+                    raise
+
+        with self._lock:
+            if self._over is not None:
+                future.set_exception(self._over)
+            else:
+                self._commands.put(command)
+        return future
+
+    def _leave(self) -> None:
+        self._leaving = True
+
+    def _run(self) -> None:
+        error: TandemError | None = None
+        try:
+            while not self._step():
+                pass
+        except Exception as caught:
+            logger.exception("the engine loop failed")
+            error = _as_ours(caught)
+        self._end(error)
+
+    def _step(self) -> bool:
+        """One step, or a rest; whether it was the last."""
+        self._run_commands()
+        plan = self._rank.plan_step()
+        group = self._lockstep.exchange(
+            RankState(num_tokens=len(plan.requests), leaving=self._leaving)
+        )
+        sampled = self._execute(plan, group)
+        self._rank.complete_step(plan, sampled)
+        self._tell()
+        return group.all_leaving or self._rest(group)
+
+    def _run_commands(self) -> None:
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    def _execute(self, plan: StepPlan, group: GroupState) -> Sequence[SampledToken | None]:
+        if not group.has_work:
+            return ()
+        if not plan.requests:
+            self._runner.run_dummy()
+            return ()
+        start = time.perf_counter()
+        results = self._runner.execute(plan.scheduled)
+        self._metrics.stepped(len(results), time.perf_counter() - start)
+        return [result.sampled for result in results]
+
+    def _tell(self) -> None:
+        self._publish(self._rank.news.take(), self._rank.load())
+
+    def _rest(self, group: GroupState) -> bool:
+        """Sleep if nobody has work, until a command comes; always returns False: go on."""
+        if group.has_work:
+            self._was_idle = False
+            return False
+        if not self._was_idle and self._rank.is_empty:
+            self._was_idle = True
+            self._rank.check_integrity()
+        try:
+            timeout_s = GROUP_IDLE_WAIT_S if self._lockstep.is_group else IDLE_WAIT_S
+            command = self._commands.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        self._was_idle = False
+        command()
+        return False
+
+    def _end(self, error: TandemError | None) -> None:
+        with self._lock:
+            self._over = error or InternalError("the worker has stopped")
+        self._run_last_commands()
+        message = f"the decode worker failed: {error.message}" if error else "the worker stops"
+        try:
+            self._rank.live.fail_all(message)
+            self._tell()
+        except Exception:
+            logger.exception("requests could not be answered")
+        self._on_end(error)
+
+    def _run_last_commands(self) -> None:
+        """What was submitted before the end has a future that somebody waits for."""
+        while True:
+            try:
+                self._run_commands()
+                return
+            except Exception:
+                logger.exception("a command failed after the end of the loop")
+
+
+def _as_ours(error: Exception) -> TandemError:
+    if isinstance(error, PeerLostError):
+        return error
+    return InternalError(f"{type(error).__name__}: {error}")
