@@ -16,7 +16,6 @@ from kv_transfer.transport import (
 from kv_transfer.transports.loopback.endpoint import LoopbackEndpoint, RemoteRegion
 from kv_transfer.transports.loopback.incoming import IncomingConnections
 from kv_transfer.transports.loopback.outgoing import OutgoingConnection, OutgoingPost
-from kv_transfer.transports.loopback.posts import PostTable
 from kv_transfer.transports.loopback.regions import RegionTable
 from kv_transfer.transports.loopback.sockets import open_connection
 from kv_transfer.transports.loopback.wire import (
@@ -27,6 +26,7 @@ from kv_transfer.transports.loopback.wire import (
     receive_reply,
     send_hello,
 )
+from kv_transfer.transports.post_table import PostTable
 from runtime.errors import PeerLostError, StaleTicketError, TandemError, TransferFailedError
 
 _MAX_NOTIFICATIONS = 1 << 16

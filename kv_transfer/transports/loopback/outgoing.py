@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kv_transfer.transport import PeerHandle
-from kv_transfer.transports.loopback.posts import PostTable
 from kv_transfer.transports.loopback.wire import (
     PostHeader,
     Status,
@@ -22,6 +21,7 @@ from kv_transfer.transports.loopback.wire import (
     receive_ack,
     send_buffers,
 )
+from kv_transfer.transports.post_table import PostTable
 from runtime.errors import PeerLostError, TransferFailedError
 
 

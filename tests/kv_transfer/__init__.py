@@ -1,0 +1,1 @@
+"""Tests of kv_transfer: real memory, real sockets, real processes."""
