@@ -35,10 +35,16 @@ class Service(Protocol):
         """Release everything; also called after a failed startup."""
 
 
-def run_service(service: Service, *, grace_s: float = 10.0) -> int:
+def run_service(
+    service: Service,
+    *,
+    grace_s: float = 10.0,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> int:
     """Run ``service`` until a signal or its own failure; the process's exit status."""
     try:
-        return asyncio.run(_serve(service, grace_s))
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(_serve(service, grace_s))
     except ConfigError as error:
         logger.error("%s", error)
         return 2

@@ -1,0 +1,6 @@
+"""The router: OpenAI-compatible HTTP in front of paired prefill and decode workers.
+
+The only place that knows text. A request is validated, templated, tokenized and admitted here,
+paired with (prefill, decode, dp_rank), followed through both workers, detokenized and streamed
+back. It holds no model and no KV; ``python -m router --config FILE`` runs it.
+"""

@@ -1,0 +1,51 @@
+"""``python -m router --config FILE``: run the router; exit status 2 where a setting cannot work."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from router.service import HttpWorkerService, RouterService
+from runtime.config_file import load_config
+from runtime.errors import ConfigError
+from runtime.logging import configure_logging, get_logger
+from runtime.service import Service, run_service
+
+GRACE_S = 30.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse ``arguments`` (None: the command line) and run; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m router", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="the cluster's TOML file")
+    parser.add_argument("--grace", type=float, default=GRACE_S, help="seconds to drain")
+    parser.add_argument("--control", help="HTTP child: gRPC host:port of the control process")
+    parser.add_argument("--port", type=int, default=0, help="HTTP child: the shared HTTP port")
+    options = parser.parse_args(arguments)
+    configure_logging("router", "router-http" if options.control else "")
+    try:
+        config = load_config(options.config)
+        service: Service
+        if options.control:
+            service = HttpWorkerService(config, options.control, options.port)
+        else:
+            service = RouterService(config, options.config)
+    except ConfigError as error:
+        get_logger(__name__).error("%s", error)
+        return 2
+    return run_service(service, grace_s=options.grace, loop_factory=_new_loop)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # not on every platform; asyncio's own loop serves, more slowly
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+if __name__ == "__main__":
+    sys.exit(main())

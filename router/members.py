@@ -1,0 +1,154 @@
+"""Workers as the router sees them: plain values made of the registry's messages.
+
+A member is one addressable endpoint: rank 0 of a prefill instance, or one data-parallel rank of a
+decode instance. Its key carries the epoch, so a restarted worker is another member.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from runtime.pb import common_pb2, registry_pb2
+
+
+class Role(enum.Enum):
+    """What a worker does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+_ROLE_FROM_PROTO = {
+    common_pb2.ROLE_PREFILL: Role.PREFILL,
+    common_pb2.ROLE_DECODE: Role.DECODE,
+}
+_ROLE_TO_PROTO = {value: key for key, value in _ROLE_FROM_PROTO.items()}
+
+
+class WorkerKey(NamedTuple):
+    """One life of one endpoint."""
+
+    instance: str
+    epoch: int
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.instance}/{self.rank}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """What a worker says of itself at each renewal."""
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    num_tokens_waiting: int = 0
+    num_free_blocks: int = 0
+    num_total_blocks: int = 0
+    num_quarantined_blocks: int = 0
+
+    @property
+    def num_requests(self) -> int:
+        """Running and waiting."""
+        return self.num_requests_running + self.num_requests_waiting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One endpoint of the pool."""
+
+    key: WorkerKey
+    role: Role
+    address: str
+    num_ranks: int
+    model: str
+    max_model_len: int
+    layout_fingerprint: str
+    transport: str
+    block_size: int = 0
+    draining: bool = False
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+
+    @property
+    def compatibility(self) -> tuple[str, str, str]:
+        """Two members can be paired only where these are equal: model, KV layout, transport."""
+        return self.model, self.layout_fingerprint, self.transport
+
+    @property
+    def identity(self) -> common_pb2.WorkerIdentity:
+        """The identity as it stands in messages."""
+        return common_pb2.WorkerIdentity(
+            instance=self.key.instance, epoch=self.key.epoch, rank=self.key.rank
+        )
+
+
+def load_from_proto(message: registry_pb2.WorkerLoad) -> WorkerLoad:
+    """A renewal's load."""
+    return WorkerLoad(
+        num_requests_running=message.num_requests_running,
+        num_requests_waiting=message.num_requests_waiting,
+        num_tokens_waiting=message.num_tokens_waiting,
+        num_free_blocks=message.num_free_blocks,
+        num_total_blocks=message.num_total_blocks,
+        num_quarantined_blocks=message.num_quarantined_blocks,
+    )
+
+
+def member_from_proto(
+    record: registry_pb2.WorkerRecord, load: registry_pb2.WorkerLoad | None = None
+) -> Member:
+    """The member that ``record`` describes.
+
+    Raises:
+        ValueError: it has no role, no address or no identity.
+    """
+    identity = record.identity
+    role = _ROLE_FROM_PROTO.get(record.role)
+    if role is None:
+        raise ValueError(f"role = {record.role}: unknown. Fix: ROLE_PREFILL or ROLE_DECODE")
+    if not identity.instance or not identity.epoch:
+        raise ValueError("identity: instance and epoch must be set. Fix: send both")
+    if not record.address:
+        raise ValueError("address is empty. Fix: send the gRPC host:port of the worker")
+    return Member(
+        key=WorkerKey(identity.instance, identity.epoch, identity.rank),
+        role=role,
+        address=record.address,
+        num_ranks=max(1, record.num_ranks),
+        model=record.model,
+        max_model_len=record.max_model_len,
+        layout_fingerprint=record.layout_fingerprint,
+        transport=record.transport,
+        block_size=record.block_size,
+        draining=record.draining,
+        load=WorkerLoad() if load is None else load_from_proto(load),
+    )
+
+
+def member_to_proto(member: Member) -> registry_pb2.PoolMember:
+    """The inverse of ``member_from_proto``."""
+    load = member.load
+    return registry_pb2.PoolMember(
+        worker=registry_pb2.WorkerRecord(
+            identity=member.identity,
+            role=_ROLE_TO_PROTO[member.role],
+            address=member.address,
+            num_ranks=member.num_ranks,
+            model=member.model,
+            max_model_len=member.max_model_len,
+            layout_fingerprint=member.layout_fingerprint,
+            transport=member.transport,
+            block_size=member.block_size,
+            draining=member.draining,
+        ),
+        load=registry_pb2.WorkerLoad(
+            num_requests_running=load.num_requests_running,
+            num_requests_waiting=load.num_requests_waiting,
+            num_tokens_waiting=load.num_tokens_waiting,
+            num_free_blocks=load.num_free_blocks,
+            num_total_blocks=load.num_total_blocks,
+            num_quarantined_blocks=load.num_quarantined_blocks,
+        ),
+    )

@@ -1,0 +1,92 @@
+"""The model as the router knows it: a name, text in and out, and limits. No weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from router.chat_template import ChatTemplate, load_chat_template
+from router.members import Member
+from router.params import ModelLimits
+from router.tokenizer import Tokenizer, read_json, token_content
+from runtime.config import ModelSection
+from runtime.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """One model under one name."""
+
+    name: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    limits: ModelLimits
+    created: int
+    """Unix time of the checkpoint's config.json."""
+
+    def limits_with(self, members: Iterable[Member]) -> ModelLimits:
+        """The limits, and no worker's context is exceeded either."""
+        lengths = [member.max_model_len for member in members if member.max_model_len]
+        shortest = min([self.limits.max_model_len, *lengths])
+        return replace(self.limits, max_model_len=shortest)
+
+
+def load_served_model(section: ModelSection) -> ServedModel:
+    """Read tokenizer, chat template and limits from the checkpoint's folder.
+
+    Raises:
+        ConfigError: no folder, or a file in it is missing or broken.
+    """
+    folder = Path(section.path)
+    config_path = folder / "config.json"
+    if not section.path or not config_path.is_file():
+        raise ConfigError(
+            "model.path", section.path, "no config.json there", "a Hugging Face checkpoint folder"
+        )
+    config = read_json(config_path)
+    tokenizer = Tokenizer.from_dir(folder)
+    context = _positive(config, "max_position_embeddings", folder)
+    if section.max_model_len > context:
+        raise ConfigError(
+            "model.max_model_len",
+            section.max_model_len,
+            f"the checkpoint's context is {context}",
+            f"at most {context}, or 0 for all of it",
+        )
+    return ServedModel(
+        name=section.name or folder.resolve().name,
+        tokenizer=tokenizer,
+        chat_template=load_chat_template(folder),
+        limits=ModelLimits(
+            max_model_len=section.max_model_len or context,
+            vocab_size=_positive(config, "vocab_size", folder),
+            eos_token_ids=_eos_token_ids(folder, config, tokenizer),
+        ),
+        created=int(config_path.stat().st_mtime),
+    )
+
+
+def _positive(config: dict[str, object], name: str, folder: Path) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            "model.path", str(folder), f"config.json: {name} = {value!r}", "a positive integer"
+        )
+    return value
+
+
+def _eos_token_ids(
+    folder: Path, config: dict[str, object], tokenizer: Tokenizer
+) -> tuple[int, ...]:
+    """From generation_config.json, else config.json, else the tokenizer's eos token."""
+    for source in (read_json(folder / "generation_config.json"), config):
+        value = source.get("eos_token_id")
+        if isinstance(value, int):
+            return (value,)
+        if isinstance(value, list) and value:
+            return tuple(int(item) for item in value)
+    settings = read_json(folder / "tokenizer_config.json")
+    token = token_content(settings.get("eos_token"))
+    found = tokenizer.token_id(token) if token else None
+    return () if found is None else (found,)

@@ -1,0 +1,125 @@
+"""Failures as OpenAI clients know them: status, ``{"error": {...}}``, headers that steer retries.
+
+SDKs retry 408, 409, 429 and 5xx by themselves, so a client's own mistake is never answered with
+those, and an answer that another attempt cannot better carries ``x-should-retry: false``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from runtime.errors import (
+    ErrorCode,
+    InternalError,
+    InvalidRequestError,
+    OverloadedError,
+    TandemError,
+)
+
+CLIENT_CLOSED = 499
+
+
+class RequestError(InvalidRequestError):
+    """A request that can never be served: what field, what value, what to send instead."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = HTTPStatus.BAD_REQUEST,
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.error_code = code
+        self.status = int(status)
+
+
+class TooManyRequestsError(OverloadedError):
+    """The router itself is full (429); a worker that is full is another matter (503)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    status: int
+    type: str
+    code: str
+    retry_after_s: int = 0
+    """0: no Retry-After."""
+    should_retry: bool = True
+
+
+_ANSWERS: dict[ErrorCode, _Answer] = {
+    ErrorCode.INVALID_REQUEST: _Answer(400, "invalid_request_error", "invalid_request"),
+    ErrorCode.OVERLOADED: _Answer(503, "server_error", "server_is_overloaded", 1),
+    ErrorCode.DEADLINE_EXCEEDED: _Answer(504, "server_error", "timeout", 0, False),
+    ErrorCode.CANCELLED: _Answer(503, "server_error", "request_cancelled", 1),
+    ErrorCode.TRANSFER_FAILED: _Answer(502, "server_error", "kv_transfer_failed"),
+    ErrorCode.PEER_LOST: _Answer(502, "server_error", "worker_lost", 1),
+    ErrorCode.STALE_TICKET: _Answer(502, "server_error", "worker_restarted", 1),
+    ErrorCode.LAYOUT_MISMATCH: _Answer(502, "server_error", "layout_mismatch", 0, False),
+    ErrorCode.OUT_OF_BLOCKS: _Answer(503, "server_error", "out_of_kv_blocks", 1),
+    ErrorCode.DRAINING: _Answer(503, "server_error", "server_is_draining", 1),
+    ErrorCode.INTERNAL: _Answer(500, "server_error", "internal_error", 0, False),
+}
+_TOO_MANY = _Answer(429, "rate_limit_error", "rate_limit_exceeded", 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """One failure, ready to be sent as an HTTP answer or as an event in a stream."""
+
+    status: int
+    message: str
+    type: str
+    code: str | None
+    param: str | None
+    headers: dict[str, str]
+
+    def body(self, request_id: str) -> dict[str, object]:
+        """The JSON object; the request id stands in it because a stream's headers are long gone."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+                "request_id": request_id,
+            }
+        }
+
+
+def failure_from(error: TandemError) -> Failure:
+    """How ``error`` is told to a client."""
+    if isinstance(error, RequestError):
+        return Failure(
+            status=error.status,
+            message=error.message,
+            type="invalid_request_error",
+            code=error.error_code,
+            param=error.param,
+            headers={},
+        )
+    answer = _TOO_MANY if isinstance(error, TooManyRequestsError) else _ANSWERS[error.code]
+    headers = {}
+    if answer.retry_after_s:
+        headers["Retry-After"] = str(answer.retry_after_s)
+    if not answer.should_retry:
+        headers["x-should-retry"] = "false"
+    return Failure(
+        status=answer.status,
+        message=error.message,
+        type=answer.type,
+        code=answer.code,
+        param=None,
+        headers=headers,
+    )
+
+
+def as_tandem_error(error: BaseException) -> TandemError:
+    """``error`` in our tree; a foreign one is our fault and shows its type, not its insides."""
+    if isinstance(error, TandemError):
+        return error
+    return InternalError(f"internal error of the router ({type(error).__name__})")

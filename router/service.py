@@ -1,0 +1,234 @@
+"""The router's processes: the control process with the registry, and HTTP processes on one port.
+
+With ``router.http_processes = 1`` the control process serves HTTP itself. With more it starts that
+many children, which bind the same port (SO_REUSEPORT), follow the registry over gRPC and die with
+it; a child that ends is started anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import grpc.aio
+from prometheus_client.multiprocess import mark_process_dead
+
+from router.http_server import HttpServer, bind_http, port_of
+from router.metrics import RouterMetrics
+from router.model import ServedModel, load_served_model
+from router.registry import Registry
+from router.registry_service import RegistryService, watch_forever
+from runtime.config import ClusterConfig
+from runtime.config_file import SECRET_VARIABLE, cluster_secret
+from runtime.logging import get_logger
+from runtime.pb import registry_pb2_grpc
+from runtime.process import die_with_parent
+from runtime.rpc import bind_port, create_server
+
+logger = get_logger(__name__)
+
+RESTART_S = 0.5
+METRICS_DIR_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+
+
+class RouterService:
+    """The control process."""
+
+    def __init__(self, config: ClusterConfig, config_path: Path) -> None:
+        """``config_path`` is handed to HTTP children."""
+        self._config = config
+        self._config_path = config_path
+        self._model = load_served_model(config.model)
+        self._secret = cluster_secret(config)
+        self._server: grpc.aio.Server | None = None
+        self.http_port = 0
+        """Where it serves, after ``startup``."""
+        self.control_port = 0
+        self._registry: RegistryService | None = None
+        self._http: HttpServer | None = None
+        self._children: HttpChildren | None = None
+
+    async def startup(self) -> None:
+        """Bind both ports; serve the registry and HTTP."""
+        config, section = self._config, self._config.router
+        host = config.cluster.host
+        loop = asyncio.get_running_loop()
+        listener = bind_http(host, section.port)
+        self._server = server = create_server(self._secret)
+        control_port = bind_port(server, host, section.control_port, "router.control_port")
+        registry = Registry(self._model.name, section.lease_ttl_s, loop.time)
+        self.http_port = port = port_of(listener)
+        self.control_port = control_port
+        control = f"{host}:{control_port}"
+        if section.http_processes == 1:
+            self._http = HttpServer(section, self._model, self._secret)
+            self._registry = RegistryService(registry, self._http.update)
+            await self._http.start(listener)
+        else:
+            listener.close()  # it only found out that nobody else has the port
+            self._registry = RegistryService(registry)
+            shared = bind_http(host, port, shared=True)
+            self._children = HttpChildren(
+                self._config_path, control, self._secret, shared, section.http_processes
+            )
+            self._children.start()
+        registry_pb2_grpc.add_RegistryServicer_to_server(self._registry, server)
+        await server.start()
+        logger.info(
+            "serving model=%s http=http://%s:%d/v1 control=%s",
+            self._model.name,
+            host,
+            port,
+            control,
+        )
+
+    async def main_loop(self) -> None:
+        """Let leases run out; supervise children."""
+        assert self._registry is not None
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._registry.expire_forever())
+            if self._http is not None:
+                group.create_task(self._http.tick_forever())
+            if self._children is not None:
+                group.create_task(self._children.supervise_forever())
+
+    async def drain(self) -> None:
+        """Finish the requests that were admitted."""
+        if self._http is not None:
+            await self._http.drain()
+        if self._children is not None:
+            await self._children.drain()
+
+    async def shutdown(self) -> None:
+        """Release both ports and everything behind them."""
+        if self._registry is not None:
+            self._registry.close()
+        if self._http is not None:
+            await self._http.close()
+        if self._children is not None:
+            await self._children.close()
+        if self._server is not None:
+            await self._server.stop(0.5)
+
+
+class HttpWorkerService:
+    """One of several HTTP processes."""
+
+    def __init__(self, config: ClusterConfig, control: str, port: int) -> None:
+        """``control`` is the control process's gRPC address, ``port`` the shared HTTP port."""
+        self._config = config
+        self._control = control
+        self._port = port
+        self._model: ServedModel = load_served_model(config.model)
+        self._secret = cluster_secret(config)
+        self._http: HttpServer | None = None
+
+    async def startup(self) -> None:
+        """Join the shared port."""
+        section = self._config.router
+        # The limit is of the whole router.
+        share = -(-section.max_concurrent_requests // section.http_processes)
+        self._http = HttpServer(
+            replace(section, max_concurrent_requests=share),
+            self._model,
+            self._secret,
+            metrics=RouterMetrics(os.environ.get(METRICS_DIR_VARIABLE)),
+        )
+        listener = bind_http(self._config.cluster.host, self._port, shared=True)
+        await self._http.start(listener)
+        logger.info("serving port=%d pid=%d", self._port, os.getpid())
+
+    async def main_loop(self) -> None:
+        """Follow the registry."""
+        assert self._http is not None
+        async with asyncio.TaskGroup() as group:
+            watcher = f"http-{os.getpid()}"
+            group.create_task(
+                watch_forever(self._control, self._secret, watcher, self._http.update)
+            )
+            group.create_task(self._http.tick_forever())
+
+    async def drain(self) -> None:
+        """Finish the requests that were admitted."""
+        if self._http is not None:
+            await self._http.drain()
+
+    async def shutdown(self) -> None:
+        """Release everything."""
+        if self._http is not None:
+            await self._http.close()
+
+
+class HttpChildren:
+    """The HTTP processes of a control process, and the folder where their metrics add up."""
+
+    def __init__(
+        self, config_path: Path, control: str, secret: str, shared: socket.socket, number: int
+    ) -> None:
+        """``shared`` holds the port for the children, who bind it too; it never listens."""
+        self._shared = shared
+        self._number = number
+        self._metrics_dir = tempfile.mkdtemp(prefix="tandem-metrics-")
+        self._command = [sys.executable, "-m", "router", "--config", str(config_path)]
+        self._command += ["--control", control, "--port", str(port_of(shared))]
+        self._env = {
+            **os.environ,
+            SECRET_VARIABLE: secret,
+            METRICS_DIR_VARIABLE: self._metrics_dir,
+        }
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    def start(self) -> None:
+        """Start all; they serve as soon as they have loaded."""
+        self._tasks = [
+            asyncio.create_task(self._keep(index), name=f"http-child-{index}")
+            for index in range(self._number)
+        ]
+
+    async def supervise_forever(self) -> None:
+        """Keep all running; until cancelled."""
+        await asyncio.gather(*(asyncio.shield(task) for task in self._tasks))
+
+    async def drain(self) -> None:
+        """Ask all to finish; return when they have ended."""
+        self._stopping = True
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+        await asyncio.gather(*self._tasks)
+
+    async def close(self) -> None:
+        """End those that are left."""
+        self._stopping = True
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._shared.close()
+        shutil.rmtree(self._metrics_dir, ignore_errors=True)
+
+    async def _keep(self, index: int) -> None:
+        while not self._stopping:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                env=self._env,
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
+            )
+            self._processes[index] = process
+            status = await process.wait()
+            del self._processes[index]
+            mark_process_dead(process.pid, self._metrics_dir)  # type: ignore[no-untyped-call]
+            if not self._stopping:
+                logger.error("an HTTP process ended pid=%d status=%d", process.pid, status)
+                await asyncio.sleep(RESTART_S)

@@ -1,0 +1,199 @@
+"""A real router on real sockets, with fake workers; a small tokenizer trained on the spot."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import openai
+import pytest
+import tokenizers
+
+from router.service import RouterService
+from router.tokenizer import Tokenizer
+from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection
+from tests.router.fakes import MAX_MODEL_LEN, SECRET, FakeDecode, FakePrefill
+
+MODEL = "org/tiny-model"
+ANSWER = "Hello wörld 🙂 and more text follows. END of it."
+SPECIAL = ["<bos>", "<eos>", "<user>", "<assistant>"]
+CORPUS = [ANSWER, "def fibonacci(n): return n", "the quick brown fox jumps over the lazy dog"]
+TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ m.content }}"
+    "{% elif m.role == 'user' %}<user>{{ m.content }}"
+    "{% elif m.role == 'assistant' %}<assistant>{{ m.content }}<eos>"
+    "{% else %}{{ raise_exception('no role ' + m.role) }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def train_tokenizer() -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return backend
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    backend = train_tokenizer()
+    backend.save(str(folder / "tokenizer.json"))
+    eos = backend.token_to_id("<eos>")
+    files: dict[str, object] = {
+        "config.json": {
+            "vocab_size": backend.get_vocab_size(),
+            "max_position_embeddings": MAX_MODEL_LEN,
+            "eos_token_id": eos,
+        },
+        "tokenizer_config.json": {
+            "bos_token": "<bos>",
+            "eos_token": {"content": "<eos>"},
+            "add_bos_token": True,
+            "chat_template": TEMPLATE,
+        },
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_dir: Path) -> Tokenizer:
+    return Tokenizer.from_dir(model_dir)
+
+
+@dataclass
+class Cluster:
+    """One router and its fake workers."""
+
+    service: RouterService
+    tokenizer: Tokenizer
+    answer: str = ANSWER
+    prefills: list[FakePrefill] = field(default_factory=list)
+    decodes: list[FakeDecode] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.service.http_port}"
+
+    @property
+    def control(self) -> str:
+        return f"127.0.0.1:{self.service.control_port}"
+
+    @property
+    def prefill(self) -> FakePrefill:
+        return self.prefills[0]
+
+    @property
+    def decode(self) -> FakeDecode:
+        return self.decodes[0]
+
+    @property
+    def eos(self) -> int:
+        token_id = self.tokenizer.token_id("<eos>")
+        assert token_id is not None
+        return token_id
+
+    def script(self, prompt: Sequence[int]) -> list[int]:
+        """The answer and eos, then filler for who ignores eos."""
+        ids = self.tokenizer.encode(self.answer, add_special_tokens=False)
+        return [*ids, self.eos, *ids, *[ids[0]] * MAX_MODEL_LEN]
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """With eos."""
+        return len(self.tokenizer.encode(self.answer, add_special_tokens=False)) + 1
+
+    async def add_prefill(self, name: str = "prefill-0", port: int = 0) -> FakePrefill:
+        worker = FakePrefill(name, MODEL, self.script)
+        self.prefills.append(worker)
+        await worker.start(self.control, port)
+        return worker
+
+    async def add_decode(self, name: str = "decode-0", port: int = 0) -> FakeDecode:
+        worker = FakeDecode(name, MODEL, self.script)
+        self.decodes.append(worker)
+        await worker.start(self.control, port)
+        return worker
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 10) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def close(self) -> None:
+        for worker in (*self.prefills, *self.decodes):
+            await worker.close()
+
+
+StartRouter = Callable[..., Awaitable[Cluster]]
+
+
+@pytest.fixture
+async def start_router(model_dir: Path, tokenizer: Tokenizer) -> AsyncIterator[StartRouter]:
+    """Start a router without workers; keyword arguments are those of ``RouterSection``."""
+    closers: list[Callable[[], Awaitable[None]]] = []
+
+    async def start(**section: object) -> Cluster:
+        options = {"port": 0, "control_port": 0, "lease_ttl_s": 0.8, **section}
+        config = ClusterConfig(
+            cluster=ClusterSection(secret=SECRET),
+            model=ModelSection(path=str(model_dir), name=MODEL),
+            router=RouterSection(**options),  # type: ignore[arg-type]
+        )
+        service = RouterService(config, Path("unused.toml"))
+        await service.startup()
+        main = asyncio.create_task(service.main_loop())
+        cluster = Cluster(service, tokenizer)
+
+        async def close() -> None:
+            await cluster.close()
+            main.cancel()
+            await asyncio.gather(main, return_exceptions=True)
+            await service.shutdown()
+
+        closers.append(close)
+        return cluster
+
+    yield start
+    for close in closers:
+        await close()
+
+
+@pytest.fixture
+async def cluster(start_router: StartRouter) -> Cluster:
+    """A router with one prefill and one decode worker."""
+    cluster = await start_router()
+    await cluster.add_prefill()
+    await cluster.add_decode()
+    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    return cluster
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{cluster.url}/v1", api_key="none", max_retries=0
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+async def http(cluster: Cluster) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(cluster.url) as session:
+        yield session
