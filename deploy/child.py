@@ -76,15 +76,6 @@ class Child:
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
 
-    def stop(self, grace_s: float) -> int:
-        """SIGTERM, then SIGKILL after ``grace_s`` seconds; the exit status."""
-        self.terminate()
-        try:
-            self._process.wait(timeout=grace_s)
-        except subprocess.TimeoutExpired:
-            self.kill()
-        return self._process.wait()
-
     def _read_lines(self, *, final: bool) -> tuple[str, ...]:
         with self._log_path.open("rb") as log:
             end = log.seek(0, os.SEEK_END)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from deploy.errors import ClusterError, ProcessDiedError
 from deploy.instance import Death, Instance
 from deploy.launcher import Launcher
-from deploy.plan import Role, RunContext, plan_instances
+from deploy.plan import GRACE_S, Role, RunContext, plan_instances
 from deploy.pool_watch import PoolWatch
 from deploy.state import Phase, ProcessState
 from runtime.logging import fields, get_logger
@@ -21,8 +21,8 @@ logger = get_logger(__name__)
 
 _STARTING_TICK_S = 0.2
 _SERVING_TICK_S = 0.5
-GRACE_S = 12.0
-"""A process may drain for so long; its own grace period is 10 s."""
+_KILL_AFTER_S = GRACE_S + 2.0
+"""The supervisor's patience: a process ends by itself when its own grace is over."""
 
 OnChange = Callable[[Phase, Sequence[ProcessState]], None]
 
@@ -31,15 +31,26 @@ class Controller:
     """One run of a cluster, on one event loop."""
 
     def __init__(
-        self, context: RunContext, launcher: Launcher, *, on_change: OnChange, timeout_s: float
+        self,
+        context: RunContext,
+        launcher: Launcher,
+        *,
+        on_change: OnChange,
+        timeout_s: float,
+        grace_s: float = _KILL_AFTER_S,
     ) -> None:
-        """``on_change`` hears of every tick; the start may take ``timeout_s`` seconds."""
+        """``on_change`` hears of every tick.
+
+        The start may take ``timeout_s`` seconds, the end ``grace_s`` for the router and as much
+        again for the workers.
+        """
         self._instances = [
             Instance(plan, context, launcher) for plan in plan_instances(context.config)
         ]
         self._watch = PoolWatch(context.control_address, context.endpoint, context.secret)
         self._on_change = on_change
         self._timeout_s = timeout_s
+        self._grace_s = grace_s
         self._phase = Phase.STARTING
         self._router_ready = False
         self._restarts: dict[str, asyncio.Task[None]] = {}
@@ -138,6 +149,8 @@ class Controller:
         logger.info("restarted %s", fields(instance=instance.plan.name))
 
     async def _stop_all(self) -> None:
+        if self._phase is Phase.STARTING:
+            self._hurry.set()  # Nothing was served yet: there is nothing to drain.
         self._set_phase(Phase.STOPPING)
         await self._watch.close()
         for task in self._restarts.values():
@@ -147,7 +160,7 @@ class Controller:
         routers = [one for one in self._instances if one.plan.role is Role.ROUTER]
         workers = [one for one in self._instances if one.plan.role is not Role.ROUTER]
         for group in (routers, workers):
-            await asyncio.gather(*(one.stop(GRACE_S, self._hurry) for one in group))
+            await asyncio.gather(*(one.stop(self._grace_s, self._hurry) for one in group))
             self._publish()
 
     def _describe_late(self) -> str:

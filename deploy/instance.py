@@ -17,7 +17,15 @@ from pathlib import Path
 from deploy.checks import free_port
 from deploy.child import tail
 from deploy.launcher import Launcher, Supervisor, SupervisorLostError
-from deploy.plan import InstancePlan, ProcessSpec, Role, RunContext, process_specs
+from deploy.plan import (
+    InstancePlan,
+    ProcessSpec,
+    Role,
+    RunContext,
+    log_path,
+    process_name,
+    process_specs,
+)
 from deploy.pool_watch import PoolMembers
 from deploy.state import Phase, ProcessState
 
@@ -131,21 +139,22 @@ class Instance:
         self.phase = Phase.STOPPED
 
     def process_states(self) -> list[ProcessState]:
-        """The processes as people see them."""
-        return [
-            ProcessState(
-                name=rank.spec.name,
-                role=self.plan.role.value,
-                instance=self.plan.name,
-                rank=index,
-                phase=self.phase,
-                pid=rank.pid if rank.exit_status is None else 0,
-                stage=rank.stage,
-                num_restarts=self.num_restarts,
-                log_path=rank.spec.log_path,
-            )
-            for index, rank in enumerate(self._ranks)
-        ]
+        """The processes as people see them, also those between two lives."""
+        return [self._process_state(rank) for rank in range(self.plan.num_ranks)]
+
+    def _process_state(self, index: int) -> ProcessState:
+        rank = self._ranks[index] if self._ranks else None
+        return ProcessState(
+            name=process_name(self.plan, index),
+            role=self.plan.role.value,
+            instance=self.plan.name,
+            rank=index,
+            phase=self.phase,
+            pid=rank.pid if rank is not None and rank.exit_status is None else 0,
+            stage=rank.stage if rank is not None else "",
+            num_restarts=self.num_restarts,
+            log_path=str(log_path(self.plan, index, self.context)),
+        )
 
     def _serves(self, members: PoolMembers, *, router_ready: bool) -> bool:
         if self.plan.role is Role.ROUTER:
@@ -172,8 +181,8 @@ class Instance:
         return self._death(rank, report.exit_status)
 
     def _death(self, rank: _Rank, exit_status: int | None) -> Death:
-        log_path = Path(rank.spec.log_path)
-        return Death(process=rank.spec.name, exit_status=exit_status, log_path=log_path)
+        path = Path(rank.spec.log_path)
+        return Death(process=rank.spec.name, exit_status=exit_status, log_path=path)
 
 
 def _epochs_of(members: PoolMembers, instance: str) -> Mapping[int, int]:

@@ -19,6 +19,10 @@ RUN_ID_VARIABLE = "TANDEM_CLUSTER"
 """Environment variable that marks every process of one run, Ray's own included."""
 
 
+GRACE_S = 10.0
+"""How long a process that is asked to end may let its requests finish."""
+
+
 class Role(enum.StrEnum):
     """What a process does; also the name of the package that ``python -m`` runs."""
 
@@ -121,6 +125,11 @@ def process_name(plan: InstancePlan, rank: int) -> str:
     return plan.name if plan.num_ranks == 1 else f"{plan.name}/{rank}"
 
 
+def log_path(plan: InstancePlan, rank: int, context: RunContext) -> Path:
+    """The file that holds what a process says."""
+    return context.log_dir / f"{process_name(plan, rank).replace('/', '-')}.log"
+
+
 def process_specs(
     plan: InstancePlan, context: RunContext, rendezvous: str
 ) -> tuple[ProcessSpec, ...]:
@@ -131,7 +140,7 @@ def process_specs(
             command=_command(plan, rank, context, rendezvous),
             env=_environment(plan, context),
             cwd=str(Path(deploy.__file__).resolve().parents[1]),
-            log_path=str(context.log_dir / f"{process_name(plan, rank).replace('/', '-')}.log"),
+            log_path=str(log_path(plan, rank, context)),
         )
         for rank in range(plan.num_ranks)
     )
@@ -142,7 +151,7 @@ def _command(
 ) -> tuple[str, ...]:
     command = (*context.entrypoints[plan.role], "--config", str(context.config_path))
     if plan.role is Role.ROUTER:
-        return command
+        return (*command, "--grace", f"{GRACE_S:g}")
     return (
         *command,
         *("--instance", plan.name),

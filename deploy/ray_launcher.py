@@ -11,14 +11,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
-import tempfile
 from typing import Any
 
 from deploy.child import Child, ChildReport
 from deploy.errors import ClusterError
 from deploy.launcher import SupervisorLostError
 from deploy.plan import RUN_ID_VARIABLE, InstancePlan, ProcessSpec, Role
+from deploy.sweep import ray_folder
 
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least: nothing of ours goes through it.
 _PLACEMENT_TIMEOUT_S = 60.0
@@ -117,7 +116,6 @@ class RayLauncher:
         self._namespace = namespace
         self._num_slots = num_slots
         self._num_devices = num_devices
-        self._temp_dir = ""
         self._groups: dict[str, Any] = {}
         self._ray: Any = None
 
@@ -141,9 +139,9 @@ class RayLauncher:
         import ray
 
         self._ray = ray
-        # Short: socket paths below it must stay under 108 characters.
-        self._temp_dir = tempfile.mkdtemp(prefix="tandem-", dir="/tmp")
+        folder = ray_folder(self._run_id)
         try:
+            folder.mkdir(mode=0o700)
             ray.init(
                 address="local",
                 namespace=self._namespace,
@@ -154,19 +152,17 @@ class RayLauncher:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 configure_logging=False,
-                _temp_dir=self._temp_dir,
+                _temp_dir=str(folder),
             )
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             self.close()
             raise ClusterError(f"Ray does not start on this machine: {error}") from error
 
     def close(self) -> None:
-        """Stop Ray and remove its files."""
+        """Stop Ray; its files stay until ``deploy.sweep.clean_up``."""
         if self._ray is not None:
             self._ray.shutdown()
             self._ray = None
-        if self._temp_dir:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
 
     async def launch(
         self, plan: InstancePlan, specs: tuple[ProcessSpec, ...]

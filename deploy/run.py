@@ -18,7 +18,7 @@ from deploy.errors import ClusterError
 from deploy.plan import Role, RunContext, default_entrypoints, plan_instances
 from deploy.ray_launcher import RayLauncher
 from deploy.state import ClusterState, Phase, ProcessState, RunDir
-from deploy.sweep import kill_processes
+from deploy.sweep import clean_up
 from runtime.config import ClusterConfig
 from runtime.config_file import SECRET_VARIABLE, dump_config
 from runtime.errors import ConfigError
@@ -136,7 +136,7 @@ class _Run:
             logger.info("interrupted while starting")
         finally:
             launcher.close()
-            num_killed = kill_processes(context.run_id)
+            num_killed = clean_up(context.run_id)
             logger.info("stopped %s", fields(num_left_over=num_killed))
 
     def publish_failure(self, error: str) -> None:
@@ -184,6 +184,6 @@ def _end_former_run(run_dir: RunDir) -> None:
     """Whoever gets the lock finds only the remains of a controller that died."""
     state = run_dir.read_state()
     if state is not None and state.run_id:
-        kill_processes(state.run_id)
+        clean_up(state.run_id)
     run_dir.clear_state()
     run_dir.clear_secret()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -42,8 +43,20 @@ def kill_processes(run_id: str, timeout_s: float = 5.0) -> int:
                 killed.add(process.pid)
         if time.monotonic() > deadline:
             break
-        psutil.wait_procs(processes, timeout=0.2)
+        time.sleep(0.02)
     return len(killed)
+
+
+def ray_folder(run_id: str) -> Path:
+    """Where Ray keeps the sockets and logs of a run; short, for a socket's path has 107 bytes."""
+    return Path("/tmp") / f"tandem-{run_id}"
+
+
+def clean_up(run_id: str) -> int:
+    """Kill every process of ``run_id`` and remove Ray's files; how many processes there were."""
+    num_killed = kill_processes(run_id)
+    shutil.rmtree(ray_folder(run_id), ignore_errors=True)
+    return num_killed
 
 
 def wait_until_gone(pid: int, timeout_s: float) -> bool:

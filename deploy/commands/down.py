@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from deploy.commands.common import add_cluster_arguments, chosen_run_dir
 from deploy.errors import ClusterError
-from deploy.sweep import find_processes, kill_processes, wait_until_gone
+from deploy.sweep import clean_up, find_processes, wait_until_gone
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not wait_until_gone(state.pid, _ORDERLY_S):
             os.kill(state.pid, signal.SIGKILL)
             wait_until_gone(state.pid, _ORDERLY_S)
-    kill_processes(state.run_id)
+    clean_up(state.run_id)
     if left := find_processes(state.run_id):
         pids = ", ".join(str(process.pid) for process in left)
         raise ClusterError(f"these processes cannot be ended: {pids}")

@@ -7,6 +7,7 @@ import http.client
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -90,22 +91,24 @@ def _served_model(endpoint: str) -> str:
     return str(models[0]["id"])
 
 
+@contextmanager
 def _call(
     endpoint: str, method: str, path: str, body: bytes | None = None
-) -> http.client.HTTPResponse:
+) -> Iterator[http.client.HTTPResponse]:
     parts = urlsplit(endpoint)
     if parts.scheme != "http" or not parts.hostname:
         raise ClusterError(f"{endpoint!r} is no address; give one like http://127.0.0.1:8000/v1")
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S)
     headers = {"Content-Type": "application/json"} if body else {}
-    try:
-        connection.request(method, parts.path + path, body=body, headers=headers)
-        response = connection.getresponse()
-    except (OSError, http.client.HTTPException) as error:
-        raise ClusterError(f"{endpoint} does not answer ({error})") from error
-    if response.status != 200:
-        raise ClusterError(_refusal(response))
-    return response
+    with closing(connection):
+        try:
+            connection.request(method, parts.path + path, body=body, headers=headers)
+            response = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise ClusterError(f"{endpoint} does not answer ({error})") from error
+        if response.status != 200:
+            raise ClusterError(_refusal(response))
+        yield response
 
 
 def _refusal(response: http.client.HTTPResponse) -> str:

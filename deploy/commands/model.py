@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.errors import ClusterError
 from engine.config import ModelConfig
 from runtime.errors import ConfigError
 
@@ -76,7 +77,11 @@ def _count_tensors(path: Path) -> tuple[int, int, dict[str, int]]:
 def run_parity(arguments: argparse.Namespace) -> int:
     """Print the comparison; 1 when it shows a difference beyond the tolerance."""
     from engine.parity import compare_with_transformers
+    from engine.weights.errors import CheckpointError
 
-    report = compare_with_transformers(arguments.path)
-    print(report)
-    return 0 if report.ok else 1
+    try:
+        report = compare_with_transformers(arguments.path)
+    except (CheckpointError, RuntimeError) as error:
+        raise ClusterError(str(error)) from error
+    print(report.format())
+    return 0 if report.passed else 1

@@ -1,0 +1,173 @@
+"""A stand-in for a role's process: registers, answers, drains and dies as told; no model, no KV.
+
+Run as ``python -m tests.deploy.fake_role ROLE --config FILE ...`` with the arguments of the real
+roles. What it should do wrong stands in the environment: ``FAKE_<INSTANCE>`` (with underscores) is
+one of ``exit-at-start`` and ``ignore-sigterm``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+from aiohttp import web
+
+from runtime.config import ClusterConfig
+from runtime.config_file import cluster_secret, load_config
+from runtime.logging import configure_logging, get_logger
+from runtime.pb import common_pb2, registry_pb2, registry_pb2_grpc
+from runtime.registration import RegistryClient
+from runtime.rpc import bind_port, create_server
+
+logger = get_logger("fake_role")
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class FakeRegistry(registry_pb2_grpc.RegistryServicer):
+    """A registry without leases: members leave by Deregister or by a namesake's return."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, registry_pb2.PoolMember] = {}
+        self._changed = asyncio.Condition()
+
+    @property
+    def roles(self) -> set[int]:
+        return {member.worker.role for member in self._members.values()}
+
+    async def Register(
+        self, request: registry_pb2.RegisterRequest, context: Context
+    ) -> registry_pb2.RegisterResponse:
+        identity = request.worker.identity
+        lease_id = f"{identity.instance}/{identity.rank}"
+        self._members[lease_id] = registry_pb2.PoolMember(worker=request.worker)
+        await self._tell()
+        return registry_pb2.RegisterResponse(lease_id=lease_id, lease_ttl_s=0.5)
+
+    async def Renew(
+        self, request: registry_pb2.RenewRequest, context: Context
+    ) -> registry_pb2.RenewResponse:
+        return registry_pb2.RenewResponse(known=request.lease_id in self._members)
+
+    async def Deregister(
+        self, request: registry_pb2.DeregisterRequest, context: Context
+    ) -> registry_pb2.DeregisterResponse:
+        self._members.pop(request.lease_id, None)
+        await self._tell()
+        return registry_pb2.DeregisterResponse()
+
+    async def Watch(
+        self, request: registry_pb2.WatchRequest, context: Context
+    ) -> AsyncIterator[registry_pb2.PoolSnapshot]:
+        while True:
+            yield registry_pb2.PoolSnapshot(members=list(self._members.values()))
+            async with self._changed:
+                await self._changed.wait()
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+async def serve_router(config: ClusterConfig, stop: asyncio.Event) -> None:
+    """The registry, /ready, and a completion that says back its prompt."""
+    registry = FakeRegistry()
+    server = create_server(cluster_secret(config))
+    registry_pb2_grpc.add_RegistryServicer_to_server(registry, server)
+    bind_port(server, config.cluster.host, config.router.control_port)
+    await server.start()
+
+    async def ready(_: web.Request) -> web.Response:
+        return web.Response(status=200 if len(registry.roles) == 2 else 503)
+
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": config.model.name}]})
+
+    app = web.Application()
+    app.add_routes([web.get("/ready", ready), web.get("/v1/models", models)])
+    app.add_routes([web.post("/v1/completions", complete)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, config.cluster.host, config.router.port).start()
+    logger.info("listening")
+    await stop.wait()
+    await runner.cleanup()
+    await server.stop(0.1)
+
+
+async def complete(request: web.Request) -> web.StreamResponse:
+    """Stream the prompt's words back; an empty prompt is refused, "break" breaks off."""
+    prompt = (await request.json())["prompt"]
+    if not prompt:
+        error = {"message": "prompt: must not be empty", "type": "invalid_request_error"}
+        return web.json_response({"error": error}, status=400)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for word in prompt.split():
+        chunk = '{"choices": [{"index": 0, "text": "<' + word + '>"}]}'
+        await response.write(f"data: {chunk}\n\n".encode())
+    if prompt == "fail":
+        await response.write(b'data: {"error": {"message": "the worker died"}}\n\n')
+    if prompt not in ("break", "fail"):
+        await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def serve_worker(arguments: argparse.Namespace, secret: str, stop: asyncio.Event) -> None:
+    """Register as the real worker's ranks do, and wait."""
+    prefill = arguments.role == "prefill"
+    logger.info("loading weights")
+    record = registry_pb2.WorkerRecord(
+        identity=common_pb2.WorkerIdentity(
+            instance=arguments.instance, epoch=secrets.randbits(63) + 1, rank=arguments.rank
+        ),
+        role=common_pb2.ROLE_PREFILL if prefill else common_pb2.ROLE_DECODE,
+        address=f"{arguments.host}:1",
+    )
+    client = RegistryClient(arguments.router, secret, record, registry_pb2.WorkerLoad)
+    if not prefill or arguments.rank == 0:
+        await client.start()
+    logger.info("serving rendezvous=%s", arguments.rendezvous)
+    await stop.wait()
+    await client.close()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role", choices=("router", "prefill", "decode"))
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--instance", default="router")
+    parser.add_argument("--rank", type=int, default=0)
+    for name in ("--rendezvous", "--router", "--host", "--grace"):
+        parser.add_argument(name, default="")
+    return parser.parse_args()
+
+
+async def main() -> None:
+    arguments = parse_arguments()
+    configure_logging(arguments.role, arguments.instance, arguments.rank)
+    fault = os.environ.get("FAKE_" + arguments.instance.upper().replace("-", "_"), "")
+    if fault == "exit-at-start":
+        logger.error("this device is on fire")
+        sys.exit(3)
+    config = load_config(arguments.config)
+    stop = asyncio.Event()
+    act = (lambda: None) if fault == "ignore-sigterm" else stop.set
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, act)
+    if arguments.role == "router":
+        await serve_router(config, stop)
+    else:
+        await serve_worker(arguments, cluster_secret(config), stop)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

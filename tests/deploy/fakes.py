@@ -1,0 +1,113 @@
+"""Clusters of fake roles for the tests: a configuration, entry points, a launcher without Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+from deploy.checks import resolve_config
+from deploy.child import Child, ChildReport
+from deploy.plan import InstancePlan, ProcessSpec, Role, RunContext
+from deploy.state import RunDir
+from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection
+from runtime.config_file import dump_config
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL_FIELDS = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+}
+"""A config.json that the checks accept; heads split by 4, experts by 8."""
+
+
+def fake_entrypoints() -> dict[Role, tuple[str, ...]]:
+    module = "tests.deploy.fake_role"
+    return {role: (sys.executable, "-m", module, role.value) for role in Role}
+
+
+def fake_config(folder: Path, *, prefill_tp: int = 1, decode_dp: int = 1) -> ClusterConfig:
+    """A resolved configuration with free ports; its run directory is in ``folder``."""
+    base = ClusterConfig(
+        cluster=ClusterSection(name="fake", run_dir=str(folder)),
+        model=ModelSection(path=str(write_model(folder)), name="fake-model"),
+        router=RouterSection(port=0, control_port=0),
+    )
+    return resolve_config(
+        dataclasses.replace(
+            base,
+            prefill=dataclasses.replace(base.prefill, tp=prefill_tp),
+            decode=dataclasses.replace(base.decode, dp=decode_dp),
+        )
+    )
+
+
+def write_model(folder: Path, **changes: object) -> Path:
+    """A folder with a config.json that differs from ``MODEL_FIELDS`` by ``changes``."""
+    import json
+
+    path = folder / "model"
+    path.mkdir(exist_ok=True)
+    text = json.dumps({**MODEL_FIELDS, **changes})
+    (path / "config.json").write_text(text, encoding="utf-8")
+    return path
+
+
+def fake_context(config: ClusterConfig, folder: Path) -> RunContext:
+    run_dir = RunDir(folder / config.cluster.name)
+    run_dir.create()
+    run_dir.config_path.write_text(dump_config(config), encoding="utf-8")
+    return RunContext(
+        run_id=f"test-{os.getpid()}-{folder.name}",
+        config=config,
+        config_path=run_dir.config_path,
+        log_dir=run_dir.log_dir,
+        secret="a secret of tests",
+        entrypoints=fake_entrypoints(),
+    )
+
+
+class LocalSupervisor:
+    """A ``Supervisor`` in this process."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self._child = Child(spec)
+
+    async def poll(self) -> ChildReport:
+        return self._child.poll()
+
+    async def terminate(self) -> None:
+        self._child.terminate()
+
+    async def kill(self) -> None:
+        self._child.kill()
+
+
+class LocalLauncher:
+    """A ``Launcher`` that starts processes from this one."""
+
+    def __init__(self) -> None:
+        self.launched: list[str] = []
+
+    async def launch(
+        self, plan: InstancePlan, specs: tuple[ProcessSpec, ...]
+    ) -> tuple[LocalSupervisor, ...]:
+        self.launched.append(plan.name)
+        return tuple(LocalSupervisor(spec) for spec in specs)

@@ -1,0 +1,136 @@
+"""What is refused before anything starts: the field, the reason, the fix."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from pathlib import Path
+
+import pytest
+
+from deploy.checks import (
+    BUNDLED_MODEL,
+    check_config,
+    check_ports,
+    count_devices,
+    free_port,
+    resolve_config,
+)
+from runtime.config import ClusterConfig
+from runtime.errors import ConfigError
+from tests.deploy.fakes import fake_config, write_model
+
+
+def refused(config: ClusterConfig, *, num_devices: int = 0) -> ConfigError:
+    with pytest.raises(ConfigError) as raised:
+        check_config(config, num_devices=num_devices)
+    return raised.value
+
+
+def with_section(config: ClusterConfig, section: str, /, **changes: object) -> ClusterConfig:
+    changed = dataclasses.replace(getattr(config, section), **changes)
+    return dataclasses.replace(config, **{section: changed})
+
+
+def test_a_good_configuration_passes(tmp_path: Path) -> None:
+    check_config(fake_config(tmp_path, prefill_tp=4, decode_dp=8), num_devices=0)
+
+
+def test_resolving_fills_in_what_is_open() -> None:
+    config = with_section(ClusterConfig(), "router", port=0, control_port=0)
+    resolved = resolve_config(config)
+    assert resolved.model.path == str(BUNDLED_MODEL)
+    assert resolved.model.name == BUNDLED_MODEL.name
+    assert 0 < resolved.router.port != resolved.router.control_port > 0
+    assert resolve_config(resolved) == resolved
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    config = fake_config(tmp_path)
+    write_model(tmp_path, architectures=["LlamaForCausalLM"], model_type="llama")
+    error = refused(config)
+    assert error.path == "model.path"
+    assert "LlamaForCausalLM" in error.problem
+    assert "DeepseekV3ForCausalLM" in error.fix
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    error = refused(with_section(fake_config(tmp_path), "model", path=str(tmp_path / "nothing")))
+    assert error.path == "model.path"
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "size"),
+    [("prefill", "tp", 3, "num_attention_heads"), ("decode", "dp", 5, "experts")],
+)
+def test_ranks_that_do_not_divide_the_model_are_refused(
+    tmp_path: Path, section: str, field: str, value: int, size: str
+) -> None:
+    error = refused(with_section(fake_config(tmp_path), section, **{field: value}))
+    assert error.path == f"{section}.{field}"
+    assert error.value == value
+    assert size in error.problem
+
+
+@pytest.mark.parametrize(
+    ("prefill_device", "decode_device", "num_devices", "path"),
+    [
+        ("cuda", "cpu", 1, "prefill.tp"),
+        ("cpu", "cuda", 3, "decode.dp"),
+        ("cuda", "cuda", 5, "decode.dp"),
+        ("cuda", "cuda", 0, "prefill.tp"),
+    ],
+)
+def test_more_ranks_than_devices_are_refused(
+    tmp_path: Path, prefill_device: str, decode_device: str, num_devices: int, path: str
+) -> None:
+    config = fake_config(tmp_path, prefill_tp=2, decode_dp=4)
+    config = with_section(config, "prefill", device=prefill_device)
+    config = with_section(config, "decode", device=decode_device)
+    error = refused(config, num_devices=num_devices)
+    assert error.path == path
+    assert f"this machine has {num_devices}" in error.problem
+    check_config(config, num_devices=6)
+
+
+def test_a_context_longer_than_the_model_s_is_refused(tmp_path: Path) -> None:
+    error = refused(with_section(fake_config(tmp_path), "model", max_model_len=513))
+    assert (error.path, error.value) == ("model.max_model_len", 513)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_pool_that_cannot_hold_one_request_is_refused(tmp_path: Path, role: str) -> None:
+    config = with_section(fake_config(tmp_path), role, num_blocks=8)
+    error = refused(config)
+    assert error.path == f"{role}.num_blocks"
+    assert error.fix.startswith("9 or more")
+    check_config(with_section(config, role, num_blocks=9), num_devices=0)
+    check_config(with_section(config, "model", max_model_len=448), num_devices=0)
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "x" * 64])
+def test_a_name_that_is_no_folder_name_is_refused(tmp_path: Path, name: str) -> None:
+    assert refused(with_section(fake_config(tmp_path), "cluster", name=name)).path == "cluster.name"
+
+
+@pytest.mark.parametrize("field", ["port", "control_port"])
+def test_a_port_in_use_is_refused_by_its_name(tmp_path: Path, field: str) -> None:
+    config = fake_config(tmp_path)
+    check_ports(config)
+    with socket.socket() as listener:
+        listener.bind((config.cluster.host, getattr(config.router, field)))
+        listener.listen(1)
+        with pytest.raises(ConfigError) as raised:
+            check_ports(config)
+    assert raised.value.path == f"router.{field}"
+    assert f"set router.{field} to a free port" in raised.value.fix
+
+
+def test_a_free_port_can_be_listened_on() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free_port("127.0.0.1")))
+
+
+def test_hidden_devices_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert count_devices() == 0

@@ -1,0 +1,138 @@
+"""The command line: what it answers without a cluster, and to what is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import deploy
+from deploy.cli import build_parser, main
+from tests.deploy.fakes import ROOT, write_model
+
+CONFIGS = Path(deploy.__file__).parent / "configs"
+
+
+def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    status = main(arguments)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.fixture(autouse=True)
+def _own_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def test_help_loads_neither_ray_nor_torch() -> None:
+    code = (
+        "import sys; from deploy.cli import build_parser; build_parser().format_help(); "
+        "print([name for name in ('ray', 'torch', 'grpc', 'aiohttp') if name in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_commands_are_these() -> None:
+    text = build_parser().format_help()
+    for command in ("up", "status", "generate", "down", "validate", "model", "bench"):
+        assert f"\n    {command} " in text
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("[prefil]\ntp = 1", "error: prefil = .*unknown key. Fix: did you mean prefill?"),
+        ("[prefill]\ntpp = 1", "error: prefill.tpp = 1: unknown key. Fix: did you mean prefill.tp"),
+        ("[prefill]\ntp = 'x'", "error: prefill.tp = 'x': is a str"),
+        ("[prefill]\ntp = 3", "error: prefill.tp = 3: num_attention_heads = 8"),
+        ("[router]\nport = 70000", "error: router.port = 70000: is no TCP port"),
+        ("[model]\npath = 'nowhere'", "error: model.path = '.*nowhere': cannot read config.json"),
+        ("tp = ", "error: file = .*no valid TOML"),
+    ],
+)
+def test_validate_names_the_field_and_the_fix(
+    toml: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(toml)
+    import re
+
+    status, _, error = run("validate", str(path), capsys=capsys)
+    assert status == 2
+    assert re.match(message, error)
+    assert "Fix: " in error
+
+
+def test_validate_shows_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
+    status, output, _ = run("validate", str(CONFIGS / "tp2-ep2.toml"), capsys=capsys)
+    assert status == 0
+    assert "prefill-0    2 ranks on cpu" in output
+    assert "decode-0     2 ranks on cpu" in output
+
+
+def test_up_refuses_another_architecture_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_model(tmp_path, architectures=["LlamaForCausalLM"], model_type="llama")
+    path = tmp_path / "cluster.toml"
+    path.write_text(f"[model]\npath = '{model}'")
+    status, _, error = run("up", str(path), capsys=capsys)
+    assert status == 2
+    assert "LlamaForCausalLM" in error
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("flags", [[], ["--detach"]], ids=["here", "detached"])
+def test_up_refuses_a_port_in_use_before_anything_starts(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        port = listener.getsockname()[1]
+        path = tmp_path / "cluster.toml"
+        path.write_text(f"[router]\nport = {port}\ncontrol_port = 0")
+        status, _, error = run("up", *flags, str(path), capsys=capsys)
+    assert status == 2
+    assert f"router.port = {port}: cannot listen on 127.0.0.1" in error
+
+
+@pytest.mark.parametrize("command", [["status"], ["down"], ["generate", "x"]])
+def test_commands_without_a_cluster_say_so(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, error = run(*command, capsys=capsys)
+    assert status == 1
+    assert error == "error: no cluster is running; start one with `tandem up`\n"
+
+
+def test_model_info_describes_the_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(deploy.__file__).parent / "models" / "tandem-python"
+    status, output, _ = run("model", "info", str(path), capsys=capsys)
+    assert status == 0
+    assert "F8_E4M3" in output
+    assert "top 4" in output
+
+
+def test_model_info_refuses_a_folder_without_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, error = run("model", "info", str(write_model(tmp_path)), capsys=capsys)
+    assert status == 2
+    assert "safetensors" in error
+
+
+def test_generate_from_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, error = run("generate", "x", "--url", "http://127.0.0.1:9/v1", capsys=capsys)
+    assert status == 1
+    assert error.startswith("error: http://127.0.0.1:9/v1 does not answer (")
+    status, _, error = run("generate", "x", "--url", "127.0.0.1:9", capsys=capsys)
+    assert status == 1
+    assert "is no address" in error

@@ -1,0 +1,152 @@
+"""The controller with real processes of fake roles and no Ray: start, watch, restart, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from deploy.controller import Controller
+from deploy.errors import ClusterError, ProcessDiedError
+from deploy.state import Phase, ProcessState
+from deploy.sweep import find_processes
+from tests.deploy.fakes import LocalLauncher, fake_config, fake_context
+
+
+class Run:
+    """A controller, the last state it told, and its task."""
+
+    def __init__(
+        self, folder: Path, *, grace_s: float = 5.0, timeout_s: float = 20.0, **sizes: int
+    ) -> None:
+        self.context = fake_context(fake_config(folder, **sizes), folder)
+        self.launcher = LocalLauncher()
+        self.phase = Phase.STARTING
+        self.processes: dict[str, ProcessState] = {}
+        self.controller = Controller(
+            self.context,
+            self.launcher,
+            on_change=self._take,
+            timeout_s=timeout_s,
+            grace_s=grace_s,
+        )
+
+    def _take(self, phase: Phase, processes: Sequence[ProcessState]) -> None:
+        self.phase = phase
+        self.processes = {process.name: process for process in processes}
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Ready inside the block, stopped after it."""
+        task = asyncio.create_task(self.controller.run())
+        try:
+            await until(lambda: self.phase is Phase.READY or task.done())
+            if not task.done():
+                yield
+        finally:
+            self.controller.request_stop()
+            await task
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def test_a_cluster_starts_and_leaves_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, prefill_tp=2, decode_dp=2)
+    async with run.running():
+        names = {"router", "prefill-0/0", "prefill-0/1", "decode-0/0", "decode-0/1"}
+        assert set(run.processes) == names
+        assert all(process.phase is Phase.READY for process in run.processes.values())
+        pids = {process.pid for process in run.processes.values()}
+        assert {found.pid for found in find_processes(run.context.run_id)} == pids
+        rendezvous = {run.processes[name].stage for name in ("decode-0/0", "decode-0/1")}
+        assert len(rendezvous) == 1
+        assert rendezvous.pop().startswith("serving rendezvous=127.0.0.1:")
+    assert run.phase is Phase.STOPPING
+    assert find_processes(run.context.run_id) == []
+
+
+async def test_no_process_shows_the_secret_on_its_command_line(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    async with run.running():
+        for process in find_processes(run.context.run_id):
+            assert run.context.secret not in " ".join(process.cmdline())
+            assert process.environ()["TANDEM_SECRET"] == run.context.secret
+        assert run.context.secret not in run.context.config_path.read_text()
+
+
+async def test_a_death_at_start_ends_the_start_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DECODE_0", "exit-at-start")
+    run = Run(tmp_path)
+    with pytest.raises(ProcessDiedError, match="decode-0 ended with status 3") as raised:
+        async with run.running():
+            pytest.fail("it cannot become ready")
+    assert "this device is on fire" in str(raised.value)
+    assert find_processes(run.context.run_id) == []
+
+
+async def test_a_start_that_takes_too_long_names_who_is_late(tmp_path: Path) -> None:
+    run = Run(tmp_path, timeout_s=0)
+    with pytest.raises(ClusterError, match=r"not ready after 0 s; still starting: router"):
+        async with run.running():
+            pytest.fail("it cannot become ready")
+    assert find_processes(run.context.run_id) == []
+
+
+@pytest.mark.parametrize("victim", ["router", "prefill-0", "decode-0/1"])
+async def test_a_killed_process_comes_back_with_its_instance(tmp_path: Path, victim: str) -> None:
+    run = Run(tmp_path, decode_dp=2)
+    async with run.running():
+        before = dict(run.processes)
+        instance = victim.split("/")[0]
+        os.kill(before[victim].pid, signal.SIGKILL)
+        await until(lambda: _is_back(run, before, instance))
+        for name, process in run.processes.items():
+            same_instance = process.instance == instance
+            assert (process.pid != before[name].pid) is same_instance
+            assert process.num_restarts == int(same_instance)
+        assert run.launcher.launched.count(instance) == 2
+        pids = {process.pid for process in run.processes.values()}
+        assert {found.pid for found in find_processes(run.context.run_id)} == pids
+    assert find_processes(run.context.run_id) == []
+
+
+def _is_back(run: Run, before: dict[str, ProcessState], instance: str) -> bool:
+    mine = [one for one in run.processes.values() if one.instance == instance]
+    return bool(mine) and all(
+        one.phase is Phase.READY and one.pid not in (0, before[one.name].pid) for one in mine
+    )
+
+
+async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DECODE_0", "ignore-sigterm")
+    run = Run(tmp_path, grace_s=0.5)
+    async with run.running():
+        began = time.monotonic()
+    assert 0.5 <= time.monotonic() - began < 5
+    assert find_processes(run.context.run_id) == []
+
+
+async def test_a_second_request_to_stop_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_ROUTER", "ignore-sigterm")
+    run = Run(tmp_path, grace_s=60)
+    async with run.running():
+        run.controller.request_stop()
+        began = time.monotonic()
+    assert time.monotonic() - began < 10
+    assert find_processes(run.context.run_id) == []

@@ -1,0 +1,86 @@
+"""What a person sees while a cluster starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+
+from rich.console import Console
+
+from deploy.display import StartDisplay, ready_message
+from deploy.instance import last_stage
+from deploy.state import ClusterState, Phase, ProcessState
+
+STATE = ClusterState(
+    name="one",
+    run_id="1",
+    pid=1,
+    phase=Phase.STARTING,
+    endpoint="http://127.0.0.1:8000/v1",
+    control_address="127.0.0.1:2",
+    model="tandem-python",
+    started=0.0,
+)
+
+
+def with_process(phase: Phase, stage: str) -> ClusterState:
+    process = ProcessState(
+        name="decode-0", role="decode", instance="decode-0", rank=0, phase=phase, stage=stage
+    )
+    return dataclasses.replace(STATE, processes=(process,))
+
+
+def shown(states: list[ClusterState], *, finish_after: int, terminal: bool = False) -> list[str]:
+    output = io.StringIO()
+    with StartDisplay(Console(file=output, force_terminal=terminal, width=100)) as display:
+        for index, state in enumerate(states):
+            if index == finish_after:
+                display.finish()
+            display.update(state)
+    return [re.sub(r"^\[ *[\d.]+ s\] ", "", line) for line in output.getvalue().splitlines()]
+
+
+def test_without_a_terminal_each_change_is_a_line() -> None:
+    loading = with_process(Phase.STARTING, "loading [1/2]")
+    ready = with_process(Phase.READY, "serving")
+    assert shown([loading, loading, ready], finish_after=9) == [
+        "decode-0     starting   loading [1/2]",
+        "decode-0     ready      serving",
+    ]
+
+
+def test_once_ready_only_changes_of_phase_are_told() -> None:
+    states = [
+        with_process(Phase.READY, "serving"),
+        with_process(Phase.READY, "request 1"),
+        with_process(Phase.RESTARTING, "request 1"),
+    ]
+    assert shown(states, finish_after=1) == [
+        "decode-0     ready      serving",
+        "decode-0     restarting",
+    ]
+
+
+def test_on_a_terminal_there_is_a_table_with_markup_left_alone() -> None:
+    text = "\n".join(
+        shown([with_process(Phase.STARTING, "loading [bold]")], finish_after=9, terminal=True)
+    )
+    assert "loading [bold]" in text
+    assert "0 of 1 ready" in text
+
+
+def test_the_ready_message_has_a_curl_line_of_its_own() -> None:
+    (curl,) = [line for line in ready_message(STATE).splitlines() if "curl" in line]
+    assert curl.strip().startswith("curl http://127.0.0.1:8000/v1/completions -H ")
+    assert '"model": "tandem-python"' in curl
+
+
+def test_a_stage_is_the_last_line_without_its_head() -> None:
+    lines = (
+        "2026-11-21T10:02:03.456 INFO decode-0/1 decode.loop: loading weights 5/9",
+        "",
+    )
+    assert last_stage(lines) == "loading weights 5/9"
+    assert last_stage(("  10%|#", "\r 20%|##\r 30%|###")) == "30%|###"
+    assert last_stage(()) == ""

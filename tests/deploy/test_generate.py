@@ -1,0 +1,63 @@
+"""``tandem generate`` against a stand-in for the router's HTTP side."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+from aiohttp import web
+
+from deploy.cli import main
+from tests.deploy.fake_role import complete
+
+
+async def models(_: web.Request) -> web.Response:
+    return web.json_response({"object": "list", "data": [{"id": "fake-model"}]})
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A server in a thread of its own: the command under test blocks."""
+    loop = asyncio.new_event_loop()
+    app = web.Application()
+    app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", complete)])
+    runner = web.AppRunner(app)
+
+    async def start() -> int:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return int(runner.addresses[0][1])
+
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    port = asyncio.run_coroutine_threadsafe(start(), loop).result(5)
+    yield f"http://127.0.0.1:{port}/v1"
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(5)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_prompt_and_completion_are_printed(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "def f(n):", "--url", url, "--seed", "1"]) == 0
+    assert capsys.readouterr().out == "def f(n):<def><f(n):>\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt: must not be empty"),
+        ("fail", "the worker died"),
+        ("break", "ended the stream before the completion was over"),
+    ],
+)
+def test_failures_are_one_line(
+    prompt: str, message: str, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", prompt, "--url", url]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1

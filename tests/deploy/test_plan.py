@@ -1,0 +1,59 @@
+"""Plans: which processes a configuration means, and how each is started."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.plan import Role, num_devices_needed, plan_instances, process_specs
+from runtime.config import ClusterConfig, DecodeSection, PrefillSection
+from tests.deploy.fakes import fake_config, fake_context
+
+COUNTS = st.integers(1, 4)
+DEVICES = st.sampled_from(["cpu", "cuda"])
+
+
+@given(COUNTS, COUNTS, COUNTS, COUNTS, DEVICES, DEVICES)
+def test_every_rank_is_planned_once(
+    prefills: int, tp: int, decodes: int, dp: int, prefill_device: str, decode_device: str
+) -> None:
+    config = ClusterConfig(
+        prefill=PrefillSection(instances=prefills, tp=tp, device=prefill_device),
+        decode=DecodeSection(instances=decodes, dp=dp, device=decode_device),
+    )
+    plans = plan_instances(config)
+    assert len({plan.name for plan in plans}) == len(plans) == 1 + prefills + decodes
+    ranks = {role: sum(p.num_ranks for p in plans if p.role is role) for role in Role}
+    assert ranks == {Role.ROUTER: 1, Role.PREFILL: prefills * tp, Role.DECODE: decodes * dp}
+    expected = ranks[Role.PREFILL] * (prefill_device == "cuda")
+    expected += ranks[Role.DECODE] * (decode_device == "cuda")
+    assert num_devices_needed(plans) == expected
+
+
+def test_a_process_is_told_who_it_is(tmp_path: Path) -> None:
+    config = fake_config(tmp_path, decode_dp=2)
+    config = dataclasses.replace(config, decode=dataclasses.replace(config.decode, num_threads=3))
+    context = fake_context(config, tmp_path)
+    router, _, decode = plan_instances(config)
+    first, second = process_specs(decode, context, "127.0.0.1:999")
+    assert (first.name, second.name) == ("decode-0/0", "decode-0/1")
+    assert first.log_path != second.log_path
+    assert " ".join(second.command).endswith(
+        f"decode --config {context.config_path} --instance decode-0 --rank 1 "
+        f"--rendezvous 127.0.0.1:999 --router {context.control_address} --host 127.0.0.1"
+    )
+    assert second.env["OMP_NUM_THREADS"] == "3"
+    assert second.env["TANDEM_CLUSTER"] == context.run_id
+    (only,) = process_specs(router, context, "")
+    assert only.command[-4:] == ("--config", str(context.config_path), "--grace", "10")
+
+
+def test_registered_ranks() -> None:
+    config = ClusterConfig(prefill=PrefillSection(tp=4), decode=DecodeSection(dp=2))
+    router, prefill, decode = plan_instances(config)
+    assert router.registering_ranks == ()
+    assert prefill.registering_ranks == (0,)
+    assert decode.registering_ranks == (0, 1)

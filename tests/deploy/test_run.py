@@ -1,0 +1,130 @@
+"""Whole runs under Ray, as processes of their own: signals, crashes, a second run, what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from deploy.cli import main as tandem
+from deploy.state import ClusterState, Phase, ProcessState, RunDir, run_dir_of
+from deploy.sweep import find_processes, is_alive, ray_folder
+from runtime.config import ClusterConfig
+from runtime.config_file import dump_config
+from tests.deploy.fakes import ROOT, fake_config
+
+pytestmark = pytest.mark.slow
+
+
+class FakeRun:
+    """One run of ``tests.deploy.fake_cluster`` and its run directory."""
+
+    def __init__(self, folder: Path, config: ClusterConfig) -> None:
+        self.config_path = folder / "cluster.toml"
+        self.config_path.write_text(dump_config(config), encoding="utf-8")
+        self.run_dir: RunDir = run_dir_of(config.cluster.name, str(folder))
+        self.output = folder / "output"
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.deploy.fake_cluster", str(self.config_path)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                start_new_session=True,
+            )
+
+    def state(self) -> ClusterState:
+        state = self.run_dir.read_state()
+        assert state is not None
+        return state
+
+    def process_named(self, name: str) -> ProcessState:
+        return next(process for process in self.state().processes if process.name == name)
+
+    def wait_ready(self) -> None:
+        until(lambda: "ready\n" in self.output.read_text() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.output.read_text()
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+@contextmanager
+def fake_run(folder: Path) -> Iterator[FakeRun]:
+    """A ready run; whatever the test leaves of it is killed."""
+    run = FakeRun(folder, fake_config(folder))
+    try:
+        run.wait_ready()
+        yield run
+    finally:
+        run.process.kill()
+        run.process.wait()
+        tandem(["down", "--config", str(run.config_path)])
+
+
+def test_ctrl_c_stops_everything_and_leaves_nothing(tmp_path: Path) -> None:
+    with fake_run(tmp_path) as run:
+        state = run.state()
+        assert state.phase is Phase.READY
+        marked = {process.name() for process in find_processes(state.run_id)}
+        assert {"gcs_server", "raylet"} <= marked
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(30) == 0, run.output.read_text()
+        assert "num_left_over=0" in run.output.read_text()
+        assert find_processes(state.run_id) == []
+        assert not ray_folder(state.run_id).exists()
+        assert run.run_dir.read_state() is None
+        assert run.run_dir.read_secret() == ""
+
+
+def test_a_killed_worker_comes_back_and_a_second_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with fake_run(tmp_path) as run:
+        pid = run.process_named("decode-0").pid
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: run.process_named("decode-0").phase is Phase.RESTARTING)
+        until(lambda: run.process_named("decode-0").phase is Phase.READY)
+        assert run.process_named("decode-0").pid not in (0, pid)
+
+        assert tandem(["up", str(run.config_path)]) == 1
+        assert "is already running at http://127.0.0.1:" in capsys.readouterr().err
+
+        assert tandem(["status", "--config", str(run.config_path)]) == 0
+        shown = capsys.readouterr().out
+        assert "fake ready  fake-model at http://127.0.0.1:" in shown
+        assert all(name in shown for name in ("router", "prefill-0", "decode-0"))
+
+        run_id = run.state().run_id
+        assert tandem(["down", "--config", str(run.config_path)]) == 0
+        assert run.process.wait(5) == 0
+        assert find_processes(run_id) == []
+
+
+def test_nothing_survives_a_killed_controller(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with fake_run(tmp_path) as run:
+        state = run.state()
+        run.process.kill()
+        run.process.wait()
+        pids = [process.pid for process in state.processes]
+        until(lambda: not any(is_alive(pid) for pid in pids), 20)
+
+        assert tandem(["status", "--config", str(run.config_path)]) == 1
+        assert "'fake' is not running" in capsys.readouterr().err
+        assert tandem(["down", "--config", str(run.config_path)]) == 0
+        assert find_processes(state.run_id) == []
+        assert not ray_folder(state.run_id).exists()
+        assert run.run_dir.read_state() is None
