@@ -113,6 +113,7 @@ class PrefillSide:
         num_parts: int = 1,
         pool: Pool | None = None,
         wrap: Callable[[Transport], Transport] | None = None,
+        num_threads: int = 2,
         options: LaneOptions | None = None,
     ) -> None:
         if pool is None:
@@ -133,6 +134,7 @@ class PrefillSide:
             on_closed=self.reports.put,
             part=part,
             num_parts=num_parts,
+            num_threads=num_threads,
             options=options,
         )
 
