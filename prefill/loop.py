@@ -120,6 +120,11 @@ class EngineLoop:
         """As of the last step."""
         return self._load
 
+    @property
+    def is_started(self) -> bool:
+        """Whether the thread was ever started."""
+        return self._thread.ident is not None
+
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()

@@ -18,7 +18,7 @@ import grpc.aio
 from kv_transfer.layout import KVLayout
 from kv_transfer.ticket import PeerEndpoint
 from kv_transfer.transport import peer_name
-from runtime.errors import InternalError, StaleTicketError
+from runtime.errors import LayoutMismatchError, StaleTicketError
 from runtime.logging import fields, get_logger
 from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc
 from runtime.rpc import map_rpc_errors
@@ -68,6 +68,8 @@ class Greeting:
     num_ranks: int
     transport: str
     layout: KVLayout
+    slot_bytes: int
+    """Of a metadata slot; both sides compute it from the same settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +160,14 @@ class PeerDirectory:
         if not same_identity(endpoint.decode, decode):
             raise StaleTicketError(f"{peer_of(endpoint.decode)} answers at {address}, not {peer}")
         if endpoint.transport != greeting.transport:
-            raise InternalError(
+            raise LayoutMismatchError(
                 f"{peer} speaks {endpoint.transport!r}, we speak {greeting.transport!r}: set the "
                 "same kv_transfer.transport on both"
+            )
+        if endpoint.metadata_slot_bytes != greeting.slot_bytes:
+            raise LayoutMismatchError(
+                f"{peer} has metadata slots of {endpoint.metadata_slot_bytes} bytes, ours have "
+                f"{greeting.slot_bytes}: run the same version and model on both"
             )
         logger.info("met a decode rank %s", fields(peer=peer, address=address))
         return PeerEndpoint(

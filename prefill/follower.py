@@ -1,0 +1,116 @@
+"""The loop of every rank but 0: take the plan, obey its commands, run its batch, push, answer.
+
+A follower has no requests, no scheduler and no gRPC. It sends its own share of the blocks with its
+own sender, and what that has closed goes to rank 0 with the answer to the next plan.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from engine.batch import ForwardBatch, pack_forward_batch
+from prefill.commands import CommandStream, PushBlocks
+from prefill.kv_push import PushSettings, StepPusher
+from prefill.rank_plan import CLOSURES_PER_ROW, BatchArrays, Closure, PlanKind, StepPlan
+from prefill.rank_sender import apply_command
+from prefill.sender_group import TicketSender
+
+
+class PlanSource(Protocol):
+    """Where plans come from: `rank_link.FollowerLink`."""
+
+    def exchange(self, closures: list[Closure]) -> StepPlan:
+        """Give closures, get the next plan; blocks."""
+        ...
+
+
+class ForwardRunner(Protocol):
+    """The part of `engine.runner.ModelRunner` that a follower uses."""
+
+    def forward_only(
+        self, batch: ForwardBatch, *, on_layer_done: Callable[[int], None] | None = None
+    ) -> None:
+        """Take part in a step that rank 0 executes."""
+        ...
+
+
+class Follower:
+    """One rank's loop. `ticket_closed` is for the sender's threads, the rest for the loop's."""
+
+    def __init__(
+        self,
+        plans: PlanSource,
+        runner: ForwardRunner,
+        sender: TicketSender,
+        push: PushSettings,
+        *,
+        block_size: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._plans = plans
+        self._runner = runner
+        self._sender = sender
+        self._push = push
+        self._block_size = block_size
+        self._device = device
+        self._stream = CommandStream()
+        self._pushes: list[PushBlocks] = []  # of the step that comes next
+        self._closures: queue.SimpleQueue[Closure] = queue.SimpleQueue()
+
+    def ticket_closed(self, closure: Closure) -> None:
+        """Tell rank 0 with the next answer."""
+        self._closures.put(closure)
+
+    def run(self) -> None:
+        """Follow until rank 0 says stop.
+
+        Raises:
+            PeerLostError: another rank is gone.
+        """
+        while self.follow():
+            pass
+
+    def follow(self) -> bool:
+        """Obey one plan; whether another one will come."""
+        plan = self._plans.exchange(self._take_closures())
+        for command in self._stream.feed(plan.commands):
+            if isinstance(command, PushBlocks):
+                self._pushes.append(command)
+            else:
+                apply_command(self._sender, command)
+        if plan.batch is not None:
+            self._run_step(plan.batch)
+        return plan.kind is not PlanKind.STOP
+
+    def _run_step(self, arrays: BatchArrays) -> None:
+        pushes, self._pushes = self._pushes, []
+        pusher = StepPusher(self._sender, pushes, self._push)
+        batch = make_batch(arrays, self._block_size, self._device)
+        self._runner.forward_only(batch, on_layer_done=pusher.on_layer_done)
+        pusher.finish()
+
+    def _take_closures(self) -> list[Closure]:
+        closures: list[Closure] = []
+        while len(closures) < CLOSURES_PER_ROW and not self._closures.empty():
+            closures.append(self._closures.get())
+        return closures
+
+
+def make_batch(
+    arrays: BatchArrays, block_size: int, device: torch.device | str = "cpu"
+) -> ForwardBatch:
+    """The tensors of a step that came as a message, equal to those that rank 0 runs."""
+    return pack_forward_batch(
+        arrays.input_ids.astype(np.int64),
+        arrays.query_lens.astype(np.int64),
+        arrays.seq_lens.astype(np.int64),
+        arrays.block_tables,
+        logits_indices=arrays.logits_indices.astype(np.int64),
+        block_size=block_size,
+        device=device,
+    )

@@ -1,0 +1,93 @@
+"""What a prefill worker counts. Names begin with `pd_prefill_`; times are seconds.
+
+Updated on the event loop only; the gauges read the engine loop's last snapshot at each scrape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from prefill.messages import FirstTokenSampled, LoopLoad, PartClosed
+from runtime.errors import TandemError
+from runtime.metrics import LATENCY_BUCKETS_S, gauge_of
+from runtime.pb import decode_pb2
+
+
+class PrefillMetrics:
+    """Counters and histograms of one worker, on the registry that it is given."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, documentation: str) -> Histogram:
+            return Histogram(name, documentation, buckets=LATENCY_BUCKETS_S, registry=registry)
+
+        self._registry = registry
+        self._requests = Counter(
+            "pd_prefill_requests_total",
+            "Requests by how they ended: first_token, or the name of an error code",
+            ["outcome"],
+            registry=registry,
+        )
+        self._prompt_tokens = Counter(
+            "pd_prefill_prompt_tokens_total",
+            "Prompt tokens of answered requests",
+            registry=registry,
+        )
+        self._cached_tokens = Counter(
+            "pd_prefill_cached_tokens_total",
+            "Prompt tokens that the prefix cache gave",
+            registry=registry,
+        )
+        self._sent_bytes = Counter(
+            "pd_prefill_kv_sent_bytes_total", "Bytes of KV that all ranks sent", registry=registry
+        )
+        self._parts = Counter(
+            "pd_prefill_ticket_parts_total",
+            "Parts of tickets by how they ended",
+            ["outcome"],
+            registry=registry,
+        )
+        self._queue = histogram("pd_prefill_queue_seconds", "From arrival to the first chunk")
+        self._compute = histogram("pd_prefill_compute_seconds", "In steps, summed over chunks")
+        self._transfer = histogram(
+            "pd_prefill_kv_transfer_seconds", "First post to last completion of a part"
+        )
+        self._exposed = histogram(
+            "pd_prefill_kv_exposed_seconds", "From the first token to the end of a sent part"
+        )
+
+    def watch(self, load: Callable[[], LoopLoad], num_dropped: Callable[[], int]) -> None:
+        """Export the engine loop's queues and pool, and the closures that decode never got."""
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "num_requests_waiting": ("Queued for blocks", lambda: load().num_waiting),
+            "num_requests_running": ("Being computed", lambda: load().num_running),
+            "num_requests_sending": ("Computed, still sent", lambda: load().num_sending),
+            "num_tokens_waiting": ("Tokens to compute", lambda: load().num_tokens_waiting),
+            "num_free_blocks": ("KV blocks to allocate", lambda: load().num_free_blocks),
+            "num_total_blocks": ("Usable KV blocks", lambda: load().num_total_blocks),
+            "num_dropped_closures": ("CloseTicket calls that were given up", num_dropped),
+        }
+        for name, (documentation, read) in gauges.items():
+            gauge_of(self._registry, f"pd_prefill_{name}", documentation, read)
+
+    def first_token(self, event: FirstTokenSampled, num_prompt_tokens: int) -> None:
+        """A request was answered."""
+        self._requests.labels("first_token").inc()
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._cached_tokens.inc(event.num_cached_tokens)
+        self._queue.observe(event.queue_s)
+        self._compute.observe(event.compute_s)
+
+    def request_ended(self, error: TandemError) -> None:
+        """A request ended without a first token."""
+        self._requests.labels(error.code.name.lower()).inc()
+
+    def part_closed(self, event: PartClosed, outcome: decode_pb2.TicketOutcome) -> None:
+        """A rank is done with a ticket."""
+        name = decode_pb2.TicketOutcome.Name(outcome).removeprefix("TICKET_OUTCOME_").lower()
+        self._parts.labels(name).inc()
+        self._sent_bytes.inc(event.closure.num_bytes)
+        if outcome == decode_pb2.TICKET_OUTCOME_SENT:
+            self._transfer.observe(event.closure.transfer_s)
+            self._exposed.observe(event.kv_exposed_s)

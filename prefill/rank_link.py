@@ -1,0 +1,116 @@
+"""The exchange between rank 0 and the other ranks: one broadcast, one gather, both of fixed shape.
+
+Ranks meet here before every step, and now and then when there is none. Rank 0's side is
+`LeaderLink`, the others' `FollowerLink`; the messages are those of `prefill.rank_plan`. A rank that
+dies breaks the collective for all: the instance is over, and every process of it exits.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+import torch
+
+from engine.parallel.groups import RankGroup
+from prefill.messages import RankClosed
+from prefill.rank_plan import (
+    ROW_BYTES,
+    BatchArrays,
+    Closure,
+    PlanKind,
+    PlanShape,
+    StepPlan,
+    decode_plan,
+    decode_row,
+    encode_plan,
+    encode_row,
+)
+from runtime.errors import InternalError
+
+
+def agree_on_epoch(group: RankGroup) -> int:
+    """Return rank 0's draw for this life of the instance, in [1, 2**63), known to all ranks."""
+    drawn = torch.tensor([secrets.randbits(63) or 1], dtype=torch.int64)
+    return int(group.all_gather(drawn)[0])
+
+
+class LeaderLink:
+    """Rank 0's side; implements `sender_group.Followers`."""
+
+    def __init__(self, group: RankGroup, shape: PlanShape, epoch: int) -> None:
+        assert group.rank == 0
+        self._group = group
+        self._shape = shape
+        self._epoch = epoch
+        self._step = 0
+
+    @property
+    def num_followers(self) -> int:
+        """Ranks besides rank 0."""
+        return self._group.size - 1
+
+    def exchange(self, batch: BatchArrays | None, commands: bytes) -> list[RankClosed]:
+        """Send a step, or commands only; return what the ranks have closed since the last time.
+
+        Raises:
+            PeerLostError: a rank is gone.
+            InternalError: a rank is out of step.
+        """
+        size = self._shape.num_command_bytes
+        pieces = [commands[start : start + size] for start in range(0, len(commands), size)]
+        closed: list[RankClosed] = []
+        for piece in pieces[:-1]:
+            closed += self._send(PlanKind.COMMANDS, None, piece)
+        kind = PlanKind.COMMANDS if batch is None else PlanKind.STEP
+        return closed + self._send(kind, batch, pieces[-1] if pieces else b"")
+
+    def stop(self) -> None:
+        """Have the other ranks leave their loops."""
+        self._send(PlanKind.STOP, None, b"")
+
+    def _send(self, kind: PlanKind, batch: BatchArrays | None, commands: bytes) -> list[RankClosed]:
+        self._step += 1
+        plan = StepPlan(
+            epoch=self._epoch, step=self._step, kind=kind, batch=batch, commands=commands
+        )
+        self._group.broadcast(torch.from_numpy(encode_plan(plan, self._shape)))
+        rows = self._group.all_gather(_row(self._epoch, self._step, ())).numpy()
+        return [
+            RankClosed(rank, closure)
+            for rank in range(1, self._group.size)
+            for closure in decode_row(rows[rank], self._epoch, self._step)
+        ]
+
+
+class FollowerLink:
+    """The side of any other rank."""
+
+    def __init__(self, group: RankGroup, shape: PlanShape, epoch: int) -> None:
+        assert group.rank > 0
+        self._group = group
+        self._shape = shape
+        self._epoch = epoch
+        self._step = 0
+
+    def exchange(self, closures: Sequence[Closure]) -> StepPlan:
+        """Wait for the next plan, and answer with at most CLOSURES_PER_ROW closures.
+
+        Raises:
+            PeerLostError: a rank is gone, or rank 0 was silent for the group's timeout.
+            InternalError: the plan is not the next one of this epoch.
+        """
+        message = torch.zeros(self._shape.nbytes, dtype=torch.uint8)
+        plan = decode_plan(self._group.broadcast(message).numpy(), self._shape)
+        self._step += 1
+        if (plan.epoch, plan.step) != (self._epoch, self._step):
+            raise InternalError(
+                f"plan {plan.step} of epoch {plan.epoch:x} came in place of {self._step} of "
+                f"{self._epoch:x}"
+            )
+        self._group.all_gather(_row(self._epoch, self._step, closures))
+        return plan
+
+
+def _row(epoch: int, step: int, closures: Sequence[Closure]) -> torch.Tensor:
+    return torch.from_numpy(encode_row(epoch, step, closures)).view(1, ROW_BYTES)

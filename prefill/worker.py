@@ -1,0 +1,349 @@
+"""The processes of a prefill worker, as `runtime.service.run_service` drives them.
+
+`LeaderWorker` is rank 0: gRPC server, engine loop, registration. `FollowerWorker` is any other
+rank: it has nothing but its loop, and ends when rank 0 says so or the group breaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+import grpc.aio
+from prometheus_client import CollectorRegistry
+
+from engine.memory.block_pool import BlockPool
+from prefill.assembly import RankParts, WorkerOptions, build_rank, checkpoint_dir
+from prefill.closer import TicketCloser
+from prefill.follower import Follower
+from prefill.live_runs import LiveRuns
+from prefill.loop import EngineLoop, LoopSettings
+from prefill.messages import Event, LoopLoad, RankClosed, StopLoop
+from prefill.metrics import PrefillMetrics
+from prefill.nonces import NonceMemory
+from prefill.peers import ChannelCache, Greeting, PeerDirectory
+from prefill.rank_link import FollowerLink, LeaderLink
+from prefill.rank_plan import Closure
+from prefill.scheduler import Scheduler
+from prefill.sender_group import SenderGroup
+from prefill.service import PrefillService
+from prefill.validation import RunLimits
+from runtime.errors import InternalError
+from runtime.logging import fields, get_logger
+from runtime.metrics import MetricsServer
+from runtime.pb import common_pb2, prefill_pb2_grpc, registry_pb2
+from runtime.registration import RegistryClient
+from runtime.rpc import bind_port, create_server, open_channel
+from runtime.wire import identity
+
+JOIN_TIMEOUT_S = 30.0
+ANSWER_GRACE_S = 1.0
+FLUSH_TIMEOUT_S = 3.0
+
+logger = get_logger(__name__)
+
+
+class LeaderWorker:
+    """Rank 0."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._options = options
+        # What was acquired, released in reverse order by `shutdown`.
+        self._stack = contextlib.AsyncExitStack()
+        self._metrics_registry = CollectorRegistry()
+        self._metrics = PrefillMetrics(self._metrics_registry)
+        self._nonces = NonceMemory(time.monotonic)
+        self._channels = ChannelCache(partial(open_channel, secret=options.secret))
+        self._closer = TicketCloser(self._channels)
+        self._loop: EngineLoop | None = None
+        self._service: PrefillService | None = None
+        self._runs: LiveRuns | None = None
+        self._registration: RegistryClient | None = None
+
+    async def startup(self) -> None:
+        """Build the rank, serve, register."""
+        self._stack.push_async_callback(self._channels.close)
+        parts = await asyncio.to_thread(build_rank, self._options, self._ticket_closed)
+        self._stack.callback(parts.groups.destroy)
+        self._stack.push_async_callback(asyncio.to_thread, parts.transport.close)
+        peers = self._meet_peers(parts)
+        self._runs = self._make_runs(parts, peers)
+        self._stack.push_async_callback(self._close_tickets, parts)
+        self._loop = make_loop(parts, self._options, _emitter(self._runs))
+        self._stack.push_async_callback(self._stop_loop)
+        self._watch(self._loop)
+        self._service = PrefillService(
+            _limits_of(parts, self._options),
+            self._runs,
+            self._nonces,
+            peers,
+            self._loop.submit,
+            on_draining=self._tell_router,
+        )
+        address = await self._serve(self._service)
+        self._loop.start()
+        await self._register(parts, address)
+
+    async def main_loop(self) -> None:
+        """Run as long as the engine loop does.
+
+        Raises:
+            InternalError: the engine loop failed; every request was answered.
+        """
+        assert self._runs is not None
+        error = await asyncio.shield(self._runs.loop_ended)
+        if error is not None:
+            raise InternalError(f"the engine loop failed: {error!r}") from error
+
+    async def drain(self) -> None:
+        """Refuse new requests; return when the last one is drained and decode knows."""
+        assert self._service is not None
+        assert self._runs is not None
+        self._service.start_draining()
+        await self._runs.wait_empty()
+
+    async def shutdown(self) -> None:
+        """Leave the pool, stop the engine loop, close what is left, let everything go."""
+        await self._stack.aclose()
+
+    def _meet_peers(self, parts: RankParts) -> PeerDirectory:
+        greeting = Greeting(
+            identity=_identity_of(parts, self._options),
+            num_ranks=self._options.config.prefill.tp,
+            transport=self._options.config.kv_transfer.transport,
+            layout=parts.layout,
+            slot_bytes=parts.slot_layout.slot_bytes,
+        )
+        peers = PeerDirectory(greeting, self._channels)
+        self._stack.push_async_callback(peers.close)
+        return peers
+
+    def _make_runs(self, parts: RankParts, peers: PeerDirectory) -> LiveRuns:
+        return LiveRuns(
+            _identity_of(parts, self._options),
+            self._options.config.prefill.tp,
+            nonces=self._nonces,
+            closer=self._closer,
+            metrics=self._metrics,
+            forget_peer=peers.forget,
+        )
+
+    def _watch(self, loop: EngineLoop) -> None:
+        self._metrics.watch(lambda: loop.load, lambda: self._closer.num_dropped)
+
+    async def _serve(self, service: PrefillService) -> str:
+        """Listen for gRPC and for scrapes; return the gRPC address."""
+        metrics_server = MetricsServer(self._metrics_registry)
+        self._stack.push_async_callback(metrics_server.stop)
+        metrics_port = await metrics_server.start(self._options.host)
+        server = create_server(self._options.secret)
+        prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
+        port = bind_port(server, self._options.host, 0)
+        await server.start()
+        self._stack.push_async_callback(self._stop_serving, server)
+        address = f"{self._options.host}:{port}"
+        logger.info("serving %s", fields(address=address, metrics_port=metrics_port))
+        return address
+
+    async def _register(self, parts: RankParts, address: str) -> None:
+        self._registration = RegistryClient(
+            self._options.router,
+            self._options.secret,
+            _record_of(parts, self._options, address),
+            self._worker_load,
+        )
+        self._stack.push_async_callback(self._registration.close)
+        await self._registration.start()
+
+    async def _stop_serving(self, server: grpc.aio.Server) -> None:
+        """End the engine loop first: its last events answer the calls that are still open."""
+        await self._stop_loop()
+        await server.stop(ANSWER_GRACE_S)
+
+    async def _stop_loop(self) -> None:
+        assert self._loop is not None
+        assert self._runs is not None
+        if self._loop.is_started:
+            self._loop.submit(StopLoop())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(JOIN_TIMEOUT_S):
+                    await asyncio.shield(self._runs.loop_ended)
+
+    async def _close_tickets(self, parts: RankParts) -> None:
+        """Stop sending, then tell decode of what will not come any more."""
+        assert self._runs is not None
+        await asyncio.to_thread(parts.sender.close)
+        self._runs.close_left(0, InternalError("the prefill worker stopped"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                await self._closer.flush()
+
+    def _ticket_closed(self, closure: Closure) -> None:
+        assert self._loop is not None
+        self._loop.submit(RankClosed(0, closure))
+
+    def _tell_router(self) -> None:
+        if self._registration is not None:
+            self._registration.set_draining()
+
+    def _worker_load(self) -> registry_pb2.WorkerLoad:
+        assert self._loop is not None
+        return worker_load(self._loop.load)
+
+
+class FollowerWorker:
+    """Any rank but 0."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._options = options
+        self._follower: Follower | None = None
+        self._parts: RankParts | None = None
+        self._ended: asyncio.Future[None] | None = None
+
+    async def startup(self) -> None:
+        """Build the rank and start to follow."""
+        parts = await asyncio.to_thread(build_rank, self._options, self._ticket_closed)
+        self._parts = parts
+        self._follower = Follower(
+            FollowerLink(parts.groups.tp_group, parts.plan_shape, parts.epoch),
+            parts.runner,
+            parts.sender,
+            parts.push,
+            block_size=parts.kv_pool.block_size,
+            device=parts.kv_pool.device,
+        )
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        # A daemon: a collective that never returns must not keep the process.
+        thread = threading.Thread(
+            target=_follow, args=(self._follower, loop, self._ended), name="follower", daemon=True
+        )
+        thread.start()
+
+    async def main_loop(self) -> None:
+        """Run until rank 0 says stop.
+
+        Raises:
+            PeerLostError: the group broke.
+        """
+        assert self._ended is not None
+        await asyncio.shield(self._ended)
+
+    async def drain(self) -> None:
+        """Go on until rank 0 has drained and says stop."""
+        assert self._ended is not None
+        await asyncio.shield(self._ended)
+
+    async def shutdown(self) -> None:
+        """Stop sending."""
+        if self._parts is not None:
+            await asyncio.to_thread(self._parts.close)
+            if self._ended is not None and self._ended.done() and not self._ended.exception():
+                self._parts.groups.destroy()
+
+    def _ticket_closed(self, closure: Closure) -> None:
+        assert self._follower is not None
+        self._follower.ticket_closed(closure)
+
+
+def make_loop(
+    parts: RankParts, options: WorkerOptions, emit: Callable[[Event], None]
+) -> EngineLoop:
+    """The engine loop of rank 0 on its scheduler, its model and all ranks' senders."""
+    section = options.config.prefill
+    pool = BlockPool(
+        section.num_blocks,
+        section.block_size,
+        enable_prefix_caching=section.enable_prefix_caching,
+    )
+    scheduler = Scheduler(
+        pool,
+        max_num_seqs=section.max_num_seqs,
+        max_num_batched_tokens=section.max_num_batched_tokens,
+    )
+    followers = None
+    if section.tp > 1:
+        followers = LeaderLink(parts.groups.tp_group, parts.plan_shape, parts.epoch)
+    return EngineLoop(
+        scheduler,
+        parts.runner,
+        SenderGroup(parts.sender, followers),
+        emit,
+        LoopSettings(max_model_len=parts.max_model_len, push=parts.push),
+    )
+
+
+def worker_load(load: LoopLoad) -> registry_pb2.WorkerLoad:
+    """The engine loop's load as the router sees it."""
+    return registry_pb2.WorkerLoad(
+        num_requests_running=load.num_running + load.num_sending,
+        num_requests_waiting=load.num_waiting,
+        num_tokens_waiting=load.num_tokens_waiting,
+        num_free_blocks=load.num_free_blocks,
+        num_total_blocks=load.num_total_blocks,
+    )
+
+
+def _identity_of(parts: RankParts, options: WorkerOptions) -> common_pb2.WorkerIdentity:
+    return identity(options.instance, parts.epoch)
+
+
+def _limits_of(parts: RankParts, options: WorkerOptions) -> RunLimits:
+    return RunLimits(
+        identity=_identity_of(parts, options),
+        layout_fingerprint=parts.layout.fingerprint(),
+        block_size=parts.kv_pool.block_size,
+        max_model_len=parts.max_model_len,
+        vocab_size=parts.model_config.vocab_size,
+        max_top_logprobs=parts.slot_layout.max_top_logprobs,
+    )
+
+
+def _record_of(parts: RankParts, options: WorkerOptions, address: str) -> registry_pb2.WorkerRecord:
+    config = options.config
+    return registry_pb2.WorkerRecord(
+        identity=_identity_of(parts, options),
+        role=common_pb2.ROLE_PREFILL,
+        address=address,
+        num_ranks=config.prefill.tp,
+        model=config.model.name or checkpoint_dir(config).name,
+        max_model_len=parts.max_model_len,
+        layout_fingerprint=parts.layout.fingerprint(),
+        transport=config.kv_transfer.transport,
+        block_size=config.prefill.block_size,
+    )
+
+
+def _emitter(runs: LiveRuns) -> Callable[[Event], None]:
+    """Carries events from the engine loop's thread to the event loop."""
+    event_loop = asyncio.get_running_loop()
+
+    def emit(event: Event) -> None:
+        # The event loop may be gone when the engine loop's last step outlives the shutdown.
+        with contextlib.suppress(RuntimeError):
+            event_loop.call_soon_threadsafe(runs.handle, event)
+
+    return emit
+
+
+def _follow(
+    follower: Follower, event_loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]
+) -> None:
+    """The follower's thread: run, then tell the event loop how it ended."""
+    error: Exception | None = None
+    try:
+        follower.run()
+    except Exception as caught:
+        logger.exception("the follower failed")
+        error = caught
+
+    def tell() -> None:
+        if not ended.done():
+            ended.set_exception(error) if error else ended.set_result(None)
+
+    with contextlib.suppress(RuntimeError):
+        event_loop.call_soon_threadsafe(tell)
