@@ -29,16 +29,17 @@ class RotaryEmbedding:
 def inverse_frequencies(config: ModelConfig) -> Tensor:
     """Return radians per position of each pair, [qk_rope_head_dim / 2] float32."""
     dim, base, yarn = config.qk_rope_head_dim, config.rope_theta, config.yarn
-    trained = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    wavelengths = base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    trained = 1.0 / wavelengths
     if yarn is None:
         return trained
     low = math.floor(_pair_with_rotations(yarn.beta_fast, dim, base, yarn))
     high = math.ceil(_pair_with_rotations(yarn.beta_slow, dim, base, yarn))
     low, high = max(low, 0), min(high, dim - 1)
-    # 0 up to the pair `low` (keep as trained), rising to 1 at the pair `high` (stretch).
+    # 1 up to the pair `low` (keep as trained), falling to 0 at the pair `high` (stretch).
     width = max(high - low, 0.001)
-    stretch = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-    return trained / yarn.factor * stretch + trained * (1 - stretch)
+    keep = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return 1.0 / (yarn.factor * wavelengths) * (1 - keep) + trained * keep
 
 
 def cos_sin_scale(yarn: YarnConfig | None) -> float:

@@ -1,0 +1,126 @@
+"""The plan covers every row exactly once and keeps its promises about padding and size."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.batch import ForwardBatch, pack_forward_batch
+from engine.layers.attention_plan import (
+    MAX_GROUP_TOKENS,
+    AttentionPlan,
+    AttentionRule,
+    plan_attention,
+)
+
+BLOCK_SIZE = 4
+DEEPSEEK_V3 = AttentionRule(nope=128, rope=64, value=128, latent=512)
+
+
+def make_batch(lengths: list[tuple[int, int]]) -> ForwardBatch:
+    """Batch of (num_queries, prefix) sequences, each with its own blocks."""
+    queries = np.array([q for q, _ in lengths], dtype=np.int64)
+    totals = np.array([q + p for q, p in lengths], dtype=np.int64)
+    blocks = -(-totals // BLOCK_SIZE)
+    tables = np.zeros((len(lengths), int(blocks.max())), dtype=np.int32)
+    first = 1
+    for row, count in enumerate(blocks):
+        tables[row, :count] = np.arange(first, first + count)
+        first += count
+    return pack_forward_batch(
+        np.zeros(int(queries.sum()), dtype=np.int64),
+        queries,
+        totals,
+        tables,
+        logits_indices=np.zeros(0, dtype=np.int64),
+        block_size=BLOCK_SIZE,
+    )
+
+
+def absorbed_rows(plan: AttentionPlan) -> list[int]:
+    if isinstance(plan.absorbed_rows, slice):
+        return list(range(plan.absorbed_rows.start, plan.absorbed_rows.stop))
+    return [int(row) for row in plan.absorbed_rows]
+
+
+SEQUENCES = st.lists(
+    st.tuples(st.sampled_from([1, 1, 1, 2, 3, 40]), st.integers(0, 90)), min_size=1, max_size=12
+)
+
+
+@given(lengths=SEQUENCES, cost=st.sampled_from([0.0, 0.5, 1.0, float("inf")]))
+def test_every_row_once_with_its_own_context(lengths: list[tuple[int, int]], cost: float) -> None:
+    batch = make_batch(lengths)
+    rule = AttentionRule(nope=4, rope=2, value=4, latent=16, absorbed_cost=cost)
+    plan = plan_attention(batch, BLOCK_SIZE, rule)
+    owner = np.repeat(np.arange(len(lengths)), [q for q, _ in lengths]).tolist()
+    blocks = {
+        index: batch.block_tables[index, : -(-(q + p) // BLOCK_SIZE)].tolist()
+        for index, (q, p) in enumerate(lengths)
+    }
+    seen: list[int] = []
+    for segment in plan.segments:
+        seen += range(segment.rows.start, segment.rows.stop)
+        assert segment.block_ids.tolist() == blocks[owner[segment.rows.start]]
+    rows = absorbed_rows(plan)
+    for group in plan.groups:
+        own = rows[group.rows]
+        seen += own
+        num_seqs, num_queries, num_positions = group.hidden_SQP.shape
+        width = num_positions // BLOCK_SIZE
+        assert num_seqs * num_positions <= MAX_GROUP_TOKENS or num_seqs == 1
+        for s in range(num_seqs):
+            first_row = own[s * num_queries]
+            mine = blocks[owner[first_row]]
+            table = group.block_ids[s * width : (s + 1) * width].tolist()
+            assert table == mine + [0] * (width - len(mine))
+            assert width < 2 * len(mine), "at most twofold padding"
+            for q in range(num_queries):
+                num_visible = int((~group.hidden_SQP[s, q]).sum())
+                assert num_visible == int(batch.positions[first_row + q]) + 1
+                assert not group.hidden_SQP[s, q, :num_visible].any()
+    assert sorted(seen) == list(range(batch.num_tokens))
+
+
+def test_a_decode_step_is_one_slice() -> None:
+    plan = plan_attention(make_batch([(1, 9), (1, 10), (1, 8)]), BLOCK_SIZE, DEEPSEEK_V3)
+    assert plan.absorbed_rows == slice(0, 3)
+    assert len(plan.groups) == 1
+    assert plan.segments == ()
+
+
+def test_long_contexts_do_not_share_a_group() -> None:
+    plan = plan_attention(make_batch([(1, MAX_GROUP_TOKENS)] * 3), BLOCK_SIZE, DEEPSEEK_V3)
+    assert [group.hidden_SQP.shape[0] for group in plan.groups] == [1, 1, 1]
+
+
+def test_no_sequences() -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    batch = ForwardBatch(
+        input_ids=none,
+        positions=none,
+        slot_mapping=none,
+        cu_seqlens_q=torch.zeros(1, dtype=torch.int32),
+        seq_lens=none.int(),
+        block_tables=torch.zeros(0, 1, dtype=torch.int32),
+        logits_indices=none,
+        max_seqlen_q=0,
+    )
+    plan = plan_attention(batch, BLOCK_SIZE, DEEPSEEK_V3)
+    assert (plan.segments, plan.groups, plan.absorbed_rows) == ((), (), slice(0, 0))
+
+
+def test_rule_at_full_size() -> None:
+    assert DEEPSEEK_V3.takes_absorbed(1, 4096)
+    assert DEEPSEEK_V3.takes_absorbed(2, 4096), "verifying one draft stays absorbed"
+    assert not DEEPSEEK_V3.takes_absorbed(4096, 4096), "a whole prompt is decompressed"
+    assert not DEEPSEEK_V3.takes_absorbed(512, 4096)
+    # Few new tokens on a long prefix: expanding the prefix would cost more than it saves.
+    assert DEEPSEEK_V3.takes_absorbed(64, 8192)
+
+
+def test_rule_can_be_forced() -> None:
+    never = AttentionRule(nope=1, rope=1, value=1, latent=1, absorbed_cost=float("inf"))
+    always = AttentionRule(nope=1, rope=1, value=1, latent=1, absorbed_cost=0.0)
+    assert not never.takes_absorbed(1, 5)
+    assert always.takes_absorbed(500, 500)

@@ -1,0 +1,134 @@
+"""Attention gives the same result in both forms, in any chunks, in any company."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.batch import pack_forward_batch
+from engine.config import ModelConfig
+from engine.layers.attention_plan import AttentionRule, AttentionStep, plan_attention
+from engine.layers.context import LayerContext
+from engine.layers.mla import MLA
+from engine.layers.rotary import RotaryEmbedding
+from engine.layers.scratch import Scratch
+from engine.memory.kv_pool import KVPool
+from tests.engine.tiny import tiny_config
+
+BLOCK_SIZE = 8
+NUM_BLOCKS = 24
+DECOMPRESSED, ABSORBED = float("inf"), 0.0
+
+
+class Bench:
+    """One attention layer, in the middle of a pool of three, and a table of blocks a sequence."""
+
+    def __init__(self, *, absorbed_cost: float = 1.0, **changes: object) -> None:
+        self.config = ModelConfig.from_hf(tiny_config(**changes))
+        self.mla = MLA(self.config, LayerContext(), 1)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.mla.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data.copy_(noise / parameter.shape[-1] ** 0.5)
+        self.rotary = RotaryEmbedding(self.config, torch.device("cpu"))
+        self.rule = AttentionRule.of(self.config, absorbed_cost=absorbed_cost)
+        self.pool = KVPool(NUM_BLOCKS, 3, BLOCK_SIZE, self.config.latent_dim)
+        self.pool.data.fill_(float("nan"))  # what is read without having been written shows
+        self.pool.data[0] = 0.0
+        self.tables: dict[int, list[int]] = {}
+        self.free = list(range(NUM_BLOCKS - 1, 0, -1))
+
+    def run(self, parts: list[tuple[int, int, Tensor]]) -> list[Tensor]:
+        """Run one step of (sequence, first position, hidden [n, D]) parts."""
+        for sequence, start, hidden in parts:
+            table = self.tables.setdefault(sequence, [])
+            while len(table) * BLOCK_SIZE < start + len(hidden):
+                table.append(self.free.pop())
+                self.pool.data[table[-1]] = 0.0
+        width = max(len(self.tables[sequence]) for sequence, _, _ in parts)
+        rows = [self.tables[s] + [0] * (width - len(self.tables[s])) for s, _, _ in parts]
+        lens = np.array([len(hidden) for _, _, hidden in parts])
+        batch = pack_forward_batch(
+            np.zeros(lens.sum(), dtype=np.int64),
+            lens,
+            np.array([start + len(hidden) for _, start, hidden in parts]),
+            np.array(rows, dtype=np.int32),
+            logits_indices=np.zeros(0, dtype=np.int64),
+            block_size=BLOCK_SIZE,
+        )
+        cos, sin = self.rotary(batch.positions)
+        step = AttentionStep(
+            plan=plan_attention(batch, BLOCK_SIZE, self.rule),
+            slot_mapping=batch.slot_mapping,
+            cos=cos,
+            sin=sin,
+            kv_pool=self.pool,
+            scratch=Scratch(),
+        )
+        out = self.mla(torch.cat([hidden for _, _, hidden in parts]), step)
+        return list(out.split_with_sizes(lens.tolist()))
+
+
+def draw(length: int, seed: int = 1) -> Tensor:
+    return torch.randn(length, 64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 24])
+@pytest.mark.parametrize("length", [1, 8, 37])
+def test_both_forms_agree(q_lora_rank: int | None, length: int) -> None:
+    hidden = draw(length)
+    outs = [
+        Bench(absorbed_cost=cost, q_lora_rank=q_lora_rank).run([(0, 0, hidden)])[0]
+        for cost in (DECOMPRESSED, ABSORBED)
+    ]
+    assert outs[0].abs().max() > 0.05
+    torch.testing.assert_close(outs[0], outs[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cost", [DECOMPRESSED, ABSORBED, 1.0])
+@pytest.mark.parametrize("chunks", [[37], [8, 8, 21], [5, 1, 30, 1], [1] * 37])
+def test_chunks_change_nothing(cost: float, chunks: list[int]) -> None:
+    hidden = draw(37)
+    expected = Bench(absorbed_cost=DECOMPRESSED).run([(0, 0, hidden)])[0]
+    bench, outs, start = Bench(absorbed_cost=cost), [], 0
+    for chunk in chunks:
+        outs += bench.run([(0, start, hidden[start : start + chunk])])
+        start += chunk
+    torch.testing.assert_close(torch.cat(outs), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_company_changes_nothing() -> None:
+    lengths = [1, 9, 30, 2, 17]
+    hiddens = [draw(length + 1, seed) for seed, length in enumerate(lengths)]
+    alone = [Bench().run([(0, 0, hidden)])[0] for hidden in hiddens]
+    together = Bench()
+    first = together.run([(s, 0, hidden[:-1]) for s, hidden in enumerate(hiddens)])
+    # Then a mixed step in another order: decodes around one longer extend.
+    order = [3, 0, 4, 2, 1]
+    last = together.run(
+        [(s, lengths[s], hiddens[s][-1:]) for s in order[:2]]
+        + [(9, 0, hiddens[2])]
+        + [(s, lengths[s], hiddens[s][-1:]) for s in order[2:]]
+    )
+    torch.testing.assert_close(last.pop(2), alone[2], rtol=1e-4, atol=1e-5)
+    for place, s in enumerate(order):
+        torch.testing.assert_close(first[s], alone[s][:-1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(last[place], alone[s][-1:], rtol=1e-4, atol=1e-5)
+
+
+def test_only_its_layer_and_slots_are_written() -> None:
+    bench = Bench()
+    bench.run([(0, 0, draw(11))])
+    written = bench.pool.data.nan_to_num(0.0).abs().sum(-1) > 0
+    blocks = bench.tables[0]
+    assert int(written.sum()) == 11
+    assert written[blocks[0], 1].all()
+    assert written[blocks[1], 1, :3].all()
+
+
+def test_pool_of_another_dtype() -> None:
+    bench = Bench()
+    expected = bench.run([(0, 0, draw(20))])[0]
+    rounded = Bench()
+    rounded.pool = KVPool(NUM_BLOCKS, 3, BLOCK_SIZE, 40, dtype=torch.bfloat16)
+    torch.testing.assert_close(rounded.run([(0, 0, draw(20))])[0], expected, rtol=0.05, atol=0.05)
