@@ -1,0 +1,209 @@
+"""A prefill service over real gRPC: real engine loop, fake model, fake senders, fake decode."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from prometheus_client import CollectorRegistry
+
+from engine.memory.block_pool import BlockPool
+from prefill.closer import TicketCloser
+from prefill.kv_push import PushSettings
+from prefill.live_runs import LiveRuns
+from prefill.loop import EngineLoop, LoopSettings
+from prefill.messages import Event, RankClosed, StopLoop
+from prefill.metrics import PrefillMetrics
+from prefill.nonces import NonceMemory
+from prefill.peers import ChannelCache, Greeting, PeerDirectory
+from prefill.scheduler import Scheduler
+from prefill.sender_group import SenderGroup
+from prefill.service import PrefillService
+from prefill.validation import RunLimits
+from runtime.pb import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
+from runtime.rpc import bind_port, create_server, open_channel
+from tests.prefill.fake_decode import LAYOUT, SECRET, SLOT_BYTES, FakeDecode, serve_decode
+from tests.prefill.fakes import BLOCK_SIZE, FakeRunner, FakeTicketSender
+
+IDENTITY = common_pb2.WorkerIdentity(instance="prefill-0", epoch=5)
+LIMITS = RunLimits(
+    identity=IDENTITY,
+    layout_fingerprint=LAYOUT.fingerprint(),
+    block_size=BLOCK_SIZE,
+    max_model_len=64,
+    vocab_size=1000,
+    max_top_logprobs=20,
+)
+
+
+@dataclass
+class Gate:
+    """Holds the engine loop before a step until it is opened."""
+
+    opened: threading.Event = field(default_factory=threading.Event)
+    reached: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(10.0)
+
+
+@dataclass
+class ServiceBench:
+    """Everything that a test looks at."""
+
+    stub: prefill_pb2_grpc.PrefillStub
+    decode: FakeDecode
+    service: PrefillService
+    runs: LiveRuns
+    nonces: NonceMemory
+    runner: FakeRunner
+    sender: FakeTicketSender
+    scheduler: Scheduler
+    loop: EngineLoop
+    registry: CollectorRegistry
+    drains: list[int]
+
+    def request(self, nonce: int, num_tokens: int = 6, **changes: object) -> prefill_pb2.RunRequest:
+        """A good call; `changes` replace fields, `ticket_...` those of the ticket."""
+        request_id = f"request-{nonce}"
+        ticket = decode_pb2.TransferTicket(
+            request_id=request_id,
+            decode=self.decode.identity,
+            decode_address=self.decode.address,
+            nonce=nonce,
+            layout_fingerprint=LAYOUT.fingerprint(),
+            block_ids=range(1, 1 - (-num_tokens // BLOCK_SIZE)),
+            timeout_s=30.0,
+        )
+        request = prefill_pb2.RunRequest(
+            request_id=request_id,
+            expected=IDENTITY,
+            prompt_token_ids=range(num_tokens),
+            sampling=common_pb2.SamplingParams(
+                max_tokens=8, num_logprobs=-1, num_prompt_logprobs=-1
+            ),
+            timeout_s=30.0,
+        )
+        for name, value in changes.items():
+            target = ticket if name.startswith("ticket_") else request
+            set_field(target, name.removeprefix("ticket_"), value)
+        request.ticket.CopyFrom(ticket)
+        return request
+
+    async def run(self, nonce: int, num_tokens: int = 6, **changes: object) -> object:
+        """Call Run; the FirstToken or the Error."""
+        response = await self.stub.Run(self.request(nonce, num_tokens, **changes), timeout=10)
+        return getattr(response, response.WhichOneof("result"))
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until `condition` holds."""
+        async with asyncio.timeout(5.0):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def drain_senders(self) -> None:
+        """Complete what the senders have in flight, until no call is left."""
+        async with asyncio.timeout(5.0):
+            while len(self.runs):
+                self.sender.close_all()
+                await asyncio.sleep(0.005)
+        await self.runs.wait_empty()
+
+    def assert_empty(self) -> None:
+        """Nothing is left: no call, no request, no block."""
+        assert len(self.runs) == 0
+        assert self.scheduler.num_requests == 0
+        self.scheduler.check_integrity()
+
+    def outcomes(self) -> list[tuple[int, str]]:
+        """(nonce, outcome) of the closures that decode got."""
+        name = decode_pb2.TicketOutcome.Name
+        return [
+            (item.nonce, name(item.outcome).removeprefix("TICKET_OUTCOME_"))
+            for item in self.decode.closures
+        ]
+
+
+def set_field(message: object, name: str, value: object) -> None:
+    """Replace a field of a protobuf message, whatever its kind."""
+    message.ClearField(name)  # type: ignore[attr-defined]
+    if isinstance(value, list | range):
+        getattr(message, name).extend(value)
+    elif hasattr(value, "CopyFrom"):
+        getattr(message, name).CopyFrom(value)
+    else:
+        setattr(message, name, value)
+
+
+@contextlib.asynccontextmanager
+async def service_bench(
+    num_blocks: int = 33, max_num_batched_tokens: int = 64
+) -> AsyncIterator[ServiceBench]:
+    """Serve, and stop everything at the end."""
+    event_loop = asyncio.get_running_loop()
+    channels = ChannelCache(partial(open_channel, secret=SECRET))
+    closer = TicketCloser(channels, retry_delays_s=(0.01,))
+    greeting = Greeting(
+        identity=IDENTITY, num_ranks=1, transport="loopback", layout=LAYOUT, slot_bytes=SLOT_BYTES
+    )
+    peers = PeerDirectory(greeting, channels)
+    registry = CollectorRegistry()
+    metrics, nonces = PrefillMetrics(registry), NonceMemory(event_loop.time)
+    runs = LiveRuns(
+        IDENTITY, 1, nonces=nonces, closer=closer, metrics=metrics, forget_peer=peers.forget
+    )
+    pool = BlockPool(num_blocks, BLOCK_SIZE)
+    scheduler = Scheduler(pool, max_num_seqs=4, max_num_batched_tokens=max_num_batched_tokens)
+    runner = FakeRunner()
+    sender = FakeTicketSender(lambda closure: loop.submit(RankClosed(0, closure)))
+
+    def emit(event: Event) -> None:
+        event_loop.call_soon_threadsafe(runs.handle, event)
+
+    settings = LoopSettings(max_model_len=64, push=PushSettings(num_layers=3), idle_s=0.01)
+    loop = EngineLoop(scheduler, runner, SenderGroup(sender), emit, settings)
+    metrics.watch(lambda: loop.load, lambda: closer.num_dropped)
+    drains: list[int] = []
+    service = PrefillService(
+        LIMITS, runs, nonces, peers, loop.submit, on_draining=lambda: drains.append(1)
+    )
+    async with serve_decode(FakeDecode()) as decode, serve_prefill(service) as stub:
+        loop.start()
+        yield ServiceBench(
+            stub=stub,
+            decode=decode,
+            service=service,
+            runs=runs,
+            nonces=nonces,
+            runner=runner,
+            sender=sender,
+            scheduler=scheduler,
+            loop=loop,
+            registry=registry,
+            drains=drains,
+        )
+        loop.submit(StopLoop())
+        await runs.loop_ended
+        await closer.flush()
+        await peers.close()
+        await channels.close()
+
+
+@contextlib.asynccontextmanager
+async def serve_prefill(service: PrefillService) -> AsyncIterator[prefill_pb2_grpc.PrefillStub]:
+    """Serve on a free port; a stub for it."""
+    server = create_server(SECRET)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
+    port = bind_port(server, "127.0.0.1", 0)
+    await server.start()
+    channel = open_channel(f"127.0.0.1:{port}", SECRET)
+    try:
+        yield prefill_pb2_grpc.PrefillStub(channel)
+    finally:
+        await channel.close(None)
+        await server.stop(None)
