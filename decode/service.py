@@ -145,8 +145,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         finally:
             if not delivered:
                 # The caller may never have seen the ticket, and so will never abort it.
-                error = RequestCancelledError("the call of Reserve was cancelled")
-                self._bridge.abort_reservation(reservation, error)
+                reason = RequestCancelledError("the call of Reserve was cancelled")
+                self._bridge.abort_reservation(reservation, reason)
 
     async def CloseTicket(
         self, request: decode_pb2.CloseTicketRequest, context: CloseContext

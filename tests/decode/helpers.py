@@ -1,4 +1,4 @@
-"""What several decode tests need: requests by size, a clock to turn by hand, a copying KV double."""
+"""What several decode tests need: requests by size, a clock to turn by hand, a KV double."""
 
 from __future__ import annotations
 
