@@ -8,7 +8,9 @@ Prefill ranks hold a ``KVSender``, decode ranks a ``KVReceiver``; both stand on 
 - ``transport``, ``transports/``: the interface of a library that writes into a peer's memory, and
   its implementations.
 - ``metadata``: the slot that carries the first token and proves that a transfer is complete.
-- ``ticket``, ``sender``, ``sender_lane``, ``receiver``: a request's hand-over, on threads of their
-  own.
+- ``ticket``: the values of one hand-over: permission, peer, report.
+- ``sender`` (facade) on ``sender_lane`` (thread), ``sender_commands``, ``open_ticket`` (state),
+  ``post_builder`` (what goes into one post), ``peer_link`` (connection).
+- ``receiver``: waits until every part of a request is here.
 - ``ownership``: blocks of cancelled requests that a late write could still reach (pure).
 """

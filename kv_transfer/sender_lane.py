@@ -268,6 +268,8 @@ class SenderLane:
         for share in draft.shares:
             share.ticket.posted(share.num_writes, start, post_s)
         self._posts.append(_Post(handle, draft.shares))
+        if self._transport.poll(handle) is not TransferState.PENDING:
+            self._wake()  # it was over before a listener could tell
 
     # --- Reports.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ from runtime.logging import get_logger
 
 _HELLO_TIMEOUT_S = 5.0
 _MAX_CONNECTIONS = 1024
+_ACCEPT_PAUSE_S = 0.05
 _SCRATCH_BYTES = 1 << 20
 
 _log = get_logger(__name__)
@@ -120,10 +122,13 @@ class IncomingConnections:
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
+            except OSError as error:
                 if self._is_closing:
                     return
-                continue  # the client was gone before it was accepted
+                # The client was gone before it was accepted, or we are out of file descriptors.
+                _log.warning("accept: %s", error)
+                time.sleep(_ACCEPT_PAUSE_S)
+                continue
             connection = _Connection(sock)
             thread = threading.Thread(
                 target=self._serve, args=(connection,), name="kv-loopback-in", daemon=True
