@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -63,12 +64,14 @@ class LeaderWorker:
         self._service: PrefillService | None = None
         self._runs: LiveRuns | None = None
         self._registration: RegistryClient | None = None
+        self.is_stuck = False
+        """The engine loop hangs in a collective: the process must not wait for its thread."""
 
     async def startup(self) -> None:
         """Build the rank, serve, register."""
         self._stack.push_async_callback(self._channels.close)
         parts = await asyncio.to_thread(build_rank, self._options, self._ticket_closed)
-        self._stack.callback(parts.groups.destroy)
+        self._stack.callback(self._leave_groups, parts)
         self._stack.push_async_callback(asyncio.to_thread, parts.transport.close)
         peers = self._meet_peers(parts)
         self._runs = self._make_runs(parts, peers)
@@ -84,9 +87,9 @@ class LeaderWorker:
             self._loop.submit,
             on_draining=self._tell_router,
         )
-        address = await self._serve(self._service)
+        addresses = await self._serve(self._service)
         self._loop.start()
-        await self._register(parts, address)
+        await self._register(parts, *addresses)
 
     async def main_loop(self) -> None:
         """Run as long as the engine loop does.
@@ -135,8 +138,8 @@ class LeaderWorker:
     def _watch(self, loop: EngineLoop) -> None:
         self._metrics.watch(lambda: loop.load, lambda: self._closer.num_dropped)
 
-    async def _serve(self, service: PrefillService) -> str:
-        """Listen for gRPC and for scrapes; return the gRPC address."""
+    async def _serve(self, service: PrefillService) -> tuple[str, str]:
+        """Listen for gRPC and for scrapes; return both addresses."""
         metrics_server = MetricsServer(self._metrics_registry)
         self._stack.push_async_callback(metrics_server.stop)
         metrics_port = await metrics_server.start(self._options.host)
@@ -146,14 +149,15 @@ class LeaderWorker:
         await server.start()
         self._stack.push_async_callback(self._stop_serving, server)
         address = f"{self._options.host}:{port}"
-        logger.info("serving %s", fields(address=address, metrics_port=metrics_port))
-        return address
+        metrics_address = f"{self._options.host}:{metrics_port}"
+        logger.info("serving %s", fields(address=address, metrics_address=metrics_address))
+        return address, metrics_address
 
-    async def _register(self, parts: RankParts, address: str) -> None:
+    async def _register(self, parts: RankParts, address: str, metrics_address: str) -> None:
         self._registration = RegistryClient(
             self._options.router,
             self._options.secret,
-            _record_of(parts, self._options, address),
+            _record_of(parts, self._options, address, metrics_address),
             self._worker_load,
         )
         self._stack.push_async_callback(self._registration.close)
@@ -172,6 +176,11 @@ class LeaderWorker:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(JOIN_TIMEOUT_S):
                     await asyncio.shield(self._runs.loop_ended)
+            self.is_stuck = not self._runs.loop_ended.done()
+
+    def _leave_groups(self, parts: RankParts) -> None:
+        if not self.is_stuck:
+            parts.groups.destroy()
 
     async def _close_tickets(self, parts: RankParts) -> None:
         """Stop sending, then tell decode of what will not come any more."""
@@ -203,6 +212,8 @@ class FollowerWorker:
         self._follower: Follower | None = None
         self._parts: RankParts | None = None
         self._ended: asyncio.Future[None] | None = None
+        self.is_stuck = False
+        """The loop hangs in a collective: the process must not wait for its thread."""
 
     async def startup(self) -> None:
         """Build the rank and start to follow."""
@@ -240,10 +251,12 @@ class FollowerWorker:
 
     async def shutdown(self) -> None:
         """Stop sending."""
-        if self._parts is not None:
-            await asyncio.to_thread(self._parts.close)
-            if self._ended is not None and self._ended.done() and not self._ended.exception():
-                self._parts.groups.destroy()
+        if self._parts is None:
+            return
+        await asyncio.to_thread(self._parts.close)
+        self.is_stuck = self._ended is None or not self._ended.done()
+        if not self.is_stuck:
+            self._parts.groups.destroy()
 
     def _ticket_closed(self, closure: Closure) -> None:
         assert self._follower is not None
@@ -303,7 +316,9 @@ def _limits_of(parts: RankParts, options: WorkerOptions) -> RunLimits:
     )
 
 
-def _record_of(parts: RankParts, options: WorkerOptions, address: str) -> registry_pb2.WorkerRecord:
+def _record_of(
+    parts: RankParts, options: WorkerOptions, address: str, metrics_address: str
+) -> registry_pb2.WorkerRecord:
     config = options.config
     return registry_pb2.WorkerRecord(
         identity=_identity_of(parts, options),
@@ -315,6 +330,8 @@ def _record_of(parts: RankParts, options: WorkerOptions, address: str) -> regist
         layout_fingerprint=parts.layout.fingerprint(),
         transport=config.kv_transfer.transport,
         block_size=config.prefill.block_size,
+        metrics_address=metrics_address,
+        pid=os.getpid(),
     )
 
 

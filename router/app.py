@@ -102,6 +102,8 @@ class Operations:
             "num_ranks": member.num_ranks,
             "max_model_len": member.max_model_len,
             "transport": member.transport,
+            "metrics_address": member.metrics_address,
+            "pid": member.pid,
             "num_requests_in_flight": pool.num_in_flight(member.key),
             "load": {
                 "num_requests_running": load.num_requests_running,

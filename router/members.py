@@ -69,6 +69,8 @@ class Member:
     transport: str
     block_size: int = 0
     draining: bool = False
+    metrics_address: str = ""
+    pid: int = 0
     load: WorkerLoad = field(default_factory=WorkerLoad)
 
     @property
@@ -123,6 +125,8 @@ def member_from_proto(
         transport=record.transport,
         block_size=record.block_size,
         draining=record.draining,
+        metrics_address=record.metrics_address,
+        pid=record.pid,
         load=WorkerLoad() if load is None else load_from_proto(load),
     )
 
@@ -142,6 +146,8 @@ def member_to_proto(member: Member) -> registry_pb2.PoolMember:
             transport=member.transport,
             block_size=member.block_size,
             draining=member.draining,
+            metrics_address=member.metrics_address,
+            pid=member.pid,
         ),
         load=registry_pb2.WorkerLoad(
             num_requests_running=load.num_requests_running,

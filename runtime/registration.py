@@ -50,6 +50,7 @@ class RegistryClient:
             ConfigError: the registry refuses this worker.
         """
         await self._register()
+        self._changed.set()  # the first renewal, which carries the first load, is due at once
         self._task = asyncio.create_task(self._renew_forever(), name="registry-renewal")
 
     def set_draining(self) -> None:
