@@ -1,9 +1,15 @@
-"""Engine tests use one thread: on models this small, more threads only wait for each other."""
+"""Engine tests use one thread (on models this small, more threads only wait for each other), and no
+deadline per hypothesis example, because the first call of an operation compiles or allocates.
+"""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("engine", deadline=None, max_examples=50)
+settings.load_profile("engine")
 
 
 @pytest.fixture(scope="session", autouse=True)

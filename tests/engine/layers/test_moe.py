@@ -1,0 +1,91 @@
+"""Mixture of experts against a loop, whole and in shards, with and without redundant slots."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.layers.context import LayerContext
+from engine.layers.moe import Experts, MoE
+from engine.parallel.expert_placement import ExpertPlacement
+from tests.engine.layers.test_linear import fill
+from tests.engine.parallel.fake_ranks import rank_context
+from tests.engine.tiny import tiny_config
+
+CONFIG = ModelConfig.from_hf(tiny_config(hidden_size=16, moe_intermediate_size=8))
+IDENTITY = ExpertPlacement.identity(8)
+
+
+def load(moe: MoE, tensors: dict[str, Tensor]) -> MoE:
+    fill(moe.gate, "mlp.gate", tensors)
+    fill(moe.experts, "mlp.experts", tensors)
+    if moe.shared_experts is not None:
+        fill(moe.shared_experts.gate_up_proj, "mlp.shared_experts.gate_up_proj", tensors)
+        fill(moe.shared_experts.down_proj, "mlp.shared_experts.down_proj", tensors)
+    return moe
+
+
+def run_mlp(x: Tensor, tensors: dict[str, Tensor], prefix: str) -> Tensor:
+    gate, up = (x @ tensors[f"{prefix}.{name}_proj.weight"].t() for name in ("gate", "up"))
+    out = (torch.nn.functional.silu(gate) * up) @ tensors[f"{prefix}.down_proj.weight"].t()
+    return out
+
+
+def expected(moe: MoE, x: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+    ids, weights = moe.gate(x)
+    out = run_mlp(x, tensors, "mlp.shared_experts")
+    for token in range(x.shape[0]):
+        for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
+            out[token] += weight * run_mlp(x[token], tensors, f"mlp.experts.{expert}")
+    return out
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 13])
+def test_moe_is_its_definition(num_tokens: int) -> None:
+    tensors: dict[str, Tensor] = {}
+    moe = load(MoE(CONFIG, LayerContext(), IDENTITY), tensors)
+    x = torch.randn(num_tokens, 16, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(moe(x), expected(moe, x, tensors), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 1), (2, 2), (4, 4)])
+def test_ranks_add_up(tp: int, ep: int) -> None:
+    tensors: dict[str, Tensor] = {}
+    x = torch.randn(9, 16, generator=torch.Generator().manual_seed(6))
+    whole = load(MoE(CONFIG, LayerContext(), IDENTITY), tensors)
+    parts = [
+        load(MoE(CONFIG, rank_context(rank, tp=tp, ep=ep), IDENTITY), tensors)(x)
+        for rank in range(tp)
+    ]
+    torch.testing.assert_close(sum(parts), whole(x), rtol=1e-4, atol=1e-4)
+
+
+def test_redundant_slots_change_nothing() -> None:
+    tensors: dict[str, Tensor] = {}
+    x = torch.randn(20, 16, generator=torch.Generator().manual_seed(7))
+    plain = load(MoE(CONFIG, LayerContext(), IDENTITY), tensors)
+    slots = [5, 0, 1, 7, 2, 3, 4, 5, 6, 7, 5, 0]
+    placement = ExpertPlacement.from_physical(slots, 8)
+    redundant = load(MoE(CONFIG, LayerContext(), placement), tensors)
+    assert redundant.experts.num_local_experts == 12
+    torch.testing.assert_close(redundant(x), plain(x), rtol=1e-4, atol=1e-4)
+
+
+def test_no_shared_expert() -> None:
+    config = ModelConfig.from_hf(
+        tiny_config(hidden_size=16, moe_intermediate_size=8, n_shared_experts=0)
+    )
+    tensors: dict[str, Tensor] = {}
+    moe = load(MoE(config, LayerContext(), IDENTITY), tensors)
+    assert moe.shared_experts is None
+    assert moe(torch.ones(2, 16)).shape == (2, 16)
+
+
+def test_a_rank_names_experts_of_others() -> None:
+    experts = Experts(CONFIG, rank_context(1, dp=4, ep=4), IDENTITY)
+    slices = list(experts.weight_slices("mlp.experts"))
+    assert len({part.name for part in slices}) == 8 * 3
+    here = {part.name.split(".")[2] for part in slices if part.destination is not None}
+    assert here == {"2", "3"}
+    shapes = {part.name.rsplit(".", 2)[1]: part.full_shape for part in slices}
+    assert shapes == {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}

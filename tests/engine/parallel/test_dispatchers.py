@@ -1,0 +1,100 @@
+"""Dispatch then combine is a weighted sum over experts; one process. See also `test_ranks`."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
+from engine.parallel.create_dispatcher import create_dispatcher
+from engine.parallel.dims import ParallelDims
+from engine.parallel.groups import ProcessGroups, RankGroup
+from engine.parallel.local_dispatcher import LocalDispatcher
+from engine.parallel.replicated_dispatcher import ReplicatedDispatcher
+from engine.parallel.token_dispatcher import TokenDispatcher
+from tests.engine.parallel.fake_ranks import SilentGroup
+
+NUM_EXPERTS = 8
+
+
+def draw_routing(seed: int, num_tokens: int, top_k: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_tokens, 5, generator=generator)
+    scores = torch.rand(num_tokens, NUM_EXPERTS, generator=generator)
+    return hidden, scores.topk(top_k, dim=-1).indices, torch.rand(num_tokens, top_k)
+
+
+def run(
+    dispatcher: TokenDispatcher[object],
+    routing: tuple[Tensor, Tensor, Tensor],
+    *,
+    first: int = 0,
+    own: Tensor | None = None,
+) -> Tensor:
+    """Expert e multiplies by e + 1."""
+    rows, handle = dispatcher.dispatch(*routing)
+    counts = torch.tensor(rows.num_rows_per_expert)
+    assert int(counts.sum()) == rows.rows_MD.shape[0]
+    factors = torch.arange(first + 1.0, first + 1 + len(counts)).repeat_interleave(counts)
+    return dispatcher.combine(rows.rows_MD * factors.unsqueeze(1), handle, own)
+
+
+def expected(routing: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    hidden, ids, weights = routing
+    return hidden * ((ids + 1) * weights).sum(-1, keepdim=True)
+
+
+@given(seed=st.integers(0, 1000), num_tokens=st.integers(0, 20))
+def test_one_rank(seed: int, num_tokens: int) -> None:
+    routing = draw_routing(seed, num_tokens)
+    own = torch.ones(num_tokens, 5)
+    for dispatcher in (
+        LocalDispatcher(NUM_EXPERTS, RankGroup()),
+        ReplicatedDispatcher(NUM_EXPERTS, RankGroup()),
+        AllToAllDispatcher(NUM_EXPERTS, RankGroup()),
+    ):
+        torch.testing.assert_close(run(dispatcher, routing), expected(routing))
+        torch.testing.assert_close(run(dispatcher, routing, own=own), expected(routing) + 1)
+    assert own.eq(1).all(), "the caller's term is left alone"
+
+
+@given(seed=st.integers(0, 1000), num_ranks=st.sampled_from([2, 4]))
+def test_replicated_ranks_add_up(seed: int, num_ranks: int) -> None:
+    routing, share = draw_routing(seed, 11), NUM_EXPERTS // num_ranks
+    parts = [
+        run(
+            ReplicatedDispatcher(share, SilentGroup(rank=rank, size=num_ranks)),
+            routing,
+            first=rank * share,
+        )
+        for rank in range(num_ranks)
+    ]
+    torch.testing.assert_close(sum(parts), expected(routing))
+
+
+def test_sum_is_made_in_float32() -> None:
+    hidden = torch.ones(1, 4, dtype=torch.bfloat16)
+    ids = torch.arange(8).unsqueeze(0)
+    weights = torch.full((1, 8), 2.0**-9)
+    own = torch.ones(1, 4, dtype=torch.bfloat16)
+    dispatcher = LocalDispatcher(8, RankGroup())
+    rows, handle = dispatcher.dispatch(hidden, ids, weights)
+    out = dispatcher.combine(rows.rows_MD, handle, own)
+    # Each 2^-9 alone would round away beside 1 in bf16; together they are 2^-6.
+    assert out.dtype == torch.bfloat16
+    assert out[0, 0].item() == 1 + 2.0**-6
+
+
+@pytest.mark.parametrize(
+    ("dims", "kind"),
+    [
+        (ParallelDims(), LocalDispatcher),
+        (ParallelDims(tp=2), LocalDispatcher),
+        (ParallelDims(dp=2), LocalDispatcher),
+        (ParallelDims(tp=2, ep=2), ReplicatedDispatcher),
+        (ParallelDims(dp=2, ep=2), AllToAllDispatcher),
+    ],
+)
+def test_choice(dims: ParallelDims, kind: type) -> None:
+    assert type(create_dispatcher(ProcessGroups(dims=dims), 4)) is kind
