@@ -23,7 +23,7 @@ from decode.options import WorkerOptions
 from decode.worker import DecodeWorker
 from engine.memory.kv_pool import KVPool
 from engine.parallel.groups import ProcessGroups
-from engine.request import Request, ScheduledRequest
+from engine.request import Request, ScheduledRequest, num_blocks_for
 from engine.runner import StepResult
 from engine.sampling.inputs import SampledToken
 from kv_transfer.layout import KVDtype, KVLayout
@@ -90,6 +90,12 @@ def write_tokens(
         pool.data[block, :, position % BLOCK_SIZE] = float(token)
 
 
+def imagine(pool: KVPool, block_table: Sequence[int], prompt: Sequence[int]) -> int:
+    """The imagined model's prefill."""
+    write_tokens(pool, block_table, 0, prompt)
+    return next_token(prompt)
+
+
 class ContextRunner:
     """Runs steps on a KV pool without a model; can be slowed down, stopped and broken."""
 
@@ -151,16 +157,20 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
     num_ranks: int = 2
     instance: str = "prefill-0"
     epoch: int = 5
-    decode: decode_pb2_grpc.DecodeStub = field(init=False)
+    stubs: dict[int, decode_pb2_grpc.DecodeStub] = field(default_factory=dict)
+    """Of decode, by rank."""
     address: str = ""
     revoked: list[int] = field(default_factory=list)
     answers_revoke: bool = True
-    closes_tickets: bool = True
+    layout: KVLayout = LAYOUT
+    compute: Callable[[KVPool, Sequence[int], Sequence[int]], int] = imagine
+    """Write a prompt's KV into blocks of a pool; return the first token."""
     reports: list[SendReport] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._pool = make_pool(256)
+        layout = self.layout
+        self._pool = KVPool(256, layout.num_layers, layout.block_size, layout.latent_dim)
         self._transports = [
             create_transport(
                 "loopback", local_name=peer_name(self.instance, self.epoch, rank), host=HOST
@@ -174,7 +184,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
             self.senders.append(
                 KVSender(
                     transport,
-                    LAYOUT,
+                    layout,
                     SlotLayout(),
                     kv_region=region,
                     on_closed=self._closed_by(rank),
@@ -185,7 +195,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
             )
         # Used in turn: those of requests in flight at once must differ.
         self._blocks = itertools.cycle(range(256))
-        self._peer: PeerEndpoint | None = None
+        self._peers: dict[str, PeerEndpoint] = {}
         self._tickets: dict[int, decode_pb2.TransferTicket] = {}
         self.outcome = decode_pb2.TICKET_OUTCOME_SENT
 
@@ -198,15 +208,16 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
             prefill=self.identity,
             num_prefill_ranks=self.num_ranks,
             transport="loopback",
-            layout_fingerprint=LAYOUT.fingerprint(),
-            layout_description=LAYOUT.describe(),
+            layout_fingerprint=self.layout.fingerprint(),
+            layout_description=self.layout.describe(),
             expected=decode,
         )
-        response: decode_pb2.HandshakeResponse = await self.decode.Handshake(request)
+        response: decode_pb2.HandshakeResponse = await self.stubs[decode.rank].Handshake(request)
         if response.HasField("endpoint"):
             found = response.endpoint
-            self._peer = PeerEndpoint(
-                peer=peer_name(found.decode.instance, found.decode.epoch, found.decode.rank),
+            peer = peer_name(found.decode.instance, found.decode.epoch, found.decode.rank)
+            self._peers[peer] = PeerEndpoint(
+                peer=peer,
                 endpoint=found.endpoint,
                 kv_region_bytes=found.kv_region_bytes,
                 metadata_region_bytes=found.metadata_region_bytes,
@@ -216,9 +227,9 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
 
     async def open(self, ticket: decode_pb2.TransferTicket) -> None:
         """Open the ticket on every rank; shake hands first where that was not done."""
-        if self._peer is None:
+        peer = peer_name(ticket.decode.instance, ticket.decode.epoch, ticket.decode.rank)
+        if peer not in self._peers:
             await self.handshake(ticket.decode)
-        assert self._peer is not None
         self._tickets[ticket.nonce] = ticket
         for sender in self.senders:
             sender.open(
@@ -231,16 +242,17 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
                     timeout_s=ticket.timeout_s,
                     fence_generation=ticket.fence_generation,
                 ),
-                self._peer,
+                self._peers[peer],
             )
 
-    def push(self, ticket: decode_pb2.TransferTicket, prompt: Sequence[int]) -> None:
-        """Send all of the prompt's KV that decode lacks."""
-        first = ticket.num_cached_tokens
-        src = [next(self._blocks) for _ in ticket.block_ids]
-        write_tokens(self._pool, src, 0, prompt[first:])
+    def push(self, ticket: decode_pb2.TransferTicket, prompt: Sequence[int]) -> int:
+        """Compute the prompt and send all of its KV that decode lacks; returns the first token."""
+        block_size = self.layout.block_size
+        src = [next(self._blocks) for _ in range(num_blocks_for(len(prompt), block_size))]
+        first_token = self.compute(self._pool, src, prompt)
         for sender in self.senders:
-            sender.push(ticket.request_id, src, 0)
+            sender.push(ticket.request_id, src[ticket.num_cached_tokens // block_size :], 0)
+        return first_token
 
     def finish(self, ticket: decode_pb2.TransferTicket, first_token: int) -> None:
         """Send record and flags."""
@@ -253,8 +265,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
     async def run(self, ticket: decode_pb2.TransferTicket, prompt: Sequence[int]) -> int:
         """All of it; returns the first token."""
         await self.open(ticket)
-        self.push(ticket, prompt)
-        first_token = next_token(prompt)
+        first_token = self.push(ticket, prompt)
         self.finish(ticket, first_token)
         return first_token
 
@@ -271,7 +282,8 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
             await asyncio.sleep(3600)
         for sender in self.senders:
             sender.abandon(request.request_id)
-        while any(report_missing(self, request.nonce)):
+        known = request.nonce in self._tickets
+        while known and self._num_reports(request.nonce) < self.num_ranks:
             await asyncio.sleep(0.005)
         return prefill_pb2.RevokeResponse(drained=True)
 
@@ -279,7 +291,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
         self, ticket: decode_pb2.TransferTicket, rank: int, outcome: Any, **more: Any
     ) -> decode_pb2.CloseTicketResponse:
         """The call that a rank makes when it is done."""
-        response: decode_pb2.CloseTicketResponse = await self.decode.CloseTicket(
+        response: decode_pb2.CloseTicketResponse = await self.stubs[ticket.decode.rank].CloseTicket(
             decode_pb2.CloseTicketRequest(
                 request_id=ticket.request_id,
                 nonce=ticket.nonce,
@@ -290,6 +302,9 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
             )
         )
         return response
+
+    def _num_reports(self, nonce: int) -> int:
+        return sum(report.nonce == nonce for report in self.reports)
 
     def stop(self) -> None:
         for sender in self.senders:
@@ -305,8 +320,6 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
 
     def _report(self, rank: int, report: SendReport) -> None:
         self.reports.append(report)
-        if not self.closes_tickets:
-            return
         outcome = self.outcome
         if report.outcome is SendOutcome.FAILED:
             outcome = decode_pb2.TICKET_OUTCOME_FAILED
@@ -322,13 +335,6 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
             )
         )
         task.add_done_callback(lambda done: done.exception())
-
-
-def report_missing(prefill: FakePrefill, nonce: int) -> list[bool]:
-    """One True for each rank that has an open ticket of that nonce still."""
-    found = sum(report.nonce == nonce for report in prefill.reports)
-    known = nonce in prefill._tickets
-    return [True] * (prefill.num_ranks - found) if known else []
 
 
 class FakeRouter:
@@ -467,7 +473,7 @@ async def run_cluster(**settings: Any) -> AsyncIterator[DecodeCluster]:
     await worker.startup()
     channel = open_channel(registry.records[0].address, SECRET)
     stub = decode_pb2_grpc.DecodeStub(channel)
-    prefill.decode = stub
+    prefill.stubs[0] = stub
     router = FakeRouter(stub)
     reading = asyncio.ensure_future(router.read())
     main = asyncio.ensure_future(worker.main_loop())
@@ -480,5 +486,5 @@ async def run_cluster(**settings: Any) -> AsyncIterator[DecodeCluster]:
         await worker.shutdown()
         reading.cancel()
         await asyncio.gather(main, reading, return_exceptions=True)
-        await channel.close()
+        await channel.close(None)
         await peers.stop(None)

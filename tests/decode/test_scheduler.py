@@ -174,8 +174,7 @@ def test_others_hold_the_pool_so_the_only_running_one_yields_to_the_host() -> No
         bench.step()
     assert not bench.failed
     bench.pool.release(received)
-    bench.step()
-    assert request.status is DecodeStatus.RUNNING
+    assert bench.step().resumed == (request,)
 
 
 def test_without_host_memory_the_youngest_fails_and_the_oldest_goes_on() -> None:
