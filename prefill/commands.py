@@ -34,7 +34,7 @@ class PushBlocks:
 
     Attributes:
         nonce: of the ticket.
-        first_block_index: position of the first of them in the prompt's blocks.
+        first_block_index: position of the first of them in the ticket's blocks.
         src_block_ids: where they lie in the pool (the same on every rank).
     """
 

@@ -43,7 +43,8 @@ def plan_pushes(chunks: Sequence[Chunk], block_size: int) -> list[PushBlocks]:
         first = item.num_pushed_blocks
         if item.decode_goes_on and num_complete > first:
             block_ids = tuple(item.request.block_table[first:num_complete])
-            pushes.append(PushBlocks(item.nonce, first, block_ids))
+            ticket_index = first - item.num_decode_cached_blocks
+            pushes.append(PushBlocks(item.nonce, ticket_index, block_ids))
             item.num_pushed_blocks = num_complete
     return pushes
 

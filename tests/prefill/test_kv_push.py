@@ -34,7 +34,7 @@ def test_pushes_of_all_chunks_cover_what_decode_lacks_once(
     while item.request.num_uncomputed_tokens:
         (chunk,) = [chunk for chunk in scheduler.schedule() if chunk.item is item]
         for push in plan_pushes([chunk], BLOCK_SIZE):
-            assert push.first_block_index == held + len(pushed)
+            assert push.first_block_index == len(pushed)
             pushed += push.src_block_ids
             end = min((held + len(pushed)) * BLOCK_SIZE, num_tokens)
             assert end <= chunk.scheduled.end  # complete
