@@ -99,7 +99,3 @@ class Registry:
         keys = [self._leases.pop(lease_id).member.key for lease_id in gone]
         self._version += bool(keys)
         return keys
-
-    def next_expiry(self) -> float | None:
-        """When the next lease runs out, on the registry's clock; None where there is none."""
-        return min((lease.expires_at for lease in self._leases.values()), default=None)

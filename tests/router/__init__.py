@@ -1,0 +1,1 @@
+"""The router, tested over real sockets with fake workers, and its pure parts with hypothesis."""

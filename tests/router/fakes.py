@@ -1,8 +1,8 @@
 """A prefill worker and a decode rank that follow the contracts and compute nothing.
 
-They join the real registry over gRPC, hand out tickets, answer first tokens and stream frames; what a
-request's output is, and what goes wrong, is set by the test. They meet each other only through the
-ticket's nonce, as real workers do.
+They join the real registry over gRPC, hand out tickets, answer first tokens and stream frames;
+what a request's output is, and what goes wrong, is set by the test. They meet each other only
+through the ticket's nonce, as real workers do.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     skip_token: int = 0
     """Leave this output token out; 0: none."""
     repeat_tokens: bool = False
+    burst: bool = False
+    """Send all deltas of a request in one frame."""
     requests: dict[str, Reserved] = field(default_factory=dict)
     seen: list[decode_pb2.ReserveRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -185,10 +187,10 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         finally:
             self.num_streams -= 1
 
-    def send(self, router_id: str, delta: decode_pb2.TokenDelta) -> None:
-        """One frame with one delta."""
+    def send(self, router_id: str, deltas: Sequence[decode_pb2.TokenDelta]) -> None:
+        """One frame."""
         load = decode_pb2.LoadReport(num_requests_running=len(self.requests), num_total_blocks=10)
-        frame = decode_pb2.Frame(decode=self.identity, deltas=[delta], load=load)
+        frame = decode_pb2.Frame(decode=self.identity, deltas=deltas, load=load)
         self._streams[router_id].put_nowait(frame)
 
     async def _decode(self, reserved: Reserved) -> None:
@@ -196,15 +198,19 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         await reserved.arrived.wait()
         params = sampling_from_proto(request.sampling)
         tokens = self.script(request.prompt_token_ids)
+        deltas = []
         for index in range(1, params.max_tokens):
-            await asyncio.sleep(self.step_s)
+            await asyncio.sleep(0 if self.burst else self.step_s)
             if index == self.hold_after:
                 await asyncio.Event().wait()
             if index == self.skip_token:
                 continue
-            delta = self._delta(request, tokens, index)
-            self.send(request.router_id, delta)
-            if delta.finish_reason:
+            deltas.append(self._delta(request, tokens, index))
+            finished = bool(deltas[-1].finish_reason)
+            if finished or not self.burst:
+                self.send(request.router_id, deltas)
+                deltas = []
+            if finished:
                 break
         self.requests.pop(request.request_id, None)
 
