@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
 from pathlib import Path
+from typing import Protocol
 
 from runtime.config_file import cluster_secret, load_config
 from runtime.errors import ConfigError
@@ -16,6 +19,13 @@ GRACE_S = 20.0
 FOLLOWER_EXTRA_GRACE_S = 10.0
 
 logger = get_logger(__name__)
+
+
+class RankService(Service, Protocol):
+    """A service of one rank."""
+
+    is_stuck: bool
+    """After `shutdown`: a thread of it will never end."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -41,10 +51,15 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     # Followers end when rank 0 says so, which is after it has drained.
     extra_s = FOLLOWER_EXTRA_GRACE_S if arguments.rank else 0.0
-    return run_service(service, grace_s=GRACE_S + extra_s)
+    status = run_service(service, grace_s=GRACE_S + extra_s)
+    if service.is_stuck:
+        # A thread hangs in a collective whose peers are gone: no destructor may wait for it.
+        logging.shutdown()
+        os._exit(status or 1)
+    return status
 
 
-def make_service(arguments: argparse.Namespace) -> Service:
+def make_service(arguments: argparse.Namespace) -> RankService:
     """The service of this rank.
 
     Raises:

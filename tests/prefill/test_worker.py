@@ -1,0 +1,240 @@
+"""Prefill workers as real processes: one rank and two, writing into a real transport's memory."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.build import build_kv_pool, build_model
+from engine.request import Request, ScheduledRequest
+from engine.runner import ModelRunner
+from engine.sampling.sampler import Sampler
+from prefill.assembly import layout_of
+from runtime.config import ClusterConfig, KVTransferSection, ModelSection, PrefillSection
+from runtime.pb import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc, registry_pb2
+from runtime.rpc import open_channel
+from runtime.sampling import SamplingParams
+from tests.prefill.fake_decode import SECRET
+from tests.prefill.real_decode import (
+    NUM_BLOCKS,
+    FakeRegistry,
+    RealDecode,
+    greedy,
+    logs_on_failure,
+    prefill_processes,
+    serve,
+)
+
+MODEL = Path(__file__).parents[2] / "deploy" / "models" / "tandem-python"
+PROMPT = [3 + (17 * index) % 4000 for index in range(200)]
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """What one process computes from the whole prompt at once."""
+
+    first_token: int
+    kv: torch.Tensor  # [blocks of the prompt, layers, block_size, latent]
+    layout_pool: object
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    model = build_model(MODEL)
+    pool = build_kv_pool(model, NUM_BLOCKS)
+    runner = ModelRunner(model, pool, Sampler(model.config.vocab_size))
+    request = Request(
+        request_id="oracle",
+        prompt_token_ids=PROMPT,
+        sampling=SamplingParams(temperature=0.0),
+        block_table=[1, 2, 3, 4],
+    )
+    (result,) = runner.execute([ScheduledRequest(request, len(PROMPT))])
+    assert result.sampled is not None
+    return Oracle(result.sampled.token_id, pool.data[1:5].clone(), pool)
+
+
+@dataclass
+class Bench:
+    """A running worker and what it talks to."""
+
+    decode: RealDecode
+    registry: FakeRegistry
+    record: registry_pb2.WorkerRecord
+    processes: list[asyncio.subprocess.Process]
+    stub: prefill_pb2_grpc.PrefillStub
+
+    async def run(
+        self, nonce: int, block_ids: list[int], *, num_tokens: int = 8, num_cached_tokens: int = 0
+    ) -> prefill_pb2.RunResponse:
+        ticket = self.decode.ticket(
+            nonce, block_ids, self.record.num_ranks, num_cached_tokens=num_cached_tokens
+        )
+        request = prefill_pb2.RunRequest(
+            request_id=f"request-{nonce}",
+            expected=self.record.identity,
+            prompt_token_ids=PROMPT,
+            sampling=greedy(num_tokens),
+            ticket=ticket,
+            timeout_s=30.0,
+        )
+        return await self.stub.Run(request, timeout=30)
+
+    async def closures_of(self, nonce: int) -> list[decode_pb2.CloseTicketRequest]:
+        """The closures of every rank's part."""
+        async with asyncio.timeout(10):
+            while True:
+                found = [item for item in self.decode.closures if item.nonce == nonce]
+                if len(found) == self.record.num_ranks:
+                    return found
+                await asyncio.sleep(0.01)
+
+    async def until_idle(self) -> None:
+        """Wait until the worker reports that every block is free."""
+        async with asyncio.timeout(10):
+            while True:
+                load = self.registry.loads[-1] if self.registry.loads else None
+                if load and 0 < load.num_total_blocks == load.num_free_blocks:
+                    return
+                await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def worker(
+    oracle: Oracle, folder: Path, *, tp: int = 1, layers_per_group: int = 0
+) -> AsyncIterator[Bench]:
+    config = ClusterConfig(
+        model=ModelSection(path=str(MODEL)),
+        prefill=PrefillSection(tp=tp, num_blocks=NUM_BLOCKS, max_num_batched_tokens=96),
+        kv_transfer=KVTransferSection(layers_per_group=layers_per_group),
+    )
+    registry = FakeRegistry()
+    decode = RealDecode(layout_of(oracle.layout_pool))  # type: ignore[arg-type]
+    with logs_on_failure(folder):
+        async with (
+            serve(decode, registry) as address,
+            prefill_processes(config, address, folder) as processes,
+        ):
+            async with asyncio.timeout(60):
+                record = await registry.workers.get()
+            channel = open_channel(record.address, SECRET)
+            stub = prefill_pb2_grpc.PrefillStub(channel)
+            yield Bench(decode, registry, record, processes, stub)
+            await channel.close(None)
+
+
+async def check_transfer(bench: Bench, oracle: Oracle) -> None:
+    """Send the prompt twice: whole, and the part that decode lacks."""
+    response = await bench.run(1, [9, 4, 5, 20])
+    assert response.WhichOneof("result") == "first_token", response
+    assert response.first_token.token_id == oracle.first_token
+    assert len(response.first_token.logprobs.top_ids) == 2
+    async with asyncio.timeout(10):
+        arrival = await bench.decode.arrivals.get()
+    assert arrival.record is not None
+    assert arrival.record.first_token == oracle.first_token
+    assert arrival.record.logprobs is not None
+    kv = bench.decode.kv
+    num_last = len(PROMPT) % 64
+    torch.testing.assert_close(kv[[9, 4, 5]], oracle.kv[:3], rtol=1e-3, atol=1e-3)
+    last, expected = kv[20, :, :num_last], oracle.kv[3, :, :num_last]
+    torch.testing.assert_close(last, expected, rtol=1e-3, atol=1e-3)
+    assert {item.outcome for item in await bench.closures_of(1)} == {decode_pb2.TICKET_OUTCOME_SENT}
+
+    # The second time both sides have the prefix: nothing but the rest is computed and sent.
+    response = await bench.run(2, [11, 12], num_cached_tokens=128)
+    assert response.first_token.token_id == oracle.first_token
+    assert response.first_token.num_cached_tokens == 192
+    closures = await bench.closures_of(2)
+    torch.testing.assert_close(kv[11], oracle.kv[2], rtol=1e-3, atol=1e-3)
+    sent_bytes = sum(item.num_bytes for item in closures)
+    block_bytes = bench.decode.layout.block_bytes
+    assert 2 * block_bytes < sent_bytes < 2.1 * block_bytes  # and the metadata
+    untouched = [index for index in range(NUM_BLOCKS) if index not in (4, 5, 9, 11, 12, 20)]
+    assert not kv[untouched].any()
+
+
+async def check_drain(bench: Bench) -> None:
+    """SIGTERM to every rank: all end by themselves, in order."""
+    for process in bench.processes:
+        process.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(20):
+        statuses = [await process.wait() for process in bench.processes]
+    assert statuses == [0] * len(statuses)
+    assert bench.registry.draining.is_set()
+
+
+async def test_one_rank_sends_what_one_process_computes(oracle: Oracle, tmp_path: Path) -> None:
+    async with worker(oracle, tmp_path) as bench:
+        assert bench.record.role == common_pb2.ROLE_PREFILL
+        assert (bench.record.model, bench.record.block_size) == ("tandem-python", 64)
+        await check_transfer(bench, oracle)
+        response = await bench.run(3, [1, 2, 3, 6], num_tokens=1)
+        assert response.first_token.finish_reason == common_pb2.FINISH_REASON_LENGTH
+        (closing,) = await bench.closures_of(3)
+        assert closing.outcome == decode_pb2.TICKET_OUTCOME_NOT_NEEDED
+        await bench.until_idle()
+        await check_drain(bench)
+
+
+async def test_two_ranks_send_half_each_group_by_group(oracle: Oracle, tmp_path: Path) -> None:
+    async with worker(oracle, tmp_path, tp=2, layers_per_group=2) as bench:
+        assert bench.record.num_ranks == 2
+        await check_transfer(bench, oracle)
+        by_rank = {item.prefill.rank: item.num_bytes for item in await bench.closures_of(1)}
+        assert by_rank.keys() == {0, 1}
+        assert max(by_rank.values()) < 1.1 * min(by_rank.values())
+        assert len(bench.decode.handshakes) == 1
+        await bench.until_idle()
+        await check_drain(bench)
+
+
+async def test_when_a_rank_dies_calls_are_answered_and_the_instance_ends(
+    oracle: Oracle, tmp_path: Path
+) -> None:
+    async with worker(oracle, tmp_path, tp=2) as bench:
+        bench.processes[1].kill()
+        response = await bench.run(1, [1, 2, 3, 4])
+        assert response.error.code == common_pb2.ERROR_CODE_INTERNAL
+        assert response.error.request_id == "request-1"
+        async with asyncio.timeout(20):
+            assert await bench.processes[0].wait() == 1
+
+
+async def test_a_ticket_for_a_lost_decode_fails_and_returns_the_blocks(
+    oracle: Oracle, tmp_path: Path
+) -> None:
+    async with worker(oracle, tmp_path) as bench:
+        await bench.run(1, [1, 2, 3, 4])
+        await bench.closures_of(1)
+        bench.decode.kv_transport.fence("nobody")  # a stranger: nothing changes for us
+        bench.decode.kv_transport.fence(
+            f"prefill-0@{bench.record.identity.epoch:016x}/0"
+        )  # now our connection and our endpoint are void
+        bench.registry.loads.clear()
+        response = await bench.run(2, [5, 6, 7, 8])
+        closures = await bench.closures_of(2)
+        if response.WhichOneof("result") == "error" or (
+            closures[0].outcome == decode_pb2.TICKET_OUTCOME_FAILED
+        ):
+            response = await bench.run(3, [9, 10, 11, 12])
+            closures = await bench.closures_of(3)
+        assert closures[0].outcome == decode_pb2.TICKET_OUTCOME_SENT
+        await bench.until_idle()
+
+
+def test_the_wrong_rank_or_a_missing_rendezvous_is_a_config_error(tmp_path: Path) -> None:
+    from prefill.__main__ import main
+
+    file = tmp_path / "cluster.toml"
+    file.write_text("[prefill]\ntp = 2\n")
+    common = ["--config", str(file), "--instance", "prefill-0", "--router", "127.0.0.1:1"]
+    assert main([*common, "--rank", "2"]) == 2
+    assert main(common) == 2
+    assert replace(ClusterConfig().prefill, tp=2).tp == 2
