@@ -1,0 +1,1 @@
+"""Whole clusters of real processes and sockets on this machine, without Ray."""

@@ -1,0 +1,232 @@
+"""A cluster of real processes for tests: router, prefill and decode ranks, killed at will.
+
+What ``tandem up`` does with Ray, in a hundred lines without it, so that a test can kill any process
+at any moment and look at what is left. Every process carries ``TANDEM_TEST_CLUSTER`` in its
+environment: a leaked process is found by it, whoever its parent is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from runtime.config import ClusterConfig
+from runtime.config_file import dump_config
+
+MARK = "TANDEM_TEST_CLUSTER"
+START_TIMEOUT_S = 90.0
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Poll ``condition``; AssertionError naming ``what`` when the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s:g} s: {what}")
+        time.sleep(0.05)
+
+
+class Cluster:
+    """One running cluster; use it as a context manager."""
+
+    def __init__(self, config: ClusterConfig, folder: Path) -> None:
+        router = dataclasses.replace(config.router, port=free_port(), control_port=free_port())
+        self.config = dataclasses.replace(config, router=router)
+        self.base_url = f"http://127.0.0.1:{router.port}"
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._folder = folder
+        self._mark = secrets.token_hex(8)
+        self._file = folder / "cluster.toml"
+        self._environment = {
+            **os.environ,
+            MARK: self._mark,
+            "TANDEM_SECRET": secrets.token_hex(16),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def __enter__(self) -> Cluster:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._file.write_text(dump_config(self.config))
+        try:
+            self._start("router", ["router", "--config", str(self._file)])
+            for index in range(self.config.prefill.instances):
+                self.start_instance("prefill", index)
+            for index in range(self.config.decode.instances):
+                self.start_instance("decode", index)
+            wait_until(self._is_ready, START_TIMEOUT_S, "the cluster is ready")
+        except BaseException:
+            self.kill_all()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start_instance(self, role: str, index: int) -> None:
+        """Start all ranks of one instance."""
+        num_ranks = self.config.prefill.tp if role == "prefill" else self.config.decode.dp
+        rendezvous = f"127.0.0.1:{free_port()}"
+        for rank in range(num_ranks):
+            command = [role, "--config", str(self._file), "--instance", f"{role}-{index}"]
+            command += ["--rank", str(rank), "--rendezvous", rendezvous]
+            command += ["--router", f"127.0.0.1:{self.config.router.control_port}"]
+            self._start(f"{role}-{index}/{rank}", command)
+
+    def _start(self, name: str, command: list[str]) -> None:
+        log = (self._folder / f"{name.replace('/', '-')}.log").open("ab")
+        with log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                env=self._environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _is_ready(self) -> bool:
+        for name, process in self.processes.items():
+            if process.poll() is not None:
+                raise AssertionError(f"{name} exited {process.returncode}:\n{self.log_tail(name)}")
+        expected = self.config.prefill.instances + self.config.decode.instances * (
+            self.config.decode.dp
+        )
+        status = self.status()
+        return status is not None and len(status["workers"]) >= expected
+
+    def log_tail(self, name: str, num_bytes: int = 4000) -> str:
+        """The end of a process's output."""
+        path = self._folder / f"{name.replace('/', '-')}.log"
+        return path.read_bytes()[-num_bytes:].decode(errors="replace")
+
+    def status(self) -> dict[str, Any] | None:
+        """The router's ``/status``, or None while it does not answer."""
+        try:
+            with urllib.request.urlopen(f"{self.base_url}/status", timeout=5) as response:
+                answer: dict[str, Any] = json.load(response)
+                return answer
+        except (urllib.error.URLError, OSError):
+            return None
+
+    def kill(self, name: str) -> None:
+        """SIGKILL one process, at once and for real."""
+        process = self.processes.pop(name)
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+
+    def wait_workers(self, count: int, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until ``count`` ranks are registered and alive."""
+
+        def registered() -> bool:
+            status = self.status()
+            return status is not None and len(status["workers"]) == count
+
+        wait_until(registered, timeout_s, f"{count} workers are registered")
+
+    def wait_exit(self, name: str, timeout_s: float = 30.0) -> None:
+        """Wait until a process ends by itself, which must not look like success."""
+        process = self.processes.pop(name)
+        assert process.wait(timeout_s) != 0, f"{name} exited 0:\n{self.log_tail(name)}"
+
+    def metric(self, instance: str, name: str) -> float:
+        """The sum of a metric's samples over the ranks of ``instance``."""
+        status = self.status()
+        assert status is not None
+        total = 0.0
+        for worker in status["workers"]:
+            if worker["instance"] == instance:
+                url = f"http://{worker['metrics_address']}/metrics"
+                with urllib.request.urlopen(url, timeout=5) as response:
+                    total += _sum_samples(response.read().decode(), name)
+        return total
+
+    def wait_idle(self, timeout_s: float = 30.0) -> None:
+        """Wait until no request is anywhere and every pool has all its blocks back."""
+        wait_until(lambda: not self.busy(), timeout_s, "every pool is back to zero")
+
+    def busy(self) -> list[str]:
+        """What is not back to zero, one line each."""
+        status = self.status()
+        if status is None:
+            return ["the router does not answer"]
+        lines = []
+        if status["num_requests_in_flight"]:
+            lines.append(f"router in_flight={status['num_requests_in_flight']}")
+        for worker in status["workers"]:
+            load = worker["load"]
+            held = load["num_total_blocks"] - load["num_free_blocks"]
+            counts = {
+                "running": load["num_requests_running"],
+                "waiting": load["num_requests_waiting"],
+                "quarantined": load["num_quarantined_blocks"],
+                "held": held,
+            }
+            if any(counts.values()):
+                lines.append(f"{worker['instance']}/{worker['rank']} {counts}")
+        return lines
+
+    def stop(self) -> None:
+        """SIGTERM everything, then check that all ended by themselves and nothing is left."""
+        for process in self.processes.values():
+            process.send_signal(signal.SIGTERM)
+        late = []
+        for name, process in self.processes.items():
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                late.append(name)
+        tails = {name: self.log_tail(name) for name in late}
+        self.kill_all()
+        assert not late, f"did not end on SIGTERM: {tails}"
+
+    def kill_all(self) -> None:
+        """SIGKILL whatever carries our mark."""
+        for pid in self.marked_processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        for process in self.processes.values():
+            process.wait(10)
+
+    def marked_processes(self) -> list[int]:
+        """The pids of all living processes that descend from this cluster."""
+        return list(_marked(f"{MARK}={self._mark}".encode()))
+
+
+def _sum_samples(text: str, name: str) -> float:
+    lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
+    assert lines, f"no metric {name}"
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def _marked(mark: bytes) -> Iterator[int]:
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes()
+            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            continue
+        if state != "Z" and mark in environment.split(b"\0"):
+            yield int(entry.name)

@@ -1,0 +1,31 @@
+"""Fixtures of the integration tests: the bundled model as oracle, and prompts."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.build import build_model
+from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+
+MODEL_DIR = Path(__file__).parents[2] / "deploy" / "models" / "tandem-python"
+
+
+@pytest.fixture(scope="session")
+def oracle() -> DeepseekV3ForCausalLM:
+    """The bundled model in this process, on one rank."""
+    torch.set_num_threads(1)
+    return build_model(MODEL_DIR)
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Token ids of odd lengths; a few share a long prefix, one is longer than any chunk."""
+    draw = random.Random(7)
+    shared = [draw.randrange(300, 4000) for _ in range(150)]
+    lengths = [1, 2, 17, 63, 64, 65, 127, 128, 129, 300, 517]
+    fresh = [[draw.randrange(300, 4000) for _ in range(n)] for n in lengths]
+    return fresh + [shared + [draw.randrange(300, 4000) for _ in range(n)] for n in (3, 40, 90)]

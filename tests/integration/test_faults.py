@@ -1,0 +1,129 @@
+"""Processes are killed for real; every request is answered, and every pool returns to zero."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection, RouterSection
+from tests.integration.client import Completion, complete, run_all, stream
+from tests.integration.cluster import Cluster
+from tests.integration.conftest import MODEL_DIR
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+def config_with(**sections: Any) -> ClusterConfig:
+    return ClusterConfig(model=ModelSection(path=str(MODEL_DIR)), **sections)
+
+
+def random_prompts(count: int, length: int) -> list[list[int]]:
+    draw = random.Random(count * length)
+    return [[draw.randrange(300, 4000) for _ in range(length)] for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    config = config_with(router=RouterSection(lease_ttl_s=2.0))
+    with Cluster(config, tmp_path_factory.mktemp("faults")) as running:
+        yield running
+    assert running.marked_processes() == []
+
+
+async def streams_while(
+    cluster: Cluster, prompts: list[list[int]], max_tokens: int, action: Any
+) -> list[Completion]:
+    """Stream all prompts; call ``action`` when a third of them have their first token."""
+    async with aiohttp.ClientSession(
+        cluster.base_url, connector=aiohttp.TCPConnector(limit=0)
+    ) as session:
+        tasks = [
+            asyncio.create_task(
+                stream(
+                    session,
+                    prompt,
+                    model="tandem-python",
+                    max_tokens=max_tokens,
+                    ignore_eos=True,
+                    temperature=0,
+                )
+            )
+            for prompt in prompts
+        ]
+        await asyncio.sleep(1.0)
+        await asyncio.to_thread(action)
+        return await asyncio.wait_for(asyncio.gather(*tasks), 60)
+
+
+def check_answered(answers: list[Completion], max_tokens: int) -> int:
+    """Every request is whole, or failed with its id in the message; returns how many failed."""
+    num_failed = 0
+    for answer in answers:
+        if answer.error is None:
+            assert answer.finish_reason == "length"
+            assert len(answer.token_ids) == max_tokens
+        else:
+            num_failed += 1
+            assert answer.request_id
+            assert answer.request_id in answer.error["message"]
+    return num_failed
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_worker_fails_its_requests_alone(cluster: Cluster, role: str) -> None:
+    prompts = random_prompts(24, 400)
+    answers = asyncio.run(streams_while(cluster, prompts, 100, lambda: cluster.kill(f"{role}-0/0")))
+    assert check_answered(answers, 100) > 0
+    cluster.start_instance(role, 0)
+    cluster.wait_workers(2)
+    cluster.wait_idle()
+    again = run_all(
+        cluster.base_url,
+        prompts[:4],
+        [{"model": "tandem-python", "max_tokens": 5, "ignore_eos": True}] * 4,
+    )
+    assert [answer.status for answer in again] == [200] * 4
+    cluster.wait_idle()
+
+
+def test_a_deadline_is_answered_and_frees_everything(tmp_path: Path) -> None:
+    config = config_with(router=RouterSection(request_timeout_s=1.0))
+    with Cluster(config, tmp_path) as running:
+        prompts = random_prompts(24, 700)
+        answers = asyncio.run(streams_while(running, prompts, 3000, lambda: None))
+        assert check_answered(answers, 3000) == len(prompts)
+        for answer in answers:
+            assert answer.error is not None
+            assert answer.error["type"] == "timeout_error" or "deadline" in str(answer.error)
+        running.wait_idle()
+
+
+def test_a_dead_rank_ends_its_group_and_its_requests(tmp_path: Path) -> None:
+    config = config_with(
+        router=RouterSection(lease_ttl_s=2.0),
+        decode=DecodeSection(dp=2, num_blocks=128),
+        prefill=PrefillSection(num_blocks=128),
+    )
+    with Cluster(config, tmp_path) as running:
+        prompts = random_prompts(12, 100)
+        answers = asyncio.run(
+            streams_while(running, prompts, 400, lambda: running.kill("decode-0/1"))
+        )
+        assert check_answered(answers, 400) > 0
+        running.wait_exit("decode-0/0")
+        running.start_instance("decode", 0)
+        running.wait_workers(3)
+        running.wait_idle()
+
+        async def one() -> Completion:
+            async with aiohttp.ClientSession(running.base_url) as session:
+                return await complete(session, prompts[0], model="tandem-python", max_tokens=4)
+
+        assert asyncio.run(one()).status == 200
+        running.wait_idle()
