@@ -134,6 +134,12 @@ class OpenTicket:
             self.is_drained = False
             self.fail(error, now)
 
+    def give_up(self, error: TandemError, now: float) -> None:
+        """The lane lost track of its posts: none is waited for, none is known to be complete."""
+        self.is_drained = False
+        self.num_in_flight = 0
+        self.fail(error, now)
+
     def waiting_for(self) -> str:
         """What an open ticket waits for, for the message of a missed deadline."""
         if self.num_in_flight:

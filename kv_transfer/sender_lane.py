@@ -13,27 +13,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from kv_transfer.metadata import SlotArray, encode_slot_notices
+from kv_transfer.metadata import SlotArray
 from kv_transfer.open_ticket import OpenTicket
 from kv_transfer.peer_link import PeerLink
-from kv_transfer.post_builder import PostBuilder, PostDraft, PostShare
+from kv_transfer.post_builder import PostBuilder
+from kv_transfer.posts_in_flight import PostsInFlight
 from kv_transfer.sender_commands import Abandon, Command, Finish, LaneOptions, Open, Push
 from kv_transfer.ticket import SendReport
-from kv_transfer.transport import TransferHandle, TransferState, Transport
+from kv_transfer.transport import Transport
 from runtime.errors import DeadlineExceededError, InternalError, TandemError
 from runtime.logging import get_logger
 
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Post:
-    """One post in flight and whose bytes it carries."""
-
-    handle: TransferHandle
-    shares: list[PostShare]
 
 
 class SenderLane:
@@ -53,7 +45,6 @@ class SenderLane:
         name: str,
         options: LaneOptions,
     ) -> None:
-        self.bytes_in_flight = 0
         self._transport = transport
         self._builder = builder
         self._staging = staging
@@ -62,7 +53,7 @@ class SenderLane:
         self._tickets: dict[str, OpenTicket] = {}  # by request id
         self._current: dict[str, PeerLink] = {}  # the link that new tickets use, by peer
         self._links: list[PeerLink] = []  # also the superseded ones that still have tickets
-        self._posts: list[_Post] = []
+        self._posts = PostsInFlight(transport)
         self._is_blocked_on_ready = False
         self._condition = threading.Condition()
         self._inbox: deque[Command] = deque()
@@ -73,6 +64,11 @@ class SenderLane:
         transport.add_listener(self._wake)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes posted and not yet complete."""
+        return self._posts.num_bytes
 
     def submit(self, command: Command) -> None:
         """Enqueue ``command``; commands are taken in order."""
@@ -96,22 +92,41 @@ class SenderLane:
     def _run(self) -> None:
         while not (self._stopping and not self._tickets and not self._inbox):
             self._sleep()
-            while self._inbox:
-                self._apply(self._inbox.popleft())
-            if self._stopping:
-                for ticket in self._tickets.values():
-                    ticket.abandon(time.monotonic())
-            self._settle_posts()
-            self._fail_lost_links()
-            self._enforce_deadlines()
-            self._report_over()  # frees staging slots that others wait for
-            self._post_all()
-            self._report_over()
-            self._close_unused_links()
+            try:
+                self._turn()
+            except Exception as error:
+                # A dead lane in a live process would leave every request of its peers waiting.
+                _log.exception("a sender lane fails all its tickets and goes on")
+                self._fail_all(InternalError(f"KV sender: {error!r}"))
         for link in self._links:
             link.close()
         self._transport.remove_listener(self._wake)
         self._transport.deregister(self._staging_label)
+
+    def _turn(self) -> None:
+        while self._inbox:
+            self._apply(self._inbox.popleft())
+        if self._stopping:
+            for ticket in self._tickets.values():
+                ticket.abandon(time.monotonic())
+        self._posts.settle()
+        self._fail_lost_links()
+        self._enforce_deadlines()
+        self._report_over()  # frees staging slots that others wait for
+        self._post_all()
+        self._report_over()
+        self._close_unused_links()
+
+    def _fail_all(self, error: InternalError) -> None:
+        """Give up all posts and tickets. Closing the links first ends every read of the sources."""
+        for link in self._links:
+            link.close()
+        self._links.clear()
+        self._current.clear()
+        self._posts.forget_all()
+        for ticket in self._tickets.values():
+            ticket.give_up(InternalError(error.message), time.monotonic())
+        self._report_over()
 
     # --- Sleeping: until a command, a completion or a timer.
 
@@ -174,25 +189,7 @@ class SenderLane:
             self._links.append(link)
         link.tickets[ticket.request_id] = ticket
 
-    # --- Completions, losses, deadlines.
-
-    def _settle_posts(self) -> None:
-        now = time.monotonic()
-        posts, self._posts = self._posts, []
-        for post in posts:
-            state = self._transport.poll(post.handle)
-            if state is TransferState.PENDING:
-                self._posts.append(post)
-                continue
-            error = None
-            if state is TransferState.FAILED:
-                error = self._transport.error(post.handle) or InternalError("post failed")
-            self._transport.release(post.handle)
-            self.bytes_in_flight -= post.handle.num_bytes
-            for share in post.shares:
-                # A copy each: a ticket adds its request id.
-                own = None if error is None else type(error)(error.message)
-                share.ticket.settled(share.num_bytes, own, now)
+    # --- Losses and deadlines.
 
     def _fail_lost_links(self) -> None:
         for link in self._links:
@@ -226,7 +223,7 @@ class SenderLane:
                 )
             elif ticket.num_in_flight:
                 self._cut_off(ticket)
-        self._settle_posts()
+        self._posts.settle()
 
     def _cut_off(self, ticket: OpenTicket) -> None:
         """The peer does not answer: close the connection, so that the posts end and the source is
@@ -245,31 +242,14 @@ class SenderLane:
             while link.tickets and link.handle is not None and link.error is None:
                 draft = self._builder.collect(
                     link.tickets.values(),
-                    self._options.max_bytes_in_flight - self.bytes_in_flight,
-                    is_idle=self.bytes_in_flight == 0,
+                    self._options.max_bytes_in_flight - self._posts.num_bytes,
+                    is_idle=not self._posts,
                 )
                 self._is_blocked_on_ready |= draft.is_blocked_on_ready
                 if not draft.writes:
                     break
-                self._post(link, draft)
-
-    def _post(self, link: PeerLink, draft: PostDraft) -> None:
-        assert link.handle is not None
-        notify = encode_slot_notices(draft.flag_slots) if draft.flag_slots else None
-        start = time.monotonic()
-        try:
-            handle = self._transport.post(link.handle, draft.writes, notify)
-        except ValueError as error:
-            for share in draft.shares:
-                share.ticket.fail(InternalError(f"post to {link.handle.peer}: {error}"), start)
-            return
-        post_s = time.monotonic() - start
-        self.bytes_in_flight += handle.num_bytes
-        for share in draft.shares:
-            share.ticket.posted(share.num_writes, start, post_s)
-        self._posts.append(_Post(handle, draft.shares))
-        if self._transport.poll(handle) is not TransferState.PENDING:
-            self._wake()  # it was over before a listener could tell
+                if self._posts.post(link.handle, draft):
+                    self._wake()
 
     # --- Reports.
 

@@ -12,7 +12,7 @@ import pytest
 from kv_transfer.sender import KVSender
 from kv_transfer.sender_commands import LaneOptions
 from kv_transfer.ticket import PeerEndpoint, SendOutcome, SendReport, SendTicket
-from kv_transfer.transport import Transport
+from kv_transfer.transport import TransferHandle, TransferState, Transport
 from kv_transfer.transports.faulty import Fault, FaultKind, FaultyTransport, PlannedPost
 from runtime.errors import (
     DeadlineExceededError,
@@ -409,6 +409,32 @@ def test_the_engine_is_not_held_up_by_a_peer_that_does_not_answer(
     assert prefill.report().request_id == "quick"
     release.set()
     assert prefill.report().outcome is SendOutcome.FAILED
+
+
+def test_a_lane_survives_an_error_of_its_transport(
+    decode: DecodeSide, make_prefill: MakePrefill, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = [RuntimeError("broken library")]
+
+    def break_poll(inner: Transport) -> Transport:
+        poll = inner.poll
+
+        def poll_or_fail(handle: TransferHandle) -> TransferState:
+            if failures:
+                raise failures.pop()
+            return poll(handle)
+
+        inner.poll = poll_or_fail  # type: ignore[method-assign]
+        return inner
+
+    prefill = make_prefill(wrap=break_poll)
+    report = failed(prefill, decode.reserve("r", [1]), decode.peer())
+    assert isinstance(report.error, InternalError)
+    assert "broken library" in str(report.error)
+    assert not report.drained
+    assert "fails all its tickets" in caplog.text
+    prefill.send(decode.reserve("next", [2], nonce=8), decode.peer(), [2])
+    assert prefill.report().outcome is SendOutcome.SENT
 
 
 def test_arguments_of_the_sender() -> None:

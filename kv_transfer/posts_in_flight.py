@@ -1,0 +1,72 @@
+"""The posts of a sender lane that are not over, and whose bytes they carry. Belongs to the lane's
+thread.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from kv_transfer.metadata import encode_slot_notices
+from kv_transfer.post_builder import PostDraft, PostShare
+from kv_transfer.transport import PeerHandle, TransferHandle, TransferState, Transport
+from runtime.errors import InternalError
+
+
+@dataclass(frozen=True, slots=True)
+class _Post:
+    handle: TransferHandle
+    shares: list[PostShare]
+
+
+class PostsInFlight:
+    """Posts drafts, polls them, and tells their tickets how they ended."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.num_bytes = 0
+        self._transport = transport
+        self._posts: list[_Post] = []
+
+    def __len__(self) -> int:
+        return len(self._posts)
+
+    def post(self, peer: PeerHandle, draft: PostDraft) -> bool:
+        """Start a post. True: it is over already, so no listener may tell of it."""
+        notify = encode_slot_notices(draft.flag_slots) if draft.flag_slots else None
+        start = time.monotonic()
+        try:
+            handle = self._transport.post(peer, draft.writes, notify)
+        except ValueError as error:
+            for share in draft.shares:
+                share.ticket.fail(InternalError(f"post to {peer.peer}: {error}"), start)
+            return True
+        post_s = time.monotonic() - start
+        self.num_bytes += handle.num_bytes
+        for share in draft.shares:
+            share.ticket.posted(share.num_writes, start, post_s)
+        self._posts.append(_Post(handle, draft.shares))
+        return self._transport.poll(handle) is not TransferState.PENDING
+
+    def settle(self) -> None:
+        """Poll all posts; their tickets hear of those that are over."""
+        now = time.monotonic()
+        posts, self._posts = self._posts, []
+        for post in posts:
+            state = self._transport.poll(post.handle)
+            if state is TransferState.PENDING:
+                self._posts.append(post)
+                continue
+            error = None
+            if state is TransferState.FAILED:
+                error = self._transport.error(post.handle) or InternalError("post failed")
+            self._transport.release(post.handle)
+            self.num_bytes -= post.handle.num_bytes
+            for share in post.shares:
+                # A copy each: a ticket adds its request id.
+                own = None if error is None else type(error)(error.message)
+                share.ticket.settled(share.num_bytes, own, now)
+
+    def forget_all(self) -> None:
+        """Lose track of all posts; their connections are closed."""
+        self._posts.clear()
+        self.num_bytes = 0
