@@ -1,7 +1,8 @@
-"""How many requests may be in the workers' hands at once; the next one is answered 429 at once.
+"""How many choices may be in flight at once; the next request is answered 429 at once.
 
 Queueing belongs to the workers, who know their memory; a second queue here would only hide load
-from the client. One HTTP request with many choices counts each choice that is running.
+from the client. An HTTP request is admitted whole: one with many choices may pass the limit by
+those that it runs at once, but is never refused halfway.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from runtime.errors import DrainingError
 
 
 class Admission:
-    """Counts requests in flight. One event loop owns it."""
+    """Counts what is in flight. One event loop owns it."""
 
     def __init__(self, max_concurrent: int) -> None:
         self._max_concurrent = max_concurrent
@@ -23,7 +24,7 @@ class Admission:
 
     @property
     def num_in_flight(self) -> int:
-        """Choices that are running."""
+        """Choices of the requests that are not answered yet."""
         return self._num_in_flight
 
     @property
@@ -35,27 +36,24 @@ class Admission:
         """Admit nothing from now on."""
         self._draining = True
 
-    def check(self) -> None:
-        """Raise what ``slot`` would raise now."""
+    @contextlib.contextmanager
+    def admit(self, num_choices: int) -> Iterator[None]:
+        """Hold places for one HTTP request that runs ``num_choices`` at once.
+
+        Raises:
+            TooManyRequestsError: all places are taken.
+            DrainingError: the process is about to end.
+        """
         if self._draining:
             raise DrainingError("the router is shutting down. Fix: retry in a moment")
         if self._num_in_flight >= self._max_concurrent:
             raise TooManyRequestsError(
-                f"{self._num_in_flight} requests are in flight, which is "
-                "router.max_concurrent_requests. Fix: retry in a moment, or raise the limit"
+                f"{self._num_in_flight} requests are in flight, and "
+                f"router.max_concurrent_requests is {self._max_concurrent}. "
+                "Fix: retry in a moment, or raise the limit"
             )
-
-    @contextlib.contextmanager
-    def slot(self) -> Iterator[None]:
-        """Hold one place.
-
-        Raises:
-            TooManyRequestsError: all are taken.
-            DrainingError: the process is about to end.
-        """
-        self.check()
-        self._num_in_flight += 1
+        self._num_in_flight += num_choices
         try:
             yield
         finally:
-            self._num_in_flight -= 1
+            self._num_in_flight -= num_choices

@@ -184,17 +184,25 @@ class OpenAIEndpoints:
         )
         mailbox = Mailbox()
         self._add_choices(info, call, prompts, mailbox)
-        serving.admission.check()
         for prompt in prompts:
             serving.metrics.prompt_lengths.observe(len(prompt.token_ids))
             serving.metrics.prompt_tokens.inc(len(prompt.token_ids))
         generations = [choice.generation for choice in info.choices]
-        deadline = call.received + serving.request_timeout_s
-        async with RequestRun(serving.pipeline, mailbox, generations, deadline) as run:
+        run = RequestRun(
+            serving.pipeline, mailbox, generations, call.received + serving.request_timeout_s
+        )
+        with serving.admission.admit(run.num_parallel):
+            return await self._respond(call, run, info, form_of(info))
+
+    async def _respond(
+        self, call: _Call, run: RequestRun, info: ResponseInfo, form: ResponseFormat
+    ) -> web.StreamResponse:
+        serving = self._serving
+        async with run:
             responder = Responder(
-                run, info, form_of(info), serving.metrics, keep_alive_s=serving.keep_alive_s
+                run, info, form, serving.metrics, keep_alive_s=serving.keep_alive_s
             )
-            if body.stream:
+            if call.body.stream:
                 return await responder.stream(call.request, call.request_id)
             return await responder.body()
 

@@ -50,7 +50,7 @@ class HttpServer:
         self.pool.on_change(self._workers.follow_pool)
         self._admission = Admission(section.max_concurrent_requests)
         policy = PairingPolicy(section.policy)
-        pipeline = Pipeline(self._workers, policy, self._admission, self.metrics)
+        pipeline = Pipeline(self._workers, policy, self.metrics)
         serving = Serving(
             model=model,
             pool=self.pool,

@@ -1,4 +1,4 @@
-"""One choice from admission to its end: an attempt on a pair, and perhaps one on another pair.
+"""One choice from its start to its end: an attempt on a pair, and perhaps one on another pair.
 
 An attempt that gave no token to the client yet is repeated where the failure was the pair's (no
 room, a worker lost or restarted, KV that did not arrive), never where it was the request's.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 
-from router.admission import Admission
 from router.attempt import Attempt, Workers
 from router.generation import Generation
 from router.members import Role
@@ -39,12 +38,10 @@ class Pipeline:
         self,
         workers: Workers,
         policy: PairingPolicy,
-        admission: Admission,
         metrics: RouterMetrics,
     ) -> None:
         self._workers = workers
         self._policy = policy
-        self._admission = admission
         self._metrics = metrics
 
     async def run(self, generation: Generation, deadline: float) -> None:
@@ -54,7 +51,7 @@ class Pipeline:
         """
         try:
             async with asyncio.timeout_at(deadline):
-                with self._admission.slot(), self._metrics.in_flight.track_inprogress():
+                with self._metrics.in_flight.track_inprogress():
                     await self._attempts(generation, deadline)
             return
         except TimeoutError:

@@ -19,6 +19,7 @@ from router.metrics import RouterMetrics
 from router.openai_errors import as_tandem_error, failure_from
 from router.response import Choice, ResponseFormat, ResponseInfo
 from router.run import RequestRun
+from runtime.errors import TandemError
 from runtime.logging import get_logger
 
 logger = get_logger(__name__)
@@ -45,6 +46,7 @@ class Responder:
         self._metrics = metrics
         self._keep_alive_s = keep_alive_s
         self._loop = asyncio.get_running_loop()
+        self._error: TandemError | None = None
         self._num_open = len(info.choices)
         self._last_delivery = [0.0] * len(info.choices)
 
@@ -52,6 +54,7 @@ class Responder:
         """The whole answer at once."""
         while self._num_open:
             self._absorb(await self._run.take())
+            self._raise_failure()
         headers = {}
         if self._info.wants_timings:
             headers[TIMINGS_HEADER] = orjson.dumps(self._info.timings()).decode()
@@ -62,20 +65,21 @@ class Responder:
     async def stream(self, request: web.Request, request_id: str) -> web.StreamResponse:
         """The answer as server-sent events; a failure before the first of them is raised."""
         response = web.StreamResponse(headers={**sse.HEADERS, "x-request-id": request_id})
-        timer = self._loop.call_later(self._keep_alive_s, self._run.mailbox.wake)
+        self._wake_later()
         try:
             outputs = await self._run.take()
             data = self._absorb(outputs)
+            self._raise_failure()
             await response.prepare(request)
             try:
                 while True:
                     if not outputs:
                         data = sse.KEEP_ALIVE
-                        timer = self._loop.call_later(self._keep_alive_s, self._run.mailbox.wake)
                     if not self._num_open:
                         break
                     if data:
                         await response.write(data)
+                    self._raise_failure()
                     outputs = await self._run.take()
                     data = self._absorb(outputs)
                 data += self._form.closing()
@@ -86,8 +90,21 @@ class Responder:
             await response.write(data + sse.DONE)
             await response.write_eof()
         finally:
-            timer.cancel()
+            self._timer.cancel()
         return response
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _wake_later(self) -> None:
+        """Have ``take`` return empty-handed now and then."""
+
+        def wake() -> None:
+            self._run.mailbox.wake()
+            self._wake_later()
+
+        self._timer = self._loop.call_later(self._keep_alive_s, wake)
 
     def _failure(self, error: Exception, request_id: str) -> bytes:
         """The event that tells of a failure after the headers are gone."""
@@ -100,7 +117,7 @@ class Responder:
         return sse.event(failure.body(request_id))
 
     def _absorb(self, outputs: Sequence[Output]) -> bytes:
-        """Take in ``outputs`` and return what to send; raises the failure that is among them."""
+        """Take in ``outputs`` up to a failure among them, and return what to send."""
         parts = []
         now = self._loop.time()
         for output in outputs:
@@ -108,7 +125,8 @@ class Responder:
             if choice.text.finished:
                 continue
             if output.error is not None:
-                raise output.error
+                self._error = output.error
+                break
             if output.first is not None:
                 parts.append(self._form.opening(choice, output.first))
             self._measure(choice, output, now)

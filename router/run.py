@@ -31,6 +31,11 @@ class RequestRun:
         self._gate = asyncio.Semaphore(MAX_PARALLEL)
         self._tasks: list[asyncio.Task[None]] = []
 
+    @property
+    def num_parallel(self) -> int:
+        """Choices that run at once."""
+        return min(len(self.generations), MAX_PARALLEL)
+
     async def __aenter__(self) -> RequestRun:
         self._tasks = [
             asyncio.create_task(self._drive(generation), name=generation.request_id)
