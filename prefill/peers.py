@@ -18,7 +18,7 @@ import grpc.aio
 from kv_transfer.layout import KVLayout
 from kv_transfer.ticket import PeerEndpoint
 from kv_transfer.transport import peer_name
-from runtime.errors import LayoutMismatchError, StaleTicketError
+from runtime.errors import LayoutMismatchError, PeerLostError, StaleTicketError
 from runtime.logging import fields, get_logger
 from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc
 from runtime.rpc import map_rpc_errors
@@ -74,11 +74,12 @@ class Greeting:
 
 @dataclass(frozen=True, slots=True)
 class _Contact:
-    instance: str
-    epoch: int
-    rank: int
+    peer: str
+    decode: common_pb2.WorkerIdentity
     address: str
     handshake: asyncio.Task[PeerEndpoint]
+    former: PeerEndpoint | None
+    """The endpoint of before the last fence."""
 
 
 class PeerDirectory:
@@ -94,28 +95,35 @@ class PeerDirectory:
         """Peers that are known or being met."""
         return len(self._contacts)
 
-    async def endpoint(self, decode: common_pb2.WorkerIdentity, address: str) -> PeerEndpoint:
+    async def endpoint(
+        self, decode: common_pb2.WorkerIdentity, address: str, fence_generation: int = 0
+    ) -> PeerEndpoint:
         """Return how to write into `decode`, which serves gRPC at `address`.
+
+        Args:
+            decode: whom a ticket names.
+            address: of its gRPC service.
+            fence_generation: of the ticket. A newer one than the endpoint's says that decode has
+                shut somebody out since: it may have been us, so we ask again.
 
         Raises:
             LayoutMismatchError: the two workers store KV differently.
             StaleTicketError: another life of the worker answers at the address.
             PeerLostError, DeadlineExceededError: nobody answers, or not in time.
         """
-        peer = peer_of(decode)
-        contact = self._contacts.get(peer)
-        if contact is None or contact.handshake.cancelled():
-            handshake = asyncio.ensure_future(self._shake_hands(decode, address))
-            contact = _Contact(decode.instance, decode.epoch, decode.rank, address, handshake)
-            self._contacts[peer] = contact
-        try:
-            # Shielded: one caller's cancellation is not the others'.
-            return await asyncio.shield(contact.handshake)
-        except BaseException:
-            failed = contact.handshake.done() and not contact.handshake.cancelled()
-            if failed and contact.handshake.exception() and self._contacts.get(peer) is contact:
-                del self._contacts[peer]
-            raise
+        contact = self._contacts.get(peer_of(decode))
+        if contact is None:
+            contact = self._meet(decode, address, former=None)
+        endpoint = await self._result_of(contact)
+        if endpoint.fence_generation < fence_generation:
+            newer = self._contacts.get(contact.peer)
+            if newer is None or newer is contact:
+                newer = self._meet(decode, address, former=endpoint)
+            endpoint = await self._result_of(newer)
+        elif contact.former is not None and fence_generation < endpoint.fence_generation:
+            # A ticket of before the fence goes with the endpoint of before the fence or not at all.
+            endpoint = contact.former
+        return endpoint
 
     def forget(self, peer: str) -> None:
         """Shake hands again before the next request for `peer` (a transport's peer name)."""
@@ -131,10 +139,35 @@ class PeerDirectory:
             contact.handshake.cancel()
         await asyncio.gather(*(item.handshake for item in contacts), return_exceptions=True)
 
+    def _meet(
+        self, decode: common_pb2.WorkerIdentity, address: str, former: PeerEndpoint | None
+    ) -> _Contact:
+        handshake = asyncio.ensure_future(self._shake_hands(decode, address))
+        contact = _Contact(peer_of(decode), decode, address, handshake, former)
+        self._contacts[contact.peer] = contact
+        handshake.add_done_callback(lambda _: self._drop_failed(contact))
+        return contact
+
+    def _drop_failed(self, contact: _Contact) -> None:
+        handshake = contact.handshake
+        failed = handshake.cancelled() or handshake.exception() is not None
+        if failed and self._contacts.get(contact.peer) is contact:
+            del self._contacts[contact.peer]
+
+    async def _result_of(self, contact: _Contact) -> PeerEndpoint:
+        try:
+            # Shielded: one caller's cancellation is not the others'.
+            return await asyncio.shield(contact.handshake)
+        except asyncio.CancelledError:
+            if contact.handshake.cancelled():
+                raise PeerLostError(f"{contact.peer} was lost during the handshake") from None
+            raise
+
     async def _forget_former_lives(self, decode: common_pb2.WorkerIdentity) -> None:
         for peer, contact in list(self._contacts.items()):
-            same_rank = (contact.instance, contact.rank) == (decode.instance, decode.rank)
-            if same_rank and contact.epoch != decode.epoch:
+            other = contact.decode
+            same_rank = (other.instance, other.rank) == (decode.instance, decode.rank)
+            if same_rank and other.epoch != decode.epoch:
                 self.forget(peer)
                 await self._channels.drop(contact.address)
 

@@ -188,7 +188,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         ticket = request.ticket
         try:
             async with asyncio.timeout(min(request.timeout_s, ticket.timeout_s)):
-                return await self._peers.endpoint(ticket.decode, ticket.decode_address)
+                return await self._peers.endpoint(
+                    ticket.decode, ticket.decode_address, ticket.fence_generation
+                )
         except TimeoutError:
             raise DeadlineExceededError(
                 f"the request's time was over while meeting decode at {ticket.decode_address}"

@@ -32,6 +32,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
     address: str = ""
     transport: str = "loopback"
     slot_bytes: int = SLOT_BYTES
+    fence_generation: int = 3
     handshake_error: TandemError | None = None
     handshake_gate: asyncio.Event | None = None
     num_refused_closures: int = 0
@@ -54,7 +55,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
                 kv_region_bytes=1 << 20,
                 metadata_region_bytes=1 << 20,
                 metadata_slot_bytes=self.slot_bytes,
-                fence_generation=3,
+                fence_generation=self.fence_generation,
             )
         )
 

@@ -131,3 +131,43 @@ async def test_a_new_life_of_a_rank_replaces_the_former_one(
     decode.identity = other_rank
     await peers.endpoint(other_rank, decode.address)
     assert peers.num_peers == 2
+
+
+async def test_a_ticket_of_after_a_fence_brings_a_new_handshake(
+    decode: FakeDecode, peers: PeerDirectory
+) -> None:
+    former = await peers.endpoint(decode.identity, decode.address, 3)
+    decode.fence_generation = 4
+    calls = [peers.endpoint(decode.identity, decode.address, 4) for _ in range(3)]
+    for endpoint in await asyncio.gather(*calls):
+        assert endpoint.fence_generation == 4
+    assert len(decode.handshakes) == 2
+    assert await peers.endpoint(decode.identity, decode.address, 3) == former
+    assert len(decode.handshakes) == 2
+
+
+async def test_a_peer_that_is_forgotten_during_its_handshake_is_lost_to_its_callers(
+    decode: FakeDecode, peers: PeerDirectory
+) -> None:
+    decode.handshake_gate = asyncio.Event()
+    call = asyncio.create_task(peers.endpoint(decode.identity, decode.address))
+    await asyncio.sleep(0.05)
+    peers.forget(peer_of(decode.identity))
+    with pytest.raises(PeerLostError, match="during the handshake"):
+        await call
+    decode.handshake_gate.set()
+
+
+async def test_a_failure_that_nobody_waited_for_is_not_remembered(
+    decode: FakeDecode, peers: PeerDirectory
+) -> None:
+    decode.handshake_gate = asyncio.Event()
+    decode.handshake_error = StaleTicketError("epoch")
+    call = asyncio.create_task(peers.endpoint(decode.identity, decode.address))
+    await asyncio.sleep(0.05)
+    call.cancel()
+    decode.handshake_gate.set()
+    while peers.num_peers:
+        await asyncio.sleep(0.01)
+    decode.handshake_error = None
+    assert (await peers.endpoint(decode.identity, decode.address)).endpoint == b"endpoint"

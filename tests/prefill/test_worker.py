@@ -4,7 +4,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,8 @@ from engine.build import build_kv_pool, build_model
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
+from kv_transfer.transport import peer_name
+from prefill.__main__ import main
 from prefill.assembly import layout_of
 from runtime.config import ClusterConfig, KVTransferSection, ModelSection, PrefillSection
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc, registry_pb2
@@ -71,9 +73,15 @@ class Bench:
     stub: prefill_pb2_grpc.PrefillStub
 
     async def run(
-        self, nonce: int, block_ids: list[int], *, num_tokens: int = 8, num_cached_tokens: int = 0
+        self,
+        nonce: int,
+        block_ids: list[int],
+        *,
+        num_tokens: int = 8,
+        num_cached_tokens: int = 0,
+        ticket: decode_pb2.TransferTicket | None = None,
     ) -> prefill_pb2.RunResponse:
-        ticket = self.decode.ticket(
+        ticket = ticket or self.decode.ticket(
             nonce, block_ids, self.record.num_ranks, num_cached_tokens=num_cached_tokens
         )
         request = prefill_pb2.RunRequest(
@@ -207,34 +215,30 @@ async def test_when_a_rank_dies_calls_are_answered_and_the_instance_ends(
             assert await bench.processes[0].wait() == 1
 
 
-async def test_a_ticket_for_a_lost_decode_fails_and_returns_the_blocks(
+async def test_a_worker_that_was_shut_out_meets_decode_again(
     oracle: Oracle, tmp_path: Path
 ) -> None:
     async with worker(oracle, tmp_path) as bench:
         await bench.run(1, [1, 2, 3, 4])
         await bench.closures_of(1)
-        bench.decode.kv_transport.fence("nobody")  # a stranger: nothing changes for us
-        bench.decode.kv_transport.fence(
-            f"prefill-0@{bench.record.identity.epoch:016x}/0"
-        )  # now our connection and our endpoint are void
-        bench.registry.loads.clear()
-        response = await bench.run(2, [5, 6, 7, 8])
-        closures = await bench.closures_of(2)
-        if response.WhichOneof("result") == "error" or (
-            closures[0].outcome == decode_pb2.TICKET_OUTCOME_FAILED
-        ):
-            response = await bench.run(3, [9, 10, 11, 12])
-            closures = await bench.closures_of(3)
-        assert closures[0].outcome == decode_pb2.TICKET_OUTCOME_SENT
+        old_ticket = bench.decode.ticket(2, [5, 6, 7, 8], 1)
+        identity = bench.record.identity
+        bench.decode.kv_transport.fence(peer_name(identity.instance, identity.epoch, 0))
+
+        await bench.run(2, [], ticket=old_ticket)
+        (closing,) = await bench.closures_of(2)
+        assert closing.outcome == decode_pb2.TICKET_OUTCOME_FAILED
+        assert not bench.decode.kv[[5, 6, 7, 8]].any()
+
+        await bench.run(3, [9, 10, 11, 12])
+        (closing,) = await bench.closures_of(3)
+        assert closing.outcome == decode_pb2.TICKET_OUTCOME_SENT
         await bench.until_idle()
 
 
 def test_the_wrong_rank_or_a_missing_rendezvous_is_a_config_error(tmp_path: Path) -> None:
-    from prefill.__main__ import main
-
     file = tmp_path / "cluster.toml"
     file.write_text("[prefill]\ntp = 2\n")
     common = ["--config", str(file), "--instance", "prefill-0", "--router", "127.0.0.1:1"]
     assert main([*common, "--rank", "2"]) == 2
     assert main(common) == 2
-    assert replace(ClusterConfig().prefill, tp=2).tp == 2
