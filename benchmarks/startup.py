@@ -1,6 +1,6 @@
 """Seconds from ``tandem up`` to ready, and the memory of all processes then.
 
-Run ``python benchmarks/startup.py``. The same as ``tandem bench startup``; prints one JSON object.
+Run ``python -m benchmarks.startup``. The same as ``tandem bench startup``; prints one JSON object.
 Exits 1 when a limit is exceeded: 30 s and 6 GB for the built-in configuration on 2 cores.
 """
 

@@ -48,6 +48,7 @@ def check_config(config: ClusterConfig, *, num_devices: int) -> None:
         fix = "1 to 63 letters, digits, '.', '_' or '-', a letter or digit first"
         raise ConfigError("cluster.name", name, "also names a folder", fix)
     model = _read_model(config)
+    _check_files(config)
     _check_parallel(config, model)
     _check_lengths(config, model)
     _check_devices(config, num_devices)
@@ -111,6 +112,16 @@ def _read_model(config: ClusterConfig) -> ModelConfig:
             raise
         problem = f"{error.path} = {error.value!r} in its config.json: {error.problem}"
         raise ConfigError("model.path", path, problem, error.fix) from error
+
+
+def _check_files(config: ClusterConfig) -> None:
+    folder = Path(config.model.path)
+    needed = {"tokenizer.json": "a complete checkpoint folder"}
+    if config.model.load_format == "safetensors":
+        needed["*.safetensors"] = 'a complete checkpoint folder, or model.load_format = "dummy"'
+    for pattern, fix in needed.items():
+        if not any(folder.glob(pattern)):
+            raise ConfigError("model.path", str(folder), f"holds no {pattern}", fix)
 
 
 def _check_parallel(config: ClusterConfig, model: ModelConfig) -> None:

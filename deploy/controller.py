@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from deploy.errors import ClusterError, ProcessDiedError
 from deploy.instance import Death, Instance
 from deploy.launcher import Launcher
-from deploy.plan import GRACE_S, Role, RunContext, plan_instances
+from deploy.plan import Role, RunContext, plan_instances
 from deploy.pool_watch import PoolWatch
 from deploy.state import Phase, ProcessState
 from runtime.logging import fields, get_logger
@@ -21,8 +21,8 @@ logger = get_logger(__name__)
 
 _STARTING_TICK_S = 0.2
 _SERVING_TICK_S = 0.5
-_KILL_AFTER_S = GRACE_S + 2.0
-"""The supervisor's patience: a process ends by itself when its own grace is over."""
+_KILL_AFTER_S = 32.0
+"""Longer than any role's own grace period, after which it ends by itself."""
 
 OnChange = Callable[[Phase, Sequence[ProcessState]], None]
 
@@ -104,7 +104,7 @@ class Controller:
         deaths = await self._poll(self._instances)
         if deaths:
             _, death = deaths[0]
-            raise ProcessDiedError(f"{death}. The end of {death.log_path}:\n{death.log_tail()}")
+            raise ProcessDiedError(f"{death}:\n{death.log_tail()}\nwhole log: {death.log_path}")
         return all(instance.phase is Phase.READY for instance in self._instances)
 
     async def _serve_tick(self) -> None:

@@ -59,7 +59,8 @@ class StartDisplay:
 
     def note(self, text: str) -> None:
         """One line of its own."""
-        self._console.print(f"[{self._elapsed_s():5.1f} s] {text}", markup=False, highlight=False)
+        line = f"[{self._elapsed_s():5.1f} s] {text}"
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def update(self, state: ClusterState) -> None:
         """Show what changed."""

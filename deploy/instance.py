@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,11 +30,13 @@ from deploy.pool_watch import PoolMembers
 from deploy.state import Phase, ProcessState
 
 _LOG_HEAD = re.compile(r"^\S+ (?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \S+ [\w.]+: ")
+_CHAINS = ("The above exception was", "During handling of the above")
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _STABLE_AFTER_S = 60.0
 _STOP_POLL_S = 0.1
 _MAX_STAGE_CHARS = 100
+_TAIL_LINES = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +55,9 @@ class Death:
             return f"{self.process} was ended by signal {-self.exit_status}"
         return f"{self.process} ended with status {self.exit_status}"
 
-    def log_tail(self, num_lines: int = 15) -> str:
-        """The end of its log, indented."""
-        lines = tail(self.log_path, num_lines)
+    def log_tail(self, num_lines: int = 8) -> str:
+        """The end of its log, indented, for a person: tracebacks are left to the log itself."""
+        lines = without_tracebacks(tail(self.log_path, _TAIL_LINES))[-num_lines:]
         return "\n".join(f"    {line}" for line in lines) or "    (its log is empty)"
 
 
@@ -187,6 +189,21 @@ class Instance:
 
 def _epochs_of(members: PoolMembers, instance: str) -> Mapping[int, int]:
     return {rank: member.epoch for (name, rank), member in members.items() if name == instance}
+
+
+def without_tracebacks(lines: Sequence[str]) -> list[str]:
+    """``lines`` with each Python traceback cut down to the exception that ends it."""
+    kept = []
+    inside = False
+    for line in lines:
+        if line.startswith("Traceback (most recent call last):"):
+            inside = True
+        elif inside and line.startswith(" "):
+            continue
+        elif line.strip() and not line.startswith(_CHAINS):
+            inside = False
+            kept.append(line)
+    return kept
 
 
 def last_stage(lines: tuple[str, ...]) -> str:

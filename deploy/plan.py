@@ -19,8 +19,8 @@ RUN_ID_VARIABLE = "TANDEM_CLUSTER"
 """Environment variable that marks every process of one run, Ray's own included."""
 
 
-GRACE_S = 10.0
-"""How long a process that is asked to end may let its requests finish."""
+ROUTER_GRACE_S = 10.0
+"""How long the router lets its requests finish when it is asked to end."""
 
 
 class Role(enum.StrEnum):
@@ -151,7 +151,7 @@ def _command(
 ) -> tuple[str, ...]:
     command = (*context.entrypoints[plan.role], "--config", str(context.config_path))
     if plan.role is Role.ROUTER:
-        return (*command, "--grace", f"{GRACE_S:g}")
+        return (*command, "--grace", f"{ROUTER_GRACE_S:g}")
     return (
         *command,
         *("--instance", plan.name),

@@ -142,7 +142,7 @@ class _Run:
     def publish_failure(self, error: str) -> None:
         """Leave the reason in the state file."""
         self._state = dataclasses.replace(self._state, phase=Phase.FAILED, error=error)
-        logger.error("%s", error)
+        logger.error("%s", error.partition("\n")[0])
         self._publish()
 
     def _take_change(self, phase: Phase, processes: Sequence[ProcessState]) -> None:

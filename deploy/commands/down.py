@@ -14,8 +14,8 @@ from deploy.sweep import clean_up, find_processes, wait_until_gone
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
 
-_ORDERLY_S = 40.0
-"""Longer than router and workers together may drain."""
+_ORDERLY_S = 70.0
+"""Longer than the controller waits for router and workers."""
 
 
 def add_parser(commands: Subparsers) -> None:

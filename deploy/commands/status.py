@@ -94,7 +94,7 @@ def _show(state: ClusterState, members: PoolMembers) -> None:
 
 
 def _load_cells(member: PoolMember | None) -> tuple[str, str, str]:
-    if member is None:
+    if member is None or member.num_total_blocks == 0:  # Registered, no load reported yet.
         return ("-", "-", "-")
     return (
         str(member.num_requests_running),
@@ -104,6 +104,9 @@ def _load_cells(member: PoolMember | None) -> tuple[str, str, str]:
 
 
 def _member_of(process: ProcessState, members: PoolMembers) -> PoolMember | None:
+    """Its load as the registry knows it; None for what does not serve, or is not a worker."""
+    if process.phase is not Phase.READY:
+        return None
     return members.get((process.instance, process.rank))
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _STATE_POLL_S = 0.1
 _START_TIMEOUT_S = 600.0
-_STOP_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 70.0
 
 
 def add_parser(commands: Subparsers) -> None:

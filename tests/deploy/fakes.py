@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 from pathlib import Path
@@ -60,13 +61,13 @@ def fake_config(folder: Path, *, prefill_tp: int = 1, decode_dp: int = 1) -> Clu
 
 
 def write_model(folder: Path, **changes: object) -> Path:
-    """A folder with a config.json that differs from ``MODEL_FIELDS`` by ``changes``."""
-    import json
-
+    """A checkpoint without tensors, whose config.json has ``MODEL_FIELDS`` and ``changes``."""
     path = folder / "model"
     path.mkdir(exist_ok=True)
     text = json.dumps({**MODEL_FIELDS, **changes})
     (path / "config.json").write_text(text, encoding="utf-8")
+    (path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (path / "model.safetensors").write_bytes(b"")
     return path
 
 

@@ -60,6 +60,18 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "load_format"),
+    [("tokenizer.json", "dummy"), ("model.safetensors", "safetensors")],
+)
+def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, name: str, load_format: str) -> None:
+    config = with_section(fake_config(tmp_path), "model", load_format=load_format)
+    (tmp_path / "model" / name).unlink()
+    error = refused(config)
+    assert error.path == "model.path"
+    assert error.problem == f"holds no {name.replace('model', '*')}"
+
+
+@pytest.mark.parametrize(
     ("section", "field", "value", "size"),
     [("prefill", "tp", 3, "num_attention_heads"), ("decode", "dp", 5, "experts")],
 )

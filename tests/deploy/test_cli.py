@@ -121,12 +121,12 @@ def test_model_info_describes_the_bundled_model(capsys: pytest.CaptureFixture[st
     assert "top 4" in output
 
 
-def test_model_info_refuses_a_folder_without_weights(
+def test_model_info_refuses_weights_that_are_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, _, error = run("model", "info", str(write_model(tmp_path)), capsys=capsys)
     assert status == 2
-    assert "safetensors" in error
+    assert "model.safetensors" in error
 
 
 def test_generate_from_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import re
 from rich.console import Console
 
 from deploy.display import StartDisplay, ready_message
-from deploy.instance import last_stage
+from deploy.instance import last_stage, without_tracebacks
 from deploy.state import ClusterState, Phase, ProcessState
 
 STATE = ClusterState(
@@ -74,6 +74,29 @@ def test_the_ready_message_has_a_curl_line_of_its_own() -> None:
     (curl,) = [line for line in ready_message(STATE).splitlines() if "curl" in line]
     assert curl.strip().startswith("curl http://127.0.0.1:8000/v1/completions -H ")
     assert '"model": "tandem-python"' in curl
+
+
+def test_a_traceback_is_cut_down_to_its_exception() -> None:
+    lines = [
+        "INFO one",
+        "Traceback (most recent call last):",
+        '  File "a.py", line 1',
+        "    f()",
+        "ValueError: inner",
+        "",
+        "The above exception was the direct cause of the following exception:",
+        "",
+        "Traceback (most recent call last):",
+        '  File "b.py", line 1',
+        "OSError: outer",
+        "INFO two",
+    ]
+    assert without_tracebacks(lines) == [
+        "INFO one",
+        "ValueError: inner",
+        "OSError: outer",
+        "INFO two",
+    ]
 
 
 def test_a_stage_is_the_last_line_without_its_head() -> None:

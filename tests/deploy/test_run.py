@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main as tandem
-from deploy.state import ClusterState, Phase, ProcessState, RunDir, run_dir_of
+from deploy.state import ClusterState, Phase, RunDir, run_dir_of
 from deploy.sweep import find_processes, is_alive, ray_folder
 from runtime.config import ClusterConfig
 from runtime.config_file import dump_config
@@ -44,9 +43,6 @@ class FakeRun:
         state = self.run_dir.read_state()
         assert state is not None
         return state
-
-    def process_named(self, name: str) -> ProcessState:
-        return next(process for process in self.state().processes if process.name == name)
 
     def wait_ready(self) -> None:
         until(lambda: "ready\n" in self.output.read_text() or self.process.poll() is not None)
@@ -86,30 +82,6 @@ def test_ctrl_c_stops_everything_and_leaves_nothing(tmp_path: Path) -> None:
         assert not ray_folder(state.run_id).exists()
         assert run.run_dir.read_state() is None
         assert run.run_dir.read_secret() == ""
-
-
-def test_a_killed_worker_comes_back_and_a_second_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with fake_run(tmp_path) as run:
-        pid = run.process_named("decode-0").pid
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: run.process_named("decode-0").phase is Phase.RESTARTING)
-        until(lambda: run.process_named("decode-0").phase is Phase.READY)
-        assert run.process_named("decode-0").pid not in (0, pid)
-
-        assert tandem(["up", str(run.config_path)]) == 1
-        assert "is already running at http://127.0.0.1:" in capsys.readouterr().err
-
-        assert tandem(["status", "--config", str(run.config_path)]) == 0
-        shown = capsys.readouterr().out
-        assert "fake ready  fake-model at http://127.0.0.1:" in shown
-        assert all(name in shown for name in ("router", "prefill-0", "decode-0"))
-
-        run_id = run.state().run_id
-        assert tandem(["down", "--config", str(run.config_path)]) == 0
-        assert run.process.wait(5) == 0
-        assert find_processes(run_id) == []
 
 
 def test_nothing_survives_a_killed_controller(

@@ -1,0 +1,192 @@
+"""``tandem up`` for real: Ray, the real roles, the bundled model, what a person types."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.state import RunDir, run_dir_of
+from deploy.sweep import find_processes
+from tests.deploy.fakes import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+PROMPT = "def fibonacci(n):"
+
+
+class Cluster:
+    """A configuration file and the ``tandem`` command on it."""
+
+    def __init__(self, folder: Path, name: str, sections: str = "") -> None:
+        self.config_path = folder / f"{name}.toml"
+        self.config_path.write_text(
+            f'[cluster]\nname = "{name}"\nrun_dir = "{folder}"\n'
+            f"[router]\nport = 0\ncontrol_port = 0\n{sections}",
+            encoding="utf-8",
+        )
+        self.run_dir: RunDir = run_dir_of(name, str(folder))
+
+    def tandem(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "deploy", *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def command(self, *arguments: str) -> str:
+        """The output of a command that must succeed on this cluster."""
+        result = self.tandem(*arguments, "--config", str(self.config_path))
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    def process(self, name: str) -> dict[str, Any]:
+        result = self.tandem("status", "--json", "--config", str(self.config_path))
+        (process,) = [entry for entry in json.loads(result.stdout) if entry["name"] == name]
+        return dict(process)
+
+    def generate(self) -> str:
+        return self.command("generate", PROMPT, "--max-tokens", "24")
+
+    @property
+    def run_id(self) -> str:
+        state = self.run_dir.read_state()
+        assert state is not None
+        return state.run_id
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def detached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, str]]:
+    """A running cluster of one rank per role, and what ``tandem up`` printed."""
+    cluster = Cluster(tmp_path_factory.mktemp("detached"), "detached")
+    result = cluster.tandem("up", "--detach", str(cluster.config_path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    yield cluster, result.stdout
+    run_id = cluster.run_id
+    cluster.command("down")
+    assert find_processes(run_id) == []
+
+
+def test_up_tells_progress_the_endpoint_and_a_curl_line_that_works(
+    detached: tuple[Cluster, str],
+) -> None:
+    _, output = detached
+    for name in ("router", "prefill-0", "decode-0"):
+        assert f"] {name:<12} starting" in output
+        assert f"] {name:<12} ready" in output
+    (curl,) = [line for line in output.splitlines() if line.strip().startswith("curl ")]
+    words = shlex.split(curl)
+    if shutil.which("curl"):
+        words.append("--silent")
+    else:  # The same request without curl.
+        url, body = words[1], words[words.index("-d") + 1]
+        code = (
+            "import sys, urllib.request as r; u, b = sys.argv[1:]; h = "
+            "{'Content-Type': 'application/json'}; "
+            "print(r.urlopen(r.Request(u, b.encode(), h)).read().decode())"
+        )
+        words = [sys.executable, "-c", code, url, body]
+    result = subprocess.run(words, capture_output=True, text=True, check=True)
+    answer = json.loads(result.stdout)
+    assert answer["choices"][0]["text"]
+    assert answer["usage"]["completion_tokens"] <= 64
+
+
+def test_generate_goes_on_with_the_prompt(detached: tuple[Cluster, str]) -> None:
+    cluster, _ = detached
+    text = cluster.generate()
+    assert text.startswith(PROMPT)
+    assert len(text) > len(PROMPT) + 1
+    refused = cluster.tandem(
+        "generate", PROMPT, "--max-tokens", "0", "--config", str(cluster.config_path)
+    )
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: ")
+    assert "max_tokens" in refused.stderr
+
+
+def test_status_shows_load_and_memory(detached: tuple[Cluster, str]) -> None:
+    cluster, _ = detached
+    until(lambda: cluster.process("decode-0")["load"] is not None)
+    decode = cluster.process("decode-0")
+    assert decode["memory_bytes"] > 50e6
+    assert decode["load"]["num_total_blocks"] > 0
+    text = cluster.command("status")
+    assert "detached ready" in text
+    assert "prefill-0" in text
+
+
+def test_a_second_run_of_that_name_is_refused(detached: tuple[Cluster, str]) -> None:
+    cluster, _ = detached
+    refused = cluster.tandem("up", str(cluster.config_path))
+    assert refused.returncode == 1
+    assert "'detached' is already running at http://127.0.0.1:" in refused.stderr
+    cluster.generate()
+
+
+def test_a_killed_decode_worker_comes_back_and_serves(detached: tuple[Cluster, str]) -> None:
+    cluster, _ = detached
+    before = cluster.generate()
+    pid = cluster.process("decode-0")["pid"]
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: cluster.process("decode-0")["pid"] not in (0, pid))
+    until(lambda: cluster.process("decode-0")["phase"] == "ready")
+    assert cluster.process("decode-0")["num_restarts"] == 1
+    assert cluster.process("prefill-0")["num_restarts"] == 0
+    assert cluster.generate() == before
+
+
+def test_parallel_ranks_say_the_same_and_ctrl_c_leaves_nothing(
+    detached: tuple[Cluster, str], tmp_path: Path
+) -> None:
+    expected = detached[0].generate()
+    cluster = Cluster(tmp_path, "parallel", "[prefill]\ntp = 2\n[decode]\ndp = 2\n")
+    command = [sys.executable, "-m", "deploy", "up", str(cluster.config_path)]
+    with (tmp_path / "output").open("w+") as output:
+        up = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            until(lambda: "Ctrl-C" in (tmp_path / "output").read_text() or up.poll() is not None)
+            assert up.poll() is None, (tmp_path / "output").read_text()
+            run_id = cluster.run_id
+            assert cluster.generate() == expected
+        finally:
+            # As a terminal does it: to the whole foreground group.
+            os.killpg(up.pid, signal.SIGINT)
+            status = up.wait(90)
+    assert status == 0, (tmp_path / "output").read_text()
+    assert (tmp_path / "output").read_text().endswith("stopped\n")
+    assert find_processes(run_id) == []
+
+
+def test_a_worker_that_cannot_start_is_told_with_its_log(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "deploy" / "models" / "tandem-python", model)
+    (model / "model.safetensors").write_bytes(b"no weights")
+    cluster = Cluster(tmp_path, "broken", f'[model]\npath = "{model}"\n')
+    result = cluster.tandem("up", "--detach", str(cluster.config_path))
+    assert result.returncode == 1
+    assert "ended with status" in result.stderr
+    assert "model.safetensors" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert cluster.run_dir.read_state() is None
