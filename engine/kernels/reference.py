@@ -45,7 +45,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleave: bool = True
     shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[-1],)
     cos, sin = cos.view(shape), sin.view(shape)
     if interleave:
-        even, odd = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
+        even, odd = x.float().view(*x.shape[:-1], x.shape[-1] // 2, 2).unbind(-1)
         rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
         return rotated.flatten(-2).to(x.dtype)
     first, second = x.float().chunk(2, dim=-1)

@@ -1,5 +1,7 @@
 """Dispatch then combine is a weighted sum over experts; one process. See also `test_ranks`."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -26,7 +28,7 @@ def draw_routing(seed: int, num_tokens: int, top_k: int = 3) -> tuple[Tensor, Te
 
 
 def run(
-    dispatcher: TokenDispatcher[object],
+    dispatcher: TokenDispatcher[Any],
     routing: tuple[Tensor, Tensor, Tensor],
     *,
     first: int = 0,

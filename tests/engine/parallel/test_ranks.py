@@ -54,8 +54,12 @@ def run_ranks(world: int, checkpoint: Path, folder: Path) -> list[dict[str, Any]
     port = _free_ports(NUM_MODES)
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.parallel.rank_main"]
-            + [str(rank), str(world), str(port), str(checkpoint), str(folder / f"{rank}.json")],
+            [
+                sys.executable,
+                "-m",
+                "tests.engine.parallel.rank_main",
+                *map(str, (rank, world, port, checkpoint, folder / f"{rank}.json")),
+            ],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,
@@ -88,5 +92,5 @@ def test_ranks_give_the_tokens_of_one(
 
 def test_nobody_at_the_rendezvous() -> None:
     dims = ParallelDims(tp=2, rank=1)
-    with pytest.raises(PeerLostError, match="127.0.0.1:1"):
+    with pytest.raises(PeerLostError, match=r"127\.0\.0\.1:1"):
         init_process_groups(dims, "127.0.0.1:1", timeout_s=1)

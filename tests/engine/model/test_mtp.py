@@ -1,0 +1,136 @@
+"""Multi-token prediction: against its formula, in chunks, and useful on the bundled checkpoint."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.batch import ForwardBatch, pack_forward_batch
+from engine.build import build_kv_pool, build_model
+from engine.kernels import reference
+from engine.memory.kv_pool import KVPool
+from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from runtime.errors import ConfigError
+from tests.engine.tiny import random_tensors, tiny_config, write_checkpoint
+
+BUNDLED = Path(__file__).parents[3] / "deploy" / "models" / "tandem-python"
+MIN_ACCEPTANCE = 0.3
+
+SNIPPET = '''
+def read_lines(path):
+    """Return the lines of a file without their newlines."""
+    lines = []
+    with open(path) as file:
+        for line in file:
+            lines.append(line.rstrip("\\n"))
+    return lines
+
+
+class Counter:
+    def __init__(self):
+        self.counts = {}
+
+    def add(self, key, value=1):
+        if key not in self.counts:
+            self.counts[key] = 0
+        self.counts[key] += value
+        return self.counts[key]
+
+    def most_common(self, n=None):
+        items = sorted(self.counts.items(), key=lambda item: item[1], reverse=True)
+        return items if n is None else items[:n]
+'''
+
+
+def part_of(tokens: list[int], start: int, end: int) -> ForwardBatch:
+    """Batch of tokens [start, end) of one sequence in blocks 1, 2, ..."""
+    return pack_forward_batch(
+        np.array(tokens[start:end]),
+        np.array([end - start]),
+        np.array([end]),
+        np.arange(1, 2 + end // 64, dtype=np.int32)[None],
+        logits_indices=np.zeros(0, dtype=np.int64),
+        block_size=64,
+    )
+
+
+@torch.inference_mode()
+def draft(
+    model: DeepseekV3ForCausalLM, tokens: list[int], pool: KVPool, *, chunk: int = 10**6
+) -> tuple[Tensor, Tensor]:
+    """Return final hidden states and MTP hidden states of all tokens but the last."""
+    hidden, drafted = [], []
+    for start in range(0, len(tokens) - 1, chunk):
+        end = min(start + chunk, len(tokens) - 1)
+        batch = part_of(tokens, start, end)
+        hidden.append(model(batch, pool))
+        next_ids = torch.tensor(tokens[start + 1 : end + 1])
+        drafted.append(model.forward_mtp(hidden[-1], next_ids, batch, pool))
+    return torch.cat(hidden), torch.cat(drafted)
+
+
+def test_is_the_formula(tmp_path: Path) -> None:
+    """One token, so that attention is its own value: h' = layer(eh_proj([e; h]))."""
+    weights = random_tensors(tiny_config())
+    model = build_model(write_checkpoint(tmp_path), with_mtp=True)
+    hidden, drafted = draft(model, [5, 77], build_kv_pool(model, 3))
+
+    def weight(name: str) -> Tensor:
+        return weights[f"model.layers.3.{name}.weight"]
+
+    def norm(x: Tensor, name: str, eps: float = 1e-5) -> Tensor:
+        return reference.rms_norm(x, weight(name), eps)
+
+    embedded = norm(weights["model.embed_tokens.weight"][77], "enorm")
+    x = weight("eh_proj") @ torch.cat((embedded, norm(hidden[0], "hnorm")))
+    latent = weight("self_attn.kv_a_proj_with_mqa") @ norm(x, "input_layernorm")
+    kv_c = norm(latent[:32], "self_attn.kv_a_layernorm", 1e-6)
+    values = (weight("self_attn.kv_b_proj").view(4, 28, 32)[:, 16:] @ kv_c).flatten()
+    x = x + weight("self_attn.o_proj") @ values
+    moe = model.get_submodule("model.layers.3.mlp")
+    x = x + moe(norm(x, "post_attention_layernorm")[None])[0]
+    torch.testing.assert_close(drafted[0], norm(x, "shared_head.norm"), rtol=1e-4, atol=1e-4)
+
+
+def test_chunks_change_nothing_and_its_latents_are_its_own(tmp_path: Path) -> None:
+    model = build_model(write_checkpoint(tmp_path), with_mtp=True)
+    tokens = [(7 * i * i + i) % 128 for i in range(50)]
+    pools = [build_kv_pool(model, 3) for _ in range(2)]
+    whole = draft(model, tokens, pools[0])[1]
+    chunked = draft(model, tokens, pools[1], chunk=13)[1]
+    torch.testing.assert_close(chunked, whole, rtol=1e-4, atol=1e-4)
+    assert pools[0].num_layers == 4
+    plain = build_model(tmp_path)
+    plain_pool = build_kv_pool(plain, 3)
+    plain(part_of(tokens, 0, 49), plain_pool)
+    assert torch.equal(plain_pool.data, pools[0].data[:, :3])
+
+
+def test_is_loaded_only_when_asked_for(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    assert len(build_model(tmp_path).model.layers) == 3
+    assert len(build_model(tmp_path, with_mtp=True).model.layers) == 4
+
+
+def test_a_checkpoint_without_it(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_config(num_nextn_predict_layers=0))
+    build_model(tmp_path)
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers"):
+        build_model(tmp_path, with_mtp=True)
+
+
+def test_acceptance_on_the_bundled_checkpoint() -> None:
+    """Share of positions where the draft is the token that the model then chooses itself."""
+    from tokenizers import Tokenizer
+
+    model = build_model(BUNDLED, with_mtp=True)
+    tokens = Tokenizer.from_file(str(BUNDLED / "tokenizer.json")).encode(SNIPPET).ids
+    pool = build_kv_pool(model, 2 + len(tokens) // 64)
+    hidden, drafted = draft(model, tokens, pool)
+    # Row t drafts token t + 2 knowing t + 1; the model chooses it in row t + 1.
+    chosen = model.compute_logits(hidden[1:]).argmax(-1)
+    guessed = model.compute_logits(drafted[:-1]).argmax(-1)
+    acceptance = float((chosen == guessed).float().mean())
+    assert acceptance > MIN_ACCEPTANCE
