@@ -32,6 +32,7 @@ from runtime.wire import error_from_proto, sampling_to_proto
 logger = get_logger(__name__)
 
 ABORT_TIMEOUT_S = 5.0
+REVOCATION_REASON_S = 0.5
 T = TypeVar("T")
 
 
@@ -182,8 +183,20 @@ class Attempt:
             error = error_from_proto(response.error)
             if error.code in (ErrorCode.OVERLOADED, ErrorCode.DRAINING):
                 self.culprits = {prefill.key}
+            if error.code is ErrorCode.CANCELLED:
+                await self._reason_of_revocation()
             raise error
         return response.first_token
+
+    async def _reason_of_revocation(self) -> None:
+        """Raise why decode revoked the ticket, if its frames say so in a moment.
+
+        Prefill only knows that it was told to stop.
+        """
+        ended = self._generation.ended
+        await asyncio.wait({ended}, timeout=REVOCATION_REASON_S)
+        if ended.done():
+            ended.result()
 
     async def _watch(
         self, work: Awaitable[T], cancel: Callable[[], object], leg: str, key: WorkerKey

@@ -19,7 +19,7 @@ from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSe
 from tests.router.fakes import MAX_MODEL_LEN, SECRET, FakeDecode, FakePrefill
 
 MODEL = "org/tiny-model"
-ANSWER = "Hello wörld 🙂 and more text follows. END of it."
+ANSWER = "Hello w\u00f6rld \U0001f642 and more text follows. END of it."
 SPECIAL = ["<bos>", "<eos>", "<user>", "<assistant>"]
 CORPUS = [ANSWER, "def fibonacci(n): return n", "the quick brown fox jumps over the lazy dog"]
 TEMPLATE = (

@@ -34,9 +34,9 @@ def test_extra_variables_and_filters() -> None:
         TOKENS,
     )
     text = template.render(
-        [{"content": "x"}, {"content": "ö"}], tools=[1, 2], extra={"thinking": "on"}
+        [{"content": "x"}, {"content": "\u00f6"}], tools=[1, 2], extra={"thinking": "on"}
     )
-    assert text == '"ö"on2'
+    assert text == '"\u00f6"on2'
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,12 @@ from runtime.errors import (
     OutOfBlocksError,
     OverloadedError,
     PeerLostError,
+    RequestCancelledError,
     StaleTicketError,
     TransferFailedError,
 )
+from runtime.pb import common_pb2, decode_pb2
+from runtime.wire import error_to_proto
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
 
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}
@@ -65,6 +68,24 @@ async def test_prefill_fails(http, cluster: Cluster, error, status: int) -> None
     assert body["error"]["message"] == error.message
     await cluster.until(lambda: len(cluster.decode.aborted) == 1)
     assert cluster.decode.requests == {}
+
+
+async def test_the_reason_of_a_revoked_ticket_is_decodes(http, cluster: Cluster) -> None:
+    cluster.prefill.run_error = RequestCancelledError("decode revoked the ticket")
+    task = asyncio.create_task(post(http))
+    await cluster.until(lambda: len(cluster.decode.requests) == 1)
+    await asyncio.sleep(0.05)
+    (request_id, reserved) = next(iter(cluster.decode.requests.items()))
+    delta = decode_pb2.TokenDelta(
+        request_id=request_id,
+        finish_reason=common_pb2.FINISH_REASON_ERROR,
+        error=error_to_proto(OutOfBlocksError("evicted")),
+    )
+    cluster.decode.send(reserved.request.router_id, [delta])
+    status, body = await task
+    assert (status, body["error"]["code"]) == (503, "out_of_kv_blocks")
+    cluster.prefill.run_error = RequestCancelledError("nobody says why")
+    assert (await post(http))[0] == 503
 
 
 async def test_another_pair_is_tried_once(http, cluster: Cluster) -> None:
