@@ -1,0 +1,215 @@
+"""The engine loop: commands between steps, dummy batches, rests, and its end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from decode.frames import Delta
+from decode.lockstep import GroupState, Lockstep, RankState, SoloLockstep
+from decode.loop import EngineLoop
+from decode.metrics import DecodeMetrics
+from decode.requests import DecodeRequest
+from engine.request import ScheduledRequest
+from engine.runner import StepResult
+from engine.sampling.inputs import SampledToken
+from runtime.errors import InternalError, InvalidRequestError, PeerLostError, TandemError
+from runtime.pb import decode_pb2
+from runtime.sampling import FinishReason
+from tests.decode.test_rank import Bench
+
+TIMEOUT_S = 10
+
+
+class FakeRunner:
+    """One token a request and step; counts."""
+
+    def __init__(self) -> None:
+        self.num_dummies = 0
+        self.error: Exception | None = None
+
+    def execute(self, scheduled: Sequence[ScheduledRequest]) -> list[StepResult]:
+        if self.error is not None:
+            raise self.error
+        return [StepResult(request=s.request, sampled=SampledToken(9)) for s in scheduled]
+
+    def run_dummy(self) -> None:
+        self.num_dummies += 1
+
+
+class PeerWithWork:
+    """A group in which another rank has work for a while, and then leaves or dies."""
+
+    is_group = True
+
+    def __init__(self, num_steps: int, error: TandemError | None = None) -> None:
+        self.states: list[RankState] = []
+        self._num_steps = num_steps
+        self._error = error
+
+    def exchange(self, state: RankState) -> GroupState:
+        self.states.append(state)
+        busy = len(self.states) <= self._num_steps
+        if not busy and self._error is not None:
+            raise self._error
+        return GroupState(has_work=busy, max_num_tokens=1, all_leaving=state.leaving)
+
+
+class Driver:
+    """A loop around a rank of fakes."""
+
+    def __init__(self, lockstep: Lockstep | None = None) -> None:
+        self.bench = Bench()
+        self.runner = FakeRunner()
+        self.deltas: list[Delta] = []
+        self.ended: Future[TandemError | None] = Future()
+        self.loop = EngineLoop(
+            self.bench.rank,
+            self.runner,
+            lockstep or SoloLockstep(),
+            metrics=DecodeMetrics(CollectorRegistry()),
+            publish=self._publish,
+            on_end=self.ended.set_result,
+        )
+
+    def _publish(self, news: Mapping[str, list[Delta]], load: decode_pb2.LoadReport) -> None:
+        assert threading.current_thread().name == "engine-loop"
+        assert load.num_total_blocks == 12
+        self.deltas += [delta for deltas in news.values() for delta in deltas]
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    def add_running(self) -> DecodeRequest:
+        def work() -> DecodeRequest:
+            request = self.bench.reserve(6, max_tokens=6)
+            self.bench.arrive(request)
+            return request
+
+        return self.loop.submit(work).result(TIMEOUT_S)
+
+    @property
+    def last(self) -> Delta:
+        return self.deltas[-1]
+
+
+def test_a_request_runs_and_the_loop_stops() -> None:
+    driver = Driver()
+    driver.loop.start()
+    driver.add_running()
+    driver.wait(lambda: any(delta.finish_reason for delta in driver.deltas))
+    assert driver.last.finish_reason is FinishReason.LENGTH
+    assert [delta.start_index for delta in driver.deltas] == [1, 2, 3, 4, 5]
+    assert driver.loop.stop(TIMEOUT_S)
+    assert driver.ended.result(TIMEOUT_S) is None
+
+
+def test_commands_return_raise_and_are_refused_after_the_end() -> None:
+    driver = Driver()
+    driver.loop.start()
+    assert driver.loop.submit(lambda: 5).result(TIMEOUT_S) == 5
+
+    def refuse() -> None:
+        raise InvalidRequestError("no")
+
+    with pytest.raises(InvalidRequestError):
+        driver.loop.submit(refuse).result(TIMEOUT_S)
+    assert driver.loop.submit(lambda: 6).result(TIMEOUT_S) == 6  # the loop goes on
+    assert driver.loop.stop(TIMEOUT_S)
+    with pytest.raises(InternalError, match="stopped"):
+        driver.loop.submit(lambda: 7).result(TIMEOUT_S)
+
+
+def test_a_cancelled_command_is_not_run() -> None:
+    driver = Driver()
+    ran: list[int] = []
+    future = driver.loop.submit(lambda: ran.append(1))
+    assert future.cancel()
+    driver.loop.start()
+    driver.loop.submit(lambda: None).result(TIMEOUT_S)
+    assert ran == []
+    assert driver.loop.stop(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("error", [InternalError("broken"), ZeroDivisionError("broken")])
+def test_a_broken_invariant_ends_the_loop_and_answers_everybody(error: Exception) -> None:
+    driver = Driver()
+    driver.loop.start()
+
+    def break_it() -> None:
+        driver.bench.arrive(driver.bench.reserve())
+        raise error
+
+    with pytest.raises(type(error)):
+        driver.loop.submit(break_it).result(TIMEOUT_S)
+    ended = driver.ended.result(TIMEOUT_S)
+    assert isinstance(ended, InternalError)
+    assert driver.last.finish_reason is FinishReason.ERROR
+    assert "the decode worker failed" in str(driver.last.error)
+    with pytest.raises(InternalError):
+        driver.loop.submit(lambda: 1).result(TIMEOUT_S)
+
+
+def test_a_failing_step_ends_the_loop() -> None:
+    driver = Driver()
+    driver.runner.error = RuntimeError("no device")
+    driver.loop.start()
+    driver.add_running()
+    assert "RuntimeError: no device" in str(driver.ended.result(TIMEOUT_S))
+    assert driver.last.finish_reason is FinishReason.ERROR
+
+
+def test_what_was_submitted_before_the_end_is_answered() -> None:
+    driver = Driver()
+    driver.runner.error = RuntimeError("no device")
+    first = driver.loop.submit(lambda: driver.bench.arrive(driver.bench.reserve()))
+
+    def slow() -> None:
+        time.sleep(0.2)  # meanwhile the next command comes
+
+    driver.loop.submit(slow)
+    driver.loop.start()
+    first.result(TIMEOUT_S)
+    late = [driver.loop.submit(lambda: len(driver.bench.rank.live)) for _ in range(3)]
+    for future in late:
+        assert future.exception(TIMEOUT_S) is None or isinstance(future.exception(), InternalError)
+    assert driver.ended.result(TIMEOUT_S) is not None
+    assert len(driver.bench.rank.live) == 0
+
+
+def test_an_idle_rank_runs_dummies_while_another_works() -> None:
+    peer = PeerWithWork(num_steps=5)
+    driver = Driver(peer)
+    driver.loop.start()
+    driver.wait(lambda: len(peer.states) > 10)
+    assert driver.runner.num_dummies == 5
+    assert all(state.num_tokens == 0 for state in peer.states)
+    assert driver.loop.stop(TIMEOUT_S)
+    assert peer.states[-1].leaving
+
+
+def test_a_lost_rank_ends_the_group_with_its_own_error() -> None:
+    driver = Driver(PeerWithWork(num_steps=3, error=PeerLostError("rank 1 is gone")))
+    driver.loop.start()
+    ended = driver.ended.result(TIMEOUT_S)
+    assert isinstance(ended, PeerLostError)
+
+
+def test_idle_checks_the_books() -> None:
+    driver = Driver()
+    driver.loop.start()
+    driver.add_running()
+    driver.wait(lambda: any(delta.finish_reason for delta in driver.deltas))
+    # A block that nobody holds any more is lost: the next time the rank falls idle it notices.
+    driver.loop.submit(lambda: driver.bench.pool.allocate(1))
+    driver.add_running()
+    ended = driver.ended.result(TIMEOUT_S)
+    assert "1 KV blocks are held and no request is left" in str(ended)

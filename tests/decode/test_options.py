@@ -1,0 +1,56 @@
+"""A rank that cannot work is refused before torch is even imported, with the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from decode.options import parse_options
+from runtime.config_file import SECRET_VARIABLE
+from runtime.errors import ConfigError
+
+CONFIG = '[model]\npath = "model"\n[decode]\ndp = 2\n[cluster]\nhost = "127.0.0.2"\n'
+
+
+def arguments(folder: Path, text: str = CONFIG, **changes: str) -> list[str]:
+    file = folder / "cluster.toml"
+    file.write_text(text)
+    given = {"rank": "1", "rendezvous": "127.0.0.1:9", "router": "127.0.0.1:8", **changes}
+    flags = [part for name, value in given.items() for part in (f"--{name}", value)]
+    return ["--config", str(file), "--instance", "decode-0", *flags]
+
+
+def test_a_rank_knows_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, "s")
+    options = parse_options(arguments(tmp_path))
+    assert (options.instance, options.rank, options.host) == ("decode-0", 1, "127.0.0.2")
+    assert options.served_name == "model"
+    assert parse_options(arguments(tmp_path, host="127.0.0.3")).host == "127.0.0.3"
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "path"),
+    [
+        (CONFIG, {"rank": "2"}, "--rank"),
+        (CONFIG, {"rendezvous": ""}, "--rendezvous"),
+        ("[decode]\ndp = 2\n", {}, "model.path"),
+    ],
+)
+def test_what_cannot_work_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    changes: dict[str, str],
+    path: str,
+) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, "s")
+    with pytest.raises(ConfigError) as caught:
+        parse_options(arguments(tmp_path, text, **changes))
+    assert caught.value.path == path
+
+
+def test_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match="no secret"):
+        parse_options(arguments(tmp_path))

@@ -1,0 +1,344 @@
+"""The rank conducts: every request ends in one answer, in whatever state it ends."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from decode.live import WriterOrder
+from decode.metrics import DecodeMetrics
+from decode.offload import HostBlockStore
+from decode.rank import DecodeRank
+from decode.requests import (
+    DecodeRequest,
+    QueuedUpdate,
+    RejectedUpdate,
+    ReserveUpdate,
+    TicketUpdate,
+)
+from decode.reservations import RankLimits
+from decode.scheduler import DecodeScheduler
+from decode.tickets import TicketDesk, WriterDemand
+from engine.memory.block_pool import BlockPool
+from engine.sampling.inputs import SampledToken
+from kv_transfer.metadata import MetadataRecord
+from kv_transfer.ownership import Quarantine
+from kv_transfer.receiver import Arrival
+from runtime.errors import ErrorCode, RequestCancelledError, StaleTicketError, TransferFailedError
+from runtime.lifecycle import DecodeStatus
+from runtime.pb import decode_pb2
+from runtime.sampling import FinishReason, PositionLogprobs
+from runtime.wire import identity
+from tests.decode.helpers import BLOCK_SIZE, FakeClock, FakeKV, make_request
+from tests.decode.test_tickets import FakeReceiver, FakeSlots
+
+CANCELLED = RequestCancelledError("the client left")
+
+
+class Bench:
+    """A rank with fakes around it."""
+
+    def __init__(
+        self, num_usable: int = 12, *, max_num_seqs: int = 4, max_num_reserved: int = 20
+    ) -> None:
+        self.clock = FakeClock()
+        self.pool = BlockPool(num_usable + 1, BLOCK_SIZE, enable_prefix_caching=False)
+        slots = FakeSlots(8)
+        self.receiver = FakeReceiver(slots)
+        desk = TicketDesk(
+            self.pool,
+            slots,
+            self.receiver,
+            Quarantine(self.clock, timeout_s=30.0, max_blocks=num_usable),
+            itertools.count(101).__next__,
+            fence_generation=lambda: 0,
+        )
+        self.kv = FakeKV(num_usable + 1)
+        self.host = HostBlockStore(self.kv, 100)
+        self.scheduler = DecodeScheduler(
+            self.pool, self.host, max_num_seqs=max_num_seqs, max_model_len=200
+        )
+        self.orders: list[WriterOrder] = []
+        self.registry = CollectorRegistry()
+        self.rank = DecodeRank(
+            self.pool,
+            desk,
+            self.scheduler,
+            limits=RankLimits(
+                max_model_len=200, max_num_reserved=max_num_reserved, transfer_timeout_s=60.0
+            ),
+            metrics=DecodeMetrics(self.registry),
+            clock=self.clock,
+            order=self.orders.append,
+        )
+        self.serials = itertools.count()
+        self.updates: dict[str, list[ReserveUpdate]] = {}
+
+    def reserve(self, num_prompt: int = 6, max_tokens: int = 16) -> DecodeRequest:
+        serial = next(self.serials)
+        updates: list[ReserveUpdate] = []
+        request = make_request(serial, num_prompt, max_tokens=max_tokens, tell=updates.append)
+        self.updates[request.request_id] = updates
+        self.rank.reserve(request)
+        return request
+
+    def ticket(self, request: DecodeRequest) -> TicketUpdate:
+        update = self.updates[request.request_id][-1]
+        assert isinstance(update, TicketUpdate)
+        return update
+
+    def arrive(self, request: DecodeRequest, error: TransferFailedError | None = None) -> None:
+        ticket = self.ticket(request)
+        self.receiver.awaited.pop(request.request_id, None)
+        record = None
+        if error is None:
+            record = MetadataRecord(nonce=ticket.nonce, epoch=1, first_token=500)
+        self.rank.arrived(
+            Arrival(
+                request_id=request.request_id,
+                nonce=ticket.nonce,
+                slot=ticket.metadata_slot,
+                record=record,
+                error=error,
+                waited_s=0.5,
+            )
+        )
+
+    def close(self, request: DecodeRequest, part: int, outcome: decode_pb2.TicketOutcome) -> None:
+        message = decode_pb2.CloseTicketRequest(
+            request_id=request.request_id,
+            nonce=self.ticket(request).nonce,
+            prefill=identity("prefill-0", 7, part),
+            outcome=outcome,
+        )
+        self.rank.close_ticket(message, TransferFailedError("the link is down"))
+
+    def step(self) -> None:
+        self.clock.now += 0.1
+        plan = self.rank.plan_step()
+        self.rank.complete_step(
+            plan, [SampledToken(7, PositionLogprobs(-1.0))] * len(plan.requests)
+        )
+
+    def bring(self, request: DecodeRequest, status: DecodeStatus) -> None:
+        """Move a request to a status by what happens to it in life."""
+        if status is DecodeStatus.WAITING_FOR_KV:
+            return
+        self.arrive(request)
+        if status is not DecodeStatus.WAITING:
+            self.step()
+        if status is DecodeStatus.PREEMPTED:
+            held = self.pool.allocate(self.pool.num_free_blocks)
+            while request.status is not DecodeStatus.PREEMPTED:
+                self.step()
+            self.pool.release(held)
+
+    def last_delta(self) -> tuple[FinishReason | None, ErrorCode | None]:
+        deltas = [delta for items in self.rank.news.take().values() for delta in items]
+        last = deltas[-1]
+        assert sum(delta.finish_reason is not None for delta in deltas) == 1
+        return last.finish_reason, None if last.error is None else last.error.code
+
+    def check_empty(self) -> None:
+        self.rank.check_integrity()
+        assert self.rank.is_empty
+        assert self.pool.num_free_blocks == self.pool.num_usable_blocks
+        assert self.host.num_blocks == 0
+        assert self.receiver.awaited == {}
+
+
+HOLDING = (
+    DecodeStatus.WAITING_FOR_KV,
+    DecodeStatus.WAITING,
+    DecodeStatus.RUNNING,
+    DecodeStatus.PREEMPTED,
+)
+
+
+@pytest.mark.parametrize("status", HOLDING)
+def test_abort_in_every_state(status: DecodeStatus) -> None:
+    bench = Bench()
+    request = bench.reserve()
+    bench.bring(request, status)
+    assert request.status is status
+    assert bench.rank.live.abort(request.request_id, CANCELLED)
+    assert not bench.rank.live.abort(request.request_id, CANCELLED)
+    assert bench.last_delta() == (FinishReason.ABORT, ErrorCode.CANCELLED)
+    assert bool(bench.orders) == (status is DecodeStatus.WAITING_FOR_KV)
+    for order in bench.orders:
+        assert order.demand is WriterDemand.REVOKE
+        bench.rank.drained(order.nonce)
+    bench.check_empty()
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (DecodeStatus.WAITING_FOR_KV, "waiting for prefill-0 to send it"),
+        (DecodeStatus.WAITING, "waited for a place in the batch"),
+        (DecodeStatus.RUNNING, "are over after 2 tokens"),
+        (DecodeStatus.PREEMPTED, "preempted and waited for KV blocks"),
+    ],
+)
+def test_the_deadline_names_the_wait(status: DecodeStatus, words: str) -> None:
+    bench = Bench()
+    request = bench.reserve()
+    bench.bring(request, status)
+    bench.clock.now = request.deadline
+    bench.rank.plan_step()
+    (last,) = [delta for delta in bench.rank.news.take()["router-0"] if delta.error]
+    assert last.error is not None
+    assert last.error.code is ErrorCode.DEADLINE_EXCEEDED
+    assert words in str(last.error)
+    assert last.finish_reason is FinishReason.ERROR
+
+
+def test_a_queued_request_is_answered_through_its_reserve_call() -> None:
+    bench = Bench(num_usable=3)
+    bench.reserve(9)
+    queued = bench.reserve(9)
+    last = bench.reserve(9)
+    assert bench.updates[last.request_id] == [
+        QueuedUpdate(position=1, reason="0 of 3 KV blocks are free")
+    ]
+    assert bench.rank.live.abort(queued.request_id, CANCELLED)
+    rejected = bench.updates[queued.request_id][-1]
+    assert isinstance(rejected, RejectedUpdate)
+    assert rejected.error.code is ErrorCode.CANCELLED
+    bench.step()
+    position = bench.updates[last.request_id][-1]
+    assert isinstance(position, QueuedUpdate)
+    assert position.position == 0
+    assert bench.rank.news.take() == {}
+
+
+def test_refusals() -> None:
+    bench = Bench(num_usable=4, max_num_reserved=1)
+    for num_prompt, code in ((200, ErrorCode.INVALID_REQUEST), (16, ErrorCode.OUT_OF_BLOCKS)):
+        update = bench.updates[bench.reserve(num_prompt).request_id][-1]
+        assert isinstance(update, RejectedUpdate)
+        assert update.error.code is code
+    first = bench.reserve(15)
+    assert bench.ticket(first).block_ids
+    update = bench.updates[bench.reserve(1).request_id][-1]
+    assert isinstance(update, RejectedUpdate)
+    assert update.error.code is ErrorCode.OVERLOADED
+    bench.rank.reserve(first)
+    update = bench.updates[first.request_id][-1]
+    assert isinstance(update, RejectedUpdate)
+    assert "is in use" in update.error.message
+
+
+def test_growth_of_those_inside_keeps_others_out() -> None:
+    bench = Bench(num_usable=8)
+    bench.reserve(6, max_tokens=32)  # 2 blocks now, 4 expected on top
+    late = bench.reserve(6, max_tokens=2)
+    assert isinstance(bench.updates[late.request_id][-1], TicketUpdate)
+    last = bench.reserve(6, max_tokens=2)
+    assert isinstance(bench.updates[last.request_id][-1], QueuedUpdate)
+
+
+def test_a_small_request_passes_a_large_one_a_few_times_only() -> None:
+    bench = Bench(num_usable=8)
+    holder = bench.reserve(6, max_tokens=2)
+    large = bench.reserve(30, max_tokens=2)
+    small = [bench.reserve(1, max_tokens=1) for _ in range(12)]
+    for request in small:
+        if request.status is not DecodeStatus.RESERVED:
+            assert bench.rank.live.abort(request.request_id, CANCELLED)
+            bench.rank.drained(bench.orders[-1].nonce)
+        bench.rank.plan_step()
+    let_in = [
+        r for r in small if any(isinstance(u, TicketUpdate) for u in bench.updates[r.request_id])
+    ]
+    assert 0 < len(let_in) == large.num_bypasses < len(small)
+    assert bench.rank.live.abort(holder.request_id, CANCELLED)
+    bench.rank.drained(bench.orders[-1].nonce)
+    bench.rank.plan_step()
+    assert large.status is DecodeStatus.WAITING_FOR_KV
+
+
+def test_sent_by_all_without_an_arrival_is_an_error() -> None:
+    bench = Bench()
+    request = bench.reserve()
+    for part in range(2):
+        bench.close(request, part, decode_pb2.TICKET_OUTCOME_SENT)
+    bench.step()
+    assert request.status is DecodeStatus.WAITING_FOR_KV
+    bench.clock.now += 3.0
+    bench.step()
+    assert bench.last_delta() == (FinishReason.ERROR, ErrorCode.TRANSFER_FAILED)
+    assert bench.orders == []
+    bench.check_empty()
+
+
+def test_one_failed_part_ends_the_request_and_the_others_are_revoked() -> None:
+    bench = Bench()
+    request = bench.reserve()
+    bench.close(request, 1, decode_pb2.TICKET_OUTCOME_FAILED)
+    assert bench.last_delta() == (FinishReason.ERROR, ErrorCode.TRANSFER_FAILED)
+    # Undrained: nobody but a fence can say that nothing lands any more.
+    assert [order.demand for order in bench.orders] == [WriterDemand.FENCE]
+    bench.rank.fenced(bench.rank.desk.nonces_of(request.writer))
+    bench.check_empty()
+
+
+def test_a_damaged_record_fails_the_request_and_frees_its_blocks() -> None:
+    bench = Bench()
+    request = bench.reserve()
+    bench.arrive(request, TransferFailedError("checksum mismatch"))
+    assert bench.last_delta() == (FinishReason.ERROR, ErrorCode.TRANSFER_FAILED)
+    bench.check_empty()
+
+
+def test_an_unknown_nonce_is_stale() -> None:
+    bench = Bench()
+    message = decode_pb2.CloseTicketRequest(nonce=5, prefill=identity("prefill-0", 7, 0))
+    with pytest.raises(StaleTicketError, match="0x5"):
+        bench.rank.close_ticket(message, CANCELLED)
+
+
+def test_a_lost_router_takes_its_requests_along_and_nobody_elses() -> None:
+    bench = Bench()
+    mine, other = bench.reserve(), bench.reserve()
+    other.router_id = "router-1"
+    for request in (mine, other):
+        bench.arrive(request)
+    bench.step()
+    bench.rank.news.take()
+    bench.rank.live.abort_router("router-0")
+    assert mine.status is DecodeStatus.FINISHED
+    assert other.status is DecodeStatus.RUNNING
+    assert bench.rank.news.take() == {}
+
+
+def test_the_last_delta_of_a_finished_request() -> None:
+    bench = Bench()
+    request = bench.reserve(6, max_tokens=3)
+    bench.clock.now += 1.0
+    bench.arrive(request)
+    bench.step()
+    bench.step()
+    first, last = bench.rank.news.take()["router-0"]
+    assert (first.start_index, last.start_index) == (1, 2)
+    assert (first.finish_reason, last.finish_reason) == (None, FinishReason.LENGTH)
+    assert first.timings is not None
+    assert first.timings.decode_admission_s == pytest.approx(0.1)
+    assert last.logprobs == (PositionLogprobs(-1.0),)
+    bench.check_empty()
+
+
+def test_fail_all_answers_every_state() -> None:
+    bench = Bench(num_usable=12)
+    requests = [bench.reserve() for _ in range(3)]
+    bench.bring(requests[0], DecodeStatus.RUNNING)
+    bench.bring(requests[1], DecodeStatus.WAITING)
+    queued = bench.reserve(40)
+    bench.rank.news.take()
+    bench.rank.live.fail_all("the device is gone")
+    deltas = bench.rank.news.take()["router-0"]
+    assert {delta.request_id for delta in deltas} == {r.request_id for r in requests}
+    assert isinstance(bench.updates[queued.request_id][-1], RejectedUpdate)
+    assert len(bench.rank.live) == 0
