@@ -52,6 +52,11 @@ class MemoryRegion:
     label: str
     address: int
     nbytes: int
+    device: int | None = None
+    """CUDA ordinal in the owner's process; None is host memory."""
+    scratch_bytes: int = 0
+    """So many bytes at the region's start hold nothing of value: a new connection may warm up by
+    writing there."""
 
 
 @dataclass(frozen=True, slots=True)

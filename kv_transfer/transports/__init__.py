@@ -4,25 +4,70 @@ library.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kv_transfer.transport import Transport
 from runtime.errors import ConfigError
 
-TRANSPORT_NAMES = ("loopback",)
+TRANSPORT_NAMES = ("loopback", "nixl", "mooncake")
 
 
-def create_transport(name: str, *, local_name: str, host: str) -> Transport:
-    """The transport ``name`` for the process that its peers know as ``local_name``
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportOptions:
+    """What single transports want to know."""
+
+    nixl_rails: int = 1
+    """Agents per connection on the sending end."""
+    mooncake_protocol: str = "tcp"
+    mooncake_devices: str = ""
+    """Network cards, a comma list; empty is all."""
+
+
+def resolve_transport(name: str) -> tuple[str, str]:
+    """The transport that ``name`` stands for on this machine, and why: "auto" is NIXL where it
+    loads, else loopback.
+    """
+    if name != "auto":
+        return name, "configured"
+    from kv_transfer.transports.nixl import load_nixl
+
+    try:
+        load_nixl()
+    except ConfigError as error:
+        return "loopback", str(error)
+    return "nixl", "auto, and NIXL loads"
+
+
+def create_transport(
+    name: str, *, local_name: str, host: str, options: TransportOptions | None = None
+) -> Transport:
+    """The transport ``name`` (not "auto") for the process that its peers know as ``local_name``
     (``transport.peer_name``).
 
     ``host`` is the address of the interface that peers reach us at.
 
     Raises:
-        ConfigError: no such transport.
+        ConfigError: no such transport, or its library does not load.
     """
+    options = options or TransportOptions()
     if name == "loopback":
         from kv_transfer.transports.loopback import LoopbackTransport
 
         return LoopbackTransport(local_name, host=host)
+    from kv_transfer.transports.paired import PairedTransport
+
+    if name == "nixl":
+        from kv_transfer.transports.nixl import NixlFactory
+
+        factory = NixlFactory(rails=options.nixl_rails)
+        return PairedTransport(factory, local_name, host=host)
+    if name == "mooncake":
+        from kv_transfer.transports.mooncake import MooncakeFactory
+
+        mooncake = MooncakeFactory(
+            host=host, protocol=options.mooncake_protocol, devices=options.mooncake_devices
+        )
+        return PairedTransport(mooncake, local_name, host=host)
     raise ConfigError(
         "kv_transfer.transport", name, "no such transport", f"one of {', '.join(TRANSPORT_NAMES)}"
     )

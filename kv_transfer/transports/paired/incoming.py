@@ -1,0 +1,209 @@
+"""Connections that peers opened to write here: admission, one instance of the library each, the
+fence.
+
+A fence destroys the peer's instance at our end. That stops every writer that needs us or a network
+card. A process of our own host may write without either; it is told to destroy its end, and the
+fence waits for its word (BYE) or its end. Without one of the two a fence fails: better blocks that
+stay in quarantine than blocks that two requests share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from kv_transfer.transports.loopback.endpoint import is_token_of, token_of
+from kv_transfer.transports.loopback.sockets import open_listener, tune
+from kv_transfer.transports.loopback.wire import Hello, Status, receive_hello, send_reply
+from kv_transfer.transports.paired.engine import EngineError, EngineFactory
+from kv_transfer.transports.paired.frames import FrameKind, receive_frame
+from kv_transfer.transports.paired.identity import ProcessIdentity
+from kv_transfer.transports.paired.incoming_peer import IncomingPeer
+from kv_transfer.transports.paired.regions import RegionBook
+from runtime.errors import TransferFailedError
+from runtime.logging import get_logger
+
+_HELLO_TIMEOUT_S = 5.0
+_MAX_CONNECTIONS = 1024
+_GONE_POLL_S = 0.005
+
+_log = get_logger(__name__)
+
+
+class IncomingPeers:
+    """The listening socket and all connections to it. Thread-safe.
+
+    ``on_notify(peer, message)`` is called from a thread of that peer's connection.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        factory: EngineFactory,
+        regions: RegionBook,
+        *,
+        on_notify: Callable[[str, bytes], None],
+        fence_timeout_s: float,
+    ) -> None:
+        self._name = name
+        self._factory = factory
+        self._regions = regions
+        self._on_notify = on_notify
+        self._fence_timeout_s = fence_timeout_s
+        self._us = ProcessIdentity.of_this_process()
+        self._lock = threading.Lock()
+        self._peers: set[IncomingPeer] = set()
+        self._suspects: dict[str, list[ProcessIdentity]] = {}  # by peer: may still write
+        self._generation = 0
+        self._least_generation: dict[str, int] = {}  # by peer that was fenced
+        self._num_created = 0
+        self._is_closing = False
+        self._token_key = secrets.token_bytes(32)
+        self._listener = open_listener(host)
+        self.port: int = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, name="kv-paired-accept", daemon=True)
+        self._thread.start()
+
+    @property
+    def generation(self) -> int:
+        """Number of fences so far."""
+        return self._generation
+
+    def token(self) -> tuple[int, bytes]:
+        """The present generation and its token."""
+        generation = self._generation
+        return generation, token_of(self._token_key, generation)
+
+    def fence(self, peer: str) -> None:
+        """Shut out ``peer``; its next connection needs an endpoint of a later generation.
+
+        Raises:
+            TransferFailedError: it lives on our host, could write behind our back, and does not
+                answer. Its connection is void all the same; call again.
+        """
+        with self._lock:
+            self._generation += 1
+            self._least_generation[peer] = self._generation
+            victims = [connection for connection in self._peers if connection.name == peer]
+        self._end(victims)
+        deadline = time.monotonic() + self._fence_timeout_s
+        while suspects := self._suspects_of(peer):
+            if time.monotonic() > deadline:
+                raise TransferFailedError(
+                    f"{peer} (process {suspects[0].pid} of this host) does not confirm its fence "
+                    "and is alive: it could still write. Fix: end that process"
+                )
+            time.sleep(_GONE_POLL_S)
+
+    def end_all(self) -> None:
+        """End all connections; their peers may connect again."""
+        with self._lock:
+            victims = list(self._peers)
+        self._end(victims)
+
+    def close(self) -> None:
+        """Stop listening, end all connections, join all threads. Idempotent."""
+        with self._lock:
+            self._is_closing = True
+        with contextlib.suppress(OSError):  # it was closed before
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        self.end_all()
+
+    def _end(self, victims: list[IncomingPeer]) -> None:
+        for connection in victims:
+            connection.ask_to_stop()
+        deadline = time.monotonic() + self._fence_timeout_s
+        for connection in victims:
+            connection.end(max(0.0, deadline - time.monotonic()))
+
+    def _suspects_of(self, peer: str) -> list[ProcessIdentity]:
+        with self._lock:
+            alive = [who for who in self._suspects.get(peer, ()) if not who.is_gone(self._us)]
+            self._suspects[peer] = alive
+            if not alive:
+                del self._suspects[peer]
+            return alive
+
+    # --- One thread a connection.
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._is_closing:
+                    return
+                continue  # the client was gone before it was accepted
+            thread = threading.Thread(
+                target=self._serve, args=(sock,), name="kv-paired-in", daemon=True
+            )
+            thread.start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        connection = IncomingPeer(sock, self._on_notify)
+        try:
+            tune(sock)
+            sock.settimeout(_HELLO_TIMEOUT_S)
+            if self._admit(connection, receive_hello(sock)):
+                self._make_offer(connection)
+                sock.settimeout(None)
+                connection.read_frames()
+        except (OSError, EngineError) as error:
+            _log.debug("connection of %s ends: %s", connection.name or "an unknown peer", error)
+        finally:
+            self._forget(connection)
+
+    def _admit(self, connection: IncomingPeer, hello: Hello) -> bool:
+        with self._lock:
+            reason = self._reason_to_refuse(hello)
+            if not reason:
+                connection.name = hello.sender
+                self._peers.add(connection)
+        if reason:
+            _log.warning("refused a connection of %s: %s", hello.sender, reason)
+        send_reply(connection.sock, Status.STALE if reason else Status.OK, reason)
+        return not reason
+
+    def _reason_to_refuse(self, hello: Hello) -> str:
+        if hello.receiver != self._name:
+            return "another process answers at this address"
+        if not is_token_of(hello.token, self._token_key, hello.generation):
+            return "wrong connection token"
+        if hello.generation < self._least_generation.get(hello.sender, 0):
+            return "the endpoint is from before a fence: shake hands again"
+        if self._is_closing or len(self._peers) >= _MAX_CONNECTIONS:
+            return "no further connection is accepted"
+        return ""
+
+    def _make_offer(self, connection: IncomingPeer) -> None:
+        kind, payload = receive_frame(connection.sock)
+        if kind is not FrameKind.WHO:
+            raise OSError(f"a {kind.name} frame instead of WHO")
+        connection.who = ProcessIdentity.decode(payload)
+        with self._lock:
+            self._num_created += 1
+            number = self._num_created
+        try:
+            engine = self._factory.create(f"{self._name}<{number}")
+            offer = connection.open(engine, self._factory.library, self._regions.all())
+        except EngineError as error:
+            connection.send(FrameKind.ERROR, str(error).encode())
+            raise
+        connection.send(FrameKind.OFFER, offer.encode())
+
+    def _forget(self, connection: IncomingPeer) -> None:
+        connection.close_engine()
+        connection.sock.close()
+        with self._lock:
+            self._peers.discard(connection)
+            if self._factory.bypasses_receiver and connection.may_still_write(self._us):
+                assert connection.who is not None
+                self._suspects.setdefault(connection.name, []).append(connection.who)
+        connection.is_over.set()
