@@ -32,6 +32,8 @@ from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
 
 COLLECTIVE_TIMEOUT_S = 60.0
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 logger = get_logger(__name__)
 
@@ -60,8 +62,8 @@ class WorkerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankParts:
-    """One rank, ready to run."""
+class ModelSide:
+    """What computes: the model of this rank and its KV memory."""
 
     groups: ProcessGroups
     epoch: int
@@ -69,12 +71,18 @@ class RankParts:
     max_model_len: int
     kv_pool: KVPool
     runner: ModelRunner
+    plan_shape: PlanShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendSide:
+    """What sends: layouts, transport, sender, and how layers are grouped for it."""
+
     layout: KVLayout
     slot_layout: SlotLayout
     transport: Transport
     sender: RankSender
     push: PushSettings
-    plan_shape: PlanShape
 
     def close(self) -> None:
         """Stop sending and let the peers go; takes at most the sender's drain timeout."""
@@ -82,50 +90,72 @@ class RankParts:
         self.transport.close()
 
 
-def build_rank(options: WorkerOptions, on_closed: Callable[[Closure], None]) -> RankParts:
-    """Boot one rank: meet the others, load the model, allocate the pool, open the transport.
-
-    Args:
-        options: which rank of what.
-        on_closed: told of each ticket that this rank's sender has closed, on the sender's thread.
+def build_model_side(options: WorkerOptions) -> ModelSide:
+    """Meet the other ranks, load the weights, allocate the KV pool, run once. Slow; blocks.
 
     Raises:
         ConfigError: a model, a device or sizes that do not fit together.
         PeerLostError: the other ranks did not come.
     """
-    config = options.config
+    config, section = options.config, options.config.prefill
     model_path = checkpoint_dir(config)
     model_config = ModelConfig.from_dir(model_path)
     max_model_len = choose_max_model_len(config, model_config)
-    torch.set_num_threads(config.prefill.num_threads)
-    device = choose_device(config, options.rank)
-    tp = config.prefill.tp
-    dims = ParallelDims(tp=tp, ep=tp if config.prefill.expert_parallel else 1, rank=options.rank)
+    torch.set_num_threads(section.num_threads)
+    ep = section.tp if section.expert_parallel else 1
+    dims = ParallelDims(tp=section.tp, ep=ep, rank=options.rank)
     dims.check_model(model_config)
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     groups = init_process_groups(
-        dims, options.rendezvous, backend=backend, timeout_s=COLLECTIVE_TIMEOUT_S
+        dims, options.rendezvous, backend=BACKENDS[section.device], timeout_s=COLLECTIVE_TIMEOUT_S
     )
     epoch = agree_on_epoch(groups.tp_group)
     model = build_model(
         model_path,
         groups,
-        dtype=getattr(torch, config.model.dtype),
-        device=device,
+        dtype=DTYPES[config.model.dtype],
+        device=choose_device(config, options.rank),
         load_format=config.model.load_format,
         progress=options.rank == 0,
     )
     kv_pool = build_kv_pool(
         model,
-        config.prefill.num_blocks,
-        block_size=config.prefill.block_size,
-        dtype=choose_kv_dtype(config),
+        section.num_blocks,
+        block_size=section.block_size,
+        dtype=None if section.kv_dtype == "auto" else DTYPES[section.kv_dtype],
     )
     runner = ModelRunner(model, kv_pool, Sampler(model_config.vocab_size))
+    runner.run_dummy()  # every rank takes part, so that the first request does not pay for it
+    logger.info(
+        "the model is ready %s",
+        fields(epoch=f"{epoch:016x}", device=kv_pool.device, kv_pool_bytes=kv_pool.nbytes),
+    )
+    return ModelSide(
+        groups=groups,
+        epoch=epoch,
+        model_config=model_config,
+        max_model_len=max_model_len,
+        kv_pool=kv_pool,
+        runner=runner,
+        plan_shape=plan_shape_of(config, max_model_len),
+    )
+
+
+def build_send_side(
+    options: WorkerOptions, side: ModelSide, on_closed: Callable[[Closure], None]
+) -> SendSide:
+    """Register the KV pool with a transport and start the sender's threads.
+
+    Args:
+        options: which rank of what.
+        side: whose KV is sent.
+        on_closed: told of each ticket that the sender has closed, on one of its threads.
+    """
+    settings, kv_pool = options.config.kv_transfer, side.kv_pool
     layout, slot_layout = layout_of(kv_pool), SlotLayout()
-    local_name = peer_name(options.instance, epoch, options.rank)
     transport = create_transport(
-        config.kv_transfer.transport, local_name=local_name, host=options.host
+        settings.transport,
+        local_name=peer_name(options.instance, side.epoch, options.rank),
+        host=options.host,
     )
     region = MemoryRegion(KV_REGION, kv_pool.address, kv_pool.nbytes)
     transport.register(region)
@@ -136,32 +166,35 @@ def build_rank(options: WorkerOptions, on_closed: Callable[[Closure], None]) -> 
         kv_region=region,
         on_closed=lambda report: on_closed(closure_of(report)),
         part=options.rank,
-        num_parts=tp,
-        num_threads=config.kv_transfer.num_sender_threads,
+        num_parts=options.config.prefill.tp,
+        num_threads=settings.num_sender_threads,
     )
-    runner.run_dummy()  # every rank takes part, so that the first request does not pay for it
-    logger.info(
-        "rank is ready %s",
-        fields(epoch=f"{epoch:016x}", device=device, kv_pool_bytes=kv_pool.nbytes),
+    push = PushSettings(
+        num_layers=kv_pool.num_layers,
+        layers_per_group=settings.layers_per_group,
+        record_ready=ready_recorder(kv_pool.device),
     )
-    return RankParts(
-        groups=groups,
-        epoch=epoch,
-        model_config=model_config,
-        max_model_len=max_model_len,
-        kv_pool=kv_pool,
-        runner=runner,
+    return SendSide(
         layout=layout,
         slot_layout=slot_layout,
         transport=transport,
         sender=RankSender(sender),
-        push=PushSettings(
-            num_layers=kv_pool.num_layers,
-            layers_per_group=config.kv_transfer.layers_per_group,
-            record_ready=ready_recorder(device),
-        ),
-        plan_shape=plan_shape_of(config, max_model_len),
+        push=push,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankParts:
+    """One rank, ready to run."""
+
+    model: ModelSide
+    send: SendSide
+
+
+def build_rank(options: WorkerOptions, on_closed: Callable[[Closure], None]) -> RankParts:
+    """Boot one rank: the model's side first, then what sends its KV. Slow; blocks."""
+    model = build_model_side(options)
+    return RankParts(model=model, send=build_send_side(options, model, on_closed))
 
 
 def checkpoint_dir(config: ClusterConfig) -> Path:
@@ -198,12 +231,6 @@ def choose_device(config: ClusterConfig, rank: int) -> torch.device:
     if config.prefill.device == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", rank % max(torch.cuda.device_count(), 1))
-
-
-def choose_kv_dtype(config: ClusterConfig) -> torch.dtype:
-    """The dtype of the KV pool; "auto" is the model's."""
-    name = config.prefill.kv_dtype
-    return getattr(torch, config.model.dtype if name == "auto" else name)  # type: ignore[no-any-return]
 
 
 def layout_of(kv_pool: KVPool) -> KVLayout:

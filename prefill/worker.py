@@ -72,7 +72,7 @@ class LeaderWorker:
         self._stack.push_async_callback(self._channels.close)
         parts = await asyncio.to_thread(build_rank, self._options, self._ticket_closed)
         self._stack.callback(self._leave_groups, parts)
-        self._stack.push_async_callback(asyncio.to_thread, parts.transport.close)
+        self._stack.push_async_callback(asyncio.to_thread, parts.send.transport.close)
         peers = self._meet_peers(parts)
         self._runs = self._make_runs(parts, peers)
         self._stack.push_async_callback(self._close_tickets, parts)
@@ -118,8 +118,8 @@ class LeaderWorker:
             identity=_identity_of(parts, self._options),
             num_ranks=self._options.config.prefill.tp,
             transport=self._options.config.kv_transfer.transport,
-            layout=parts.layout,
-            slot_bytes=parts.slot_layout.slot_bytes,
+            layout=parts.send.layout,
+            slot_bytes=parts.send.slot_layout.slot_bytes,
         )
         peers = PeerDirectory(greeting, self._channels)
         self._stack.push_async_callback(peers.close)
@@ -180,12 +180,12 @@ class LeaderWorker:
 
     def _leave_groups(self, parts: RankParts) -> None:
         if not self.is_stuck:
-            parts.groups.destroy()
+            parts.model.groups.destroy()
 
     async def _close_tickets(self, parts: RankParts) -> None:
         """Stop sending, then tell decode of what will not come any more."""
         assert self._runs is not None
-        await asyncio.to_thread(parts.sender.close)
+        await asyncio.to_thread(parts.send.sender.close)
         self._runs.close_left(0, InternalError("the prefill worker stopped"))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
@@ -220,12 +220,12 @@ class FollowerWorker:
         parts = await asyncio.to_thread(build_rank, self._options, self._ticket_closed)
         self._parts = parts
         self._follower = Follower(
-            FollowerLink(parts.groups.tp_group, parts.plan_shape, parts.epoch),
-            parts.runner,
-            parts.sender,
-            parts.push,
-            block_size=parts.kv_pool.block_size,
-            device=parts.kv_pool.device,
+            FollowerLink(parts.model.groups.tp_group, parts.model.plan_shape, parts.model.epoch),
+            parts.model.runner,
+            parts.send.sender,
+            parts.send.push,
+            block_size=parts.model.kv_pool.block_size,
+            device=parts.model.kv_pool.device,
         )
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
@@ -253,10 +253,10 @@ class FollowerWorker:
         """Stop sending."""
         if self._parts is None:
             return
-        await asyncio.to_thread(self._parts.close)
+        await asyncio.to_thread(self._parts.send.close)
         self.is_stuck = self._ended is None or not self._ended.done()
         if not self.is_stuck:
-            self._parts.groups.destroy()
+            self._parts.model.groups.destroy()
 
     def _ticket_closed(self, closure: Closure) -> None:
         assert self._follower is not None
@@ -267,7 +267,7 @@ def make_loop(
     parts: RankParts, options: WorkerOptions, emit: Callable[[Event], None]
 ) -> EngineLoop:
     """The engine loop of rank 0 on its scheduler, its model and all ranks' senders."""
-    section = options.config.prefill
+    section, model = options.config.prefill, parts.model
     pool = BlockPool(
         section.num_blocks,
         section.block_size,
@@ -280,13 +280,15 @@ def make_loop(
     )
     followers = None
     if section.tp > 1:
-        followers = LeaderLink(parts.groups.tp_group, parts.plan_shape, parts.epoch)
+        followers = LeaderLink(
+            parts.model.groups.tp_group, parts.model.plan_shape, parts.model.epoch
+        )
     return EngineLoop(
         scheduler,
-        parts.runner,
-        SenderGroup(parts.sender, followers),
+        model.runner,
+        SenderGroup(parts.send.sender, followers),
         emit,
-        LoopSettings(max_model_len=parts.max_model_len, push=parts.push),
+        LoopSettings(max_model_len=model.max_model_len, push=parts.send.push),
     )
 
 
@@ -302,17 +304,17 @@ def worker_load(load: LoopLoad) -> registry_pb2.WorkerLoad:
 
 
 def _identity_of(parts: RankParts, options: WorkerOptions) -> common_pb2.WorkerIdentity:
-    return identity(options.instance, parts.epoch)
+    return identity(options.instance, parts.model.epoch)
 
 
 def _limits_of(parts: RankParts, options: WorkerOptions) -> RunLimits:
     return RunLimits(
         identity=_identity_of(parts, options),
-        layout_fingerprint=parts.layout.fingerprint(),
-        block_size=parts.kv_pool.block_size,
-        max_model_len=parts.max_model_len,
-        vocab_size=parts.model_config.vocab_size,
-        max_top_logprobs=parts.slot_layout.max_top_logprobs,
+        layout_fingerprint=parts.send.layout.fingerprint(),
+        block_size=parts.model.kv_pool.block_size,
+        max_model_len=parts.model.max_model_len,
+        vocab_size=parts.model.model_config.vocab_size,
+        max_top_logprobs=parts.send.slot_layout.max_top_logprobs,
     )
 
 
@@ -326,8 +328,8 @@ def _record_of(
         address=address,
         num_ranks=config.prefill.tp,
         model=config.model.name or checkpoint_dir(config).name,
-        max_model_len=parts.max_model_len,
-        layout_fingerprint=parts.layout.fingerprint(),
+        max_model_len=parts.model.max_model_len,
+        layout_fingerprint=parts.send.layout.fingerprint(),
         transport=config.kv_transfer.transport,
         block_size=config.prefill.block_size,
         metrics_address=metrics_address,
