@@ -134,11 +134,13 @@ class Cluster:
         process.wait(10)
 
     def wait_workers(self, count: int, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until ``count`` ranks are registered and alive."""
+        """Wait until exactly ``count`` ranks are registered, none of them a dead one's lease."""
 
         def registered() -> bool:
-            status = self.status()
-            return status is not None and len(status["workers"]) == count
+            status = self.status() or {"workers": []}
+            pids = {worker["pid"] for worker in status["workers"]}
+            alive = {process.pid for process in self.processes.values()}
+            return len(status["workers"]) == count and pids <= alive
 
         wait_until(registered, timeout_s, f"{count} workers are registered")
 

@@ -71,7 +71,7 @@ def check_answered(answers: list[Completion], max_tokens: int) -> int:
         else:
             num_failed += 1
             assert answer.request_id
-            assert answer.request_id in answer.error["message"]
+            assert answer.error["request_id"] == answer.request_id
     return num_failed
 
 
@@ -88,7 +88,7 @@ def test_a_killed_worker_fails_its_requests_alone(cluster: Cluster, role: str) -
         prompts[:4],
         [{"model": "tandem-python", "max_tokens": 5, "ignore_eos": True}] * 4,
     )
-    assert [answer.status for answer in again] == [200] * 4
+    assert [answer.error for answer in again] == [None] * 4
     cluster.wait_idle()
 
 
@@ -100,7 +100,7 @@ def test_a_deadline_is_answered_and_frees_everything(tmp_path: Path) -> None:
         assert check_answered(answers, 3000) == len(prompts)
         for answer in answers:
             assert answer.error is not None
-            assert answer.error["type"] == "timeout_error" or "deadline" in str(answer.error)
+            assert answer.error["code"] == "timeout"
         running.wait_idle()
 
 

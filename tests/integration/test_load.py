@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import random
 from collections.abc import Iterator
@@ -98,11 +99,13 @@ def test_bad_input_is_refused_with_a_reason(cluster: Cluster, name: str) -> None
     async def post() -> tuple[int, dict[str, Any]]:
         async with aiohttp.ClientSession(cluster.base_url) as session:
             headers = {"content-type": "application/json"}
-            async with session.post("/v1/completions", data=payload, headers=headers) as response:
+            async with session.post(
+                "/v1/completions", data=io.BytesIO(payload), headers=headers
+            ) as response:
                 return response.status, await response.json()
 
     got_status, answer = asyncio.run(post())
     assert got_status == status
-    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert set(answer["error"]) == {"message", "type", "param", "code", "request_id"}
     assert word in answer["error"]["message"]
     assert cluster.busy() == [] or cluster.wait_idle() is None
