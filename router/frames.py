@@ -56,8 +56,9 @@ class FrameStream:
         self._on_load = on_load
         self._on_loss = on_loss
         self._sinks: dict[str, TokenSink] = {}
-        self._standing = asyncio.Event()
-        self._last_loss = "not connected yet"
+        self._stands = False
+        self._waiters: list[asyncio.Future[None]] = []
+        """Who waits for the outcome of the present attempt to connect."""
         self._task = asyncio.create_task(self._run(), name=f"frames-{member.key}")
 
     @property
@@ -69,17 +70,20 @@ class FrameStream:
         """Wait until the stream stands: no delta of a request reserved from now on is missed.
 
         Raises:
-            PeerLostError: it does not within 5 s, or is closed.
+            PeerLostError: the present attempt to connect fails, or takes more than 5 s.
         """
-        if self._standing.is_set():
+        if self._stands:
             return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
         try:
             async with asyncio.timeout(STANDING_TIMEOUT_S):
-                await self._standing.wait()
+                await waiter
         except TimeoutError:
-            raise PeerLostError(
-                f"decode {self.key} at {self._address} cannot be reached: {self._last_loss}"
-            ) from None
+            raise self._unreachable("no answer") from None
+        finally:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
 
     def attach(self, request_id: str, sink: TokenSink) -> None:
         """Send the deltas of ``request_id`` to ``sink``."""
@@ -105,11 +109,10 @@ class FrameStream:
                 reason = "the worker ended the stream"
             except TandemError as error:
                 reason = error.message
-            if self._standing.is_set():
+            if self._stands:
                 delay_s = RECONNECT_FIRST_S
-                self._standing.clear()
+                self._stands = False
                 self._on_loss(self.key, reason)
-            self._last_loss = reason
             self._fail_all(reason)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, RECONNECT_MAX_S)
@@ -121,10 +124,17 @@ class FrameStream:
                 epoch = frame.decode.epoch
                 if epoch not in (0, self.key.epoch):
                     raise PeerLostError(f"decode {self.key} was replaced behind {self._address}")
-                self._standing.set()
+                if not self._stands:
+                    self._stand()
                 self._deliver(frame)
         finally:
             call.cancel()
+
+    def _stand(self) -> None:
+        self._stands = True
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def _deliver(self, frame: decode_pb2.Frame) -> None:
         for delta in frame.deltas:
@@ -145,9 +155,15 @@ class FrameStream:
             )
 
     def _fail_all(self, reason: str) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_exception(self._unreachable(reason))
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink.on_lost(PeerLostError(f"the tokens of decode {self.key} stopped: {reason}"))
+
+    def _unreachable(self, reason: str) -> PeerLostError:
+        return PeerLostError(f"decode {self.key} at {self._address} cannot be reached: {reason}")
 
 
 class FrameStreams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import aiohttp
 import openai
@@ -203,6 +204,14 @@ async def test_decode_dies_while_it_streams(http, cluster: Cluster) -> None:
     assert status == 502
     assert body["error"]["code"] == "worker_lost"
     assert "decode-0" in body["error"]["message"]
+
+
+async def test_a_dead_decode_is_noticed_at_once(http, cluster: Cluster) -> None:
+    await cluster.decode.die()
+    start = time.monotonic()
+    status, body = await post(http)
+    assert (status, body["error"]["code"]) == (502, "worker_lost")
+    assert time.monotonic() - start < 2.5
 
 
 async def test_prefill_dies_while_it_computes(http, cluster: Cluster) -> None:
