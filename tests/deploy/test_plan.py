@@ -14,22 +14,23 @@ from tests.deploy.fakes import fake_config, fake_context
 
 COUNTS = st.integers(1, 4)
 DEVICES = st.sampled_from(["cpu", "cuda"])
+PREFILLS = st.builds(PrefillSection, instances=COUNTS, tp=COUNTS, device=DEVICES)
+DECODES = st.builds(DecodeSection, instances=COUNTS, dp=COUNTS, device=DEVICES)
 
 
-@given(COUNTS, COUNTS, COUNTS, COUNTS, DEVICES, DEVICES)
-def test_every_rank_is_planned_once(
-    prefills: int, tp: int, decodes: int, dp: int, prefill_device: str, decode_device: str
-) -> None:
-    config = ClusterConfig(
-        prefill=PrefillSection(instances=prefills, tp=tp, device=prefill_device),
-        decode=DecodeSection(instances=decodes, dp=dp, device=decode_device),
-    )
+@given(PREFILLS, DECODES)
+def test_every_rank_is_planned_once(prefill: PrefillSection, decode: DecodeSection) -> None:
+    config = ClusterConfig(prefill=prefill, decode=decode)
     plans = plan_instances(config)
-    assert len({plan.name for plan in plans}) == len(plans) == 1 + prefills + decodes
+    assert len({plan.name for plan in plans}) == len(plans)
     ranks = {role: sum(p.num_ranks for p in plans if p.role is role) for role in Role}
-    assert ranks == {Role.ROUTER: 1, Role.PREFILL: prefills * tp, Role.DECODE: decodes * dp}
-    expected = ranks[Role.PREFILL] * (prefill_device == "cuda")
-    expected += ranks[Role.DECODE] * (decode_device == "cuda")
+    assert ranks == {
+        Role.ROUTER: 1,
+        Role.PREFILL: prefill.instances * prefill.tp,
+        Role.DECODE: decode.instances * decode.dp,
+    }
+    expected = ranks[Role.PREFILL] * (prefill.device == "cuda")
+    expected += ranks[Role.DECODE] * (decode.device == "cuda")
     assert num_devices_needed(plans) == expected
 
 
