@@ -6,7 +6,11 @@ of one in the background.
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import time
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
@@ -66,11 +70,12 @@ class StartDisplay:
         """Show what changed."""
         if self._live is not None:
             self._live.update(_table(state, self._elapsed_s()))
-            return
         for process in state.processes:
             news = (process.phase, "" if self._finished else process.stage)
             former = self._shown.get(process.name)
             self._shown[process.name] = news
+            if self._live is not None:
+                continue
             if former is None or news[0] is not former[0] or (news[1] and news != former):
                 self.note(f"{process.name:<12} {process.phase.value:<10} {news[1]}".rstrip())
 
@@ -81,9 +86,10 @@ class StartDisplay:
 def _table(state: ClusterState, elapsed_s: float) -> Table:
     num_ready = sum(process.phase is Phase.READY for process in state.processes)
     total = max(1, len(state.processes))
+    names = [process.name for process in state.processes]
     table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, width=10)
+    table.add_column(no_wrap=True, min_width=max(map(len, [state.name, *names])))
+    table.add_column(no_wrap=True, min_width=10)
     table.add_column(no_wrap=True, overflow="ellipsis")
     for process in state.processes:
         table.add_row(process.name, phase_text(process.phase), Text(process.stage))
@@ -103,5 +109,15 @@ def ready_message(state: ClusterState) -> str:
     return (
         f"Ready in {state.ready_s:.1f} s: {state.model} at {state.endpoint}\n\n"
         f"  curl {state.endpoint}/completions -H 'Content-Type: application/json' -d '{body}'\n"
-        f'  tandem generate "def fibonacci(n):"\n'
+        f'  {own_command()} generate "def fibonacci(n):"\n'
     )
+
+
+def own_command() -> str:
+    """How a person calls ``tandem`` from here: it may be in an environment that is not active."""
+    if shutil.which("tandem"):
+        return "tandem"
+    installed = Path(sys.executable).with_name("tandem")
+    if not installed.exists():
+        return f"{sys.executable} -m deploy"
+    return os.path.relpath(installed) if installed.is_relative_to(Path.cwd()) else str(installed)

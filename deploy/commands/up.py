@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 import deploy
-from deploy.display import StartDisplay, ready_message
+from deploy.display import StartDisplay, own_command, ready_message
 from deploy.errors import ClusterError
 from deploy.state import ClusterState, Phase, RunDir, run_dir_of
 from runtime.config import ClusterConfig
@@ -123,7 +123,7 @@ def _run_detached(run_dir: RunDir, config_path: Path | None, timeout_s: float) -
         run_dir.clear_state()
         raise ClusterError(state.error)
     console.print(ready_message(state), markup=False, highlight=False, soft_wrap=True)
-    console.print("It runs in the background; `tandem down` stops it.", highlight=False)
+    console.print(f"It runs in the background; `{own_command()} down` stops it.", highlight=False)
     return 0
 
 

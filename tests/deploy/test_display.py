@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from deploy.display import StartDisplay, ready_message
+from deploy.display import StartDisplay, own_command, ready_message
 from deploy.instance import last_stage, without_tracebacks
 from deploy.state import ClusterState, Phase, ProcessState
 
@@ -68,6 +70,27 @@ def test_on_a_terminal_there_is_a_table_with_markup_left_alone() -> None:
     )
     assert "loading [bold]" in text
     assert "0 of 1 ready" in text
+
+
+def test_a_long_stage_leaves_the_names_whole() -> None:
+    long = with_process(Phase.STARTING, "x" * 500)
+    text = "\n".join(shown([long], finish_after=9, terminal=True))
+    assert "decode-0" in text
+
+
+def test_the_command_is_told_so_that_it_can_be_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.executable", str(tmp_path / "bin" / "python"))
+    assert own_command() == f"{tmp_path}/bin/python -m deploy"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "tandem").touch()
+    assert own_command() == f"{tmp_path}/bin/tandem"
+    monkeypatch.chdir(tmp_path)
+    assert own_command() == "bin/tandem"
+    (tmp_path / "tandem").touch(mode=0o755)
+    assert own_command() == "tandem"
 
 
 def test_the_ready_message_has_a_curl_line_of_its_own() -> None:
