@@ -12,6 +12,7 @@ exits. The failure of one request never comes here; the rank handles it.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -37,6 +38,9 @@ IDLE_WAIT_S = 0.05
 """Alone and idle: deadlines are looked at so often."""
 GROUP_IDLE_WAIT_S = 0.003
 """Idle in a group: another rank's first token waits at most so long for us."""
+GROUP_SLEEP_WAIT_S = 0.01
+"""The same, once the group has been idle for `GROUP_SLEEP_AFTER_S`: meeting costs CPU time."""
+GROUP_SLEEP_AFTER_S = 1.0
 
 ResultT = TypeVar("ResultT")
 Command = Callable[[], None]
@@ -94,6 +98,7 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._leaving = False
         self._was_idle = True
+        self._busy_at = 0.0
         self._over: TandemError | None = None
         self._lock = threading.Lock()  # orders submit against the end of the loop
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
@@ -147,16 +152,15 @@ class EngineLoop:
         self._end(error)
 
     def _step(self) -> bool:
-        """One step, or a rest; whether it was the last."""
+        """One step, or a rest where nobody has work; whether it was the last."""
         self._run_commands()
         plan = self._rank.plan_step()
-        group = self._lockstep.exchange(
-            RankState(num_tokens=len(plan.requests), leaving=self._leaving)
-        )
-        sampled = self._execute(plan, group)
-        self._rank.complete_step(plan, sampled)
+        state = RankState(num_tokens=len(plan.requests), leaving=self._leaving)
+        group = self._lockstep.exchange(state)
+        self._rank.complete_step(plan, self._execute(plan, group))
         self._tell()
-        return group.all_leaving or self._rest(group)
+        self._rest(group)
+        return group.all_leaving
 
     def _run_commands(self) -> None:
         while True:
@@ -180,22 +184,25 @@ class EngineLoop:
     def _tell(self) -> None:
         self._publish(self._rank.news.take(), self._rank.load())
 
-    def _rest(self, group: GroupState) -> bool:
-        """Sleep if nobody has work, until a command comes; always returns False: go on."""
-        if group.has_work:
+    def _rest(self, group: GroupState) -> None:
+        """Sleep until a command comes, if nobody has work."""
+        if group.has_work or group.all_leaving:
             self._was_idle = False
-            return False
+            self._busy_at = time.monotonic()
+            return
         if not self._was_idle and self._rank.is_empty:
             self._was_idle = True
             self._rank.check_integrity()
-        try:
-            timeout_s = GROUP_IDLE_WAIT_S if self._lockstep.is_group else IDLE_WAIT_S
-            command = self._commands.get(timeout=timeout_s)
-        except queue.Empty:
-            return False
-        self._was_idle = False
-        command()
-        return False
+        with contextlib.suppress(queue.Empty):
+            command = self._commands.get(timeout=self._idle_wait_s())
+            self._was_idle = False
+            command()
+
+    def _idle_wait_s(self) -> float:
+        if not self._lockstep.is_group:
+            return IDLE_WAIT_S
+        is_asleep = time.monotonic() - self._busy_at >= GROUP_SLEEP_AFTER_S
+        return GROUP_SLEEP_WAIT_S if is_asleep else GROUP_IDLE_WAIT_S
 
     def _end(self, error: TandemError | None) -> None:
         with self._lock:
