@@ -15,8 +15,8 @@ from runtime.logging import configure_logging, get_logger
 from runtime.process import limit_threads
 from runtime.service import Service, run_service
 
-GRACE_S = 20.0
-FOLLOWER_EXTRA_GRACE_S = 10.0
+GRACE_S = 10.0
+FOLLOWER_EXTRA_GRACE_S = 5.0
 
 logger = get_logger(__name__)
 

@@ -110,6 +110,7 @@ class LiveRuns:
         self._metrics = metrics
         self._forget_peer = forget_peer
         self._runs: dict[int, LiveRun] = {}
+        self._is_closed = False
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self.loop_ended: asyncio.Future[BaseException | None] = (
@@ -160,6 +161,8 @@ class LiveRuns:
             drained: False where an earlier life of this worker may have written.
         """
         assert not run.is_queued
+        if self._is_closed:
+            return
         is_cancel = isinstance(error, RequestCancelledError)
         outcome = (
             decode_pb2.TICKET_OUTCOME_ABANDONED if is_cancel else decode_pb2.TICKET_OUTCOME_FAILED
@@ -176,7 +179,9 @@ class LiveRuns:
             self._end(event.error)
             return
         run = self._runs.get(event.nonce)
-        assert run is not None, event
+        if run is None:
+            assert self._is_closed, event
+            return  # `close_left` has ended it
         match event:
             case FirstTokenSampled():
                 self._answer(run, event)
@@ -200,6 +205,7 @@ class LiveRuns:
 
         Only for a rank whose sender is closed, so that nothing of it can be in flight.
         """
+        self._is_closed = True
         for run in list(self._runs.values()):
             run.undrained |= self._num_ranks > 1  # nobody can speak for the other ranks
             outcome = decode_pb2.TICKET_OUTCOME_FAILED

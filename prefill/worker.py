@@ -41,7 +41,7 @@ from runtime.registration import RegistryClient
 from runtime.rpc import bind_port, create_server, open_channel
 from runtime.wire import identity
 
-JOIN_TIMEOUT_S = 30.0
+JOIN_TIMEOUT_S = 5.0
 ANSWER_GRACE_S = 1.0
 FLUSH_TIMEOUT_S = 3.0
 
