@@ -9,6 +9,7 @@ from engine.parity import LOGIT_TOLERANCE, ParityReport, PromptParity, compare_w
 from tests.engine.tiny import random_config, random_tensors, tiny_config, write_checkpoint
 
 NUM_STEPS = 64
+BUNDLED = Path(__file__).parents[2] / "deploy" / "models" / "tandem-python"
 
 
 @pytest.mark.slow
@@ -34,6 +35,12 @@ def test_fp8_checkpoint(tmp_path: Path) -> None:
     config = tiny_config(hidden_size=160, intermediate_size=144)
     write_checkpoint(tmp_path, config, fp8=True)
     report = compare_with_transformers(tmp_path, num_prompts=1, num_steps=NUM_STEPS)
+    assert report.passed, report.format()
+
+
+@pytest.mark.slow
+def test_bundled_checkpoint() -> None:
+    report = compare_with_transformers(BUNDLED, num_prompts=1, num_steps=NUM_STEPS)
     assert report.passed, report.format()
 
 
