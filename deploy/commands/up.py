@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -40,6 +41,11 @@ def add_parser(commands: Subparsers) -> None:
         "--detach", action="store_true", help="return when ready; the cluster goes on"
     )
     parser.add_argument(
+        "--load-format",
+        metavar="FORMAT",
+        help='instead of model.load_format; "dummy" is random weights of the right shapes',
+    )
+    parser.add_argument(
         "--timeout",
         type=float,
         default=_START_TIMEOUT_S,
@@ -56,13 +62,16 @@ def run(arguments: argparse.Namespace) -> int:
     from deploy.run import prepare
 
     config = load_config(arguments.config)
+    if arguments.load_format is not None:
+        model = dataclasses.replace(config.model, load_format=arguments.load_format)
+        config = dataclasses.replace(config, model=model)
     run_dir = run_dir_of(config.cluster.name, config.cluster.run_dir)
     resolved = prepare(config, run_dir)
     if arguments.in_background:
         configure_logging("controller")
         return _run_silent(resolved, run_dir, arguments.timeout)
     if arguments.detach:
-        return _run_detached(run_dir, arguments.config, arguments.timeout)
+        return _run_detached(run_dir, arguments)
     with run_dir.controller_log_path.open("w", encoding="utf-8") as log:
         configure_logging("controller", stream=log)
         return _run_here(resolved, run_dir, arguments.timeout)
@@ -98,11 +107,12 @@ def _run_silent(config: ClusterConfig, run_dir: RunDir, timeout_s: float) -> int
     return 0
 
 
-def _run_detached(run_dir: RunDir, config_path: Path | None, timeout_s: float) -> int:
+def _run_detached(run_dir: RunDir, arguments: argparse.Namespace) -> int:
     console = Console()
     command = [sys.executable, "-m", "deploy", "up", "--in-background"]
-    command += ["--timeout", str(timeout_s)]
-    command += [str(config_path.resolve())] if config_path else []
+    command += ["--timeout", str(arguments.timeout)]
+    command += ["--load-format", arguments.load_format] if arguments.load_format else []
+    command += [str(arguments.config.resolve())] if arguments.config else []
     with run_dir.controller_log_path.open("wb") as log:
         controller = subprocess.Popen(
             command,

@@ -88,6 +88,13 @@ def test_up_refuses_another_architecture_before_anything_starts(
 
 
 @pytest.mark.parametrize("flags", [[], ["--detach"]], ids=["here", "detached"])
+def test_up_refuses_an_unknown_load_format(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run("up", "--load-format", "dumy", capsys=capsys)
+    assert status == 2
+    assert "model.load_format = 'dumy'" in err
+    assert "safetensors, dummy" in err
+
+
 def test_up_refuses_a_port_in_use_before_anything_starts(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
