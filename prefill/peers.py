@@ -24,7 +24,7 @@ from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc
 from runtime.rpc import map_rpc_errors
 from runtime.wire import error_from_proto, same_identity
 
-HANDSHAKE_TIMEOUT_S = 5.0
+HANDSHAKE_TIMEOUT_S = 10.0
 
 logger = get_logger(__name__)
 

@@ -7,6 +7,7 @@ whatever passes here can be computed and sent.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from engine.request import num_blocks_for
@@ -77,12 +78,20 @@ def _check_prompt(num_tokens: int, limits: RunLimits) -> None:
 
 
 def _check_sampling(sampling: SamplingParams, limits: RunLimits) -> None:
-    if sampling.max_tokens < 1:
-        raise InvalidRequestError(f"max_tokens is {sampling.max_tokens}: give at least 1")
-    if sampling.num_logprobs > limits.max_top_logprobs:
-        raise InvalidRequestError(
-            f"num_logprobs is {sampling.num_logprobs}: at most {limits.max_top_logprobs}"
-        )
+    most = limits.max_top_logprobs
+    ranges: tuple[tuple[str, float, float, float], ...] = (
+        ("max_tokens", sampling.max_tokens, 1, math.inf),
+        ("temperature", sampling.temperature, 0.0, 100.0),
+        ("top_p", sampling.top_p, 0.0, 1.0),
+        ("top_k", sampling.top_k, 0, math.inf),
+        ("min_p", sampling.min_p, 0.0, 1.0),
+        ("repetition_penalty", sampling.repetition_penalty, 1e-6, 1e6),
+        ("num_logprobs", sampling.num_logprobs, -1, most),
+        ("num_prompt_logprobs", sampling.num_prompt_logprobs, -1, most),
+    )
+    for name, value, least, greatest in ranges:
+        if not least <= value <= greatest:  # also where it is no number
+            raise InvalidRequestError(f"{name} is {value}: give {least} to {greatest}")
     for token_id in sampling.stop_token_ids:
         if not 0 <= token_id < limits.vocab_size:
             raise InvalidRequestError(

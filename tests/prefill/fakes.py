@@ -73,7 +73,6 @@ class FakeTicketSender:
     """Records what it is asked for; tickets close when `on_closed` is called by `close_ticket`."""
 
     on_closed: Callable[[Closure], None]
-    calls: list[tuple[object, ...]] = field(default_factory=list)
     open_tickets: dict[int, str] = field(default_factory=dict)  # nonce -> open|finishing|abandoned
     pushed: list[tuple[PushBlocks, tuple[int, int]]] = field(default_factory=list)
     records: dict[int, MetadataRecord | None] = field(default_factory=dict)

@@ -30,6 +30,9 @@ from tests.prefill.fake_decode import LAYOUT, SECRET, SLOT_BYTES, FakeDecode, se
 from tests.prefill.fakes import BLOCK_SIZE, FakeRunner, FakeTicketSender
 
 IDENTITY = common_pb2.WorkerIdentity(instance="prefill-0", epoch=5)
+SAMPLING = common_pb2.SamplingParams(
+    top_p=1.0, repetition_penalty=1.0, max_tokens=8, num_logprobs=-1, num_prompt_logprobs=-1
+)
 LIMITS = RunLimits(
     identity=IDENTITY,
     layout_fingerprint=LAYOUT.fingerprint(),
@@ -84,9 +87,7 @@ class ServiceBench:
             request_id=request_id,
             expected=IDENTITY,
             prompt_token_ids=range(num_tokens),
-            sampling=common_pb2.SamplingParams(
-                max_tokens=8, num_logprobs=-1, num_prompt_logprobs=-1
-            ),
+            sampling=SAMPLING,
             timeout_s=30.0,
         )
         for name, value in changes.items():

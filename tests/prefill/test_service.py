@@ -1,6 +1,7 @@
 """Run, Revoke and Drain over real gRPC: every call is answered, every ticket is closed."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 
 import pytest
@@ -10,7 +11,7 @@ from runtime.errors import LayoutMismatchError
 from runtime.metrics import render_metrics
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2
 from tests.prefill.fakes import BLOCK_SIZE, FIRST_TOKEN
-from tests.prefill.service_bench import IDENTITY, Gate, ServiceBench, service_bench
+from tests.prefill.service_bench import IDENTITY, SAMPLING, Gate, ServiceBench, service_bench
 
 
 @pytest.fixture
@@ -55,8 +56,7 @@ async def test_the_first_token_comes_while_the_kv_still_moves(bench: ServiceBenc
 async def test_a_first_token_that_ends_the_request_closes_as_not_needed(
     bench: ServiceBench,
 ) -> None:
-    sampling = common_pb2.SamplingParams(max_tokens=1, num_logprobs=-1, num_prompt_logprobs=-1)
-    token = await bench.run(1, sampling=sampling)
+    token = await bench.run(1, sampling=sampling_of(max_tokens=1))
     assert isinstance(token, prefill_pb2.FirstToken)
     assert token.finish_reason == common_pb2.FINISH_REASON_LENGTH
     await bench.drain_senders()
@@ -75,8 +75,10 @@ async def test_many_calls_at_once_share_one_handshake(bench: ServiceBench) -> No
 
 
 def sampling_of(**values: object) -> common_pb2.SamplingParams:
-    defaults = {"max_tokens": 8, "num_logprobs": -1, "num_prompt_logprobs": -1}
-    return common_pb2.SamplingParams(**(defaults | values))  # type: ignore[arg-type]
+    sampling = common_pb2.SamplingParams()
+    sampling.CopyFrom(SAMPLING)
+    sampling.MergeFrom(common_pb2.SamplingParams(**values))  # type: ignore[arg-type]
+    return sampling
 
 
 BAD_CALLS = {
@@ -84,10 +86,22 @@ BAD_CALLS = {
     "prompt too long": ({"num_tokens": 64}, "INVALID_REQUEST", "at most 63"),
     "unknown token": ({"prompt_token_ids": [1, 1000]}, "INVALID_REQUEST", "token id 1000"),
     "negative token": ({"prompt_token_ids": [-1, 1]}, "INVALID_REQUEST", "token id -1"),
-    "no tokens": ({"sampling": sampling_of(max_tokens=0)}, "INVALID_REQUEST", "max_tokens"),
+    "no sampling": (
+        {"sampling": common_pb2.SamplingParams()},
+        "INVALID_REQUEST",
+        "max_tokens is 0",
+    ),
+    "temperature": ({"sampling": sampling_of(temperature=-1.0)}, "INVALID_REQUEST", "temperature"),
+    "no number": ({"sampling": sampling_of(min_p=math.nan)}, "INVALID_REQUEST", "min_p is nan"),
+    "top_k": ({"sampling": sampling_of(top_k=-2)}, "INVALID_REQUEST", "top_k is -2"),
+    "prompt logprobs": (
+        {"sampling": sampling_of(num_prompt_logprobs=21)},
+        "INVALID_REQUEST",
+        "num_prompt_logprobs is 21",
+    ),
     "bad bias": ({"sampling": sampling_of(logit_bias={5000: 1.0})}, "INVALID_REQUEST", "5000"),
     "bad stop": ({"sampling": sampling_of(stop_token_ids=[-3])}, "INVALID_REQUEST", "-3"),
-    "logprobs": ({"sampling": sampling_of(num_logprobs=21)}, "INVALID_REQUEST", "at most 20"),
+    "logprobs": ({"sampling": sampling_of(num_logprobs=21)}, "INVALID_REQUEST", "-1 to 20"),
     "late": ({"timeout_s": 0.0}, "DEADLINE_EXCEEDED", "was over"),
     "late ticket": ({"ticket_timeout_s": -1.0}, "DEADLINE_EXCEEDED", "was over"),
     "layout": ({"ticket_layout_fingerprint": "abc"}, "LAYOUT_MISMATCH", "abc"),

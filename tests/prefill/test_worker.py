@@ -14,6 +14,7 @@ from engine.build import build_kv_pool, build_model
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
+from kv_transfer.layout import KVLayout
 from kv_transfer.transport import peer_name
 from prefill.__main__ import main
 from prefill.assembly import layout_of
@@ -43,7 +44,7 @@ class Oracle:
 
     first_token: int
     kv: torch.Tensor  # [blocks of the prompt, layers, block_size, latent]
-    layout_pool: object
+    layout: KVLayout
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def oracle() -> Oracle:
     )
     (result,) = runner.execute([ScheduledRequest(request, len(PROMPT))])
     assert result.sampled is not None
-    return Oracle(result.sampled.token_id, pool.data[1:5].clone(), pool)
+    return Oracle(result.sampled.token_id, pool.data[1:5].clone(), layout_of(pool))
 
 
 @dataclass
@@ -123,7 +124,7 @@ async def worker(
         kv_transfer=KVTransferSection(layers_per_group=layers_per_group),
     )
     registry = FakeRegistry()
-    decode = RealDecode(layout_of(oracle.layout_pool))  # type: ignore[arg-type]
+    decode = RealDecode(oracle.layout)
     with logs_on_failure(folder):
         async with (
             serve(decode, registry) as address,
