@@ -88,13 +88,6 @@ def test_up_refuses_another_architecture_before_anything_starts(
 
 
 @pytest.mark.parametrize("flags", [[], ["--detach"]], ids=["here", "detached"])
-def test_up_refuses_an_unknown_load_format(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, err = run("up", "--load-format", "dumy", capsys=capsys)
-    assert status == 2
-    assert "model.load_format = 'dumy'" in err
-    assert "safetensors, dummy" in err
-
-
 def test_up_refuses_a_port_in_use_before_anything_starts(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,3 +136,10 @@ def test_generate_from_a_server_that_is_not_there(capsys: pytest.CaptureFixture[
     status, _, error = run("generate", "x", "--url", "127.0.0.1:9", capsys=capsys)
     assert status == 1
     assert "is no address" in error
+
+
+def test_up_refuses_an_unknown_load_format(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run("up", "--load-format", "dumy", capsys=capsys)
+    assert status == 2
+    assert "model.load_format = 'dumy'" in err
+    assert "safetensors, dummy" in err
