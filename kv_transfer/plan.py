@@ -65,14 +65,13 @@ def plan_writes(
         raise ValueError(f"layers = {layers}: must be a range within [0, {layout.num_layers})")
     offset = layout.layer_offset(first_layer)
     nbytes = layout.layer_offset(end_layer) - offset
+    block_bytes = layout.block_bytes
     writes: list[Write] = []
     for index in share_of_part(len(src_block_ids), part, num_parts):
         src_id, dst_id = src_block_ids[index], dst_block_ids[index]
         if src_id < 0 or dst_id < 0:
             raise ValueError(f"block ids must not be negative: {src_id} -> {dst_id}")
-        write = Write(
-            src_id * layout.block_bytes + offset, dst_id * layout.block_bytes + offset, nbytes
-        )
+        write = Write(src_id * block_bytes + offset, dst_id * block_bytes + offset, nbytes)
         if merge and writes and _touch(writes[-1], write):
             last = writes[-1]
             writes[-1] = Write(last.src_offset, last.dst_offset, last.nbytes + nbytes)

@@ -9,8 +9,7 @@ none is used by two threads at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kv_transfer.transport import MemoryRegion
 
@@ -21,8 +20,7 @@ class EngineError(Exception):
     """
 
 
-@dataclass(frozen=True, slots=True)
-class EngineWrite:
+class EngineWrite(NamedTuple):
     """Copy ``nbytes`` from our ``src_address`` to the peer's ``dst_address``; devices as in
     ``MemoryRegion``.
     """

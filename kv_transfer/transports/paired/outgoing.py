@@ -1,9 +1,10 @@
 """A connection that we opened to write: one thread drives the library, one reads the control
 socket.
 
-The drive thread owns the instance: it starts posts, polls them, and at the end destroys it, fails
-what is pending, and says BYE; so a FAILED post is never still being read from, and BYE is true.
-Whoever notices trouble only sets the reason and wakes it.
+The drive thread polls posts and starts those that the CPU copies; at the end it destroys the
+instance, fails what is pending, and says BYE; so a FAILED post is never still being read from, and
+BYE is true. Whoever notices trouble only sets the reason and wakes it. Posts that a device copies,
+and small ones, are started by the caller: a hand-over to another thread would cost as much as they.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from runtime.logging import get_logger
 _log = get_logger(__name__)
 
 
+_MOST_BYTES_AT_ONCE = 1 << 16
+"""Of host memory, in a post that its caller starts."""
+
+
 @dataclass(frozen=True, slots=True)
 class QueuedPost:
     """A post that is not started yet."""
@@ -33,6 +38,12 @@ class QueuedPost:
     post_id: int
     writes: Sequence[EngineWrite]
     notify: bytes | None
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether starting it takes no longer than handing it to another thread."""
+        host_bytes = sum(w.nbytes for w in self.writes if w.src_device is None)
+        return host_bytes <= _MOST_BYTES_AT_ONCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +76,8 @@ class OutgoingPeer:
         self._condition = threading.Condition()
         self._queue: deque[QueuedPost] = deque()
         self._started: list[_StartedPost] = []
+        self._starting: QueuedPost | None = None
+        self._progress = 0  # counts posts that were started or completed
         self._is_closing = False
         self._is_over = False
         self._reason = ""
@@ -80,13 +93,29 @@ class OutgoingPeer:
         return not self._is_closing
 
     def post(self, post: QueuedPost) -> None:
-        """Enqueue; on a dead connection the post is FAILED already when this returns."""
+        """Start or enqueue; on a dead connection the post is FAILED already when this returns."""
+        if post.is_quick and self._start_now(post):
+            return
         with self._condition:
             if not self._is_over:
                 self._queue.append(post)
                 self._condition.notify()
                 return
         self._posts.settle(post.post_id, self._lost())
+
+    def _start_now(self, post: QueuedPost) -> bool:
+        """False: it has to be enqueued, to be started or failed with the others."""
+        with self._engine_lock:
+            if self._is_closing:
+                return False
+            try:
+                self._start(post)
+                if not self._settle_completed():
+                    with self._condition:
+                        self._condition.notify()
+            except (EngineError, OSError) as error:
+                self._begin_close(str(error))
+        return True
 
     def register(self, region: MemoryRegion) -> None:
         """Let later posts read ``region``."""
@@ -118,7 +147,7 @@ class OutgoingPeer:
     # --- The drive thread.
 
     def _drive(self) -> None:
-        pacer = Pacer()
+        pacer, progress = Pacer(), 0
         try:
             while True:
                 with self._condition:
@@ -130,10 +159,10 @@ class OutgoingPeer:
                     queued = self._queue.popleft() if self._queue else None
                 with self._engine_lock:
                     if queued is not None:
-                        post = self._engine.start(queued.writes)
-                        self._started.append(_StartedPost(queued, post))
-                        pacer.progressed()
-                    if self._settle_completed():
+                        self._start(queued)
+                    self._settle_completed()
+                    if progress != self._progress:
+                        progress = self._progress
                         pacer.progressed()
                 if self._started and not self._queue:
                     pacer.pause()
@@ -144,6 +173,13 @@ class OutgoingPeer:
             self._begin_close(repr(error))
         self._end()
 
+    def _start(self, queued: QueuedPost) -> None:
+        self._starting = queued  # if this raises, the drive thread fails it with the others
+        post = self._engine.start(queued.writes)
+        self._starting = None
+        self._started.append(_StartedPost(queued, post))
+        self._progress += 1
+
     def _settle_completed(self) -> bool:
         completed = [started for started in self._started if self._engine.poll(started.post)]
         if not completed:
@@ -151,16 +187,18 @@ class OutgoingPeer:
         for started in completed:
             self._started.remove(started)
             self._engine.release(started.post)
+            self._posts.settle(started.queued.post_id, None)
             if started.queued.notify is not None:
                 send_frame(self._sock, FrameKind.NOTIFY, started.queued.notify)
-            self._posts.settle(started.queued.post_id, None)
+        self._progress += 1
         self._on_event()
         return True
 
     def _end(self) -> None:
         with self._engine_lock:
-            self._engine.close()
+            self._engine.close()  # no quick post is started after, since the connection is closing
             pending = [started.queued for started in self._started]
+            pending += [self._starting] if self._starting is not None else []
             self._started.clear()
             with self._condition:
                 self._is_over = True

@@ -1,0 +1,81 @@
+"""The arguments of ``tandem bench kv`` and of ``python -m benchmarks.kv_transfer``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+
+from deploy.kv_bench.measure import measure_transfer
+from deploy.kv_bench.memory import measure_plain_copy
+from deploy.kv_bench.sides import BenchPlan
+from kv_transfer.sender_commands import LaneOptions
+from kv_transfer.transports import TRANSPORT_NAMES, TransportOptions
+
+_MIB = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare them."""
+    parser.add_argument(
+        "--transport",
+        nargs="+",
+        choices=TRANSPORT_NAMES,
+        help="default: all on the CPU, nixl on GPUs",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--prompts", type=int, default=20, help="sent one after the other")
+    parser.add_argument("--in-flight", type=int, default=8, help="of the sustained prompts")
+    parser.add_argument("--sustained", type=int, default=24, help="prompts")
+    parser.add_argument("--rails", type=int, nargs="+", default=[1], help="NIXL agents")
+    parser.add_argument("--post-mib", type=int, nargs="+", default=[64], help="bytes of a post")
+    parser.add_argument("--flight-mib", type=int, default=1024, help="bytes in flight")
+    parser.add_argument("--compute-s", type=float, default=0.5, help="of an overlapped prompt")
+    parser.add_argument("--protocol", default="tcp", help="of Mooncake")
+    parser.add_argument("--devices", default="", help="network cards of Mooncake, a comma list")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure every combination; a table on stderr, JSON on stdout."""
+    is_cuda = arguments.device == "cuda"
+    devices: tuple[int | None, int | None] = (0, 1) if is_cuda else (None, None)
+    bound = statistics.median(measure_plain_copy(devices, repeat=7)[2:]) / 1e9
+    results = []
+    for transport in arguments.transport or (["nixl"] if is_cuda else TRANSPORT_NAMES):
+        for rails in arguments.rails if transport == "nixl" else [1]:
+            for post_mib in arguments.post_mib:
+                plan = _plan(arguments, transport, rails, post_mib)
+                plan = dataclasses.replace(plan, devices=devices)
+                result = measure_transfer(plan, bound)
+                results.append(result)
+                print(
+                    f"{transport} rails={rails} post={post_mib}MiB: median {result.value:.1f}, "
+                    f"best {result.best:.1f}, sustained {result.sustained:.1f}, "
+                    f"wire {result.wire_median:.1f}/{result.wire_best:.1f}, "
+                    f"copy {result.bound:.1f} GB/s; stall {result.longest_call_s * 1e3:.3f} ms, "
+                    f"exposed {result.exposed_share:.2%}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    print(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
+    return 0
+
+
+def _plan(arguments: argparse.Namespace, transport: str, rails: int, post_mib: int) -> BenchPlan:
+    return BenchPlan(
+        transport=transport,
+        options=TransportOptions(
+            nixl_rails=rails,
+            mooncake_protocol=arguments.protocol,
+            mooncake_devices=arguments.devices,
+        ),
+        lane=LaneOptions(
+            max_bytes_in_flight=arguments.flight_mib * _MIB, max_post_bytes=post_mib * _MIB
+        ),
+        num_prompts=arguments.prompts,
+        in_flight=arguments.in_flight,
+        num_sustained=arguments.sustained,
+        compute_s=arguments.compute_s,
+    )
