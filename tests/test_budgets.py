@@ -1,6 +1,6 @@
 """Sizes that keep the code readable: files, classes, functions, parameters, and a docstring on top.
 
-Generated stubs are left out. Each offender is listed with its place, so that one run shows them all.
+Generated stubs are left out. Every offender is listed with its place, so one run shows them all.
 """
 
 from __future__ import annotations
