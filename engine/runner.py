@@ -47,17 +47,20 @@ class StepResult:
 
     Attributes:
         request: the request of the `ScheduledRequest` in the same place.
-        sampled: the next token, or None if the step ended inside the prompt.
+        sampled: the next token, or None if the step ended inside the prompt or failed.
         prompt_logprobs: one entry per prompt token whose predecessor was run in this step, in
             order; empty unless the request asked for them. Token 0 never has one.
         last_hidden: [hidden] float32 on the host, final-normed hidden state of the sampled
             position; None unless asked for and sampled.
+        is_failed: a token was due, and the logits hold NaN or infinity: this request has to end,
+            and says nothing about the others of the step.
     """
 
     request: Request
     sampled: SampledToken | None
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
     last_hidden: torch.Tensor | None = None
+    is_failed: bool = False
 
 
 class ModelRunner:
@@ -91,15 +94,19 @@ class ModelRunner:
         sampled = iter(self._sample(sample_logits, samplers))
         hiddens = _sampled_hidden(hidden, scheduled) if keep_hidden else None
         kept = iter(hiddens) if hiddens is not None else None
-        return [
-            StepResult(
-                request=item.request,
-                sampled=next(sampled) if item.samples else None,
-                prompt_logprobs=prompts[index],
-                last_hidden=next(kept) if kept is not None and item.samples else None,
+        results = []
+        for index, item in enumerate(scheduled):
+            token = next(sampled) if item.samples else None
+            results.append(
+                StepResult(
+                    request=item.request,
+                    sampled=token,
+                    prompt_logprobs=prompts[index],
+                    last_hidden=next(kept) if kept is not None and item.samples else None,
+                    is_failed=item.samples and token is None,
+                )
             )
-            for index, item in enumerate(scheduled)
-        ]
+        return results
 
     @torch.inference_mode()
     def forward_only(self, batch: ForwardBatch, *, on_layer_done: LayerDone | None = None) -> None:
@@ -137,14 +144,26 @@ class ModelRunner:
 
     def _sample(
         self, logits: list[torch.Tensor], requests: Sequence[Request]
-    ) -> list[SampledToken]:
+    ) -> list[SampledToken | None]:
+        """Sample a token a request; None where the logits are not finite."""
         if not requests:
             return []
         inputs = [
             SamplingInput(request.sampling, request.prompt_token_ids, request.output_token_ids)
             for request in requests
         ]
-        return self.sampler.sample(logits[0] if len(logits) == 1 else torch.cat(logits), inputs)
+        rows = logits[0] if len(logits) == 1 else torch.cat(logits)
+        # A sum is finite only if every term is, and reads the logits once.
+        is_usable = torch.isfinite(rows.sum(dim=-1)).tolist()
+        if all(is_usable):
+            return list(self.sampler.sample(rows, inputs))
+        good = [index for index, usable in enumerate(is_usable) if usable]
+        tokens: list[SampledToken | None] = [None] * len(inputs)
+        if good:
+            sampled = self.sampler.sample(rows[good], [inputs[index] for index in good])
+            for index, token in zip(good, sampled, strict=True):
+                tokens[index] = token
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)

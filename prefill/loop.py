@@ -232,7 +232,9 @@ class EngineLoop:
         for chunk, result in zip(chunks, results, strict=True):
             self._scheduler.advance(chunk)
             chunk.item.prompt_logprobs += result.prompt_logprobs
-            if result.sampled is not None:
+            if result.is_failed:
+                self._desk.fail(chunk.item)
+            elif result.sampled is not None:
                 self._desk.complete(chunk.item, result)
 
     def _measure_load(self) -> LoopLoad:

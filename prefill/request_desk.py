@@ -130,6 +130,11 @@ class RequestDesk:
         )
         self._senders.finish(item.nonce, record)
 
+    def fail(self, item: PrefillRequest) -> None:
+        """Its logits are no numbers: it ends alone, and what was computed of it is not sent."""
+        text = "the model's logits are not finite"
+        self._end_early(item, InternalError(text, request_id=item.request_id))
+
     def rank_closed(self, rank: int, closure: Closure) -> None:
         """A rank will not read the request's blocks any more; the last one releases them."""
         item = self._items.get(closure.nonce)

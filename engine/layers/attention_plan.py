@@ -88,12 +88,16 @@ class AbsorbedGroup:
         num_queries: Q.
         block_ids: [S * b] int64; sequences with shorter contexts are padded with block 0.
         hidden_SQP: [S, Q, P] bool, true where a query must not see a position; P = b * block_size.
+        unused_rows: [n] int64, rows of the gathered [S * P] that belong to no position of their
+            sequence. A block's last owner may have left anything there, and a probability of 0
+            times NaN is NaN.
     """
 
     rows: slice
     num_queries: int
     block_ids: Tensor
     hidden_SQP: Tensor
+    unused_rows: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +133,12 @@ class AttentionStep:
         out = self.scratch.take((block_ids.shape[0], *cache.shape[1:]), cache)
         torch.index_select(cache, 0, block_ids, out=out)
         return out.flatten(0, 1).to(dtype)
+
+    def gather_group(self, layer_index: int, group: AbsorbedGroup, dtype: torch.dtype) -> Tensor:
+        """Return the latents of a group as [S, P, L], zero where no position is."""
+        latents = self.gather(layer_index, group.block_ids, dtype)
+        latents.index_fill_(0, group.unused_rows, 0.0)
+        return latents.view(*group.hidden_SQP.shape[::2], -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,11 +216,13 @@ def _build_groups(
         positions = torch.arange(width * block_size, device=device)
         chosen = torch.tensor([s.index for s in sequences], device=device)
         num_rows = len(sequences) * num_queries
+        is_unused_SP = positions >= (first + num_queries).unsqueeze(1)
         yield AbsorbedGroup(
             rows=slice(row, row + num_rows),
             num_queries=num_queries,
             block_ids=tables[chosen, :width].flatten(),
             hidden_SQP=positions > own_SQ.unsqueeze(2),
+            unused_rows=is_unused_SP.flatten().nonzero().squeeze(1),
         )
         row += num_rows
 

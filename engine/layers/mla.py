@@ -117,11 +117,10 @@ class MLA(nn.Module):
         q_THL = torch.cat((q_c_HTC.transpose(0, 1), q_pe_THR), dim=-1)
         out_THC = q_THL.new_empty((*q_THL.shape[:2], self.kv_lora_rank))
         for group in step.plan.groups:
-            num_seqs, num_queries, num_positions = group.hidden_SQP.shape
-            latents = step.gather(self.layer_index, group.block_ids, q_THL.dtype)
+            num_seqs, num_queries, _ = group.hidden_SQP.shape
             attended = reference.absorbed_attention(
                 q_THL[group.rows].view(num_seqs, num_queries, self.num_heads, -1),
-                latents.view(num_seqs, num_positions, -1),
+                step.gather_group(self.layer_index, group, q_THL.dtype),
                 group.hidden_SQP,
                 self.kv_lora_rank,
                 self.scale,

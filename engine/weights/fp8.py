@@ -71,7 +71,13 @@ def dequantize_block(weight_MK: Tensor, scale_inv_PQ: Tensor, block: int = BLOCK
             f"weight_scale_inv has shape {tuple(scale_inv_PQ.shape)}, but a weight of "
             f"{num_rows} x {num_columns} in blocks of {block} needs {expected}"
         )
-    return weight_MK.float() * _spread(scale_inv_PQ.float(), num_rows, num_columns, block)
+    out_MK, scale_inv_PQ = weight_MK.float(), scale_inv_PQ.float()
+    if num_rows % block or num_columns % block:
+        return out_MK.mul_(_spread(scale_inv_PQ, num_rows, num_columns, block))
+    # Whole blocks only: the scales broadcast over a view and are never spread out in memory.
+    blocks = out_MK.view(num_rows // block, block, num_columns // block, block)
+    blocks.mul_(scale_inv_PQ[:, None, :, None])
+    return out_MK
 
 
 def _check_matrix(weight: Tensor) -> None:

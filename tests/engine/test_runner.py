@@ -171,6 +171,20 @@ def test_hidden_states_of_sampled_positions_are_kept_on_request() -> None:
     assert torch.equal(sampled.last_hidden, hidden[-1])
 
 
+def test_a_request_without_finite_logits_fails_alone() -> None:
+    runner = make_runner()
+    bad, good, inside = make_request([3, 4], 1), make_request([5, 6], 10), make_request([7, 8], 20)
+    expected = runner.execute([ScheduledRequest(good, 2)])[0]
+    assert isinstance(runner.model, FakeModel)
+    runner.model.embedding[3] = float("nan")
+    plan = [ScheduledRequest(bad, 2), ScheduledRequest(inside, 1), ScheduledRequest(good, 2)]
+    results = runner.execute(plan)
+    assert [result.is_failed for result in results] == [True, False, False]
+    assert [result.sampled is None for result in results] == [True, True, False]
+    assert results[2].sampled == expected.sampled
+    assert [r.is_failed for r in runner.execute(plan[:1])] == [True]
+
+
 def test_layers_are_reported_in_order() -> None:
     done: list[int] = []
     make_runner().execute([ScheduledRequest(make_request([1]), 1)], on_layer_done=done.append)

@@ -119,6 +119,7 @@ class FakeRunner:
     num_layers: int = 3
     steps: list[list[tuple[str, int, int]]] = field(default_factory=list)
     failure: Exception | None = None
+    broken_requests: set[str] = field(default_factory=set)
     before_step: Callable[[], None] | None = None
 
     def execute(
@@ -139,8 +140,10 @@ class FakeRunner:
         return [
             StepResult(
                 request=item.request,
-                sampled=SampledToken(FIRST_TOKEN) if item.samples else None,
+                sampled=SampledToken(FIRST_TOKEN) if item.samples and not failed else None,
                 prompt_logprobs=[PositionLogprobs(-1.0)] * item.num_prompt_logprob_rows,
+                is_failed=item.samples and failed,
             )
             for item in scheduled
+            for failed in [item.request.request_id in self.broken_requests]
         ]

@@ -259,6 +259,23 @@ def test_a_sender_that_fails_after_the_first_token_closes_the_part_with_its_erro
     bench.assert_over()
 
 
+def test_logits_that_are_no_numbers_fail_their_request_alone() -> None:
+    bench = Bench(max_num_batched_tokens=32)
+    broken, fine = bench.add(make_item(1)), bench.add(make_item(2))
+    bench.runner.broken_requests = {broken.request_id}
+    bench.turn()
+    (failure,) = bench.of_type(RequestFailed)
+    assert isinstance(failure, RequestFailed)
+    assert failure.nonce == broken.nonce
+    assert isinstance(failure.error, InternalError)
+    assert failure.error.request_id == broken.request_id
+    (first,) = bench.of_type(FirstTokenSampled)
+    assert isinstance(first, FirstTokenSampled)
+    assert first.nonce == fine.nonce
+    bench.drain()
+    bench.assert_over(num_requests=2)
+
+
 def test_a_ticket_is_opened_with_the_time_that_is_left() -> None:
     bench = Bench()
     opened: list[float] = []

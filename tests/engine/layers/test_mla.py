@@ -34,7 +34,6 @@ class Bench:
         self.rule = AttentionRule.of(self.config, absorbed_cost=absorbed_cost)
         self.pool = KVPool(NUM_BLOCKS, 3, BLOCK_SIZE, self.config.latent_dim)
         self.pool.data.fill_(float("nan"))  # what is read without having been written shows
-        self.pool.data[0] = 0.0
         self.tables: dict[int, list[int]] = {}
         self.free = list(range(NUM_BLOCKS - 1, 0, -1))
 
@@ -44,7 +43,6 @@ class Bench:
             table = self.tables.setdefault(sequence, [])
             while len(table) * BLOCK_SIZE < start + len(hidden):
                 table.append(self.free.pop())
-                self.pool.data[table[-1]] = 0.0
         width = max(len(self.tables[sequence]) for sequence, _, _ in parts)
         rows = [self.tables[s] + [0] * (width - len(self.tables[s])) for s, _, _ in parts]
         lens = np.array([len(hidden) for _, _, hidden in parts])
@@ -114,6 +112,16 @@ def test_company_changes_nothing() -> None:
     for place, s in enumerate(order):
         torch.testing.assert_close(first[s], alone[s][:-1], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(last[place], alone[s][-1:], rtol=1e-4, atol=1e-5)
+
+
+def test_what_an_earlier_owner_left_in_a_block_is_not_read() -> None:
+    clean, dirty = Bench(absorbed_cost=ABSORBED), Bench(absorbed_cost=ABSORBED)
+    clean.pool.data.zero_()
+    assert dirty.pool.data.isnan().all()
+    steps = [[(0, 0, draw(5)), (1, 0, draw(19))], [(1, 19, draw(1)), (0, 5, draw(1))]]
+    for parts in steps:
+        for expected, actual in zip(clean.run(parts), dirty.run(parts), strict=True):
+            assert torch.equal(actual, expected)
 
 
 def test_only_its_layer_and_slots_are_written() -> None:
