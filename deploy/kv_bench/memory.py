@@ -6,6 +6,7 @@ place, modulo 2**64: swapped, missing and stale words change it.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -121,6 +122,7 @@ class CudaMemory:
 
     def poison(self, block_ids: Sequence[int]) -> None:
         """See ``BlockMemory``."""
+        self._torch.cuda.set_device(self._device)
         self._words[list(block_ids)] = int.from_bytes(bytes([_POISON]) * 8, "little")
         self._torch.cuda.synchronize()
 
@@ -129,14 +131,30 @@ class CudaMemory:
         sums = [(self._words[block] * self._weights).sum() for block in block_ids]
         return [int(value) % 2**64 for value in self._torch.stack(sums).tolist()]
 
+    def enable_peer_access(self, source: CudaMemory) -> None:
+        """Let the two devices reach each other, as torch does at the first copy."""
+        self._words[0].copy_(source._words[0])
+        source._words[0].copy_(self._words[0])
+
     def copy_from(
         self, source: CudaMemory, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]
     ) -> None:
-        """The plain copy between two GPUs; returns when it is complete."""
+        """The plain copy between two GPUs, one asynchronous driver call a block; returns when it is
+        complete.
+        """
+        driver = ctypes.CDLL("libcuda.so.1")
+        self._torch.cuda.set_device(source._device)
+        stream = ctypes.c_void_p(self._torch.cuda.current_stream().cuda_stream)
+        base_src, base_dst = source._words.data_ptr(), self._words.data_ptr()
         for src, dst in zip(src_block_ids, dst_block_ids, strict=True):
-            self._words[dst].copy_(source._words[src], non_blocking=True)
-        self._torch.cuda.synchronize(source._device)
-        self._torch.cuda.synchronize(self._device)
+            status = driver.cuMemcpyDtoDAsync_v2(
+                ctypes.c_uint64(base_dst + dst * LAYOUT.block_bytes),
+                ctypes.c_uint64(base_src + src * LAYOUT.block_bytes),
+                ctypes.c_size_t(LAYOUT.block_bytes),
+                stream,
+            )
+            assert status == 0, f"CUDA driver error {status}"
+        self._torch.cuda.synchronize()
 
 
 def measure_plain_copy(devices: tuple[int | None, int | None], *, repeat: int) -> list[float]:
@@ -148,6 +166,8 @@ def measure_plain_copy(devices: tuple[int | None, int | None], *, repeat: int) -
     source, target = create_memory(num_blocks, devices[0]), create_memory(num_blocks, devices[1])
     source.fill_random(3)
     target.poison(range(num_blocks))
+    if isinstance(source, CudaMemory) and isinstance(target, CudaMemory):
+        target.enable_peer_access(source)
     rates = []
     for _ in range(repeat):
         src, dst = (generator.permutation(num_blocks)[:BLOCKS_PER_PROMPT].tolist() for _ in "ab")

@@ -187,14 +187,16 @@ class _Prefill:
 
     def _one_prompt(self) -> tuple[float, SendReport]:
         (ticket,) = self._tickets(1)
+        source = self._draw(ticket)
         began = time.monotonic()
-        self._send(ticket)
+        self._send(ticket, source)
         report = self._report()
         arrived = self._verify()
         return arrived[ticket.request_id] - began, report
 
     def _sustained(self) -> float:
         tickets = self._tickets(self._plan.num_sustained)
+        sources = [self._draw(ticket) for ticket in tickets]
         reported: set[str] = set()
         began = time.monotonic()
         for index, ticket in enumerate(tickets):
@@ -202,7 +204,7 @@ class _Prefill:
             before = tickets[index - self._plan.in_flight].request_id
             while index >= self._plan.in_flight and before not in reported:
                 reported.add(self._report().request_id)
-            self._send(ticket)
+            self._send(ticket, sources[index])
         while len(reported) < len(tickets):
             reported.add(self._report().request_id)
         arrived = self._verify()
@@ -213,8 +215,8 @@ class _Prefill:
         plan = self._plan
         (ticket,) = self._tickets(1)
         groups = range(0, LAYOUT.num_layers, plan.layers_per_group)
-        began = time.monotonic()
         source = self._draw(ticket)
+        began = time.monotonic()
         self._sender.open(ticket, self._peer)
         for index, first in enumerate(groups):
             ready_at = began + plan.compute_s * (index + 1) / len(groups)
@@ -239,8 +241,7 @@ class _Prefill:
         self._sent[ticket.request_id] = source
         return source
 
-    def _send(self, ticket: SendTicket) -> None:
-        source = self._draw(ticket)
+    def _send(self, ticket: SendTicket, source: Sequence[int]) -> None:
         began = time.perf_counter()
         self._sender.open(ticket, self._peer)
         self._sender.push(ticket.request_id, source, 0)

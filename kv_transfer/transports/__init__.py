@@ -21,6 +21,8 @@ class TransportOptions:
     mooncake_protocol: str = "tcp"
     mooncake_devices: str = ""
     """Network cards, a comma list; empty is all."""
+    fence_timeout_s: float = 5.0
+    """How long a fence waits for the word of a writer that only its own word can stop."""
 
 
 def resolve_transport(name: str) -> tuple[str, str]:
@@ -60,14 +62,18 @@ def create_transport(
         from kv_transfer.transports.nixl import NixlFactory
 
         factory = NixlFactory(rails=options.nixl_rails)
-        return PairedTransport(factory, local_name, host=host)
+        return PairedTransport(
+            factory, local_name, host=host, fence_timeout_s=options.fence_timeout_s
+        )
     if name == "mooncake":
         from kv_transfer.transports.mooncake import MooncakeFactory
 
         mooncake = MooncakeFactory(
             host=host, protocol=options.mooncake_protocol, devices=options.mooncake_devices
         )
-        return PairedTransport(mooncake, local_name, host=host)
+        return PairedTransport(
+            mooncake, local_name, host=host, fence_timeout_s=options.fence_timeout_s
+        )
     raise ConfigError(
         "kv_transfer.transport", name, "no such transport", f"one of {', '.join(TRANSPORT_NAMES)}"
     )

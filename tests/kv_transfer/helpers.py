@@ -17,7 +17,7 @@ from kv_transfer.sender import KVSender
 from kv_transfer.sender_commands import LaneOptions
 from kv_transfer.ticket import PeerEndpoint, SendReport, SendTicket
 from kv_transfer.transport import KV_REGION, METADATA_REGION, MemoryRegion, Transport, peer_name
-from kv_transfer.transports import create_transport
+from kv_transfer.transports import TransportOptions, create_transport
 
 LAYOUT = KVLayout(dtype=KVDtype.BFLOAT16, block_size=4, num_layers=3, latent_dim=32)
 SLOT_LAYOUT = SlotLayout(max_top_logprobs=5, mtp_hidden_bytes=64, max_parts=8)
@@ -52,12 +52,20 @@ class DecodeSide:
     """A decode rank: pool, slots, receiver; arrivals end up in a queue."""
 
     def __init__(
-        self, *, num_blocks: int = 32, epoch: int = 0xD1, layout: KVLayout = LAYOUT
+        self,
+        *,
+        num_blocks: int = 32,
+        epoch: int = 0xD1,
+        layout: KVLayout = LAYOUT,
+        transport: str = "loopback",
+        options: TransportOptions | None = None,
     ) -> None:
         self.epoch = epoch
         self.name = peer_name("decode-0", epoch, 0)
         self.pool = Pool(num_blocks, layout)
-        self.transport = create_transport("loopback", local_name=self.name, host=HOST)
+        self.transport = create_transport(
+            transport, local_name=self.name, host=HOST, options=options
+        )
         self.transport.register(self.pool.region())
         self.slots = SlotArray(8, SLOT_LAYOUT)
         self.transport.register(self.slots.region(METADATA_REGION))
@@ -115,13 +123,15 @@ class PrefillSide:
         wrap: Callable[[Transport], Transport] | None = None,
         num_threads: int = 2,
         options: LaneOptions | None = None,
+        transport: str = "loopback",
+        epoch: int = 0xF1,
     ) -> None:
         if pool is None:
             pool = Pool(32)
             pool.fill_random()
         self.pool = pool
-        self.name = peer_name("prefill-0", 0xF1, part)
-        inner = create_transport("loopback", local_name=self.name, host=HOST)
+        self.name = peer_name("prefill-0", epoch, part)
+        inner = create_transport(transport, local_name=self.name, host=HOST)
         self.transport = wrap(inner) if wrap else inner
         self.transport.register(pool.region())
         self.reports: queue.Queue[SendReport] = queue.Queue()

@@ -22,6 +22,7 @@ class DecodeOptions:
     layout: KVLayout
     num_blocks: int
     epoch: int = 0xD1
+    transport: str = "loopback"
 
 
 class Child:
@@ -49,7 +50,12 @@ class Child:
 
 def run_decode(pipe: Connection, options: DecodeOptions) -> None:
     """Commands: peer; reserve id blocks nonce; arrival; digest block_ids."""
-    side = DecodeSide(num_blocks=options.num_blocks, epoch=options.epoch, layout=options.layout)
+    side = DecodeSide(
+        num_blocks=options.num_blocks,
+        epoch=options.epoch,
+        layout=options.layout,
+        transport=options.transport,
+    )
     # Touch the pages now: a first touch costs more than the copy that a test measures.
     side.pool.memory[:] = bytes(len(side.pool.memory))
     while True:
@@ -68,11 +74,13 @@ def run_decode(pipe: Connection, options: DecodeOptions) -> None:
                 pipe.send(digest(side.pool, arguments[0]))
 
 
-def run_prefill(pipe: Connection, layout: KVLayout, num_blocks: int) -> None:
+def run_prefill(
+    pipe: Connection, layout: KVLayout, num_blocks: int, transport: str = "loopback"
+) -> None:
     """Commands: send ticket peer blocks (answers at once); report."""
     pool = Pool(num_blocks, layout)
     pool.memory[:] = b"\x5a" * len(pool.memory)
-    side = PrefillSide(pool=pool)
+    side = PrefillSide(pool=pool, transport=transport)
     while True:
         name, *arguments = pipe.recv()
         match name:
