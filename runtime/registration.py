@@ -40,6 +40,7 @@ class RegistryClient:
         self._lease_id = ""
         self._ttl_s = 1.0
         self._draining = False
+        self._closing = False
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -60,6 +61,7 @@ class RegistryClient:
 
     async def close(self) -> None:
         """Leave the pool; an unreachable router is left to the lease."""
+        self._closing = True
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -95,7 +97,8 @@ class RegistryClient:
         logger.info("registered lease_id=%s ttl_s=%g", self._lease_id, self._ttl_s)
 
     async def _renew_forever(self) -> None:
-        while True:
+        # A cancel that meets the end of a wait or of a call can be lost; the flag cannot.
+        while not self._closing:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), self._ttl_s / 3)
             self._changed.clear()
