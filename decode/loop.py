@@ -147,8 +147,11 @@ class EngineLoop:
             while not self._step():
                 pass
         except Exception as caught:
-            logger.exception("the engine loop failed")
-            error = _as_ours(caught)
+            if self._leaving and self._rank.is_empty and isinstance(caught, PeerLostError):
+                logger.info("the other ranks left first")
+            else:
+                logger.exception("the engine loop failed")
+                error = _as_ours(caught)
         self._end(error)
 
     def _step(self) -> bool:

@@ -203,6 +203,13 @@ def test_a_lost_rank_ends_the_group_with_its_own_error() -> None:
     assert isinstance(ended, PeerLostError)
 
 
+def test_a_rank_that_leaves_does_not_mind_that_the_others_left_first() -> None:
+    driver = Driver(PeerWithWork(num_steps=0, error=PeerLostError("rank 1 is gone")))
+    driver.loop.submit(driver.loop._leave)
+    driver.loop.start()
+    assert driver.ended.result(TIMEOUT_S) is None
+
+
 def test_idle_checks_the_books() -> None:
     driver = Driver()
     driver.loop.start()
