@@ -8,13 +8,12 @@ blocks are one write.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kv_transfer.layout import KVLayout
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(NamedTuple):
     """Copy ``nbytes`` from ``src_offset`` of our pool to ``dst_offset`` of the peer's (bytes from
     the pools' starts).
     """
@@ -72,8 +71,8 @@ def plan_writes(
         if src_id < 0 or dst_id < 0:
             raise ValueError(f"block ids must not be negative: {src_id} -> {dst_id}")
         write = Write(src_id * block_bytes + offset, dst_id * block_bytes + offset, nbytes)
-        if merge and writes and _touch(writes[-1], write):
-            last = writes[-1]
+        last = writes[-1] if merge and writes else None
+        if last is not None and _touch(last, write):
             writes[-1] = Write(last.src_offset, last.dst_offset, last.nbytes + nbytes)
         else:
             writes.append(write)

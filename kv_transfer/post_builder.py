@@ -109,15 +109,16 @@ class PostBuilder:
             part=(self._part - first) % self._num_parts,
             num_parts=self._num_parts,
         )
+        address, most = self._kv_region.address, self._max_post_bytes
         pieces = [
             RegionWrite(
                 KV_REGION,
-                self._kv_region.address + write.src_offset + start,
+                address + write.src_offset + start,
                 write.dst_offset + start,
-                min(self._max_post_bytes, write.nbytes - start),
+                min(most, write.nbytes - start),
             )
             for write in writes
-            for start in range(0, write.nbytes, self._max_post_bytes)
+            for start in range(0, write.nbytes, most)
         ]
         pieces.reverse()
         return QueuedPush(pieces, push.ready)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from runtime.errors import TandemError
 
@@ -59,8 +59,7 @@ class MemoryRegion:
     writing there."""
 
 
-@dataclass(frozen=True, slots=True)
-class RegionWrite:
+class RegionWrite(NamedTuple):
     """Copy ``nbytes`` from our ``src_address`` to ``dst_offset`` of the peer's region ``label``."""
 
     label: str

@@ -15,6 +15,7 @@ from kv_transfer.sender_commands import LaneOptions
 from kv_transfer.transports import TRANSPORT_NAMES, TransportOptions
 
 _MIB = 1 << 20
+_DEVICES: dict[str, tuple[int | None, int | None]] = {"cpu": (None, None), "cuda": (0, 1)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,14 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure every combination; a table on stderr, JSON on stdout."""
     is_cuda = arguments.device == "cuda"
-    devices: tuple[int | None, int | None] = (0, 1) if is_cuda else (None, None)
-    bound = statistics.median(measure_plain_copy(devices, repeat=7)[2:]) / 1e9
+    bound = statistics.median(measure_plain_copy(_DEVICES[arguments.device], repeat=7)[2:]) / 1e9
     results = []
     for transport in arguments.transport or (["nixl"] if is_cuda else TRANSPORT_NAMES):
         for rails in arguments.rails if transport == "nixl" else [1]:
             for post_mib in arguments.post_mib:
                 plan = _plan(arguments, transport, rails, post_mib)
-                plan = dataclasses.replace(plan, devices=devices)
                 result = measure_transfer(plan, bound)
                 results.append(result)
                 print(
@@ -64,8 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace, transport: str, rails: int, post_mib: int) -> BenchPlan:
+    is_cuda = arguments.device == "cuda"
     return BenchPlan(
         transport=transport,
+        devices=_DEVICES[arguments.device],
         options=TransportOptions(
             nixl_rails=rails,
             mooncake_protocol=arguments.protocol,
@@ -76,6 +77,7 @@ def _plan(arguments: argparse.Namespace, transport: str, rails: int, post_mib: i
         ),
         num_prompts=arguments.prompts,
         in_flight=arguments.in_flight,
+        num_sets=max(arguments.in_flight, arguments.prompts if is_cuda else 0),
         num_sustained=arguments.sustained,
         compute_s=arguments.compute_s,
     )

@@ -39,6 +39,8 @@ class BenchPlan:
 
     transport: str
     options: TransportOptions = field(default_factory=TransportOptions)
+    num_sets: int = 8
+    """Sets of 64 blocks at the decode side, used in turn; at least ``in_flight``."""
     lane: LaneOptions = field(default_factory=LaneOptions)
     devices: tuple[int | None, int | None] = (None, None)
     """Of prefill and decode; None is the host."""
@@ -76,10 +78,10 @@ def run_decode(plan: BenchPlan, pipe: Connection) -> None:
     """The decode process: answer the commands on ``pipe`` until None."""
     epoch = secrets.randbits(63)
     name = peer_name("bench-decode", epoch, 0)
-    memory = create_memory(plan.in_flight * BLOCKS_PER_PROMPT + 1, plan.devices[1])
+    memory = create_memory(plan.num_sets * BLOCKS_PER_PROMPT + 1, plan.devices[1])
     memory.fill_random(2)
     transport = _create(plan, name)
-    slots = SlotArray(max(256, plan.num_sustained), _SLOTS)
+    slots = SlotArray(max(256, plan.num_sustained, plan.num_prompts), _SLOTS)
     region = memory.region()
     transport.register(region)
     transport.register(slots.region(METADATA_REGION))
@@ -101,7 +103,7 @@ def run_decode(plan: BenchPlan, pipe: Connection) -> None:
     generator = np.random.default_rng(5)
     while (num_tickets := pipe.recv()) is not None:
         order = 1 + generator.permutation(memory.num_blocks - 1)
-        sets = order.reshape(plan.in_flight, BLOCKS_PER_PROMPT).tolist()
+        sets = order.reshape(plan.num_sets, BLOCKS_PER_PROMPT).tolist()
         memory.poison(order.tolist())
         tickets = []
         for index in range(num_tickets):
@@ -112,7 +114,7 @@ def run_decode(plan: BenchPlan, pipe: Connection) -> None:
                     request_id=request_id,
                     nonce=nonce,
                     epoch=epoch,
-                    block_ids=tuple(sets[index % plan.in_flight]),
+                    block_ids=tuple(sets[index % plan.num_sets]),
                     slot=receiver.expect(request_id, nonce, 1),
                     timeout_s=_TIMEOUT_S,
                 )
@@ -122,7 +124,7 @@ def run_decode(plan: BenchPlan, pipe: Connection) -> None:
             arrival = done.get(timeout=_TIMEOUT_S)
             assert arrival.error is None, arrival.error
             slots.free(arrival.slot)
-        last = tickets[-plan.in_flight :]  # their blocks were not overwritten by later tickets
+        last = tickets[-plan.num_sets :]  # their blocks were not overwritten by later tickets
         sums = {ticket.request_id: memory.checksums(ticket.block_ids) for ticket in last}
         pipe.send((arrived.copy(), sums))
     receiver.close()
@@ -165,10 +167,10 @@ class _Prefill:
         idle = _Ticker()
         time.sleep(0.5)
         idle_tick = idle.stop()
-        self._one_prompt()  # connects
+        self._consecutive(1)  # connects
         self._longest_call = 0.0
         ticker = _Ticker()
-        timed = [self._one_prompt() for _ in range(plan.num_prompts)]
+        prompts, wire = self._consecutive(plan.num_prompts)
         sustained = self._sustained()
         exposed = [self._overlapped() for _ in range(plan.num_overlapped)]
         busy_tick = ticker.stop()
@@ -176,8 +178,8 @@ class _Prefill:
         self._sender.close()
         self._transport.close()
         return BenchTimes(
-            prompts=[seconds for seconds, _ in timed],
-            wire=[report.wire_s for _, report in timed],
+            prompts=prompts,
+            wire=wire,
             sustained=sustained,
             exposed=exposed,
             longest_call=self._longest_call,
@@ -185,14 +187,22 @@ class _Prefill:
             longest_idle_tick=idle_tick,
         )
 
-    def _one_prompt(self) -> tuple[float, SendReport]:
-        (ticket,) = self._tickets(1)
-        source = self._draw(ticket)
-        began = time.monotonic()
-        self._send(ticket, source)
-        report = self._report()
+    def _consecutive(self, count: int) -> tuple[list[float], list[float]]:
+        """Prompts one after the other, each sent when the one before is in place; their times from
+        push to arrival and on the wire.
+        """
+        tickets = self._tickets(count)
+        sources = [self._draw(ticket) for ticket in tickets]
+        began, wire = [], []
+        for ticket, source in zip(tickets, sources, strict=True):
+            began.append(time.monotonic())
+            self._send(ticket, source)
+            wire.append(self._report().wire_s)
         arrived = self._verify()
-        return arrived[ticket.request_id] - began, report
+        took = [
+            arrived[ticket.request_id] - start for ticket, start in zip(tickets, began, strict=True)
+        ]
+        return took, wire
 
     def _sustained(self) -> float:
         tickets = self._tickets(self._plan.num_sustained)
@@ -200,7 +210,7 @@ class _Prefill:
         reported: set[str] = set()
         began = time.monotonic()
         for index, ticket in enumerate(tickets):
-            # Its blocks are those of the ticket before by ``in_flight``: that one must be over.
+            # The blocks of a ticket are taken again ``num_sets`` tickets later, when it is over.
             before = tickets[index - self._plan.in_flight].request_id
             while index >= self._plan.in_flight and before not in reported:
                 reported.add(self._report().request_id)

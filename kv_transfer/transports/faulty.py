@@ -215,7 +215,7 @@ class FaultyTransport:
         writes, offset = [], 0
         for write in held.post.writes:
             ctypes.memmove(address + offset, write.src_address, write.nbytes)
-            writes.append(replace(write, src_address=address + offset))
+            writes.append(write._replace(src_address=address + offset))
             offset += write.nbytes
         held.memory = memory
         held.post = replace(held.post, writes=tuple(writes))

@@ -118,23 +118,23 @@ def test_a_notification_comes_after_the_bytes_and_wakes(pair: Pair) -> None:
 
 def test_a_write_out_of_bounds_is_refused_whole_and_the_connection_lives(pair: Pair) -> None:
     size = pair.source.layout.block_bytes
-    outside = replace(pair.write(1, 0), dst_offset=len(pair.target.memory) - size + 1)
+    outside = pair.write(1, 0)._replace(dst_offset=len(pair.target.memory) - size + 1)
     error = pair.run([pair.write(0, 0), outside], b"never")
     assert isinstance(error, TransferFailedError)
     assert "outside of region 'kv'" in str(error)
     assert pair.target.is_zero()
     assert pair.reader.notifications() == []
-    huge = replace(pair.write(1, 0), dst_offset=2**64 - 1)
+    huge = pair.write(1, 0)._replace(dst_offset=2**64 - 1)
     assert isinstance(pair.run([huge]), TransferFailedError)
     assert pair.run([pair.write(2, 2)]) is None
     assert pair.target.block(2) == pair.source.block(2)
 
 
 def test_unknown_regions_and_unregistered_sources(pair: Pair) -> None:
-    error = pair.run([replace(pair.write(0, 0), label="nowhere")])
+    error = pair.run([pair.write(0, 0)._replace(label="nowhere")])
     assert isinstance(error, TransferFailedError)
     with pytest.raises(ValueError, match="is not registered"):
-        pair.writer.post(pair.peer, [replace(pair.write(0, 0), src_address=4096)])
+        pair.writer.post(pair.peer, [pair.write(0, 0)._replace(src_address=4096)])
     pair.reader.deregister(KV_REGION)
     pair.peer = pair.writer.connect("reader", pair.reader.endpoint())
     assert isinstance(pair.run([pair.write(0, 0)]), TransferFailedError)
