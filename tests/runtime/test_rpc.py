@@ -127,19 +127,23 @@ SERVICE = textwrap.dedent(
 
 
 def start_service(mode: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-c", SERVICE, mode],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def started_service(mode: str) -> subprocess.Popen[str]:
+    process = start_service(mode)
     assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
     return process
 
 
 def test_a_signal_drains_then_releases() -> None:
-    process = start_service("quick")
+    process = started_service("quick")
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=10)
     assert out == "draining\nreleased\n"
@@ -147,7 +151,7 @@ def test_a_signal_drains_then_releases() -> None:
 
 
 def test_a_second_signal_ends_at_once() -> None:
-    process = start_service("slow")
+    process = started_service("slow")
     process.send_signal(signal.SIGINT)
     assert process.stdout is not None
     assert process.stdout.readline() == "draining\n"
@@ -161,6 +165,6 @@ def test_a_second_signal_ends_at_once() -> None:
 def test_a_crash_releases_and_exits_non_zero() -> None:
     process = start_service("crash")
     out, err = process.communicate(timeout=10)
-    assert out == "released\n"
+    assert out == "started\nreleased\n"
     assert process.returncode == 1
     assert "boom" in err
