@@ -156,5 +156,10 @@ class Revoker:
             loop = asyncio.get_running_loop()
             for rank in range(writer.num_ranks):
                 peer = peer_name(writer.instance, writer.epoch, rank)
-                await loop.run_in_executor(self._threads, self._fence_peer, peer)
+                try:
+                    await loop.run_in_executor(self._threads, self._fence_peer, peer)
+                except TandemError as error:
+                    # The blocks stay in quarantine; the next sweep tries again.
+                    logger.error("cannot shut out %s: %s", peer, error.message)
+                    return
             await self._books.fenced(nonces)

@@ -164,7 +164,12 @@ def _check_worker(role: str, section: PrefillSection | DecodeSection) -> None:
 class KVTransferSection:
     """``[kv_transfer]``: how KV gets from prefill to decode."""
 
-    transport: str = "loopback"
+    transport: str = "auto"
+    """One of "auto" (NIXL where it loads, else loopback), "loopback" (TCP), "nixl", "mooncake"."""
+    mooncake_protocol: str = "tcp"
+    """One of "tcp", "rdma", "nvlink"."""
+    mooncake_devices: str = ""
+    """Network cards that Mooncake uses, a comma list; empty: all."""
     num_sender_threads: int = 2
     """Per prefill rank."""
     layers_per_group: int = 0
@@ -177,7 +182,8 @@ class KVTransferSection:
     """Tickets that a decode rank can have open at once."""
 
     def __post_init__(self) -> None:
-        _one_of("kv_transfer.transport", self.transport, ("loopback",))
+        _one_of("kv_transfer.transport", self.transport, ("auto", "loopback", "nixl", "mooncake"))
+        _one_of("kv_transfer.mooncake_protocol", self.mooncake_protocol, ("tcp", "rdma", "nvlink"))
         _at_least("kv_transfer.num_sender_threads", self.num_sender_threads, 1)
         _at_least("kv_transfer.layers_per_group", self.layers_per_group, 0)
         _at_least("kv_transfer.transfer_timeout_s", self.transfer_timeout_s, 0.001)

@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.kv_bench.command import add_arguments as add_kv_arguments
+from deploy.kv_bench.command import run as run_kv
 from runtime.config_file import load_config
 
 if TYPE_CHECKING:
@@ -23,6 +25,9 @@ def add_parser(commands: Subparsers) -> None:
         "config", nargs="?", type=Path, metavar="CONFIG", help="a TOML file (default: built in)"
     )
     startup.set_defaults(command=run_startup)
+    transfer = subjects.add_parser("kv", help="GB/s of KV transfer between two processes")
+    add_kv_arguments(transfer)
+    transfer.set_defaults(command=run_kv)
 
 
 def run_startup(arguments: argparse.Namespace) -> int:

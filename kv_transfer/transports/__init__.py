@@ -43,7 +43,7 @@ def resolve_transport(name: str) -> tuple[str, str]:
 def create_transport(
     name: str, *, local_name: str, host: str, options: TransportOptions | None = None
 ) -> Transport:
-    """The transport ``name`` (not "auto") for the process that its peers know as ``local_name``
+    """The transport ``name`` for the process that its peers know as ``local_name``
     (``transport.peer_name``).
 
     ``host`` is the address of the interface that peers reach us at.
@@ -52,6 +52,7 @@ def create_transport(
         ConfigError: no such transport, or its library does not load.
     """
     options = options or TransportOptions()
+    name, _ = resolve_transport(name)
     if name == "loopback":
         from kv_transfer.transports.loopback import LoopbackTransport
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from kv_transfer.sender_commands import LaneOptions
 from kv_transfer.ticket import SendOutcome
 from kv_transfer.transport import Transport
-from kv_transfer.transports.faulty import Fault, FaultKind, FaultyTransport, PlannedPost
+from kv_transfer.transports.faulty import FaultyTransport, PlannedPost
 from kv_transfer.transports.loopback.endpoint import LoopbackEndpoint
 from runtime.errors import (
     DeadlineExceededError,
@@ -17,6 +17,7 @@ from runtime.errors import (
     StaleTicketError,
     TransferFailedError,
 )
+from runtime.faults import Fault, FaultKind
 from tests.kv_transfer.helpers import DecodeSide, PrefillSide, record_of, wait_until
 
 MakePrefill = Callable[..., PrefillSide]

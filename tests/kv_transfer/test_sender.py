@@ -13,7 +13,7 @@ from kv_transfer.sender import KVSender
 from kv_transfer.sender_commands import LaneOptions
 from kv_transfer.ticket import PeerEndpoint, SendOutcome, SendReport, SendTicket
 from kv_transfer.transport import TransferHandle, TransferState, Transport
-from kv_transfer.transports.faulty import Fault, FaultKind, FaultyTransport, PlannedPost
+from kv_transfer.transports.faulty import FaultyTransport, PlannedPost
 from runtime.errors import (
     DeadlineExceededError,
     DrainingError,

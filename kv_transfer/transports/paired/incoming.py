@@ -90,10 +90,10 @@ class IncomingPeers:
             self._generation += 1
             self._least_generation[peer] = self._generation
             victims = [connection for connection in self._peers if connection.name == peer]
-        self._end(victims)
+        stubborn = [victim.who for victim in self._end(victims) if victim.who is not None]
         deadline = time.monotonic() + self._fence_timeout_s
-        while suspects := self._suspects_of(peer):
-            if time.monotonic() > deadline:
+        while suspects := stubborn + self._suspects_of(peer):
+            if stubborn or time.monotonic() > deadline:
                 raise TransferFailedError(
                     f"{peer} (process {suspects[0].pid} of this host) does not confirm its fence "
                     "and is alive: it could still write. Fix: end that process"
@@ -101,10 +101,15 @@ class IncomingPeers:
             time.sleep(_GONE_POLL_S)
 
     def end_all(self) -> None:
-        """End all connections; their peers may connect again."""
+        """End all connections; their peers may connect again.
+
+        Raises:
+            TransferFailedError: as for ``fence``.
+        """
         with self._lock:
             victims = list(self._peers)
-        self._end(victims)
+        if stubborn := self._end(victims):
+            raise TransferFailedError(f"{stubborn[0].name} does not stop and could still write")
 
     def close(self) -> None:
         """Stop listening, end all connections, join all threads. Idempotent."""
@@ -114,14 +119,36 @@ class IncomingPeers:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
-        self.end_all()
+        with self._lock:
+            victims = list(self._peers)
+        for connection in self._end(victims):
+            connection.cut()
 
-    def _end(self, victims: list[IncomingPeer]) -> None:
+    def _end(self, victims: list[IncomingPeer]) -> list[IncomingPeer]:
+        """Tell them to stop, wait, destroy our ends. Those that could write all the same are
+        returned; their sockets stay open for their BYE.
+        """
         for connection in victims:
             connection.ask_to_stop()
         deadline = time.monotonic() + self._fence_timeout_s
+        stubborn = []
         for connection in victims:
-            connection.end(max(0.0, deadline - time.monotonic()))
+            if connection.is_over.wait(max(0.0, deadline - time.monotonic())):
+                continue
+            connection.close_engine()
+            if self._may_still_write(connection):
+                stubborn.append(connection)
+            else:
+                connection.cut()
+        return stubborn
+
+    def _may_still_write(self, connection: IncomingPeer) -> bool:
+        return (
+            self._factory.bypasses_receiver
+            and connection.who is not None
+            and connection.may_still_write(self._us)
+            and not connection.who.is_gone(self._us)
+        )
 
     def _suspects_of(self, peer: str) -> list[ProcessIdentity]:
         with self._lock:
@@ -203,7 +230,6 @@ class IncomingPeers:
         connection.sock.close()
         with self._lock:
             self._peers.discard(connection)
-            if self._factory.bypasses_receiver and connection.may_still_write(self._us):
-                assert connection.who is not None
+            if connection.who is not None and self._may_still_write(connection):
                 self._suspects.setdefault(connection.name, []).append(connection.who)
         connection.is_over.set()

@@ -14,7 +14,7 @@ from kv_transfer.transports.paired.identity import ProcessIdentity
 
 
 class IncomingPeer:
-    """State of one connection. Its thread opens and reads; others ``ask_to_stop`` and ``end``."""
+    """State of one connection. Its thread opens and reads; others ``ask_to_stop`` and ``cut``."""
 
     def __init__(self, sock: socket.socket, on_notify: Callable[[str, bytes], None]) -> None:
         self.sock = sock
@@ -60,7 +60,7 @@ class IncomingPeer:
             if kind is FrameKind.BYE:
                 self._said_bye = True
                 return
-            if kind is FrameKind.NOTIFY:
+            if kind is FrameKind.NOTIFY and not self._is_stopped:
                 self._on_notify(self.name, payload)
 
     def ask_to_stop(self) -> None:
@@ -71,15 +71,12 @@ class IncomingPeer:
         except OSError:
             return  # the connection is over already
 
-    def end(self, patience_s: float) -> None:
-        """Wait ``patience_s`` for the peer's BYE, then destroy our end and join the connection's
-        thread.
-        """
-        if not self.is_over.wait(patience_s):
-            self.close_engine()
-            with contextlib.suppress(OSError):  # the peer was first
-                self.sock.shutdown(socket.SHUT_RDWR)
-            self.is_over.wait()
+    def cut(self) -> None:
+        """Destroy our end, close the socket, join the connection's thread."""
+        self.close_engine()
+        with contextlib.suppress(OSError):  # the peer was first
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.is_over.wait()
 
     def close_engine(self) -> None:
         """Destroy our instance of the library. Idempotent."""

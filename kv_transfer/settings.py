@@ -1,0 +1,27 @@
+"""From the ``[kv_transfer]`` section of a configuration to a transport and its options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kv_transfer.transports import TransportOptions, resolve_transport
+from runtime.config import ClusterConfig, KVTransferSection
+from runtime.logging import fields, get_logger
+
+_log = get_logger(__name__)
+
+
+def with_resolved_transport(config: ClusterConfig) -> ClusterConfig:
+    """``config`` with the transport's real name instead of "auto". A worker calls it once, before
+    anybody is told the name.
+    """
+    name, reason = resolve_transport(config.kv_transfer.transport)
+    _log.info("KV moves by %s %s", name, fields(reason=reason))
+    return replace(config, kv_transfer=replace(config.kv_transfer, transport=name))
+
+
+def transport_options(section: KVTransferSection) -> TransportOptions:
+    """What the section says about single transports."""
+    return TransportOptions(
+        mooncake_protocol=section.mooncake_protocol, mooncake_devices=section.mooncake_devices
+    )
