@@ -7,12 +7,13 @@ import dataclasses
 import json
 import statistics
 import sys
+from typing import TYPE_CHECKING
 
-from deploy.kv_bench.measure import measure_transfer
-from deploy.kv_bench.memory import measure_plain_copy
-from deploy.kv_bench.sides import BenchPlan
 from kv_transfer.sender_commands import LaneOptions
 from kv_transfer.transports import TRANSPORT_NAMES, TransportOptions
+
+if TYPE_CHECKING:
+    from deploy.kv_bench.sides import BenchPlan
 
 _MIB = 1 << 20
 _DEVICES: dict[str, tuple[int | None, int | None]] = {"cpu": (None, None), "cuda": (0, 1)}
@@ -40,6 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure every combination; a table on stderr, JSON on stdout."""
+    # Imported late: every `tandem` command reads this file, few need numpy.
+    from deploy.kv_bench.measure import measure_transfer
+    from deploy.kv_bench.memory import measure_plain_copy
+
     is_cuda = arguments.device == "cuda"
     bound = statistics.median(measure_plain_copy(_DEVICES[arguments.device], repeat=7)[2:]) / 1e9
     results = []
@@ -63,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace, transport: str, rails: int, post_mib: int) -> BenchPlan:
+    from deploy.kv_bench.sides import BenchPlan
+
     is_cuda = arguments.device == "cuda"
     return BenchPlan(
         transport=transport,
