@@ -22,6 +22,7 @@ from runtime.errors import (
     StaleTicketError,
     TransferFailedError,
 )
+from runtime.faults import Fault, FaultKind
 from tests.kv_transfer.helpers import (
     LAYOUT,
     SLOT_LAYOUT,
