@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from kv_transfer.transports import TransportOptions, resolve_transport
 from runtime.config import ClusterConfig, KVTransferSection
+from runtime.faults import parse_faults
 from runtime.logging import fields, get_logger
 
 _log = get_logger(__name__)
@@ -23,5 +24,7 @@ def with_resolved_transport(config: ClusterConfig) -> ClusterConfig:
 def transport_options(section: KVTransferSection) -> TransportOptions:
     """What the section says about single transports."""
     return TransportOptions(
-        mooncake_protocol=section.mooncake_protocol, mooncake_devices=section.mooncake_devices
+        mooncake_protocol=section.mooncake_protocol,
+        mooncake_devices=section.mooncake_devices,
+        faults=parse_faults(section.faults),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from runtime.errors import ConfigError
+from runtime.faults import parse_faults
 
 
 def _one_of(path: str, value: str, choices: tuple[str, ...]) -> None:
@@ -180,6 +181,9 @@ class KVTransferSection:
     """Blocks of a cancelled ticket wait so long for their writer; then its connection is fenced."""
     num_metadata_slots: int = 256
     """Tickets that a decode rank can have open at once."""
+    faults: str = ""
+    """For tests of a whole cluster: what to break on purpose, as "delay=0.2@0.05,fail=0.02,seed=7"
+    (see ``runtime.faults``); empty: nothing."""
 
     def __post_init__(self) -> None:
         _one_of("kv_transfer.transport", self.transport, ("auto", "loopback", "nixl", "mooncake"))
@@ -189,6 +193,7 @@ class KVTransferSection:
         _at_least("kv_transfer.transfer_timeout_s", self.transfer_timeout_s, 0.001)
         _at_least("kv_transfer.quarantine_timeout_s", self.quarantine_timeout_s, 0.0)
         _at_least("kv_transfer.num_metadata_slots", self.num_metadata_slots, 1)
+        parse_faults(self.faults)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

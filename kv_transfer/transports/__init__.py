@@ -4,10 +4,11 @@ library.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kv_transfer.transport import Transport
 from runtime.errors import ConfigError
+from runtime.faults import FaultPlan
 
 TRANSPORT_NAMES = ("loopback", "nixl", "mooncake")
 
@@ -23,6 +24,8 @@ class TransportOptions:
     """Network cards, a comma list; empty is all."""
     fence_timeout_s: float = 5.0
     """How long a fence waits for the word of a writer that only its own word can stop."""
+    faults: FaultPlan = field(default_factory=FaultPlan)
+    """What to break on purpose, around any transport."""
 
 
 def resolve_transport(name: str) -> tuple[str, str]:
@@ -52,7 +55,15 @@ def create_transport(
         ConfigError: no such transport, or its library does not load.
     """
     options = options or TransportOptions()
-    name, _ = resolve_transport(name)
+    transport = _create(resolve_transport(name)[0], local_name, host, options)
+    if not options.faults.rules:
+        return transport
+    from kv_transfer.transports.faulty import inject_faults
+
+    return inject_faults(transport, options.faults)
+
+
+def _create(name: str, local_name: str, host: str, options: TransportOptions) -> Transport:
     if name == "loopback":
         from kv_transfer.transports.loopback import LoopbackTransport
 
