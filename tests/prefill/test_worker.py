@@ -121,7 +121,7 @@ async def worker(
     config = ClusterConfig(
         model=ModelSection(path=str(MODEL)),
         prefill=PrefillSection(tp=tp, num_blocks=NUM_BLOCKS, max_num_batched_tokens=96),
-        kv_transfer=KVTransferSection(layers_per_group=layers_per_group),
+        kv_transfer=KVTransferSection(transport="loopback", layers_per_group=layers_per_group),
     )
     registry = FakeRegistry()
     decode = RealDecode(oracle.layout)
