@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 
-from decode.options import parse_options
-from runtime.errors import ConfigError
-from runtime.logging import configure_logging, get_logger
-from runtime.process import limit_threads
-from runtime.service import run_service
+from runtime.worker import RankService, WorkerOptions, run_worker
 
 GRACE_S = 10.0
 
 
-def main() -> int:
-    """Run the worker; the process's exit status."""
-    try:
-        options = parse_options(sys.argv[1:])
-    except ConfigError as error:
-        configure_logging("decode")
-        get_logger(__name__).error("%s", error)
-        return 2
-    configure_logging("decode", options.instance, options.rank)
-    limit_threads(options.config.decode.num_threads)
+def make_service(options: WorkerOptions) -> RankService:
+    """The service of this rank."""
     # Imported late: torch reads the thread counts when it is imported.
     from decode.worker import DecodeWorker
+    from kv_transfer.settings import with_resolved_transport
 
-    worker = DecodeWorker(options)
-    status = run_service(worker, grace_s=GRACE_S)
-    if worker.is_stuck:
-        # The engine loop hangs in a collective whose peers are gone: no destructor may wait for it.
-        logging.shutdown()
-        os._exit(status or 1)
-    return status
+    return DecodeWorker(replace(options, config=with_resolved_transport(options.config)))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the rank; the process's exit status."""
+    return run_worker("decode", arguments, make_service, grace_s=lambda _: GRACE_S)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

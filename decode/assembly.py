@@ -11,46 +11,38 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from prometheus_client import CollectorRegistry
 
 from decode.live import WriterOrder
-from decode.lockstep import Lockstep, agree_on_epoch, create_lockstep
+from decode.lockstep import Lockstep, create_lockstep
 from decode.loop import StepRunner
 from decode.metrics import DecodeMetrics
 from decode.offload import HostBlockStore
-from decode.options import WorkerOptions
 from decode.rank import DecodeRank
 from decode.reservations import RankLimits
 from decode.scheduler import DecodeScheduler
 from decode.tickets import TicketDesk
-from engine.build import build_kv_pool, build_model
-from engine.config import ModelConfig
+from engine.boot import boot_rank
 from engine.memory.block_pool import BlockPool
 from engine.memory.kv_pool import KVPool
 from engine.parallel.dims import ParallelDims
-from engine.parallel.groups import ProcessGroups, init_process_groups
-from engine.runner import ModelRunner
-from engine.sampling.sampler import Sampler
+from engine.parallel.groups import ProcessGroups
 from kv_transfer.layout import KVDtype, KVLayout
 from kv_transfer.metadata import SlotArray, SlotLayout
 from kv_transfer.ownership import Quarantine
 from kv_transfer.receiver import Arrival, KVReceiver
+from kv_transfer.settings import transport_options
 from kv_transfer.transport import KV_REGION, METADATA_REGION, MemoryRegion, Transport, peer_name
 from kv_transfer.transports import create_transport
-from runtime.errors import ConfigError
+from runtime.worker import WorkerOptions
 
-GROUP_TIMEOUT_S = 60.0
-"""A rank that hangs, and whose death the kernel cannot tell, is given up after this."""
-_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 QUARANTINE_SHARE = 0.5
 """Of the pool: beyond it the oldest writers are shut out without waiting for their answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSide:
-    """The model of this rank and its KV memory."""
+    """The model of this rank, its KV memory, and how it keeps step with the other ranks."""
 
     groups: ProcessGroups
     epoch: int
@@ -72,44 +64,22 @@ class TransferSide:
 
 
 def build_model_side(options: WorkerOptions) -> ModelSide:
-    """Meet the other ranks, load the weights, allocate the KV pool, run once.
+    """Boot the rank.
 
     Raises:
         ConfigError: a model or setting that cannot work.
         PeerLostError: not all ranks came.
     """
-    decode, model_section = options.config.decode, options.config.model
-    torch.set_num_threads(decode.num_threads)
-    dims = ParallelDims(dp=decode.dp, ep=decode.dp, rank=options.rank)
-    device = "cpu" if decode.device == "cpu" else f"cuda:{options.rank % _num_devices()}"
-    groups = init_process_groups(
-        dims, options.rendezvous, backend=_BACKENDS[decode.device], timeout_s=GROUP_TIMEOUT_S
-    )
-    model = build_model(
-        model_section.path,
-        groups,
-        dtype=_TORCH_DTYPES[model_section.dtype],
-        device=device,
-        load_format=model_section.load_format,
-        progress=options.rank == 0,
-    )
-    kv_pool = build_kv_pool(
-        model,
-        decode.num_blocks,
-        block_size=decode.block_size,
-        dtype=None if decode.kv_dtype == "auto" else _TORCH_DTYPES[decode.kv_dtype],
-    )
-    runner = ModelRunner(model, kv_pool, Sampler(model.config.vocab_size))
-    runner.run_dummy()
-    epoch = agree_on_epoch(groups.ep_group)
+    dp = options.config.decode.dp
+    booted = boot_rank(options, ParallelDims(dp=dp, ep=dp, rank=options.rank))
     return ModelSide(
-        groups=groups,
-        epoch=epoch,
-        lockstep=create_lockstep(groups.ep_group, epoch),
-        vocab_size=model.config.vocab_size,
-        max_model_len=_max_model_len(options, model.config),
-        kv_pool=kv_pool,
-        runner=runner,
+        groups=booted.groups,
+        epoch=booted.epoch,
+        lockstep=create_lockstep(booted.groups.ep_group, booted.epoch),
+        vocab_size=booted.config.vocab_size,
+        max_model_len=booted.max_model_len,
+        kv_pool=booted.kv_pool,
+        runner=booted.runner,
     )
 
 
@@ -122,9 +92,17 @@ def build_transfer_side(
         settings.transport,
         local_name=peer_name(options.instance, side.epoch, options.rank),
         host=options.host,
+        options=transport_options(settings),
     )
     slots = SlotArray(settings.num_metadata_slots, SlotLayout())
-    transport.register(MemoryRegion(KV_REGION, pool.address, pool.nbytes))
+    region = MemoryRegion(
+        KV_REGION,
+        pool.address,
+        pool.nbytes,
+        device=pool.device.index if pool.device.type == "cuda" else None,
+        scratch_bytes=pool.block_bytes,  # block 0 is for padding
+    )
+    transport.register(region)
     transport.register(slots.region(METADATA_REGION))
     receiver = KVReceiver(transport, slots, epoch=side.epoch, on_arrival=on_arrival)
     layout = KVLayout(
@@ -194,16 +172,3 @@ def build_metrics() -> tuple[CollectorRegistry, DecodeMetrics]:
 def draw_nonce() -> int:
     """Name an allocation: 64 random bits, never 0."""
     return secrets.randbits(64) or 1
-
-
-def _num_devices() -> int:
-    return max(torch.cuda.device_count(), 1)
-
-
-def _max_model_len(options: WorkerOptions, config: ModelConfig) -> int:
-    wanted, most = options.config.model.max_model_len, config.max_position_embeddings
-    if wanted > most:
-        raise ConfigError(
-            "model.max_model_len", wanted, f"the checkpoint has {most} positions", f"at most {most}"
-        )
-    return wanted or most

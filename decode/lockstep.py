@@ -11,7 +11,6 @@ A rank that dies breaks the collective: the others get PeerLostError, and the in
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -114,13 +113,3 @@ class GroupLockstep:
 def create_lockstep(group: RankGroup, epoch: int) -> Lockstep:
     """The lockstep that fits the number of ranks."""
     return GroupLockstep(group, epoch) if group.size > 1 else SoloLockstep()
-
-
-def agree_on_epoch(group: RankGroup) -> int:
-    """Draw the epoch of this life of the instance: rank 0's draw, known to all ranks.
-
-    Returns:
-        A random number in [1, 2**63): it travels as a signed integer.
-    """
-    drawn = torch.tensor([secrets.randbits(63) or 1], dtype=torch.int64)
-    return int(group.all_gather(drawn)[0])

@@ -27,7 +27,6 @@ from decode.bridge import RankBridge
 from decode.frames import Delta, Outboxes
 from decode.live import WriterOrder
 from decode.loop import EngineLoop
-from decode.options import WorkerOptions
 from decode.revoke import Revoker
 from decode.service import DecodeService, RankFacts
 from kv_transfer.receiver import Arrival
@@ -39,6 +38,7 @@ from runtime.pb.common_pb2 import ROLE_DECODE
 from runtime.registration import RegistryClient
 from runtime.rpc import bind_port, create_server, map_rpc_errors, open_channel
 from runtime.wire import identity
+from runtime.worker import WorkerOptions
 
 logger = get_logger(__name__)
 

@@ -7,7 +7,6 @@ dies breaks the collective for all: the instance is over, and every process of i
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 
 import torch
@@ -27,12 +26,6 @@ from prefill.rank_plan import (
     encode_row,
 )
 from runtime.errors import InternalError
-
-
-def agree_on_epoch(group: RankGroup) -> int:
-    """Return rank 0's draw for this life of the instance, in [1, 2**63), known to all ranks."""
-    drawn = torch.tensor([secrets.randbits(63) or 1], dtype=torch.int64)
-    return int(group.all_gather(drawn)[0])
 
 
 class LeaderLink:

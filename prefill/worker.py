@@ -18,7 +18,7 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from engine.memory.block_pool import BlockPool
-from prefill.assembly import RankParts, WorkerOptions, build_rank, checkpoint_dir
+from prefill.assembly import RankParts, build_rank
 from prefill.closer import TicketCloser
 from prefill.follower import Follower
 from prefill.live_runs import LiveRuns
@@ -40,6 +40,7 @@ from runtime.pb import common_pb2, prefill_pb2_grpc, registry_pb2
 from runtime.registration import RegistryClient
 from runtime.rpc import bind_port, create_server, open_channel
 from runtime.wire import identity
+from runtime.worker import WorkerOptions
 
 JOIN_TIMEOUT_S = 5.0
 ANSWER_GRACE_S = 1.0
@@ -220,7 +221,7 @@ class FollowerWorker:
         parts = await asyncio.to_thread(build_rank, self._options, self._ticket_closed)
         self._parts = parts
         self._follower = Follower(
-            FollowerLink(parts.model.groups.tp_group, parts.model.plan_shape, parts.model.epoch),
+            FollowerLink(parts.model.groups.tp_group, parts.plan_shape, parts.model.epoch),
             parts.model.runner,
             parts.send.sender,
             parts.send.push,
@@ -280,9 +281,7 @@ def make_loop(
     )
     followers = None
     if section.tp > 1:
-        followers = LeaderLink(
-            parts.model.groups.tp_group, parts.model.plan_shape, parts.model.epoch
-        )
+        followers = LeaderLink(parts.model.groups.tp_group, parts.plan_shape, parts.model.epoch)
     return EngineLoop(
         scheduler,
         model.runner,
@@ -313,7 +312,7 @@ def _limits_of(parts: RankParts, options: WorkerOptions) -> RunLimits:
         layout_fingerprint=parts.send.layout.fingerprint(),
         block_size=parts.model.kv_pool.block_size,
         max_model_len=parts.model.max_model_len,
-        vocab_size=parts.model.model_config.vocab_size,
+        vocab_size=parts.model.config.vocab_size,
         max_top_logprobs=parts.send.slot_layout.max_top_logprobs,
     )
 
@@ -327,7 +326,7 @@ def _record_of(
         role=common_pb2.ROLE_PREFILL,
         address=address,
         num_ranks=config.prefill.tp,
-        model=config.model.name or checkpoint_dir(config).name,
+        model=options.served_name,
         max_model_len=parts.model.max_model_len,
         layout_fingerprint=parts.send.layout.fingerprint(),
         transport=config.kv_transfer.transport,

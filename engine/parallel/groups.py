@@ -5,6 +5,7 @@ whose collectives return their input, so a layer never asks whether it runs in p
 `torch.distributed` is used here only.
 """
 
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -140,3 +141,13 @@ def _peers_alive(what: str) -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise PeerLostError(f"another rank was lost in {what}: {error}") from error
+
+
+def agree_on_epoch(group: RankGroup) -> int:
+    """Draw the epoch of this life of an instance: rank 0's draw, known to all ranks.
+
+    Returns:
+        A random number in [1, 2**63): it travels as a signed integer.
+    """
+    drawn = torch.tensor([secrets.randbits(63) or 1], dtype=torch.int64)
+    return int(group.all_gather(drawn)[0])

@@ -19,7 +19,6 @@ import torch
 
 from decode.assembly import ModelSide
 from decode.lockstep import SoloLockstep
-from decode.options import WorkerOptions
 from decode.worker import DecodeWorker
 from engine.memory.kv_pool import KVPool
 from engine.parallel.groups import ProcessGroups
@@ -51,6 +50,7 @@ from runtime.pb import (
 from runtime.rpc import bind_port, create_server, open_channel
 from runtime.sampling import SamplingParams
 from runtime.wire import error_to_proto, identity, same_identity, sampling_to_proto
+from runtime.worker import WorkerOptions
 
 SECRET = "a secret of tests"
 HOST = "127.0.0.1"
@@ -437,6 +437,7 @@ def make_options(router: str, **settings: Any) -> WorkerOptions:
         kv_transfer=KVTransferSection(**transfer),
     )
     return WorkerOptions(
+        role="decode",
         config=config,
         instance="decode-0",
         rank=0,

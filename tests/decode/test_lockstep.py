@@ -16,10 +16,9 @@ from decode.lockstep import (
     GroupState,
     RankState,
     SoloLockstep,
-    agree_on_epoch,
     create_lockstep,
 )
-from engine.parallel.groups import RankGroup
+from engine.parallel.groups import RankGroup, agree_on_epoch
 from runtime.errors import StaleTicketError
 
 

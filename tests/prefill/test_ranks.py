@@ -9,7 +9,7 @@ import torch
 
 from engine.batch import ForwardBatch, build_forward_batch
 from engine.memory.block_pool import BlockPool
-from engine.parallel.groups import RankGroup
+from engine.parallel.groups import RankGroup, agree_on_epoch
 from prefill.follower import Follower
 from prefill.kv_push import PushSettings
 from prefill.loop import EngineLoop, LoopSettings
@@ -24,7 +24,7 @@ from prefill.messages import (
     RequestFinished,
     StopLoop,
 )
-from prefill.rank_link import FollowerLink, LeaderLink, agree_on_epoch
+from prefill.rank_link import FollowerLink, LeaderLink
 from prefill.rank_plan import Closure, ClosureOutcome, PlanShape
 from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from decode.options import parse_options
 from runtime.config_file import SECRET_VARIABLE
 from runtime.errors import ConfigError
+from runtime.worker import parse_worker_options
 
 CONFIG = '[model]\npath = "model"\n[decode]\ndp = 2\n[cluster]\nhost = "127.0.0.2"\n'
 
@@ -23,10 +23,19 @@ def arguments(folder: Path, text: str = CONFIG, **changes: str) -> list[str]:
 
 def test_a_rank_knows_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET_VARIABLE, "s")
-    options = parse_options(arguments(tmp_path))
+    options = parse_worker_options("decode", arguments(tmp_path))
+    assert options.section is options.config.decode
     assert (options.instance, options.rank, options.host) == ("decode-0", 1, "127.0.0.2")
     assert options.served_name == "model"
-    assert parse_options(arguments(tmp_path, host="127.0.0.3")).host == "127.0.0.3"
+    assert parse_worker_options("decode", arguments(tmp_path, host="127.0.0.3")).host == "127.0.0.3"
+
+
+def test_a_prefill_rank_counts_against_tp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, "s")
+    with pytest.raises(ConfigError, match=r"prefill\.tp is 1"):
+        parse_worker_options("prefill", arguments(tmp_path))
+    options = parse_worker_options("prefill", arguments(tmp_path, rank="0"))
+    assert options.section is options.config.prefill
 
 
 @pytest.mark.parametrize(
@@ -46,11 +55,11 @@ def test_what_cannot_work_is_named(
 ) -> None:
     monkeypatch.setenv(SECRET_VARIABLE, "s")
     with pytest.raises(ConfigError) as caught:
-        parse_options(arguments(tmp_path, text, **changes))
+        parse_worker_options("decode", arguments(tmp_path, text, **changes))
     assert caught.value.path == path
 
 
 def test_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     with pytest.raises(ConfigError, match="no secret"):
-        parse_options(arguments(tmp_path))
+        parse_worker_options("decode", arguments(tmp_path))

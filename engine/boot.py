@@ -1,0 +1,117 @@
+"""The boot of one worker rank: meet the other ranks, load the weights, allocate KV, run once.
+
+The same for every role; what a role adds (senders, receivers, books) it builds on the result. Slow
+and blocking, so it runs off the event loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.build import build_kv_pool, build_model
+from engine.config import ModelConfig
+from engine.memory.kv_pool import KVPool
+from engine.parallel.dims import ParallelDims
+from engine.parallel.groups import ProcessGroups, agree_on_epoch, init_process_groups
+from engine.runner import ModelRunner
+from engine.sampling.sampler import Sampler
+from runtime.errors import ConfigError
+from runtime.logging import fields, get_logger
+from runtime.worker import WorkerOptions
+
+GROUP_TIMEOUT_S = 60.0
+"""A rank that hangs, and whose death the kernel cannot tell, is given up after this."""
+# Step plans and lockstep rows are host memory, so a GPU instance needs both backends.
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BootedRank:
+    """A rank that can run steps.
+
+    Attributes:
+        groups: the ranks of the instance.
+        epoch: of this life of the instance, the same on all ranks, in [1, 2**63).
+        config: of the model.
+        max_model_len: most tokens of prompt and output together.
+        kv_pool: on the rank's device.
+        runner: of the model on that pool.
+    """
+
+    groups: ProcessGroups
+    epoch: int
+    config: ModelConfig
+    max_model_len: int
+    kv_pool: KVPool
+    runner: ModelRunner
+
+
+def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
+    """Boot the rank that `options` describe; its instance is parallel as `dims` say.
+
+    Raises:
+        ConfigError: a model, a device or sizes that do not fit together.
+        PeerLostError: the other ranks did not come.
+    """
+    model_section, section = options.config.model, options.section
+    config = ModelConfig.from_dir(model_section.path)
+    max_model_len = choose_max_model_len(model_section.max_model_len, config)
+    torch.set_num_threads(section.num_threads)
+    dims.check_model(config)
+    groups = init_process_groups(
+        dims, options.rendezvous, backend=_BACKENDS[section.device], timeout_s=GROUP_TIMEOUT_S
+    )
+    epoch = agree_on_epoch(groups.tp_group if dims.tp > 1 else groups.ep_group)
+    model = build_model(
+        model_section.path,
+        groups,
+        dtype=_DTYPES[model_section.dtype],
+        device=_choose_device(section.device, options.rank),
+        load_format=model_section.load_format,
+        progress=options.rank == 0,
+    )
+    kv_pool = build_kv_pool(
+        model,
+        section.num_blocks,
+        block_size=section.block_size,
+        dtype=None if section.kv_dtype == "auto" else _DTYPES[section.kv_dtype],
+    )
+    runner = ModelRunner(model, kv_pool, Sampler(config.vocab_size))
+    runner.run_dummy()  # every rank takes part, so that the first request does not pay for it
+    logger.info(
+        "the model is ready %s",
+        fields(epoch=f"{epoch:016x}", device=kv_pool.device, kv_pool_bytes=kv_pool.nbytes),
+    )
+    return BootedRank(
+        groups=groups,
+        epoch=epoch,
+        config=config,
+        max_model_len=max_model_len,
+        kv_pool=kv_pool,
+        runner=runner,
+    )
+
+
+def choose_max_model_len(wanted: int, config: ModelConfig) -> int:
+    """The context length to serve: `wanted`, or for 0 all that the checkpoint knows.
+
+    Raises:
+        ConfigError: it is beyond the checkpoint's.
+    """
+    most = config.max_position_embeddings
+    if wanted > most:
+        problem = f"the checkpoint knows {most} positions"
+        raise ConfigError("model.max_model_len", wanted, problem, f"at most {most}")
+    return wanted or most
+
+
+def _choose_device(device: str, rank: int) -> torch.device:
+    """Ranks of a host take its devices in order; a rank that sees only its own takes that."""
+    if device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", rank % max(torch.cuda.device_count(), 1))
