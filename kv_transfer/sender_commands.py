@@ -13,7 +13,7 @@ from kv_transfer.ticket import PeerEndpoint, SendTicket
 class LaneOptions:
     """Bounds of one lane; sizes in bytes, times in seconds."""
 
-    max_bytes_in_flight: int = 256 << 20
+    max_bytes_in_flight: int = 1 << 30
     """Over all peers of the lane; what is above waits here, where it can still be abandoned."""
     max_post_bytes: int = 64 << 20
     """Smaller posts drain faster after a cancel, larger ones cost fewer round trips."""
