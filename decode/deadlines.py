@@ -43,7 +43,8 @@ def _transfer_overdue(request: DecodeRequest, ticket: Ticket, now: float) -> Tan
             request_id=request.request_id,
         )
     if now >= request.transfer_deadline:
-        return DeadlineExceededError(
+        # Not the request's time but the transfer's: another pair may do better.
+        return TransferFailedError(
             f"no complete KV {_wait(request, now)} (kv_transfer.transfer_timeout_s)",
             request_id=request.request_id,
         )

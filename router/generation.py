@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from runtime.errors import InternalError, TandemError
+from runtime.errors import InternalError, TandemError, TransferFailedError
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2
 from runtime.sampling import FinishReason, SamplingParams
 from runtime.wire import error_from_proto, finish_reason_from_proto
@@ -114,6 +114,9 @@ class Generation:
         self.num_cached_tokens = 0
         self._mailbox = mailbox
         self._num_tokens = 0
+        self._first_token: int | None = None
+        self._has_first = False
+        """Whether this attempt's prefill has answered."""
         self._early: list[decode_pb2.TokenDelta] = []
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -138,9 +141,14 @@ class Generation:
         return ended.done() and not ended.cancelled() and ended.exception() is None
 
     def begin_attempt(self) -> None:
-        """Forget an attempt that failed before its first token."""
-        assert self._num_tokens == 0
+        """Forget an attempt that failed with no token but the first handed over.
+
+        Tokens follow from the prompt, the sampling and its seed, so another attempt begins with the
+        same one; ``on_first`` sees to it.
+        """
+        assert self._num_tokens <= 1
         self.close_attempt()
+        self._has_first = False
         self._early = []
         self._ended = asyncio.get_running_loop().create_future()
 
@@ -158,17 +166,26 @@ class Generation:
         """The prefill's token, then whatever decode said before it arrived here."""
         if self._ended.done():
             return
-        loop = asyncio.get_running_loop()
-        self.timings.first_token = loop.time()
+        self._has_first = True
         self.timings.merge(first.timings)
+        if self._first_token is None:
+            self._take_first(first)
+        elif first.token_id != self._first_token:
+            # The client has the other one: no honest continuation is left.
+            text = "the KV was lost after the first token, and another attempt began differently"
+            self._break(TransferFailedError(text))
+        early, self._early = self._early, []
+        for delta in early:
+            self.on_delta(delta)
+
+    def _take_first(self, first: prefill_pb2.FirstToken) -> None:
+        self.timings.first_token = asyncio.get_running_loop().time()
         self.num_cached_tokens = first.num_cached_tokens
+        self._first_token = first.token_id
         self._num_tokens = 1
         logprobs = (first.logprobs,) if first.HasField("logprobs") else ()
         finish = finish_reason_from_proto(first.finish_reason)
         self._hand_over((first.token_id,), logprobs, finish, first)
-        early, self._early = self._early, []
-        for delta in early:
-            self.on_delta(delta)
 
     def on_delta(self, delta: decode_pb2.TokenDelta) -> None:
         """Tokens or the end, from decode."""
@@ -179,7 +196,7 @@ class Generation:
         finish = finish_reason_from_proto(delta.finish_reason)
         if finish in (FinishReason.ERROR, FinishReason.ABORT) or delta.HasField("error"):
             self._break(_error_of(delta))
-        elif self._num_tokens == 0:
+        elif not self._has_first:
             self._early.append(delta)
         else:
             self._take(delta, finish)

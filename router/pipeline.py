@@ -1,7 +1,10 @@
-"""One choice from its start to its end: an attempt on a pair, and perhaps one on another pair.
+"""One choice from its start to its end: an attempt on a pair, and perhaps one on another.
 
-An attempt that gave no token to the client yet is repeated where the failure was the pair's (no
-room, a worker lost or restarted, KV that did not arrive), never where it was the request's.
+An attempt that gave the client no token, or only the first one, is repeated where the failure was
+the pair's (no room, a worker lost or restarted, KV that did not arrive), never where it was the
+request's. The first token is out before its KV has moved, so transfers fail mostly after it. Where
+nobody is known to be at fault and there is no other pair, the same one tries again: with a new
+ticket, over a new connection.
 """
 
 from __future__ import annotations
@@ -84,7 +87,7 @@ class Pipeline:
                 await attempt.run()
                 return
             except TandemError as error:
-                if error.code not in RETRYABLE or generation.num_tokens:
+                if error.code not in RETRYABLE or generation.num_tokens > 1:
                     raise
                 logger.warning(
                     "attempt failed request_id=%s prefill=%s decode=%s error=%r",
@@ -93,8 +96,8 @@ class Pipeline:
                     error.message,
                 )
                 failure = error
-                exclusions.pairs.add(pair.keys)
                 exclusions.members |= attempt.culprits
+                exclusions.suspects |= set(pair.keys)
         assert failure is not None
         raise failure
 

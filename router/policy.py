@@ -17,6 +17,8 @@ from runtime.errors import OverloadedError
 
 Filter = Callable[[Sequence[Candidate]], list[Candidate]]
 Scorer = Callable[[Candidate], float]
+_PairRank = tuple[int, float, int]
+"""(suspects, score, when last picked) of one or both: the lowest is picked."""
 
 TOKENS_PER_REQUEST = 1024
 """So many waiting prompt tokens weigh as much as one request."""
@@ -41,10 +43,12 @@ class Pair:
 
 @dataclass(slots=True)
 class Exclusions:
-    """What earlier attempts of one request ruled out for the next."""
+    """What earlier attempts of one request say about the next."""
 
     members: set[WorkerKey] = field(default_factory=set)
-    pairs: set[tuple[WorkerKey, WorkerKey]] = field(default_factory=set)
+    """At fault: not to be used again."""
+    suspects: set[WorkerKey] = field(default_factory=set)
+    """Of a pair that failed, nobody knows by whose fault: to be used where there is no other."""
 
 
 def not_draining(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -115,14 +119,14 @@ class PairingPolicy:
             for candidate in candidates:
                 group = groups.setdefault(candidate.member.compatibility, ([], []))
                 group[side].append(candidate)
-        best: tuple[float, int, Pair] | None = None
+        best: tuple[_PairRank, Pair] | None = None
         for ours, theirs in groups.values():
-            found = self._best_of(ours, theirs, excluded)
-            if found is not None and (best is None or found[:2] < best[:2]):
+            found = self._best_of(ours, theirs, excluded.suspects)
+            if found is not None and (best is None or found[0] < best[0]):
                 best = found
         if best is None:
             raise NoWorkersError(_why_no_pair(groups))
-        pair = best[2]
+        pair = best[1]
         self._remember(pair, {c.member.key for c in (*prefills, *decodes)})
         return pair
 
@@ -144,31 +148,21 @@ class PairingPolicy:
         return left
 
     def _best_of(
-        self, prefills: Sequence[Candidate], decodes: Sequence[Candidate], excluded: Exclusions
-    ) -> tuple[float, int, Pair] | None:
-        """(score, last picked, pair) of the best pair within one compatible group."""
-        if not excluded.pairs:  # the two choices are independent: no product of the lists
-            if not prefills or not decodes:
-                return None
-            pairs = [(min(prefills, key=self._rank), min(decodes, key=self._rank))]
-        else:
-            pairs = [
-                (p, d)
-                for p, d in itertools.product(prefills, decodes)
-                if (p.member.key, d.member.key) not in excluded.pairs
-            ]
-        ranked = [(self._pair_rank(p, d), Pair(p.member, d.member)) for p, d in pairs]
-        if not ranked:
+        self, prefills: Sequence[Candidate], decodes: Sequence[Candidate], suspects: set[WorkerKey]
+    ) -> tuple[_PairRank, Pair] | None:
+        """The best pair within one compatible group; the two choices are independent."""
+        if not prefills or not decodes:
             return None
-        (score, last), pair = min(ranked, key=lambda item: item[0])
-        return score, last, pair
 
-    def _rank(self, candidate: Candidate) -> tuple[float, int]:
-        return self._scorer(candidate), self._last_picked.get(candidate.member.key, 0)
+        def rank(candidate: Candidate) -> _PairRank:
+            key = candidate.member.key
+            last = self._last_picked.get(key, 0)
+            return int(key in suspects), self._scorer(candidate), last
 
-    def _pair_rank(self, prefill: Candidate, decode: Candidate) -> tuple[float, int]:
-        left, right = self._rank(prefill), self._rank(decode)
-        return left[0] + right[0], left[1] + right[1]
+        prefill, decode = min(prefills, key=rank), min(decodes, key=rank)
+        (p_suspect, p_score, p_last), (d_suspect, d_score, d_last) = rank(prefill), rank(decode)
+        pair_rank = (p_suspect + d_suspect, p_score + d_score, p_last + d_last)
+        return pair_rank, Pair(prefill.member, decode.member)
 
     def _remember(self, pair: Pair, present: set[WorkerKey]) -> None:
         tick = next(self._ticks)
@@ -181,8 +175,6 @@ class PairingPolicy:
 def _why_no_pair(
     groups: Mapping[tuple[str, str, str], tuple[Sequence[Candidate], Sequence[Candidate]]],
 ) -> str:
-    if any(prefills and decodes for prefills, decodes in groups.values()):
-        return "every pair of workers was tried. Fix: retry in a moment"
     kinds = "; ".join(
         f"{'prefill' if prefills else 'decode'}: layout {layout}, transport {transport}"
         for (_, layout, transport), (prefills, _) in groups.items()

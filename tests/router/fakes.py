@@ -164,8 +164,15 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         if reserved is not None and reserved.nonce == request.nonce:
             if request.outcome == decode_pb2.TICKET_OUTCOME_SENT:
                 reserved.arrived.set()
-            else:
-                self._free(request.request_id)
+                return decode_pb2.CloseTicketResponse()
+            self._free(request.request_id)
+            if request.outcome == decode_pb2.TICKET_OUTCOME_FAILED:
+                delta = decode_pb2.TokenDelta(
+                    request_id=request.request_id,
+                    finish_reason=common_pb2.FINISH_REASON_ERROR,
+                    error=request.error,
+                )
+                self.send(reserved.request.router_id, [delta])
         return decode_pb2.CloseTicketResponse()
 
     async def Abort(
@@ -261,6 +268,11 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     cancelled: list[str] = field(default_factory=list)
     close_first: bool = False
     """Let decode begin before the first token is answered."""
+    transfer_error: TandemError | None = None
+    """Fail transfers so, after the first token."""
+    num_failing: int = 1 << 30
+    """How many fail before one succeeds."""
+    num_transfers: int = 0
 
     async def start(self, control: str, port: int = 0) -> None:
         self.server = create_server(SECRET)
@@ -313,6 +325,12 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
 
     async def _push(self, ticket: decode_pb2.TransferTicket, *, done: bool) -> None:
         outcome = decode_pb2.TICKET_OUTCOME_NOT_NEEDED if done else decode_pb2.TICKET_OUTCOME_SENT
+        self.num_transfers += 1
+        error = None
+        if self.transfer_error is not None and self.num_transfers <= self.num_failing:
+            await asyncio.sleep(0.02)  # the first token is out
+            outcome = decode_pb2.TICKET_OUTCOME_FAILED
+            error = error_to_proto(self.transfer_error)
         async with open_channel(ticket.decode_address, SECRET) as channel:
             await decode_pb2_grpc.DecodeStub(channel).CloseTicket(
                 decode_pb2.CloseTicketRequest(
@@ -321,6 +339,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
                     decode_epoch=ticket.decode.epoch,
                     prefill=self.identity,
                     outcome=outcome,
+                    error=error,
                 )
             )
 

@@ -1,0 +1,72 @@
+"""The KV is lost after the first token is out: one more try elsewhere, the same text or an error."""
+
+from __future__ import annotations
+
+import aiohttp
+import orjson
+import pytest
+
+from runtime.errors import PeerLostError, StaleTicketError, TransferFailedError
+from tests.router.conftest import ANSWER, MODEL, Cluster
+
+BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}
+LOST = TransferFailedError("the KV was lost")
+
+
+async def stream(http: aiohttp.ClientSession) -> tuple[str, dict | None]:
+    """The text of a streamed completion and its error, if any."""
+    text, error = "", None
+    async with http.post("/v1/completions", json={**BODY, "stream": True}) as response:
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                event = orjson.loads(line[6:])
+                error = event.get("error", error)
+                text += "".join(choice["text"] for choice in event.get("choices", []))
+    return text, error
+
+
+@pytest.mark.parametrize("error", [LOST, StaleTicketError("fenced"), PeerLostError("connection")])
+async def test_another_pair_continues_the_stream(http, cluster: Cluster, error) -> None:
+    second = await cluster.add_prefill("prefill-1")
+    other_decode = await cluster.add_decode("decode-1")
+    await cluster.until(lambda: other_decode.num_streams > 0)
+    cluster.prefill.transfer_error = error
+    for _ in range(4):
+        assert await stream(http) == (ANSWER, None)
+    assert cluster.prefill.num_transfers > 0
+    failed = {request.request_id for request in cluster.prefill.seen}
+    retried = {request.request_id for request in second.seen}
+    assert {f"{request_id}-r1" for request_id in failed} <= retried
+    await cluster.until(lambda: not cluster.decode.requests and not other_decode.requests)
+
+
+async def test_the_only_pair_tries_again_and_then_answers(http, cluster: Cluster) -> None:
+    cluster.prefill.transfer_error = LOST
+    text, error = await stream(http)
+    assert ANSWER.startswith(text)
+    assert len(text) < len(ANSWER)
+    assert error is not None
+    assert (error["code"], error["message"]) == ("kv_transfer_failed", LOST.message)
+    assert cluster.prefill.num_transfers == 2
+    assert cluster.decode.requests == {}
+
+
+async def test_a_passing_failure_costs_nothing_but_time(http, cluster: Cluster) -> None:
+    cluster.prefill.transfer_error = LOST
+    cluster.prefill.num_failing = 1
+    assert await stream(http) == (ANSWER, None)
+    assert cluster.prefill.num_transfers == 2
+
+
+async def test_another_first_token_is_an_error_and_never_a_mixed_text(
+    http, cluster: Cluster
+) -> None:
+    second = await cluster.add_prefill("prefill-1")
+    cluster.prefill.transfer_error = LOST
+    second.transfer_error = LOST
+    second.script = lambda prompt: cluster.script(prompt)[1:]
+    text, error = await stream(http)
+    assert error is not None
+    assert "began differently" in error["message"]
+    assert 0 < len(text) < 8  # the one token that was out
+    assert text in ANSWER
