@@ -1,4 +1,4 @@
-"""The KV is lost after the first token is out: one more try elsewhere, the same text or an error."""
+"""KV is lost after the first token is out: one more try elsewhere, the same text or an error."""
 
 from __future__ import annotations
 
