@@ -136,15 +136,17 @@ class OpenAIEndpoints:
                 f"the model {model.name!r} has no chat template. Fix: use /v1/completions"
             )
         continues = bool(body.continue_final_message or body.messages[-1].get("prefix"))
+        control = model.control_text
         text = model.chat_template.render(
-            body.messages,
-            tools=body.tools if body.tool_choice != "none" else None,
+            control.mark_messages(body.messages),
+            tools=control.mark(body.tools) if body.tool_choice != "none" else None,
             continue_final_message=continues,
-            extra=body.chat_template_kwargs,
+            extra=control.mark(body.chat_template_kwargs),
         )
-        # The template has written the special tokens.
-        ids = await model.tokenizer.encode_async(text, add_special_tokens=False)
-        return Prompt(token_ids=ids, text=text)
+        # The template has written the special tokens, and only it may.
+        parts = control.parts(text)
+        ids = await model.tokenizer.encode_parts_async(parts)
+        return Prompt(token_ids=ids, text="".join(parts))
 
     async def _completion_prompts(self, body: CompletionRequest) -> list[Prompt]:
         if len(body.prompt) > MAX_PROMPTS:

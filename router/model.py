@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from router.chat_template import ChatTemplate, load_chat_template
+from router.control_text import ControlText
 from router.members import Member
 from router.params import ModelLimits
 from router.tokenizer import Tokenizer, read_json, token_content
@@ -21,6 +22,7 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    control_text: ControlText
     limits: ModelLimits
     created: int
     """Unix time of the checkpoint's config.json."""
@@ -58,6 +60,7 @@ def load_served_model(section: ModelSection) -> ServedModel:
         name=section.name or folder.resolve().name,
         tokenizer=tokenizer,
         chat_template=load_chat_template(folder),
+        control_text=ControlText(tokenizer.control_tokens),
         limits=ModelLimits(
             max_model_len=section.max_model_len or context,
             vocab_size=_positive(config, "vocab_size", folder),

@@ -51,7 +51,10 @@ class RequestRun:
     ) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # After a whole answer nothing is waited for: its client may leave now, and this handler
+        # would be cancelled here, as if the answer had not arrived.
+        if exc_type is not None:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def take(self) -> list[Output]:
         """New outputs, of any choices; empty after ``mailbox.wake``."""

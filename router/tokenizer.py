@@ -85,6 +85,8 @@ class Tokenizer:
         self._backend = backend
         self._bos_id: int | None = backend.token_to_id(bos_token) if bos_token else None
         self.vocabulary = _vocabulary(backend)
+        self.control_tokens = _control_tokens(backend)
+        """The texts that encode as one control token wherever they stand."""
 
     @classmethod
     def from_dir(cls, folder: Path) -> Tokenizer:
@@ -120,6 +122,13 @@ class Tokenizer:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
 
+    async def encode_parts_async(self, parts: Sequence[str]) -> list[int]:
+        """The ids of ``parts``, each encoded by itself, without special tokens of our own."""
+        ids: list[int] = []
+        for part in parts:
+            ids += await self.encode_async(part, add_special_tokens=False)
+        return ids
+
     def token_id(self, token: str) -> int | None:
         """The id of one vocabulary entry."""
         found: int | None = self._backend.token_to_id(token)
@@ -139,6 +148,16 @@ def _vocabulary(backend: tokenizers.Tokenizer) -> Vocabulary:
             special.add(token_id)
             visible[token_id] = b""
     return Vocabulary(pieces=pieces, visible_pieces=visible, special_ids=frozenset(special))
+
+
+def _control_tokens(backend: tokenizers.Tokenizer) -> tuple[str, ...]:
+    """Special tokens, and tags: checkpoints leave some of their tags unmarked as special."""
+    added = backend.get_added_tokens_decoder().values()
+    return tuple(
+        token.content
+        for token in added
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+    )
 
 
 def read_json(path: Path) -> dict[str, object]:
