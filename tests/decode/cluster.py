@@ -434,7 +434,7 @@ def make_options(router: str, **settings: Any) -> WorkerOptions:
         model=ModelSection(path="/nowhere/imagined"),
         prefill=PrefillSection(block_size=BLOCK_SIZE),
         decode=decode,
-        kv_transfer=KVTransferSection(**transfer),
+        kv_transfer=KVTransferSection(transport="loopback", **transfer),
     )
     return WorkerOptions(
         role="decode",
