@@ -59,7 +59,6 @@ def test_rails_share_the_writes_of_a_post() -> None:
         receiver.register(target.region())
         sender.attach(receiver.address())
         size = LAYOUT.block_bytes
-        mirror = target.address + 15 * size
         writes = [
             EngineWrite(
                 source.address + i * size, target.address + (15 - i) * size, size, None, None

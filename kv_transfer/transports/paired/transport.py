@@ -258,7 +258,7 @@ class PairedTransport:
             for region in self._regions.all():
                 engine.register(region)
             engine.attach(offer.address)
-            self._warm_up(engine, offer)
+            _warm_up(engine, self._regions.all(), offer)
         except EngineError as error:
             if engine is not None:
                 engine.close()
@@ -281,19 +281,6 @@ class PairedTransport:
             raise PeerLostError("the transport is closed")
         return handle
 
-    def _warm_up(self, engine: WriteEngine, offer: Offer) -> None:
-        """The first write opens handles and connections, which takes milliseconds: have it now."""
-        sources = {region.label: region for region in self._regions.all()}
-        for remote in offer.regions:
-            source = sources.get(KV_REGION)
-            if source is None or not remote.scratch_bytes:
-                continue
-            nbytes = min(_WARM_UP_BYTES, remote.scratch_bytes, source.nbytes)
-            write = EngineWrite(
-                source.address, remote.address, nbytes, source.device, remote.device
-            )
-            wait_for_post(engine, engine.start([write]), _WARM_UP_TIMEOUT_S)
-
     def _notified(self, peer: str, message: bytes) -> None:
         self._notifications.append((peer, message))
         self._tell_listeners()
@@ -301,6 +288,17 @@ class PairedTransport:
     def _tell_listeners(self) -> None:
         for listener in self._listeners:
             listener()
+
+
+def _warm_up(engine: WriteEngine, ours: Sequence[MemoryRegion], offer: Offer) -> None:
+    """The first write opens handles and connections, which takes milliseconds: have it now."""
+    source = next((region for region in ours if region.label == KV_REGION), None)
+    for remote in offer.regions:
+        if source is None or not remote.scratch_bytes:
+            continue
+        nbytes = min(_WARM_UP_BYTES, remote.scratch_bytes, source.nbytes)
+        write = EngineWrite(source.address, remote.address, nbytes, source.device, remote.device)
+        wait_for_post(engine, engine.start([write]), _WARM_UP_TIMEOUT_S)
 
 
 def _say_bye(sock: socket.socket) -> None:
