@@ -44,6 +44,12 @@ def run_of(pipeline: SlowToEnd) -> RequestRun:
     return RequestRun(cast(Pipeline, pipeline), mailbox, generations, deadline=1e9)
 
 
+async def fail_within(run: RequestRun) -> None:
+    async with run:
+        await asyncio.sleep(0)
+        raise ConnectionResetError
+
+
 async def test_a_whole_answer_waits_for_nothing_more() -> None:
     # While it waited, its client could leave, and the answer would count as not delivered.
     pipeline = SlowToEnd()
@@ -57,7 +63,5 @@ async def test_a_whole_answer_waits_for_nothing_more() -> None:
 async def test_a_failed_answer_leaves_nothing_behind() -> None:
     pipeline = SlowToEnd()
     with pytest.raises(ConnectionResetError):
-        async with run_of(pipeline):
-            await asyncio.sleep(0)
-            raise ConnectionResetError
+        await fail_within(run_of(pipeline))
     assert pipeline.num_ended == 2
