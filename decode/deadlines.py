@@ -23,12 +23,8 @@ def overdue(request: DecodeRequest, ticket: Ticket | None, now: float) -> Tandem
         ticket: its open ticket, in WAITING_FOR_KV.
         now: monotonic seconds.
     """
-    if ticket is not None:
-        error = _transfer_overdue(request, ticket, now)
-        if error is not None:
-            return error
     if now < request.deadline:
-        return None
+        return None if ticket is None else _transfer_overdue(request, ticket, now)
     total = request.deadline - request.received_at
     return DeadlineExceededError(
         f"the request's {total:g} s are over {_wait(request, now)}", request_id=request.request_id
