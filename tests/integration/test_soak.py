@@ -1,0 +1,210 @@
+"""Thousands of requests through transfers that fail, with cancels and two peers killed and restarted.
+
+Every request is answered: its whole greedy text, or a typed error that carries its id. At the end
+nothing is held anywhere. The long one is `make soak`, a short one belongs to `make test`; both
+print their figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from engine.generate import generate
+from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from runtime.config import (
+    ClusterConfig,
+    DecodeSection,
+    KVTransferSection,
+    ModelSection,
+    PrefillSection,
+    RouterSection,
+)
+from runtime.sampling import SamplingParams
+from tests.integration.client import Completion, stream
+from tests.integration.cluster import Cluster
+from tests.integration.conftest import MODEL_DIR
+
+NUM_DISTINCT = 40
+NUM_TOKENS = 6
+CONCURRENCY = 32
+CANCEL_SHARE = 0.1
+FAULTS = (
+    "delay=0.04@0.02,stall=0.03@0.02,reorder=0.03@0.02,duplicate=0.03,mute=0.02,fail=0.003,"
+    "partial=0.003,late=0.003@0.3,drop=0.001,disconnect=0.002,seed=11"
+)
+KNOWN_CODES = {
+    *("worker_lost", "kv_transfer_failed", "worker_restarted", "timeout"),
+    *("server_is_overloaded", "server_is_draining", "request_cancelled"),
+}
+
+
+def soak_config(transport: str = "loopback") -> ClusterConfig:
+    return ClusterConfig(
+        model=ModelSection(path=str(MODEL_DIR)),
+        router=RouterSection(lease_ttl_s=2.0, request_timeout_s=40.0),
+        prefill=PrefillSection(instances=2, num_blocks=96),
+        decode=DecodeSection(instances=2, num_blocks=96),
+        kv_transfer=KVTransferSection(
+            transport=transport,
+            layers_per_group=2,
+            transfer_timeout_s=6.0,
+            quarantine_timeout_s=1.5,
+            num_metadata_slots=64,
+            faults=FAULTS,
+        ),
+    )
+
+
+@dataclass(slots=True)
+class Soak:
+    """Requests against a cluster, and what became of them."""
+
+    cluster: Cluster
+    prompts: list[list[int]]
+    expected: list[list[int]]
+    num_requests: int
+    restarts: dict[int, str]
+    """Which instance is killed and started again when so many requests have been started."""
+    outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    async def run(self) -> None:
+        draw = random.Random(17)
+        gate = asyncio.Semaphore(CONCURRENCY)
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=60)
+        actions: list[asyncio.Task[None]] = []
+        async with (
+            aiohttp.ClientSession(
+                self.cluster.base_url, connector=connector, timeout=timeout
+            ) as session,
+            asyncio.TaskGroup() as group,
+        ):
+            for index in range(self.num_requests):
+                await gate.acquire()
+                if index in self.restarts:
+                    name = self.restarts[index]
+                    actions.append(group.create_task(asyncio.to_thread(self._restart, name)))
+                cancel = draw.randrange(1, NUM_TOKENS) if draw.random() < CANCEL_SHARE else None
+                which = draw.randrange(len(self.prompts))
+                task = group.create_task(self._one(session, which, cancel))
+                task.add_done_callback(lambda _: gate.release())
+
+    def _restart(self, instance: str) -> None:
+        self.cluster.kill(f"{instance}/0")
+        role, _, index = instance.partition("-")
+        self.cluster.start_instance(role, int(index))
+
+    async def _one(
+        self, session: aiohttp.ClientSession, which: int, cancel_after: int | None
+    ) -> None:
+        answer = await stream(
+            session,
+            self.prompts[which],
+            cancel_after=cancel_after,
+            model="tandem-python",
+            max_tokens=NUM_TOKENS,
+            ignore_eos=True,
+            temperature=0,
+        )
+        self._judge(answer, self.expected[which])
+
+    def _judge(self, answer: Completion, expected: list[int]) -> None:
+        """Tokens that came are right in any case; an error is typed and has the request's id."""
+        if answer.token_ids != expected[: len(answer.token_ids)]:
+            self.wrong.append(f"{answer.request_id}: {answer.token_ids} instead of {expected}")
+        if answer.error is not None:
+            code = str(answer.error["code"])
+            self.outcomes[code] += 1
+            if code not in KNOWN_CODES or answer.error["request_id"] != answer.request_id:
+                self.wrong.append(f"{answer.request_id}: {answer.error}")
+        elif answer.finish_reason == "cancelled":
+            self.outcomes["cancelled by us"] += 1
+        else:
+            self.outcomes["success"] += 1
+            if answer.token_ids != expected:
+                self.wrong.append(f"{answer.request_id} is incomplete: {answer.token_ids}")
+
+
+def make_soak(
+    cluster: Cluster,
+    oracle: DeepseekV3ForCausalLM,
+    num_requests: int,
+    restarts: dict[int, str],
+) -> Soak:
+    draw = random.Random(23)
+    lengths = [draw.randrange(1, 260) for _ in range(NUM_DISTINCT)]
+    prompts = [[draw.randrange(300, 4000) for _ in range(n)] for n in lengths]
+    greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+    outputs = generate(oracle, prompts, [greedy] * len(prompts))
+    expected = [output.token_ids for output in outputs]
+    return Soak(cluster, prompts, expected, num_requests, restarts)
+
+
+def check_end(soak: Soak, elapsed_s: float, report: Callable[[str], object]) -> None:
+    """Everything is answered and right, and nothing is held."""
+    cluster = soak.cluster
+    cluster.wait_workers(4)
+    cluster.wait_idle(60.0)
+    held = {
+        instance: cluster.metric(instance, name)
+        for name in ("pd_decode_quarantined_blocks",)
+        for instance in ("decode-0", "decode-1")
+    }
+    figures = {
+        "requests": soak.num_requests,
+        "seconds": round(elapsed_s, 1),
+        "outcomes": dict(soak.outcomes),
+        "wrong": len(soak.wrong),
+        "held": held,
+    }
+    report(f"\nsoak: {json.dumps(figures)}\n")
+    assert soak.wrong == []
+    assert sum(soak.outcomes.values()) == soak.num_requests
+    assert soak.outcomes["success"] > 0.7 * soak.num_requests
+    assert soak.outcomes["cancelled by us"] > 0
+    assert set(held.values()) == {0.0}
+
+
+def run_soak(
+    folder: Path,
+    oracle: DeepseekV3ForCausalLM,
+    num_requests: int,
+    restarts: dict[int, str],
+    report: Callable[[str], object],
+) -> None:
+    with Cluster(soak_config(), folder) as cluster:
+        soak = make_soak(cluster, oracle, num_requests, restarts)
+        start = time.monotonic()
+        asyncio.run(soak.run())
+        check_end(soak, time.monotonic() - start, report)
+    assert cluster.marked_processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_short_soak(
+    tmp_path: Path, oracle: DeepseekV3ForCausalLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with capsys.disabled():
+        run_soak(tmp_path, oracle, 150, {50: "prefill-0"}, print)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_a_soak_of_2000_requests(
+    tmp_path: Path, oracle: DeepseekV3ForCausalLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    restarts = {600: "prefill-0", 1300: "decode-1"}
+    with capsys.disabled():
+        run_soak(tmp_path, oracle, 2000, restarts, print)
