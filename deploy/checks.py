@@ -24,14 +24,19 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def resolve_config(config: ClusterConfig) -> ClusterConfig:
-    """``config`` with the model's folder and name, and free ports where it leaves them open."""
+    """``config`` with the model's folder and name, and free ports where it leaves them open.
+
+    Raises:
+        ConfigError: ``cluster.host`` is no address of this machine.
+    """
     path = Path(config.model.path).expanduser() if config.model.path else BUNDLED_MODEL
     path = path.resolve()
     model = dataclasses.replace(config.model, path=str(path), name=config.model.name or path.name)
     host = config.cluster.host
+    free = free_port(host)
     router = dataclasses.replace(
         config.router,
-        port=config.router.port or free_port(host),
+        port=config.router.port or free,
         control_port=config.router.control_port or free_port(host),
     )
     return dataclasses.replace(config, model=model, router=router)
@@ -75,9 +80,17 @@ def check_ports(config: ClusterConfig) -> None:
 
 
 def free_port(host: str) -> int:
-    """A TCP port of ``host`` on which nothing listens now."""
-    with _listener(host, 0) as listener:
-        return int(listener.getsockname()[1])
+    """A TCP port of ``host`` on which nothing listens now.
+
+    Raises:
+        ConfigError: ``host`` is no address of this machine.
+    """
+    try:
+        with _listener(host, 0) as listener:
+            return int(listener.getsockname()[1])
+    except OSError as error:
+        problem = f"is no address of this machine ({error.strerror})"
+        raise ConfigError("cluster.host", host, problem, '"127.0.0.1", or another') from error
 
 
 def count_devices() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 
 from deploy.commands import bench, down, generate, model, status, up, validate
 from deploy.errors import ClusterError
@@ -23,10 +24,18 @@ def build_parser() -> argparse.ArgumentParser:
         prog="tandem",
         description="Serve DeepSeek-V3-class models with prefill and decode on different workers.",
     )
+    parser.add_argument("--version", action="version", version=f"tandem {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for group in (up, status, generate, down, validate, model, bench):
         group.add_parser(commands)
     return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("tandem-serve")
+    except metadata.PackageNotFoundError:
+        return "of a source tree that is not installed"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

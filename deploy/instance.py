@@ -30,6 +30,7 @@ from deploy.pool_watch import PoolMembers
 from deploy.state import Phase, ProcessState
 
 _LOG_HEAD = re.compile(r"^\S+ (?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \S+ [\w.]+: ")
+_WARNING = re.compile(r"^\S+:\d+: \w*Warning: ")
 _CHAINS = ("The above exception was", "During handling of the above")
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
@@ -207,8 +208,13 @@ def without_tracebacks(lines: Sequence[str]) -> list[str]:
 
 
 def last_stage(lines: tuple[str, ...]) -> str:
-    """What the last of ``lines`` says, without time, level and speaker; empty: nothing."""
+    """What the last of ``lines`` says, without time, level and speaker; empty: nothing.
+
+    Warnings of libraries, and the code that Python shows below them, are no stages.
+    """
     for line in reversed(lines):
+        if _WARNING.match(line) or (line[:1] == " " and "\r" not in line):
+            continue
         text = _LOG_HEAD.sub("", line.rsplit("\r", 1)[-1]).strip()
         if text:
             return text[:_MAX_STAGE_CHARS]

@@ -15,7 +15,7 @@ from types import FrameType
 from deploy.checks import check_config, check_ports, count_devices, resolve_config
 from deploy.controller import Controller
 from deploy.errors import ClusterError
-from deploy.plan import Role, RunContext, default_entrypoints, plan_instances
+from deploy.plan import Role, RunContext, default_entrypoints, plan_instances, process_name
 from deploy.ray_launcher import RayLauncher
 from deploy.state import ClusterState, Phase, ProcessState, RunDir
 from deploy.sweep import clean_up
@@ -105,6 +105,7 @@ class _Run:
             model=config.model.name,
             started=time.time(),
             log_dir=str(run_dir.log_dir),
+            processes=tuple(_planned_processes(config)),
         )
 
     def execute(self, timeout_s: float) -> None:
@@ -159,6 +160,20 @@ class _Run:
     def _publish(self) -> None:
         self._run_dir.write_state(self._state)
         self._on_state(self._state)
+
+
+def _planned_processes(config: ClusterConfig) -> Iterator[ProcessState]:
+    """What will run, while nothing runs yet."""
+    for plan in plan_instances(config):
+        for rank in range(plan.num_ranks):
+            yield ProcessState(
+                name=process_name(plan, rank),
+                role=plan.role.value,
+                instance=plan.name,
+                rank=rank,
+                phase=Phase.STARTING,
+                stage="waits for Ray",
+            )
 
 
 async def _run_controller(controller: Controller) -> None:

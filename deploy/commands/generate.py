@@ -27,9 +27,21 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument(
         "prompt", metavar="PROMPT", help="the text to go on with; - reads it from stdin"
     )
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
-    parser.add_argument("--seed", type=int, metavar="N")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="most tokens to write (default: %(default)d)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0 to 2; 0 takes the likeliest token always (default: %(default)g)",
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
     parser.add_argument("--url", default="", help="http://host:port/v1 of another cluster")
     parser.add_argument("--model", default="", help="the model's name (default: what is served)")
     add_cluster_arguments(parser)

@@ -43,7 +43,16 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps([_describe(state, process, members) for process in state.processes]))
     else:
         _show(state, members)
-    return 0 if state.phase is Phase.READY else 1
+    return 0 if phase_now(state) is Phase.READY else 1
+
+
+def phase_now(state: ClusterState) -> Phase:
+    """The cluster's phase; RESTARTING where it is READY but for a process that comes back."""
+    if state.phase is Phase.READY and any(
+        process.phase is not Phase.READY for process in state.processes
+    ):
+        return Phase.RESTARTING
+    return state.phase
 
 
 def _fetch(run_dir: RunDir, state: ClusterState) -> PoolMembers:
@@ -72,7 +81,10 @@ def _show(state: ClusterState, members: PoolMembers) -> None:
     console = Console()
     uptime_s = time.time() - state.started
     head = Text.assemble(
-        (state.name, "bold"), " ", phase_text(state.phase), f"  {state.model} at {state.endpoint}"
+        (state.name, "bold"),
+        " ",
+        phase_text(phase_now(state)),
+        f"  {state.model} at {state.endpoint}",
     )
     console.print(head, soft_wrap=True)
     console.print(f"up {uptime_s:.0f} s, logs in {state.log_dir}", highlight=False, soft_wrap=True)

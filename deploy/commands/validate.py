@@ -31,6 +31,6 @@ def run(arguments: argparse.Namespace) -> int:
         ranks = "1 rank" if plan.num_ranks == 1 else f"{plan.num_ranks} ranks"
         print(f"{plan.name:<12} {ranks} on {plan.device}")
     print(f"model        {config.model.name} ({config.model.path})")
-    print(f"devices      {num_devices_needed(plans)} CUDA devices of {count_devices()}")
+    print(f"devices      {num_devices_needed(plans)} of {count_devices()} CUDA devices")
     print(f"{arguments.config} is valid")
     return 0

@@ -138,6 +138,14 @@ def test_a_port_in_use_is_refused_by_its_name(tmp_path: Path, field: str) -> Non
     assert f"set router.{field} to a free port" in raised.value.fix
 
 
+@pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.1"])
+def test_a_host_that_is_not_here_is_refused_by_its_name(host: str) -> None:
+    cluster = dataclasses.replace(ClusterConfig().cluster, host=host)
+    with pytest.raises(ConfigError, match="no address of this machine") as caught:
+        resolve_config(dataclasses.replace(ClusterConfig(), cluster=cluster))
+    assert caught.value.path == "cluster.host"
+
+
 def test_a_free_port_can_be_listened_on() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", free_port("127.0.0.1")))

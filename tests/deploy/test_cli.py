@@ -37,6 +37,12 @@ def test_help_loads_neither_ray_nor_torch() -> None:
     assert result.stdout.strip() == "[]"
 
 
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("tandem ")
+
+
 def test_the_commands_are_these() -> None:
     text = build_parser().format_help()
     for command in ("up", "status", "generate", "down", "validate", "model", "bench"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from deploy.commands.status import phase_now
 from deploy.display import StartDisplay, own_command, ready_message
 from deploy.instance import last_stage, without_tracebacks
 from deploy.state import ClusterState, Phase, ProcessState
@@ -99,6 +100,15 @@ def test_the_ready_message_has_a_curl_line_of_its_own() -> None:
     assert '"model": "tandem-python"' in curl
 
 
+def test_a_cluster_with_a_dead_process_is_not_ready() -> None:
+    for process in (Phase.RESTARTING, Phase.STARTING):
+        state = dataclasses.replace(with_process(process, ""), phase=Phase.READY)
+        assert phase_now(state) is Phase.RESTARTING
+    assert phase_now(with_process(Phase.STARTING, "")) is Phase.STARTING
+    ready = dataclasses.replace(with_process(Phase.READY, ""), phase=Phase.READY)
+    assert phase_now(ready) is Phase.READY
+
+
 def test_a_traceback_is_cut_down_to_its_exception() -> None:
     lines = [
         "INFO one",
@@ -130,3 +140,5 @@ def test_a_stage_is_the_last_line_without_its_head() -> None:
     assert last_stage(lines) == "loading weights 5/9"
     assert last_stage(("  10%|#", "\r 20%|##\r 30%|###")) == "30%|###"
     assert last_stage(()) == ""
+    warning = ("/lib/torch/x.py:83: FutureWarning: old", "  return func(*args)")
+    assert last_stage((*lines, *warning)) == "loading weights 5/9"
