@@ -24,7 +24,13 @@ from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from kv_transfer.layout import KVDtype, KVLayout
-from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
+from runtime.config import (
+    ClusterConfig,
+    DecodeSection,
+    KVTransferSection,
+    ModelSection,
+    PrefillSection,
+)
 from runtime.config_file import SECRET_VARIABLE, dump_config
 from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc, registry_pb2_grpc
 from runtime.rpc import bind_port, create_server, open_channel
@@ -128,6 +134,7 @@ async def run_group(folder: Path) -> AsyncIterator[Group]:
         model=ModelSection(path=str(folder / "model")),
         prefill=PrefillSection(block_size=BLOCK_SIZE),
         decode=DecodeSection(dp=NUM_RANKS, num_blocks=64, block_size=BLOCK_SIZE),
+        kv_transfer=KVTransferSection(transport="loopback"),  # which the fake prefill speaks
     )
     (folder / "cluster.toml").write_text(dump_config(config))
     model = build_model(folder / "model")
