@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from decode.transfer_metrics import TransferMetrics
 from runtime.errors import TandemError
 from runtime.lifecycle import DecodeStatus
 from runtime.metrics import LATENCY_BUCKETS_S
@@ -20,9 +21,10 @@ _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class DecodeMetrics:
-    """The `pd_decode_*` metrics of one process."""
+    """The `pd_decode_*` metrics of one process; `transfers` are those per prefill worker."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.transfers = TransferMetrics(registry)
         self._requests = Gauge(
             "pd_decode_num_requests", "Live requests by state", ["status"], registry=registry
         )

@@ -92,6 +92,7 @@ class DecodeRank:
         request.arrived_at = self._clock()
         inner = request.request
         self._metrics.kv_arrived(arrival.waited_s, inner.num_prompt_tokens, inner.num_cached_tokens)
+        self._metrics.transfers.arrived(request.writer.instance, arrival.waited_s)
         if arrival.record is not None:
             self._start_waiting(request, arrival.record.first_token)
             return
@@ -120,6 +121,7 @@ class DecodeRank:
         self._reservations.wake()
         _merge_timings(ticket.request.timings, message.timings)
         self._metrics.kv_received(message.num_bytes)
+        self._metrics.transfers.part_closed(message)
         if self.desk.is_open(ticket):
             self._react_to_closing(ticket, message.outcome, failure)
 
@@ -176,6 +178,7 @@ class DecodeRank:
             num_quarantined_blocks=self.desk.num_quarantined_blocks,
         )
         self._metrics.set_load(self.counts(), report)
+        self._metrics.transfers.set_quarantined(self.desk.quarantined_blocks())
         return report
 
     def counts(self) -> dict[DecodeStatus, int]:

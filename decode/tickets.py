@@ -146,6 +146,12 @@ class TicketDesk:
         """Blocks that nobody uses and that a writer may still touch."""
         return self._quarantine.num_blocks
 
+    def quarantined_blocks(self) -> dict[str, int]:
+        """The same by writing instance; only those that have some."""
+        return self._quarantine.num_blocks_by(
+            lambda nonce: self._by_nonce[nonce].request.writer.instance
+        )
+
     @property
     def num_quarantined(self) -> int:
         """Allocations in quarantine."""

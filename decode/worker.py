@@ -32,7 +32,7 @@ from decode.service import DecodeService, RankFacts
 from kv_transfer.receiver import Arrival
 from runtime.errors import TandemError
 from runtime.logging import fields, get_logger
-from runtime.metrics import MetricsServer
+from runtime.metrics import MetricsServer, gauge_of
 from runtime.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, registry_pb2
 from runtime.pb.common_pb2 import ROLE_DECODE
 from runtime.registration import RegistryClient
@@ -144,10 +144,25 @@ class DecodeWorker:
         decode_pb2_grpc.add_DecodeServicer_to_server(self._service, server)
         await server.start()
         self._exit.push_async_callback(self._stop_serving, server)
+        self._watch(transfer)
         metrics = MetricsServer(self._registry)
         self._metrics_port = await metrics.start(self._options.host)
         self._exit.push_async_callback(metrics.stop)
         return address
+
+    def _watch(self, transfer: TransferSide) -> None:
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "registered_bytes": (
+                "Memory that is registered with the transport",
+                lambda: transfer.transport.registered_bytes,
+            ),
+            "metadata_slots_in_use": (
+                "Slots of open and quarantined tickets",
+                lambda: transfer.slots.num_slots - transfer.slots.num_free,
+            ),
+        }
+        for name, (documentation, read) in gauges.items():
+            gauge_of(self._registry, f"pd_kv_transfer_{name}", documentation, read)
 
     async def _register(self, side: ModelSide, transfer: TransferSide, address: str) -> None:
         options = self._options

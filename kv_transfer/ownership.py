@@ -67,6 +67,14 @@ class Quarantine:
         """Blocks in quarantine."""
         return self._num_blocks
 
+    def num_blocks_by(self, owner_of: Callable[[int], str]) -> dict[str, int]:
+        """Blocks in quarantine by what ``owner_of`` says of their nonce."""
+        counts: dict[str, int] = {}
+        for nonce, entry in self._entries.items():
+            owner = owner_of(nonce)
+            counts[owner] = counts.get(owner, 0) + len(entry.block_ids)
+        return counts
+
     @property
     def oldest_s(self) -> float:
         """Seconds that the oldest entry has been here; 0 when empty."""

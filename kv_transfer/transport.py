@@ -109,6 +109,11 @@ class Transport(Protocol):
         """
         ...
 
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes of all regions that are registered now."""
+        ...
+
     def register(self, region: MemoryRegion) -> None:
         """Make ``region`` writable for connected peers and readable for our posts.
 

@@ -232,7 +232,8 @@ class LiveRuns:
             kv_transfer_s=closure.transfer_s, kv_exposed_s=event.kv_exposed_s
         )
         outcome = ticket_outcome(event)
-        self._metrics.part_closed(event, outcome)
+        decode = run.ticket.decode
+        self._metrics.part_closed(event, outcome, f"{decode.instance}/{decode.rank}")
         self._close(
             run,
             event.rank,

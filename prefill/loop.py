@@ -33,6 +33,7 @@ from prefill.request import Chunk
 from prefill.request_desk import RequestDesk
 from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
+from prefill.stall import StallMeter
 from runtime.logging import get_logger
 
 logger = get_logger(__name__)
@@ -87,6 +88,7 @@ class EngineLoop:
         emit: Callable[[Event], None],
         settings: LoopSettings,
         *,
+        stalls: StallMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing runs before `start`.
@@ -97,6 +99,7 @@ class EngineLoop:
             senders: of all ranks.
             emit: takes events; called on the loop's thread, must not block.
             settings: see `LoopSettings`.
+            stalls: through which the senders' local one is called, to be told of each step's end.
             clock: monotonic seconds.
         """
         self._scheduler = scheduler
@@ -104,6 +107,7 @@ class EngineLoop:
         self._senders = senders
         self._emit = emit
         self._settings = settings
+        self._stalls = stalls
         self._clock = clock
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._desk = RequestDesk(
@@ -148,6 +152,8 @@ class EngineLoop:
         self._announce(chunks, pushes)
         if chunks:
             self._postprocess(chunks, self._execute(chunks, pushes))
+        if self._stalls:
+            self._stalls.end_step()
         self._load = self._measure_load()
         return bool(chunks)
 

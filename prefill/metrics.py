@@ -1,6 +1,7 @@
 """What a prefill worker counts. Names begin with `pd_prefill_`; times are seconds.
 
-Updated on the event loop only; the gauges read the engine loop's last snapshot at each scrape.
+Updated on the event loop, but for the stalls, which the engine loop measures; the gauges read the
+engine loop's last snapshot at each scrape.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from prefill.messages import FirstTokenSampled, LoopLoad, PartClosed
+from prefill.transfer_metrics import TransferMetrics
 from runtime.errors import TandemError
-from runtime.metrics import LATENCY_BUCKETS_S, gauge_of
+from runtime.metrics import LATENCY_BUCKETS_S, SHORT_BUCKETS_S, gauge_of
 from runtime.pb import decode_pb2
 
 
@@ -56,6 +58,20 @@ class PrefillMetrics:
         self._exposed = histogram(
             "pd_prefill_kv_exposed_seconds", "From the first token to the end of a sent part"
         )
+        self._stall = Histogram(
+            "pd_prefill_kv_stall_seconds",
+            "Of a step of the engine loop, in calls into the KV sender",
+            buckets=SHORT_BUCKETS_S,
+            registry=registry,
+        )
+        self._longest_stall_s = 0.0
+        gauge_of(
+            registry,
+            "pd_prefill_kv_stall_max_seconds",
+            "The longest of these",
+            lambda: self._longest_stall_s,
+        )
+        self._transfers = TransferMetrics(registry)
 
     def watch(self, load: Callable[[], LoopLoad], num_dropped: Callable[[], int]) -> None:
         """Export the engine loop's queues and pool, and the closures that decode never got."""
@@ -83,8 +99,14 @@ class PrefillMetrics:
         """A request ended without a first token."""
         self._requests.labels(error.code.name.lower()).inc()
 
-    def part_closed(self, event: PartClosed, outcome: decode_pb2.TicketOutcome) -> None:
-        """A rank is done with a ticket."""
+    def step_stalled(self, seconds: float) -> None:
+        """A step spent so long in calls into the sender. Called on the engine loop's thread."""
+        self._stall.observe(seconds)
+        self._longest_stall_s = max(self._longest_stall_s, seconds)
+
+    def part_closed(self, event: PartClosed, outcome: decode_pb2.TicketOutcome, peer: str) -> None:
+        """A rank is done with a ticket of the decode rank `peer`."""
+        self._transfers.part_closed(peer, event)
         name = decode_pb2.TicketOutcome.Name(outcome).removeprefix("TICKET_OUTCOME_").lower()
         self._parts.labels(name).inc()
         self._sent_bytes.inc(event.closure.num_bytes)

@@ -27,7 +27,7 @@ ByteArray = npt.NDArray[np.uint8]
 
 _HEADER = struct.Struct("<QQIIIIII")  # epoch, step, kind, tokens, requests, blocks, logits, bytes
 _ROW_HEADER = struct.Struct("<QQI4x")  # epoch, step, closures
-_CLOSURE = struct.Struct("<QB?HIQdd96s")
+_CLOSURE = struct.Struct("<QB?HIQIdddd96s")
 CLOSURES_PER_ROW = 16
 ROW_BYTES = _ROW_HEADER.size + CLOSURES_PER_ROW * _CLOSURE.size
 
@@ -166,7 +166,10 @@ class Closure:
         outcome: how it ended.
         drained: whether every posted write is known to be complete; False only with FAILED.
         num_bytes: bytes that this rank wrote.
+        num_descriptors: writes that it posted.
         transfer_s: seconds from its first post to its last completion.
+        post_s: seconds that it spent in calls of the library's post.
+        wire_s: seconds with at least one of its posts in flight.
         finished_at: monotonic seconds of the last completion (one clock per host).
         error_code: why it failed; None unless it did.
         error: the same in words; cut to 96 bytes on its way between ranks.
@@ -176,7 +179,10 @@ class Closure:
     outcome: ClosureOutcome
     drained: bool = True
     num_bytes: int = 0
+    num_descriptors: int = 0
     transfer_s: float = 0.0
+    post_s: float = 0.0
+    wire_s: float = 0.0
     finished_at: float = 0.0
     error_code: ErrorCode | None = None
     error: str = ""
@@ -198,7 +204,10 @@ def encode_row(epoch: int, step: int, closures: Sequence[Closure]) -> ByteArray:
             len(text),
             closure.error_code or 0,
             closure.num_bytes,
+            closure.num_descriptors,
             closure.transfer_s,
+            closure.post_s,
+            closure.wire_s,
             closure.finished_at,
             text,
         )
@@ -216,22 +225,36 @@ def decode_row(row: ByteArray, epoch: int, step: int) -> list[Closure]:
         raise InternalError(
             f"a rank answers step {row_step} of epoch {row_epoch:x} in step {step} of {epoch:x}"
         )
-    closures = []
-    for index in range(count):
-        offset = _ROW_HEADER.size + index * _CLOSURE.size
-        nonce, outcome, drained, num_text, code, num_bytes, transfer_s, finished_at, text = (
-            _CLOSURE.unpack_from(row.data, offset)
-        )
-        closures.append(
-            Closure(
-                nonce=nonce,
-                outcome=ClosureOutcome(outcome),
-                drained=drained,
-                num_bytes=num_bytes,
-                transfer_s=transfer_s,
-                finished_at=finished_at,
-                error_code=ErrorCode(code) if code else None,
-                error=text[:num_text].decode(errors="replace"),
-            )
-        )
-    return closures
+    return [
+        _decode_closure(row, _ROW_HEADER.size + index * _CLOSURE.size) for index in range(count)
+    ]
+
+
+def _decode_closure(row: ByteArray, offset: int) -> Closure:
+    (
+        nonce,
+        outcome,
+        drained,
+        num_text,
+        code,
+        num_bytes,
+        num_descriptors,
+        transfer_s,
+        post_s,
+        wire_s,
+        finished_at,
+        text,
+    ) = _CLOSURE.unpack_from(row.data, offset)
+    return Closure(
+        nonce=nonce,
+        outcome=ClosureOutcome(outcome),
+        drained=drained,
+        num_bytes=num_bytes,
+        num_descriptors=num_descriptors,
+        transfer_s=transfer_s,
+        post_s=post_s,
+        wire_s=wire_s,
+        finished_at=finished_at,
+        error_code=ErrorCode(code) if code else None,
+        error=text[:num_text].decode(errors="replace"),
+    )

@@ -32,10 +32,11 @@ from prefill.rank_plan import Closure
 from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
 from prefill.service import PrefillService
+from prefill.stall import StallMeter
 from prefill.validation import RunLimits
 from runtime.errors import InternalError
 from runtime.logging import fields, get_logger
-from runtime.metrics import MetricsServer
+from runtime.metrics import MetricsServer, gauge_of
 from runtime.pb import common_pb2, prefill_pb2_grpc, registry_pb2
 from runtime.registration import RegistryClient
 from runtime.rpc import bind_port, create_server, open_channel
@@ -77,9 +78,10 @@ class LeaderWorker:
         peers = self._meet_peers(parts)
         self._runs = self._make_runs(parts, peers)
         self._stack.push_async_callback(self._close_tickets, parts)
-        self._loop = make_loop(parts, self._options, _emitter(self._runs))
+        stalls = StallMeter(parts.send.sender, self._metrics.step_stalled)
+        self._loop = make_loop(parts, self._options, _emitter(self._runs), stalls)
         self._stack.push_async_callback(self._stop_loop)
-        self._watch(self._loop)
+        self._watch(self._loop, parts)
         self._service = PrefillService(
             _limits_of(parts, self._options),
             self._runs,
@@ -136,8 +138,14 @@ class LeaderWorker:
             forget_peer=peers.forget,
         )
 
-    def _watch(self, loop: EngineLoop) -> None:
+    def _watch(self, loop: EngineLoop, parts: RankParts) -> None:
         self._metrics.watch(lambda: loop.load, lambda: self._closer.num_dropped)
+        gauge_of(
+            self._metrics_registry,
+            "pd_kv_transfer_registered_bytes",
+            "Memory that is registered with the transport",
+            lambda: parts.send.transport.registered_bytes,
+        )
 
     async def _serve(self, service: PrefillService) -> tuple[str, str]:
         """Listen for gRPC and for scrapes; return both addresses."""
@@ -265,9 +273,12 @@ class FollowerWorker:
 
 
 def make_loop(
-    parts: RankParts, options: WorkerOptions, emit: Callable[[Event], None]
+    parts: RankParts, options: WorkerOptions, emit: Callable[[Event], None], stalls: StallMeter
 ) -> EngineLoop:
-    """The engine loop of rank 0 on its scheduler, its model and all ranks' senders."""
+    """The engine loop of rank 0 on its scheduler, its model and all ranks' senders.
+
+    `stalls` stands before rank 0's own sender.
+    """
     section, model = options.config.prefill, parts.model
     pool = BlockPool(
         section.num_blocks,
@@ -285,9 +296,10 @@ def make_loop(
     return EngineLoop(
         scheduler,
         model.runner,
-        SenderGroup(parts.send.sender, followers),
+        SenderGroup(stalls, followers),
         emit,
         LoopSettings(max_model_len=model.max_model_len, push=parts.send.push),
+        stalls=stalls,
     )
 
 

@@ -18,6 +18,15 @@ LATENCY_BUCKETS_S = (
     *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0),
 )
 
+SHORT_BUCKETS_S = (
+    *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005),
+    *(0.01, 0.025, 0.05, 0.1, 1.0),
+)
+"""Of work that should take microseconds."""
+
+BYTES_BUCKETS = tuple(float(4**power) for power in range(5, 17))
+"""1 KiB to 4 GiB."""
+
 
 def render_metrics(registry: CollectorRegistry) -> bytes:
     """All metrics of ``registry`` in the text format 0.0.4."""

@@ -84,9 +84,9 @@ class FaultyTransport:
         return self._inner.fence_generation
 
     @property
-    def num_late(self) -> int:
-        """Posts that were reported FAILED and whose bytes have not landed yet."""
-        return len(self._copies)
+    def registered_bytes(self) -> int:
+        """See ``Transport``; copies of late posts are among them."""
+        return self._inner.registered_bytes
 
     def register(self, region: MemoryRegion) -> None:
         """See ``Transport``, as the methods without a comment below."""

@@ -84,6 +84,9 @@ class Bench:
         self.rank.reserve(request)
         return request
 
+    def metric(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(name, labels)
+
     def ticket(self, request: DecodeRequest) -> TicketUpdate:
         update = self.updates[request.request_id][-1]
         assert isinstance(update, TicketUpdate)
@@ -281,8 +284,27 @@ def test_one_failed_part_ends_the_request_and_the_others_are_revoked() -> None:
     assert bench.last_delta() == (FinishReason.ERROR, ErrorCode.TRANSFER_FAILED)
     # Undrained: nobody but a fence can say that nothing lands any more.
     assert [order.demand for order in bench.orders] == [WriterDemand.FENCE]
+    bench.rank.load()
+    assert bench.metric("pd_kv_transfer_quarantined_blocks", peer="prefill-0") == 2
     bench.rank.fenced(bench.rank.desk.nonces_of(request.writer))
+    bench.rank.load()
+    assert bench.metric("pd_kv_transfer_quarantined_blocks", peer="prefill-0") == 0
+    failures = {"peer": "prefill-0/1", "cause": "unspecified"}
+    assert bench.metric("pd_kv_transfer_failures_total", **failures) == 1
     bench.check_empty()
+
+
+def test_transfers_are_counted_per_peer() -> None:
+    bench = Bench()
+    request = bench.reserve()
+    for rank in (0, 1):
+        bench.close(request, rank, decode_pb2.TICKET_OUTCOME_SENT)
+    bench.arrive(request)
+    assert bench.metric("pd_kv_transfer_arrival_seconds_count", peer="prefill-0") == 1
+    for rank in ("0", "1"):
+        peer = f"prefill-0/{rank}"
+        assert bench.metric("pd_kv_transfer_exposed_seconds_count", peer=peer) == 1
+        assert bench.metric("pd_kv_transfer_received_bytes_total", peer=peer) is not None
 
 
 def test_a_damaged_record_fails_the_request_and_frees_its_blocks() -> None:

@@ -31,7 +31,7 @@ from runtime.config import (
 )
 from runtime.sampling import SamplingParams
 from tests.integration.client import Completion, stream
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import Cluster, wait_until
 from tests.integration.conftest import MODEL_DIR
 
 NUM_DISTINCT = 40
@@ -151,14 +151,27 @@ def make_soak(
     return Soak(cluster, prompts, expected, num_requests, restarts)
 
 
-def check_end(soak: Soak, elapsed_s: float, report: Callable[[str], object]) -> None:
-    """Everything is answered and right, and nothing is held."""
+def registered_bytes(cluster: Cluster) -> dict[str, float]:
+    """Memory that each worker has registered with its transport."""
+    name = "pd_kv_transfer_registered_bytes"
+    return {i: cluster.metric(i, name) for i in ("prefill-0", "prefill-1", "decode-0", "decode-1")}
+
+
+def check_end(
+    soak: Soak,
+    elapsed_s: float,
+    registered: dict[str, float],
+    report: Callable[[str], object],
+) -> None:
+    """Everything is answered and right, nothing is held, and the same memory is registered."""
     cluster = soak.cluster
     cluster.wait_workers(4)
     cluster.wait_idle(60.0)
+    # Copies of late posts are gone a moment after they have landed.
+    wait_until(lambda: registered_bytes(cluster) == registered, 10.0, "registered memory is back")
     held = {
-        instance: cluster.metric(instance, name)
-        for name in ("pd_decode_quarantined_blocks",)
+        f"{instance} {name}": cluster.metric(instance, name)
+        for name in ("pd_decode_quarantined_blocks", "pd_kv_transfer_metadata_slots_in_use")
         for instance in ("decode-0", "decode-1")
     }
     figures = {
@@ -185,9 +198,10 @@ def run_soak(
 ) -> None:
     with Cluster(soak_config(), folder) as cluster:
         soak = make_soak(cluster, oracle, num_requests, restarts)
+        registered = registered_bytes(cluster)
         start = time.monotonic()
         asyncio.run(soak.run())
-        check_end(soak, time.monotonic() - start, report)
+        check_end(soak, time.monotonic() - start, registered, report)
     assert cluster.marked_processes() == []
 
 

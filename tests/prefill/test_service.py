@@ -51,6 +51,8 @@ async def test_the_first_token_comes_while_the_kv_still_moves(bench: ServiceBenc
     assert metric(bench.registry, "pd_prefill_ticket_parts_total", outcome="sent") == 1
     assert metric(bench.registry, "pd_prefill_num_requests_sending") == 0
     assert metric(bench.registry, "pd_prefill_queue_seconds_count") == 1
+    for name in ("bytes", "descriptors", "post_seconds", "wire_seconds", "exposed_seconds"):
+        assert metric(bench.registry, f"pd_kv_transfer_{name}_count", peer="decode-0/0") == 1
 
 
 async def test_a_first_token_that_ends_the_request_closes_as_not_needed(

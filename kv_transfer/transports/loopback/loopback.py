@@ -71,6 +71,11 @@ class LoopbackTransport:
         """Number of fences so far."""
         return self._incoming.generation
 
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes of all regions."""
+        return self._regions.num_bytes
+
     def register(self, region: MemoryRegion) -> None:
         """Make ``region`` writable for peers that get an endpoint from now on."""
         self._regions.add(region)

@@ -32,6 +32,12 @@ class RegionTable:
         self._by_label: dict[str, _Registered] = {}
         self._by_key: dict[bytes, _Registered] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all regions."""
+        with self._lock:
+            return sum(registered.region.nbytes for registered in self._by_label.values())
+
     def add(self, region: MemoryRegion) -> None:
         """Register ``region``.
 

@@ -89,6 +89,11 @@ class PairedTransport:
         """Number of fences so far."""
         return self._incoming.generation
 
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes of all regions, each counted once however many connections have it."""
+        return sum(region.nbytes for region in self._regions.all())
+
     def register(self, region: MemoryRegion) -> None:
         """Make ``region`` writable for connections that are made from now on, and readable for all
         posts.
@@ -131,7 +136,7 @@ class PairedTransport:
         sock = open_connection(target.host, target.port)
         try:
             sock.settimeout(_OFFER_TIMEOUT_S)
-            offer = self._shake_hands(sock, target)
+            offer = _shake_hands(sock, self._local_name, target)
             sock.settimeout(None)
         except (OSError, ValueError) as error:
             sock.close()
@@ -234,20 +239,6 @@ class PairedTransport:
         with self._lock:
             return tuple(self._outgoing.values())
 
-    def _shake_hands(self, sock: socket.socket, target: PairedEndpoint) -> Offer:
-        token = bytes.fromhex(target.token)
-        send_hello(sock, Hello(target.generation, token, self._local_name, target.name))
-        status, message = receive_reply(sock)
-        if status is not Status.OK:
-            raise StaleTicketError(f"{target.name} refused the connection: {message}")
-        send_frame(sock, FrameKind.WHO, ProcessIdentity.of_this_process().encode())
-        kind, payload = receive_frame(sock)
-        if kind is FrameKind.OFFER:
-            return Offer.decode(payload)
-        raise PeerLostError(
-            f"{target.name} cannot serve the connection: {payload.decode(errors='replace')}"
-        )
-
     def _open(self, sock: socket.socket, peer: str, offer: Offer) -> PeerHandle:
         with self._lock:
             handle = PeerHandle(peer, self._next_connection_id)
@@ -288,6 +279,21 @@ class PairedTransport:
     def _tell_listeners(self) -> None:
         for listener in self._listeners:
             listener()
+
+
+def _shake_hands(sock: socket.socket, local_name: str, target: PairedEndpoint) -> Offer:
+    token = bytes.fromhex(target.token)
+    send_hello(sock, Hello(target.generation, token, local_name, target.name))
+    status, message = receive_reply(sock)
+    if status is not Status.OK:
+        raise StaleTicketError(f"{target.name} refused the connection: {message}")
+    send_frame(sock, FrameKind.WHO, ProcessIdentity.of_this_process().encode())
+    kind, payload = receive_frame(sock)
+    if kind is FrameKind.OFFER:
+        return Offer.decode(payload)
+    raise PeerLostError(
+        f"{target.name} cannot serve the connection: {payload.decode(errors='replace')}"
+    )
 
 
 def _warm_up(engine: WriteEngine, ours: Sequence[MemoryRegion], offer: Offer) -> None:

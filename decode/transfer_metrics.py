@@ -1,0 +1,81 @@
+"""What the arriving side sees of transfers, per prefill worker. Names begin with `pd_kv_transfer_`.
+
+The engine loop writes; a scrape only reads. The prefill side counts descriptors and the times of
+the same transfers under the same prefix.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from runtime.metrics import LATENCY_BUCKETS_S
+from runtime.pb import common_pb2, decode_pb2
+from runtime.peer_series import PeerSeries
+
+
+class TransferMetrics:
+    """The label `peer` is "instance/rank" of a part's writer, or the writing "instance"."""
+
+    def __init__(
+        self, registry: CollectorRegistry, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._peers = PeerSeries(clock)
+        self._arrival = Histogram(
+            "pd_kv_transfer_arrival_seconds",
+            "From ticket to complete KV",
+            ["peer"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._exposed = Histogram(
+            "pd_kv_transfer_exposed_seconds",
+            "From the first token to the end of a sent part, as its writer says",
+            ["peer"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._received = Counter(
+            "pd_kv_transfer_received_bytes",
+            "Bytes of closed parts, as their writers say",
+            ["peer"],
+            registry=registry,
+        )
+        self._failures = Counter(
+            "pd_kv_transfer_failures",
+            "Parts that failed, by error code",
+            ["peer", "cause"],
+            registry=registry,
+        )
+        self._quarantined = Gauge(
+            "pd_kv_transfer_quarantined_blocks",
+            "KV blocks of cancelled tickets that this writer may still reach",
+            ["peer"],
+            registry=registry,
+        )
+        self._in_quarantine: set[str] = set()
+
+    def arrived(self, instance: str, waited_s: float) -> None:
+        """All parts of a request of `instance` are here."""
+        self._peers.of(self._arrival, instance).observe(waited_s)
+
+    def part_closed(self, message: decode_pb2.CloseTicketRequest) -> None:
+        """A part is over, one way or another."""
+        peer = f"{message.prefill.instance}/{message.prefill.rank}"
+        self._peers.of(self._received, peer).inc(message.num_bytes)
+        if message.outcome == decode_pb2.TICKET_OUTCOME_SENT:
+            self._peers.of(self._exposed, peer).observe(message.timings.kv_exposed_s)
+        elif message.outcome == decode_pb2.TICKET_OUTCOME_FAILED:
+            name = common_pb2.ErrorCode.Name(message.error.code)
+            cause = name.removeprefix("ERROR_CODE_").lower()
+            self._peers.of(self._failures, peer, cause).inc()
+
+    def set_quarantined(self, num_blocks: Mapping[str, int]) -> None:
+        """Mirror the quarantine: blocks by writing instance."""
+        for instance in self._in_quarantine - num_blocks.keys():
+            self._peers.of(self._quarantined, instance).set(0)
+        for instance, count in num_blocks.items():
+            self._peers.of(self._quarantined, instance).set(count)
+        self._in_quarantine = set(num_blocks)
