@@ -159,7 +159,7 @@ def test_parallel_ranks_say_the_same_and_ctrl_c_leaves_nothing(
     detached: tuple[Cluster, str], tmp_path: Path
 ) -> None:
     expected = detached[0].generate()
-    cluster = Cluster(tmp_path, "parallel", "[prefill]\ntp = 2\n[decode]\ndp = 2\n")
+    cluster = Cluster(tmp_path, "parallel", "[decode]\ndp = 2\n")
     command = [sys.executable, "-m", "deploy", "up", str(cluster.config_path)]
     with (tmp_path / "output").open("w+") as output:
         up = subprocess.Popen(
