@@ -20,7 +20,8 @@ from kv_transfer.transport import (
     Transport,
 )
 from kv_transfer.transports import create_transport
-from kv_transfer.transports.loopback.endpoint import LoopbackEndpoint, token_of
+from kv_transfer.transports.gate import token_of
+from kv_transfer.transports.loopback.endpoint import LoopbackEndpoint
 from runtime.errors import (
     ConfigError,
     PeerLostError,

@@ -1,16 +1,9 @@
-"""What a loopback peer is given to write here, and how a connection proves that it was given.
-
-The token of generation ``g`` is an HMAC of ``g`` under a key that never leaves the process. A fence
-begins a new generation and sets the least one that the fenced peer may present: an endpoint of
-before the fence cannot be made to look newer by its holder, while other peers go on with theirs.
-"""
+"""What a loopback peer is given to write here: where, with which token, which regions."""
 
 from __future__ import annotations
 
-import hmac
 import json
 from dataclasses import dataclass
-from hashlib import sha256
 
 from runtime.errors import TransferFailedError
 
@@ -71,13 +64,3 @@ class LoopbackEndpoint:
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise TransferFailedError(f"not a loopback endpoint: {error!r}") from error
-
-
-def token_of(key: bytes, generation: int) -> bytes:
-    """The 32-byte token of ``generation``."""
-    return hmac.digest(key, generation.to_bytes(8, "little"), sha256)
-
-
-def is_token_of(token: bytes, key: bytes, generation: int) -> bool:
-    """Whether ``token`` is that of ``generation``, compared in constant time."""
-    return hmac.compare_digest(token, token_of(key, generation))

@@ -7,14 +7,13 @@ kernel still held for the socket goes with it, and the peer's pending posts FAIL
 
 from __future__ import annotations
 
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kv_transfer.transports.loopback.endpoint import is_token_of, token_of
+from kv_transfer.transports.gate import Gate
 from kv_transfer.transports.loopback.regions import RegionTable
 from kv_transfer.transports.loopback.sockets import open_listener, tune
 from kv_transfer.transports.loopback.wire import (
@@ -62,15 +61,12 @@ class IncomingConnections:
         *,
         on_notify: Callable[[str, bytes], None],
     ) -> None:
-        self._name = name
+        self._gate = Gate(name)
         self._regions = regions
         self._on_notify = on_notify
         self._lock = threading.Lock()
         self._connections: set[_Connection] = set()
-        self._generation = 0
-        self._least_generation: dict[str, int] = {}  # by peer that was fenced
         self._is_closing = False
-        self._token_key = secrets.token_bytes(32)
         self._listener = open_listener(host)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._thread = threading.Thread(target=self._accept, name="kv-loopback-accept", daemon=True)
@@ -79,18 +75,16 @@ class IncomingConnections:
     @property
     def generation(self) -> int:
         """Number of fences so far."""
-        return self._generation
+        return self._gate.generation
 
     def token(self) -> tuple[int, bytes]:
         """The present generation and its token."""
-        generation = self._generation
-        return generation, token_of(self._token_key, generation)
+        return self._gate.token()
 
     def fence(self, peer: str) -> None:
         """End all connections of ``peer``; its next one needs an endpoint of a later generation."""
         with self._lock:
-            self._generation += 1
-            self._least_generation[peer] = self._generation
+            self._gate.shut_out(peer)
             victims = [c for c in self._connections if c.peer == peer]
         self._end(victims)
 
@@ -159,7 +153,7 @@ class IncomingConnections:
 
     def _admit(self, connection: _Connection, hello: Hello) -> bool:
         with self._lock:
-            reason = self._reason_to_refuse(hello)
+            reason = self._gate.reason_to_refuse(hello)
             if not reason:
                 connection.peer = hello.sender
         status = Status.STALE if reason else Status.OK
@@ -167,15 +161,6 @@ class IncomingConnections:
             _log.warning("refused a connection of %s: %s", hello.sender, reason)
         send_reply(connection.sock, status, reason)
         return not reason
-
-    def _reason_to_refuse(self, hello: Hello) -> str:
-        if hello.receiver != self._name:
-            return "another process answers at this address"
-        if not is_token_of(hello.token, self._token_key, hello.generation):
-            return "wrong connection token"
-        if hello.generation < self._least_generation.get(hello.sender, 0):
-            return "the endpoint is from before a fence: shake hands again"
-        return ""
 
     def _read_posts(self, connection: _Connection) -> None:
         while True:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from kv_transfer.transport import (
@@ -13,6 +12,7 @@ from kv_transfer.transport import (
     TransferHandle,
     TransferState,
 )
+from kv_transfer.transports.events import EventHub
 from kv_transfer.transports.loopback.endpoint import LoopbackEndpoint, RemoteRegion
 from kv_transfer.transports.loopback.incoming import IncomingConnections
 from kv_transfer.transports.loopback.outgoing import OutgoingConnection, OutgoingPost
@@ -29,8 +29,6 @@ from kv_transfer.transports.loopback.wire import (
 from kv_transfer.transports.post_table import PostTable
 from runtime.errors import PeerLostError, StaleTicketError, TandemError, TransferFailedError
 
-_MAX_NOTIFICATIONS = 1 << 16
-
 
 class LoopbackTransport:
     """See ``kv_transfer.transport.Transport``, whose promises this keeps with TCP sockets and
@@ -46,14 +44,13 @@ class LoopbackTransport:
         self._lock = threading.Lock()
         self._regions = RegionTable()
         self._posts = PostTable()
-        self._listeners: tuple[Callable[[], None], ...] = ()
-        self._notifications: deque[tuple[str, bytes]] = deque(maxlen=_MAX_NOTIFICATIONS)
+        self._events = EventHub()
         self._outgoing: dict[int, OutgoingConnection] = {}  # by connection id
         self._remote: dict[int, dict[str, RemoteRegion]] = {}  # the same
         self._next_connection_id = 1
         self._is_closed = False
         self._incoming = IncomingConnections(
-            local_name, host, self._regions, on_notify=self._notified
+            local_name, host, self._regions, on_notify=self._events.notified
         )
 
     @property
@@ -120,7 +117,7 @@ class LoopbackTransport:
             self._next_connection_id += 1
             self._remote[handle.connection_id] = target.regions
             self._outgoing[handle.connection_id] = OutgoingConnection(
-                sock, handle, self._posts, on_event=self._tell_listeners
+                sock, handle, self._posts, on_event=self._events.tell
             )
         return handle
 
@@ -177,20 +174,15 @@ class LoopbackTransport:
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """What arrived since the last call."""
-        found = []
-        while self._notifications:
-            found.append(self._notifications.popleft())
-        return found
+        return self._events.take_notifications()
 
     def add_listener(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` after each completion, loss or notification."""
-        with self._lock:
-            self._listeners = (*self._listeners, listener)
+        self._events.add_listener(listener)
 
     def remove_listener(self, listener: Callable[[], None]) -> None:
         """Stop calling ``listener``."""
-        with self._lock:
-            self._listeners = tuple(other for other in self._listeners if other != listener)
+        self._events.remove_listener(listener)
 
     def close(self) -> None:
         """Close everything and join all threads. Idempotent."""
@@ -200,11 +192,3 @@ class LoopbackTransport:
         for handle in handles:
             self.disconnect(handle)
         self._incoming.close()
-
-    def _notified(self, peer: str, message: bytes) -> None:
-        self._notifications.append((peer, message))
-        self._tell_listeners()
-
-    def _tell_listeners(self) -> None:
-        for listener in self._listeners:
-            listener()

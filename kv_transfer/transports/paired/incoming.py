@@ -10,13 +10,12 @@ stay in quarantine than blocks that two requests share.
 from __future__ import annotations
 
 import contextlib
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 
-from kv_transfer.transports.loopback.endpoint import is_token_of, token_of
+from kv_transfer.transports.gate import Gate
 from kv_transfer.transports.loopback.sockets import open_listener, tune
 from kv_transfer.transports.loopback.wire import Hello, Status, receive_hello, send_reply
 from kv_transfer.transports.paired.engine import EngineError, EngineFactory
@@ -51,6 +50,7 @@ class IncomingPeers:
         fence_timeout_s: float,
     ) -> None:
         self._name = name
+        self._gate = Gate(name)
         self._factory = factory
         self._regions = regions
         self._on_notify = on_notify
@@ -59,11 +59,8 @@ class IncomingPeers:
         self._lock = threading.Lock()
         self._peers: set[IncomingPeer] = set()
         self._suspects: dict[str, list[ProcessIdentity]] = {}  # by peer: may still write
-        self._generation = 0
-        self._least_generation: dict[str, int] = {}  # by peer that was fenced
         self._num_created = 0
         self._is_closing = False
-        self._token_key = secrets.token_bytes(32)
         self._listener = open_listener(host)
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, name="kv-paired-accept", daemon=True)
@@ -72,12 +69,11 @@ class IncomingPeers:
     @property
     def generation(self) -> int:
         """Number of fences so far."""
-        return self._generation
+        return self._gate.generation
 
     def token(self) -> tuple[int, bytes]:
         """The present generation and its token."""
-        generation = self._generation
-        return generation, token_of(self._token_key, generation)
+        return self._gate.token()
 
     def fence(self, peer: str) -> None:
         """Shut out ``peer``; its next connection needs an endpoint of a later generation.
@@ -87,8 +83,7 @@ class IncomingPeers:
                 answer. Its connection is void all the same; call again.
         """
         with self._lock:
-            self._generation += 1
-            self._least_generation[peer] = self._generation
+            self._gate.shut_out(peer)
             victims = [connection for connection in self._peers if connection.name == peer]
         stubborn = [victim.who for victim in self._end(victims) if victim.who is not None]
         deadline = time.monotonic() + self._fence_timeout_s
@@ -199,15 +194,10 @@ class IncomingPeers:
         return not reason
 
     def _reason_to_refuse(self, hello: Hello) -> str:
-        if hello.receiver != self._name:
-            return "another process answers at this address"
-        if not is_token_of(hello.token, self._token_key, hello.generation):
-            return "wrong connection token"
-        if hello.generation < self._least_generation.get(hello.sender, 0):
-            return "the endpoint is from before a fence: shake hands again"
-        if self._is_closing or len(self._peers) >= _MAX_CONNECTIONS:
-            return "no further connection is accepted"
-        return ""
+        reason = self._gate.reason_to_refuse(hello)
+        if not reason and (self._is_closing or len(self._peers) >= _MAX_CONNECTIONS):
+            reason = "no further connection is accepted"
+        return reason
 
     def _make_offer(self, connection: IncomingPeer) -> None:
         kind, payload = receive_frame(connection.sock)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from kv_transfer.transport import (
@@ -16,6 +15,7 @@ from kv_transfer.transport import (
     TransferHandle,
     TransferState,
 )
+from kv_transfer.transports.events import EventHub
 from kv_transfer.transports.loopback.sockets import open_connection
 from kv_transfer.transports.loopback.wire import Hello, Status, receive_reply, send_hello
 from kv_transfer.transports.paired.endpoint import PairedEndpoint
@@ -33,7 +33,6 @@ from kv_transfer.transports.paired.regions import RegionBook
 from kv_transfer.transports.post_table import PostTable
 from runtime.errors import PeerLostError, StaleTicketError, TandemError, TransferFailedError
 
-_MAX_NOTIFICATIONS = 1 << 16
 _OFFER_TIMEOUT_S = 15.0
 _WARM_UP_TIMEOUT_S = 5.0
 _WARM_UP_BYTES = 1 << 16
@@ -60,8 +59,7 @@ class PairedTransport:
         self._lock = threading.Lock()
         self._regions = RegionBook()
         self._posts = PostTable()
-        self._listeners: tuple[Callable[[], None], ...] = ()
-        self._notifications: deque[tuple[str, bytes]] = deque(maxlen=_MAX_NOTIFICATIONS)
+        self._events = EventHub()
         self._outgoing: dict[int, OutgoingPeer] = {}  # by connection id
         self._next_connection_id = 1
         self._is_closed = False
@@ -70,7 +68,7 @@ class PairedTransport:
             host,
             factory,
             self._regions,
-            on_notify=self._notified,
+            on_notify=self._events.notified,
             fence_timeout_s=fence_timeout_s,
         )
 
@@ -211,20 +209,15 @@ class PairedTransport:
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """What arrived since the last call."""
-        found = []
-        while self._notifications:
-            found.append(self._notifications.popleft())
-        return found
+        return self._events.take_notifications()
 
     def add_listener(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` after each completion, loss or notification."""
-        with self._lock:
-            self._listeners = (*self._listeners, listener)
+        self._events.add_listener(listener)
 
     def remove_listener(self, listener: Callable[[], None]) -> None:
         """Stop calling ``listener``."""
-        with self._lock:
-            self._listeners = tuple(other for other in self._listeners if other != listener)
+        self._events.remove_listener(listener)
 
     def close(self) -> None:
         """Close everything and join all threads. Idempotent."""
@@ -264,21 +257,13 @@ class PairedTransport:
                     engine,
                     self._posts,
                     regions={region.label: region for region in offer.regions},
-                    on_event=self._tell_listeners,
+                    on_event=self._events.tell,
                 )
         if is_closed:
             engine.close()
             _say_bye(sock)
             raise PeerLostError("the transport is closed")
         return handle
-
-    def _notified(self, peer: str, message: bytes) -> None:
-        self._notifications.append((peer, message))
-        self._tell_listeners()
-
-    def _tell_listeners(self) -> None:
-        for listener in self._listeners:
-            listener()
 
 
 def _shake_hands(sock: socket.socket, local_name: str, target: PairedEndpoint) -> Offer:
