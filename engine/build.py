@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from engine.config import ModelConfig
+from engine.kernels.base import Kernels
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.groups import ProcessGroups
@@ -36,6 +37,7 @@ def build_model(
     load_format: LoadFormat | str = LoadFormat.SAFETENSORS,
     with_mtp: bool = False,
     progress: bool = False,
+    kernels: Kernels | None = None,
 ) -> DeepseekV3ForCausalLM:
     """Build this rank's model and fill it.
 
@@ -47,6 +49,7 @@ def build_model(
         load_format: where weights come from.
         with_mtp: build the multi-token-prediction layers.
         progress: show a bar on stderr.
+        kernels: that the model runs on; None for the fastest of the device.
 
     Raises:
         ConfigError: an unsupported model, axes that do not divide it, too few devices, or a
@@ -64,7 +67,9 @@ def build_model(
             "multi-token prediction was asked for, and the checkpoint has no such layer",
             "turn it off or use a checkpoint that has one",
         )
-    model = DeepseekV3ForCausalLM(config, groups, dtype=dtype, device=device, with_mtp=with_mtp)
+    model = DeepseekV3ForCausalLM(
+        config, groups, dtype=dtype, device=device, with_mtp=with_mtp, kernels=kernels
+    )
     with progress_bar("loading weights") if progress else nullcontext() as moved:
         if load_format is LoadFormat.DUMMY:
             fill_with_dummy_weights(model, progress=moved)

@@ -15,6 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.alignment import ROW_BLOCK, Alignment, max_aligned_rows
+from engine.kernels.fp8_rows import GROUP, MIN_AMAX, Fp8Rows
+from engine.kernels.rotation import Rotation
+from engine.kernels.routing import RoutingRule
+
 QUERY_CHUNK = 256
 """Queries scored at once in `causal_attention`; bounds its memory at H x 256 x P scores."""
 
@@ -53,14 +58,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleave: bool = True
 
 
 def group_limited_topk(
-    logits_TE: Tensor,
-    bias_E: Tensor,
-    *,
-    top_k: int,
-    n_group: int,
-    topk_group: int,
-    norm_topk_prob: bool,
-    routed_scaling_factor: float,
+    logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule
 ) -> tuple[Tensor, Tensor]:
     """Choose experts as DeepSeek-V3 does (report, section 2.1.2).
 
@@ -71,28 +69,25 @@ def group_limited_topk(
     Args:
         logits_TE: [T, E] float32.
         bias_E: [E] float32, `e_score_correction_bias`.
-        top_k: K.
-        n_group: groups of E / n_group neighbouring experts.
-        topk_group: groups that a token may use.
-        norm_topk_prob: whether weights are divided by their sum.
-        routed_scaling_factor: factor of all weights.
+        rule: K = `top_k`; `n_group` groups of neighbouring experts, of which a token may use
+            `topk_group`; whether weights are divided by their sum; the factor of all weights.
 
     Returns:
         topk_ids [T, K] int64 and topk_weights [T, K] float32.
     """
     scores_TE = logits_TE.sigmoid()
     choice_TE = scores_TE + bias_E
-    if topk_group < n_group:
-        grouped = choice_TE.view(choice_TE.shape[0], n_group, choice_TE.shape[1] // n_group)
+    if rule.topk_group < rule.n_group:
+        grouped = choice_TE.view(len(choice_TE), rule.n_group, choice_TE.shape[1] // rule.n_group)
         group_score = grouped.topk(2, dim=-1).values.sum(dim=-1)
-        chosen = group_score.topk(topk_group, dim=-1).indices
+        chosen = group_score.topk(rule.topk_group, dim=-1).indices
         left_out = torch.ones_like(group_score, dtype=torch.bool).scatter_(1, chosen, False)
         choice_TE = grouped.masked_fill(left_out.unsqueeze(-1), float("-inf")).flatten(1)
-    topk_ids_TK = choice_TE.topk(top_k, dim=-1).indices
+    topk_ids_TK = choice_TE.topk(rule.top_k, dim=-1).indices
     topk_weights_TK = scores_TE.gather(1, topk_ids_TK)
-    if norm_topk_prob:
+    if rule.norm_topk_prob:
         topk_weights_TK = topk_weights_TK / (topk_weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
-    return topk_ids_TK, topk_weights_TK * routed_scaling_factor
+    return topk_ids_TK, topk_weights_TK * rule.routed_scaling_factor
 
 
 def grouped_mlp(
@@ -175,3 +170,165 @@ def absorbed_attention(
     probs = scores.softmax(dim=-1).to(latents_SPL.dtype)
     out = torch.bmm(probs, latents_SPL[..., :kv_lora_rank])
     return out.view(num_seqs, num_queries, num_heads, kv_lora_rank)
+
+
+def varlen_attention(
+    q_THA: Tensor,
+    k_PHA: Tensor,
+    v_PHV: Tensor,
+    lengths: Sequence[tuple[int, int]],
+    scale: float,
+) -> Tensor:
+    """Run `causal_attention` for sequences that lie one after another.
+
+    Args:
+        q_THA: [T, H, N + R].
+        k_PHA: [P, H, N + R].
+        v_PHV: [P, H, V].
+        lengths: per sequence its queries and its positions; they sum to T and P.
+        scale: of the scores.
+
+    Returns:
+        [T, H, V].
+    """
+    if len(lengths) == 1:
+        return causal_attention(q_THA, k_PHA, v_PHV, scale)
+    queries, positions = ([pair[i] for pair in lengths] for i in (0, 1))
+    parts = zip(
+        q_THA.split_with_sizes(queries),
+        k_PHA.split_with_sizes(positions),
+        v_PHV.split_with_sizes(positions),
+        strict=True,
+    )
+    return torch.cat([causal_attention(q, k, v, scale) for q, k, v in parts])
+
+
+def rotate_queries(q_THA: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the last R numbers of every head of [T, H, A] in place, and return it."""
+    part = q_THA[..., -2 * rotation.cos.shape[1] :]
+    part.copy_(apply_rotary(part, rotation.cos, rotation.sin, interleave=rotation.interleave))
+    return q_THA
+
+
+def store_latents(
+    latents_TL: Tensor,
+    weight_C: Tensor,
+    eps: float,
+    rotation: Rotation,
+    *,
+    cache: Tensor,
+    slots_T: Tensor,
+) -> None:
+    """Norm kv_c, rotate k_pe, and write both into one layer of the KV pool.
+
+    Args:
+        latents_TL: [T, C + R] of the projection.
+        weight_C: [C], of the norm.
+        eps: of the norm.
+        rotation: of the T tokens.
+        cache: [num_blocks, block_size, C + R], any strides.
+        slots_T: [T] int64, block_id * block_size + offset.
+    """
+    kv_c_TC, k_pe_TR = latents_TL.tensor_split([weight_C.shape[0]], dim=1)
+    kv_c_TC = rms_norm(kv_c_TC, weight_C, eps)
+    k_pe_TR = apply_rotary(k_pe_TR, rotation.cos, rotation.sin, interleave=rotation.interleave)
+    blocks = torch.div(slots_T, cache.shape[1], rounding_mode="floor")
+    cache[blocks, slots_T % cache.shape[1]] = torch.cat((kv_c_TC, k_pe_TR), dim=1).to(cache.dtype)
+
+
+def join_keys(k_nope_PHN: Tensor, k_pe_PR: Tensor) -> Tensor:
+    """Return [P, H, N + R]: each head's own part and the part that all heads share."""
+    shared = k_pe_PR.unsqueeze(1).expand(-1, k_nope_PHN.shape[1], -1)
+    return torch.cat((k_nope_PHN, shared), dim=-1)
+
+
+def quantize_rows(x_TK: Tensor) -> Fp8Rows:
+    """Quantise each group of 128 neighbours of [T, K] to e4m3, its largest becoming 448."""
+    groups = x_TK.float().reshape(x_TK.shape[0], x_TK.shape[1] // GROUP, GROUP)
+    scale_TG = groups.abs().amax(dim=-1).clamp_min(MIN_AMAX) / 448.0
+    out = Fp8Rows.empty(x_TK.shape[0], x_TK.shape[1], x_TK.device)
+    scaled = (groups / scale_TG.unsqueeze(-1)).clamp(-448.0, 448.0)
+    out.data_TK.copy_(scaled.flatten(1).to(torch.float8_e4m3fn))
+    out.scale_TG.copy_(scale_TG)
+    return out
+
+
+def fp8_linear(x: Fp8Rows, weight_NK: Tensor, scale_inv_PQ: Tensor) -> Tensor:
+    """Return bfloat16 [T, N]: the product with a block-quantised weight, in float32."""
+    rows = scale_inv_PQ.repeat_interleave(GROUP, 0)[: weight_NK.shape[0]]
+    weight = weight_NK.float() * rows.repeat_interleave(GROUP, 1)[:, : weight_NK.shape[1]]
+    return F.linear(x.dequantize(), weight).bfloat16()
+
+
+def align_to_experts(topk_ids_TK: Tensor, first: int, num_experts: int) -> Alignment:
+    """Choose the row of every (token, expert) pair; see `Alignment`.
+
+    Args:
+        topk_ids_TK: [T, K] int64 physical experts; those outside of
+            [first, first + num_experts) get no row.
+        first: lowest expert of this rank.
+        num_experts: experts of this rank.
+    """
+    ids = topk_ids_TK.flatten() - first
+    rows = torch.full_like(ids, -1, dtype=torch.int32)
+    num_rows = max_aligned_rows(ids.numel(), num_experts)
+    expert_M = torch.full((num_rows,), -1, dtype=torch.int32, device=ids.device)
+    start = 0
+    for expert in range(num_experts):
+        pairs = (ids == expert).nonzero().squeeze(1)
+        places = torch.arange(start, start + len(pairs), dtype=torch.int32, device=ids.device)
+        rows[pairs] = places
+        end = -(-(start + len(pairs)) // ROW_BLOCK) * ROW_BLOCK
+        expert_M[start:end] = expert
+        start = end
+    return Alignment(rows_TK=rows.view(topk_ids_TK.shape), expert_M=expert_M)
+
+
+def gather_rows(
+    source_MD: Tensor, alignment: Alignment, weights_TK: Tensor, own_TD: Tensor | None
+) -> Tensor:
+    """Return [T, D]: the weighted sum of each token's rows plus `own_TD`, summed in float32."""
+    rows_TK = alignment.rows_TK.long()
+    parts_TKD = source_MD[rows_TK.clamp_min(0)].float()
+    parts_TKD = parts_TKD.masked_fill((rows_TK < 0).unsqueeze(-1), 0.0)
+    out_TD = (parts_TKD * weights_TK.unsqueeze(-1)).sum(dim=1)
+    return (out_TD if own_TD is None else out_TD + own_TD.float()).to(source_MD.dtype)
+
+
+def spread_rows(rows: Fp8Rows, alignment: Alignment) -> Fp8Rows:
+    """Copy each token's row to all of its places: [M, D]; other rows are uninitialised."""
+    out = Fp8Rows.empty(alignment.expert_M.shape[0], rows.data_TK.shape[1], rows.data_TK.device)
+    num_tokens, top_k = alignment.rows_TK.shape
+    places = alignment.rows_TK.flatten().long()
+    tokens = torch.arange(num_tokens, device=places.device).repeat_interleave(top_k)
+    tokens, places = tokens[places >= 0], places[places >= 0]
+    out.data_TK.view(torch.uint8)[places] = rows.data_TK.view(torch.uint8)[tokens]
+    out.scale_TG[places] = rows.scale_TG[tokens]
+    return out
+
+
+def grouped_fp8_mlp(
+    rows: Fp8Rows, expert_M: Tensor, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Run each expert's gated MLP over its aligned rows.
+
+    Args:
+        rows: [M, D] in the layout of `Alignment`.
+        expert_M: [M] int32; rows of -1 are left uninitialised.
+        w13: [E, 2F, D] e4m3, gate over up, and [E, 2F / 128, D / 128] float32.
+        w2: [E, D, F] e4m3 and [E, D / 128, F / 128] float32.
+
+    Returns:
+        [M, D] bfloat16.
+    """
+    size = rows.data_TK.shape
+    out_MD = torch.empty(size, dtype=torch.bfloat16, device=expert_M.device)
+    for expert in sorted(set(expert_M.tolist())):
+        if expert >= 0:
+            mine = expert_M == expert
+            part = Fp8Rows(data_TK=rows.data_TK.view(torch.uint8)[mine].view(torch.float8_e4m3fn),
+                           scale_TG=rows.scale_TG[mine])  # fmt: skip
+            gate_up = fp8_linear(part, w13[0][expert], w13[1][expert])
+            hidden = quantize_rows(silu_and_mul(gate_up.float()))
+            out_MD[mine] = fp8_linear(hidden, w2[0][expert], w2[1][expert])
+    return out_MD

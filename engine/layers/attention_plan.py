@@ -11,13 +11,14 @@ stay in the cache of a core.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
+from engine.kernels.base import VarlenLengths
 from engine.layers.scratch import Scratch
 from engine.memory.kv_pool import KVPool
 
@@ -72,11 +73,19 @@ class AttentionRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecompressedSegment:
-    """One sequence: rows of the step, its context length, its blocks [b] int64."""
+    """Neighbouring sequences that are expanded and attended to in one call.
+
+    Attributes:
+        rows: of the step.
+        block_ids: [b] int64, the blocks of all of them.
+        kept: which of the gathered [b * block_size] rows are positions, in order.
+        seqs: lengths of the sequences.
+    """
 
     rows: slice
-    num_positions: int
     block_ids: Tensor
+    kept: slice | Tensor
+    seqs: VarlenLengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,10 +159,19 @@ class _Sequence:
     num_blocks: int
 
 
-def plan_attention(batch: ForwardBatch, block_size: int, rule: AttentionRule) -> AttentionPlan:
-    """Choose a form for every sequence and group those that are absorbed.
+def plan_attention(
+    batch: ForwardBatch, block_size: int, rule: AttentionRule, *, max_positions: int = 0
+) -> AttentionPlan:
+    """Choose a form for every sequence and group those that attend together.
 
     Reads the batch's lengths on the host (one transfer, if it lives on a device).
+
+    Args:
+        batch: of the step.
+        block_size: tokens per block.
+        rule: of the choice.
+        max_positions: context tokens of several decompressed sequences in one call; a sequence
+            with more, or every one if 0, is alone.
     """
     starts = batch.cu_seqlens_q.tolist()
     sequences = [
@@ -172,16 +190,46 @@ def plan_attention(batch: ForwardBatch, block_size: int, rule: AttentionRule) ->
     groups = list(_alike(absorbed, block_size))
     return AttentionPlan(
         segments=tuple(
-            DecompressedSegment(
-                rows=slice(s.start, s.start + s.num_queries),
-                num_positions=s.num_positions,
-                block_ids=tables[s.index, : s.num_blocks],
-            )
-            for s in sequences
-            if s.index not in taken
+            _segment(run, tables, block_size)
+            for run in _neighbours((s for s in sequences if s.index not in taken), max_positions)
         ),
         groups=tuple(_build_groups(groups, tables, block_size)),
         absorbed_rows=_rows([s for group in groups for s in group], tables.device),
+    )
+
+
+def _neighbours(sequences: Iterable[_Sequence], max_positions: int) -> Iterator[list[_Sequence]]:
+    """Split into runs of adjacent sequences with at most `max_positions` in all, or of one."""
+    run: list[_Sequence] = []
+    for s in sequences:
+        total = sum(other.num_positions for other in run) + s.num_positions
+        if run and (s.index != run[-1].index + 1 or total > max_positions):
+            yield run
+            run = []
+        run.append(s)
+    if run:
+        yield run
+
+
+def _segment(run: list[_Sequence], tables: Tensor, block_size: int) -> DecompressedSegment:
+    device = tables.device
+    lengths = [(s.num_queries, s.num_positions) for s in run]
+    ends = torch.tensor([(0, 0), *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    kept: slice | Tensor = slice(0, run[0].num_positions)
+    if len(run) > 1:
+        firsts = accumulate((s.num_blocks * block_size for s in run), initial=0)
+        kept = torch.cat(
+            [torch.arange(a, a + s.num_positions) for a, s in zip(firsts, run, strict=False)]
+        ).to(device)
+    return DecompressedSegment(
+        rows=slice(run[0].start, run[-1].start + run[-1].num_queries),
+        block_ids=torch.cat([tables[s.index, : s.num_blocks] for s in run]),
+        kept=kept,
+        seqs=VarlenLengths(
+            lengths=lengths,
+            cu_seqlens_q=ends[:, 0].contiguous().to(device),
+            cu_seqlens_k=ends[:, 1].contiguous().to(device),
+        ),
     )
 
 

@@ -7,11 +7,13 @@ looked up beside the layer's own name. With one rank all of this is a plain line
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.kernels.fp8_rows import GROUP, Activation
 from engine.layers.context import LayerContext
+from engine.layers.matrix import Matrix
 from engine.weights.slices import WeightSlice, split_evenly
 
 
@@ -22,22 +24,43 @@ def sibling(prefix: str, name: str) -> str:
 
 
 class ReplicatedLinear(nn.Module):
-    """The same product on every rank."""
+    """The same product on every rank; `quantized=False` for a weight that is never FP8."""
 
-    def __init__(self, ctx: LayerContext, in_features: int, outputs: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        ctx: LayerContext,
+        in_features: int,
+        outputs: Mapping[str, int],
+        *,
+        quantized: bool = True,
+    ) -> None:
         super().__init__()
+        self.in_features = in_features
         self.outputs = dict(outputs)
-        self.weight = ctx.parameter(sum(outputs.values()), in_features)
+        self.matrix = Matrix(ctx, list(outputs.values()), in_features, quantized=quantized)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def weight(self) -> Tensor:
+        """[sum of outputs, in_features]."""
+        return self.matrix.weight
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether an input is best given as `Fp8Rows`."""
+        return self.matrix.is_fp8
+
+    def forward(self, x: Activation) -> Tensor:
         """Map [..., in_features] to [..., sum of outputs]."""
-        return F.linear(x, self.weight)
+        out: Tensor = self.matrix(x)
+        return out
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """See `HoldsWeights`."""
-        parts = self.weight.split_with_sizes(list(self.outputs.values()))
-        for name, part in zip(self.outputs, parts, strict=True):
-            yield WeightSlice.whole(sibling(prefix, name), part)
+        rows = accumulate(self.outputs.values(), initial=0)
+        for (name, size), row in zip(self.outputs.items(), rows, strict=False):
+            shape = (size, self.in_features)
+            ranges = ((0, size), (0, self.in_features))
+            yield self.matrix.slice(sibling(prefix, name), shape, ranges, row=row)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -48,22 +71,36 @@ class ColumnParallelLinear(nn.Module):
         self._group = ctx.groups.tp_group
         self.in_features = in_features
         self.outputs = dict(outputs)
-        self.weight = ctx.parameter(sum(outputs.values()) // self._group.size, in_features)
+        shares = [size // self._group.size for size in outputs.values()]
+        # A share that begins inside a block of scales cannot keep the checkpoint's numbers.
+        splits_blocks = self._group.size > 1 and any(share % GROUP for share in shares)
+        self.matrix = Matrix(ctx, shares, in_features, quantized=not splits_blocks)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def weight(self) -> Tensor:
+        """[sum of outputs / tp, in_features]."""
+        return self.matrix.weight
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether an input is best given as `Fp8Rows`."""
+        return self.matrix.is_fp8
+
+    def forward(self, x: Activation) -> Tensor:
         """Map [..., in_features] to [..., sum of outputs / tp]: this rank's share of each."""
-        return F.linear(x, self.weight)
+        out: Tensor = self.matrix(x)
+        return out
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """See `HoldsWeights`."""
         row = 0
         for name, size in self.outputs.items():
             start, end = split_evenly(size, self._group.rank, self._group.size)
-            yield WeightSlice(
-                name=sibling(prefix, name),
-                full_shape=(size, self.in_features),
-                ranges=((start, end), (0, self.in_features)),
-                destination=self.weight[row : row + end - start],
+            yield self.matrix.slice(
+                sibling(prefix, name),
+                (size, self.in_features),
+                ((start, end), (0, self.in_features)),
+                row=row,
             )
             row += end - start
 
@@ -78,24 +115,31 @@ class RowParallelLinear(nn.Module):
         self._group = ctx.groups.tp_group
         self._reduce = reduce
         self.in_features, self.out_features = in_features, out_features
-        self.weight = ctx.parameter(out_features, in_features // self._group.size)
+        self.matrix = Matrix(ctx, [out_features], in_features // self._group.size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def weight(self) -> Tensor:
+        """[out_features, in_features / tp]."""
+        return self.matrix.weight
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether an input is best given as `Fp8Rows`."""
+        return self.matrix.is_fp8
+
+    def forward(self, x: Activation) -> Tensor:
         """Map [..., in_features / tp] to [..., out_features].
 
         Complete on every rank, or with `reduce=False` this rank's part of the sum.
         """
-        out = F.linear(x, self.weight)
+        out: Tensor = self.matrix(x)
         return self._group.all_reduce(out) if self._reduce else out
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """See `HoldsWeights`."""
-        yield WeightSlice(
-            name=f"{prefix}.weight",
-            full_shape=(self.out_features, self.in_features),
-            ranges=(
-                (0, self.out_features),
-                split_evenly(self.in_features, self._group.rank, self._group.size),
-            ),
-            destination=self.weight,
+        columns = split_evenly(self.in_features, self._group.rank, self._group.size)
+        yield self.matrix.slice(
+            f"{prefix}.weight",
+            (self.out_features, self.in_features),
+            ((0, self.out_features), columns),
         )

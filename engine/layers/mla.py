@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
-from engine.kernels import reference
+from engine.kernels.fp8_rows import Activation
+from engine.kernels.rotation import Rotation
 from engine.layers.attention_plan import AttentionStep, DecompressedSegment
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -25,6 +26,7 @@ class MLA(nn.Module):
 
     def __init__(self, config: ModelConfig, ctx: LayerContext, layer_index: int) -> None:
         super().__init__()
+        self._kernels = ctx.kernels
         self.layer_index = layer_index
         self.num_heads = config.num_attention_heads // ctx.groups.tp_group.size
         self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
@@ -52,73 +54,89 @@ class MLA(nn.Module):
             ctx, config.kv_lora_rank, {"kv_b_proj": all_heads * (self.nope_dim + self.value_dim)}
         )
         self.o_proj = RowParallelLinear(ctx, all_heads * self.value_dim, config.hidden_size)
+        # Of kv_b_proj, made at the first absorbed step: the weight itself unless that is FP8.
+        self._up_weight: Tensor | None = None
 
-    def forward(self, hidden_TD: Tensor, step: AttentionStep) -> Tensor:
+    @property
+    def is_fp8(self) -> bool:
+        """Whether an input is best given as `Fp8Rows`."""
+        return self.qkv_a_proj.is_fp8 and (self.q_lora_rank > 0 or self.q_proj.is_fp8)
+
+    def forward(self, hidden: Activation, step: AttentionStep) -> Tensor:
         """Attend; writes this step's latents into the pool first.
 
         Args:
-            hidden_TD: [T, D], normalised.
+            hidden: [T, D], normalised.
             step: of the running batch.
 
         Returns:
             [T, D], complete on every tp rank.
         """
         # 1. project and rotate
-        q_nope_THN, q_pe_THR = self._queries_and_latents(hidden_TD, step)
+        q_THA = self._queries_and_latents(hidden, step)
 
         # 2. attend over all that is remembered
-        out_THV = hidden_TD.new_empty((hidden_TD.shape[0], self.num_heads, self.value_dim))
-        for segment in step.plan.segments:
-            q_QHA = torch.cat((q_nope_THN[segment.rows], q_pe_THR[segment.rows]), dim=-1)
-            out_THV[segment.rows] = self._attend_decompressed(q_QHA, step, segment)
-        if step.plan.groups:
-            rows = step.plan.absorbed_rows
-            out_THV[rows] = self._attend_absorbed(q_nope_THN[rows], q_pe_THR[rows], step)
+        out_THV = self._attend(q_THA, step)
 
         # 3. back to the hidden size
         out_TD: Tensor = self.o_proj(out_THV.flatten(1))
         return out_TD
 
-    def _queries_and_latents(self, hidden_TD: Tensor, step: AttentionStep) -> tuple[Tensor, Tensor]:
-        """Write this step's latents into the pool; return q_nope [T, H, N] and q_pe [T, H, R]."""
-        latents: Tensor = self.qkv_a_proj(hidden_TD)
-        q_c, kv_c_TC, k_pe_TR = latents.split_with_sizes(
-            (self.q_lora_rank, self.kv_lora_rank, self.rope_dim), dim=-1
-        )
+    def _attend(self, q_THA: Tensor, step: AttentionStep) -> Tensor:
+        """Attend in whichever form the plan says for each sequence: [T, H, V]."""
+        plan = step.plan
+        if len(plan.segments) == 1 and not plan.groups:
+            return self._attend_decompressed(q_THA, step, plan.segments[0])
+        out_THV = q_THA.new_empty((*q_THA.shape[:2], self.value_dim))
+        for segment in plan.segments:
+            out_THV[segment.rows] = self._attend_decompressed(q_THA[segment.rows], step, segment)
+        if plan.groups:
+            rows = plan.absorbed_rows
+            out_THV[rows] = self._attend_absorbed(q_THA[rows], step)
+        return out_THV
+
+    def _queries_and_latents(self, hidden: Activation, step: AttentionStep) -> Tensor:
+        """Write this step's latents into the pool; return rotated queries [T, H, A]."""
+        latents: Tensor = self.qkv_a_proj(hidden)
+        q_c, kv_TL = latents.tensor_split([self.q_lora_rank], dim=-1)
         if self.q_lora_rank:
-            q_THA = self._per_head(self.q_b_proj(self.q_a_layernorm(q_c)))
+            q: Tensor = self.q_b_proj(self.q_a_layernorm.feed(q_c, fp8=self.q_b_proj.is_fp8))
         else:
-            q_THA = self._per_head(self.q_proj(hidden_TD))
-        q_nope_THN, q_pe_THR = q_THA.split_with_sizes((self.nope_dim, self.rope_dim), dim=-1)
-        q_pe_THR = reference.apply_rotary(q_pe_THR, step.cos, step.sin, interleave=self.interleave)
-        k_pe_TR = reference.apply_rotary(k_pe_TR, step.cos, step.sin, interleave=self.interleave)
-        kv_c_TC = self.kv_a_layernorm(kv_c_TC)
-        step.kv_pool.write(self.layer_index, step.slot_mapping, kv_c_TC, k_pe_TR)
-        return q_nope_THN, q_pe_THR
+            q = self.q_proj(hidden)
+        rotation = Rotation(cos=step.cos, sin=step.sin, interleave=self.interleave)
+        norm = self.kv_a_layernorm
+        self._kernels.store_latents(
+            kv_TL,
+            norm.weight,
+            norm.eps,
+            rotation,
+            cache=step.kv_pool.layer(self.layer_index),
+            slots_T=step.slot_mapping,
+        )
+        return self._kernels.rotate_queries(self._per_head(q), rotation)
 
     def _attend_decompressed(
-        self, q_QHA: Tensor, step: AttentionStep, segment: DecompressedSegment
+        self, q_THA: Tensor, step: AttentionStep, segment: DecompressedSegment
     ) -> Tensor:
-        """Expand one sequence's latents to keys and values, and attend: [Q, H, V]."""
-        latents_PL = step.gather(self.layer_index, segment.block_ids, q_QHA.dtype)
-        latents_PL = latents_PL[: segment.num_positions]
+        """Expand the sequences' latents to keys and values, and attend: [T, H, V]."""
+        latents_PL = step.gather(self.layer_index, segment.block_ids, q_THA.dtype)[segment.kept]
         kv_c_PC, k_pe_PR = latents_PL.split_with_sizes((self.kv_lora_rank, self.rope_dim), dim=-1)
         k_nope_PHN, v_PHV = self._per_head(self.kv_b_proj(kv_c_PC)).split_with_sizes(
             (self.nope_dim, self.value_dim), dim=-1
         )
-        k_pe_PHR = k_pe_PR.unsqueeze(1).expand(-1, self.num_heads, -1)
-        k_PHA = torch.cat((k_nope_PHN, k_pe_PHR), dim=-1)
-        return reference.causal_attention(q_QHA, k_PHA, v_PHV, self.scale)
+        k_PHA = self._kernels.join_keys(k_nope_PHN, k_pe_PR)
+        return self._kernels.varlen_attention(q_THA, k_PHA, v_PHV, segment.seqs, self.scale)
 
-    def _attend_absorbed(self, q_nope_THN: Tensor, q_pe_THR: Tensor, step: AttentionStep) -> Tensor:
+    def _attend_absorbed(self, q_THA: Tensor, step: AttentionStep) -> Tensor:
         """Attend in the latent space, all groups' rows at once where they allow: [T, H, V]."""
+        q_nope_THN, q_pe_THR = q_THA.split_with_sizes((self.nope_dim, self.rope_dim), dim=-1)
         w_uk_HNC, w_uv_HVC = self._up_projections()
         q_c_HTC = torch.bmm(q_nope_THN.transpose(0, 1), w_uk_HNC)
         q_THL = torch.cat((q_c_HTC.transpose(0, 1), q_pe_THR), dim=-1)
         out_THC = q_THL.new_empty((*q_THL.shape[:2], self.kv_lora_rank))
         for group in step.plan.groups:
             num_seqs, num_queries, _ = group.hidden_SQP.shape
-            attended = reference.absorbed_attention(
+            attended = self._kernels.absorbed_attention(
                 q_THL[group.rows].view(num_seqs, num_queries, self.num_heads, -1),
                 step.gather_group(self.layer_index, group, q_THL.dtype),
                 group.hidden_SQP,
@@ -129,8 +147,10 @@ class MLA(nn.Module):
         return torch.bmm(out_THC.transpose(0, 1), w_uv_HVC.transpose(1, 2)).transpose(0, 1)
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
-        """Return views of kv_b_proj per head: W_UK [H, N, C] and W_UV [H, V, C]."""
-        per_head = self.kv_b_proj.weight.view(self.num_heads, -1, self.kv_lora_rank)
+        """Return kv_b_proj per head in the compute dtype: W_UK [H, N, C] and W_UV [H, V, C]."""
+        if self._up_weight is None:
+            self._up_weight = self.kv_b_proj.matrix.dequantized()
+        per_head = self._up_weight.view(self.num_heads, -1, self.kv_lora_rank)
         w_uk_HNC, w_uv_HVC = per_head.split_with_sizes((self.nope_dim, self.value_dim), dim=1)
         return w_uk_HNC, w_uv_HVC
 

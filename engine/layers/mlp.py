@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from engine.kernels import reference
+from engine.kernels.fp8_rows import Activation
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -14,12 +14,24 @@ class MLP(nn.Module):
         self, ctx: LayerContext, hidden_size: int, intermediate_size: int, *, reduce: bool = True
     ) -> None:
         super().__init__()
+        self._kernels = ctx.kernels
         self.gate_up_proj = ColumnParallelLinear(
             ctx, hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         )
         self.down_proj = RowParallelLinear(ctx, intermediate_size, hidden_size, reduce=reduce)
 
-    def forward(self, hidden_TD: Tensor) -> Tensor:
+    @property
+    def is_fp8(self) -> bool:
+        """Whether an input is best given as `Fp8Rows`."""
+        return self.gate_up_proj.is_fp8
+
+    def forward(self, hidden: Activation) -> Tensor:
         """Map [T, D] to [T, D]."""
-        out_TD: Tensor = self.down_proj(reference.silu_and_mul(self.gate_up_proj(hidden_TD)))
+        gate_up: Tensor = self.gate_up_proj(hidden)
+        activated: Activation
+        if self.down_proj.is_fp8:
+            activated = self._kernels.silu_and_mul_fp8(gate_up)
+        else:
+            activated = self._kernels.silu_and_mul(gate_up)
+        out_TD: Tensor = self.down_proj(activated)
         return out_TD

@@ -11,41 +11,36 @@ M rows at this rank's experts, F expert width (of this rank, if tp splits it).
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
-from engine.kernels import reference
+from engine.kernels.fp8_rows import Activation
+from engine.kernels.routing import RoutingRule
 from engine.layers.context import LayerContext
+from engine.layers.matrix import Matrix
 from engine.layers.mlp import MLP
 from engine.parallel.create_dispatcher import create_dispatcher
 from engine.parallel.expert_placement import ExpertPlacement
+from engine.parallel.token_dispatcher import AlignedRows, ExpertRows
 from engine.weights.slices import WeightSlice, split_evenly
 
 
 class Gate(nn.Module):
-    """Scores every expert for every token; whole on every rank, in float32."""
+    """Scores every expert for every token; whole on every rank, scores in float32."""
 
     def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
         super().__init__()
-        self.config = config
-        self.weight = ctx.parameter(
-            config.n_routed_experts, config.hidden_size, dtype=torch.float32
-        )
+        self._kernels = ctx.kernels
+        self._rule = RoutingRule.of(config)
+        # In float32, unless the kernels multiply bfloat16 without loss.
+        dtype = torch.bfloat16 if ctx.fp8 else torch.float32
+        self.weight = ctx.parameter(config.n_routed_experts, config.hidden_size, dtype=dtype)
         self.e_score_correction_bias = ctx.parameter(config.n_routed_experts, dtype=torch.float32)
 
     def forward(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return logical topk_ids [T, K] int64 and topk_weights [T, K] float32."""
-        config = self.config
-        return reference.group_limited_topk(
-            F.linear(hidden_TD.float(), self.weight),
-            self.e_score_correction_bias,
-            top_k=config.num_experts_per_tok,
-            n_group=config.n_group,
-            topk_group=config.topk_group,
-            norm_topk_prob=config.norm_topk_prob,
-            routed_scaling_factor=config.routed_scaling_factor,
-        )
+        logits_TE = self._kernels.gate_logits(hidden_TD, self.weight)
+        return self._kernels.group_limited_topk(logits_TE, self.e_score_correction_bias, self._rule)
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """See `HoldsWeights`."""
@@ -60,6 +55,7 @@ class Experts(nn.Module):
         super().__init__()
         groups = ctx.groups
         self._placement = placement
+        self._kernels = ctx.kernels
         self._slots = split_evenly(
             placement.num_physical_experts, groups.ep_group.rank, groups.ep_group.size
         )
@@ -68,17 +64,53 @@ class Experts(nn.Module):
         self._columns = split_evenly(self._width, share, num_shares)
         self._hidden_size = config.hidden_size
         num_slots, width = self._slots[1] - self._slots[0], self._width // num_shares
-        self.w13 = ctx.parameter(num_slots, 2 * width, config.hidden_size)
-        self.w2 = ctx.parameter(num_slots, config.hidden_size, width)
+        stack = (num_slots,)
+        is_whole = width % 128 == 0  # else tp cuts through a block of scales
+        self.up = Matrix(ctx, [width] * 2, config.hidden_size, stack=stack, quantized=is_whole)
+        self.down = Matrix(ctx, [config.hidden_size], width, stack=stack, quantized=is_whole)
+        assert self.up.is_fp8 == self.down.is_fp8, "hidden_size is a multiple of 128, or is not"
 
     @property
     def num_local_experts(self) -> int:
         """L."""
-        return self.w13.shape[0]
+        return self.up.weight.shape[0]
 
-    def forward(self, rows_MD: Tensor, num_rows_per_expert: list[int]) -> Tensor:
-        """Map [M, D], sorted by slot, to [M, D]."""
-        return reference.grouped_mlp(rows_MD, num_rows_per_expert, self.w13, self.w2)
+    @property
+    def w13(self) -> Tensor:
+        """[L, 2F, D], gate over up."""
+        return self.up.weight
+
+    @property
+    def w2(self) -> Tensor:
+        """[L, D, F]."""
+        return self.down.weight
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether rows come and weights are in FP8."""
+        return self.up.is_fp8
+
+    def forward(self, rows: ExpertRows | AlignedRows) -> Tensor:
+        """Map the rows to [M, D], in the same order."""
+        if isinstance(rows, AlignedRows):
+            return self._kernels.grouped_fp8_mlp(
+                rows.rows, rows.expert_M, self.up.quantized_pair(), self.down.quantized_pair()
+            )
+        if self.is_fp8:
+            return self._align_and_run(rows)
+        return self._kernels.grouped_mlp(rows.rows_MD, rows.num_rows_per_expert, self.w13, self.w2)
+
+    def _align_and_run(self, rows: ExpertRows) -> Tensor:
+        """Run rows in the compute dtype, sorted by slot, through experts in FP8."""
+        kernels, rows_MD = self._kernels, rows.rows_MD
+        if not rows_MD.shape[0]:
+            return rows_MD
+        counts = torch.tensor(rows.num_rows_per_expert, device=rows_MD.device)
+        slots_M = torch.arange(len(counts), device=rows_MD.device).repeat_interleave(counts)
+        alignment = kernels.align_to_experts(slots_M.unsqueeze(1), 0, self.num_local_experts)
+        aligned = kernels.spread_rows(kernels.quantize_rows(rows_MD), alignment)
+        out = self.forward(AlignedRows(rows=aligned, expert_M=alignment.expert_M))
+        return out.index_select(0, alignment.rows_TK.flatten())
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """See `HoldsWeights`; a logical expert in several slots is read once per slot."""
@@ -99,18 +131,13 @@ class Experts(nn.Module):
             for name, shape in ("gate", up_shape), ("up", up_shape), ("down", up_shape[::-1]):
                 yield WeightSlice.elsewhere(f"{prefix}.{name}_proj.weight", shape)
             return
-        for name, half in ("gate", self.w13[slot, :width]), ("up", self.w13[slot, width:]):
-            yield WeightSlice(
-                name=f"{prefix}.{name}_proj.weight",
-                full_shape=up_shape,
-                ranges=(wide, hidden),
-                destination=half,
+        for name, row in ("gate", 0), ("up", width):
+            yield self.up.slice(
+                f"{prefix}.{name}_proj.weight", up_shape, (wide, hidden), row=row, index=(slot,)
             )
-        yield WeightSlice(
-            name=f"{prefix}.down_proj.weight",
-            full_shape=up_shape[::-1],
-            ranges=(hidden, wide),
-            destination=self.w2[slot],
+        down_shape = (self._hidden_size, self._width)
+        yield self.down.slice(
+            f"{prefix}.down_proj.weight", down_shape, (hidden, wide), index=(slot,)
         )
 
 
@@ -126,13 +153,23 @@ class MoE(nn.Module):
         if config.n_shared_experts:
             width = config.moe_intermediate_size * config.n_shared_experts
             self.shared_experts = MLP(ctx, config.hidden_size, width, reduce=False)
-        self._dispatcher = create_dispatcher(ctx.groups, self.experts.num_local_experts)
+        self._kernels = ctx.kernels
+        self._dispatcher = create_dispatcher(
+            ctx.groups,
+            self.experts.num_local_experts,
+            ctx.kernels if self.experts.is_fp8 else None,
+        )
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         """Map [T, D] to [T, D]; T may be 0, and with ep > 1 every rank must call."""
         topk_ids_TK, topk_weights_TK = self.gate(hidden_TD)
         topk_ids_TK = self.placement.to_physical(topk_ids_TK)
-        rows, handle = self._dispatcher.dispatch(hidden_TD, topk_ids_TK, topk_weights_TK)
-        expert_out_MD = self.experts(rows.rows_MD, rows.num_rows_per_expert)
-        own_TD = self.shared_experts(hidden_TD) if self.shared_experts else None
+        feed: Activation = hidden_TD
+        if self._dispatcher.takes_fp8:
+            feed = self._kernels.quantize_rows(hidden_TD)  # once, for routed and shared experts
+        rows, handle = self._dispatcher.dispatch(feed, topk_ids_TK, topk_weights_TK)
+        expert_out_MD = self.experts(rows)
+        own_TD = None
+        if self.shared_experts is not None:
+            own_TD = self.shared_experts(feed if self.shared_experts.is_fp8 else hidden_TD)
         return self._dispatcher.combine(expert_out_MD, handle, own_TD)

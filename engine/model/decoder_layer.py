@@ -30,6 +30,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden_TD: Tensor, step: AttentionStep) -> Tensor:
         """Map [T, D] to [T, D]."""
-        hidden_TD = hidden_TD + self.self_attn(self.input_layernorm(hidden_TD), step)
-        out_TD: Tensor = hidden_TD + self.mlp(self.post_attention_layernorm(hidden_TD))
+        attention = self.self_attn
+        attended_TD = attention(self.input_layernorm.feed(hidden_TD, fp8=attention.is_fp8), step)
+        hidden_TD, normed_TD = self.post_attention_layernorm.add(hidden_TD, attended_TD)
+        out_TD: Tensor = hidden_TD + self.mlp(normed_TD)
         return out_TD

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
+from engine.kernels.base import Kernels
+from engine.kernels.create import create_kernels
+from engine.kernels.fp8_rows import GROUP
 from engine.layers.attention_plan import AttentionRule, AttentionStep, plan_attention
 from engine.layers.context import LayerContext
 from engine.layers.embedding import LMHead, VocabEmbedding
@@ -59,6 +62,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         device: of weights and activations.
         groups: the ranks that share the model.
         with_mtp: whether the MTP layers were built.
+        kernels: that the layers call.
     """
 
     def __init__(
@@ -71,17 +75,20 @@ class DeepseekV3ForCausalLM(nn.Module):
         with_mtp: bool = False,
         placement: ExpertPlacement | None = None,
         attention_rule: AttentionRule | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         """Allocate the parameters of this rank.
 
         Args:
             config: of the model.
             groups: the ranks that share it; None for one process.
-            dtype: compute dtype; FP8 weights are dequantised into it at load.
+            dtype: compute dtype; without FP8 kernels, FP8 weights are dequantised into it at load.
             device: where everything is.
             with_mtp: build the multi-token-prediction layers too.
             placement: slots of the routed experts; None for one each.
             attention_rule: when attention is absorbed; None for the cheaper form by arithmetic.
+            kernels: that it runs on; None for the fastest of the device. If they have FP8 and the
+                checkpoint too, weights stay in FP8.
 
         Raises:
             ConfigError: the axes do not divide the model.
@@ -91,7 +98,14 @@ class DeepseekV3ForCausalLM(nn.Module):
         self.groups, self.with_mtp = groups or ProcessGroups(), with_mtp
         placement = placement or ExpertPlacement.identity(config.n_routed_experts, device)
         self.groups.dims.check_model(config, num_physical_experts=placement.num_physical_experts)
-        ctx = LayerContext(dtype=dtype, device=self.device, groups=self.groups)
+        self.kernels = kernels or create_kernels(self.device, dtype)
+        ctx = LayerContext(
+            dtype=dtype,
+            device=self.device,
+            groups=self.groups,
+            kernels=self.kernels,
+            fp8=self.kernels.has_fp8 and config.fp8_block_size == GROUP,
+        )
         self.model = DeepseekV3Model(config, ctx, placement, with_mtp=with_mtp)
         self.lm_head = LMHead(
             ctx,
@@ -170,7 +184,12 @@ class DeepseekV3ForCausalLM(nn.Module):
         """Return what all layers of a step share: plan, angles, slots, pool."""
         cos, sin = self._rotary(batch.positions)
         return AttentionStep(
-            plan=plan_attention(batch, kv_pool.block_size, self._rule),
+            plan=plan_attention(
+                batch,
+                kv_pool.block_size,
+                self._rule,
+                max_positions=self.kernels.max_attention_positions,
+            ),
             slot_mapping=batch.slot_mapping,
             cos=cos,
             sin=sin,

@@ -39,7 +39,7 @@ class MTPLayer(DecoderLayer):
         self.enorm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
         self.hnorm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
         self.eh_proj = ReplicatedLinear(
-            ctx, 2 * config.hidden_size, {"eh_proj": config.hidden_size}
+            ctx, 2 * config.hidden_size, {"eh_proj": config.hidden_size}, quantized=False
         )
         self.shared_head = SharedHead(config, ctx)
 

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.kernels.fp8_rows import Activation
 from engine.parallel.groups import RankGroup
 from engine.parallel.token_dispatcher import (
     ExpertRows,
     RoutedRows,
+    plain,
     sort_by_expert,
     sum_per_token,
 )
@@ -40,14 +42,17 @@ class AllToAllHandle:
 class AllToAllDispatcher:
     """See the module; `num_local_experts` is the same on all ranks of `ep_group`."""
 
+    takes_fp8 = False
+
     def __init__(self, num_local_experts: int, ep_group: RankGroup) -> None:
         self._num_local_experts = num_local_experts
         self._ep_group = ep_group
 
     def dispatch(
-        self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+        self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> tuple[ExpertRows, AllToAllHandle]:
         """Send rows to the ranks of their experts; see `TokenDispatcher`."""
+        hidden_TD = plain(hidden)
         num_ranks, num_local = self._ep_group.size, self._num_local_experts
         routed = sort_by_expert(topk_ids_TK, topk_weights_TK, 0, num_ranks * num_local)
         sent = torch.tensor(routed.num_rows_per_expert, device=hidden_TD.device)

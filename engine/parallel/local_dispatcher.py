@@ -6,10 +6,12 @@ experts is a part of a sum over the ranks; `combine` then finishes it.
 
 from torch import Tensor
 
+from engine.kernels.fp8_rows import Activation
 from engine.parallel.groups import RankGroup
 from engine.parallel.token_dispatcher import (
     ExpertRows,
     RoutedRows,
+    plain,
     sort_by_expert,
     sum_per_token,
 )
@@ -18,14 +20,17 @@ from engine.parallel.token_dispatcher import (
 class LocalDispatcher:
     """See the module; `tp_group` is the axis that splits the experts' width."""
 
+    takes_fp8 = False
+
     def __init__(self, num_experts: int, tp_group: RankGroup) -> None:
         self._num_experts = num_experts
         self._tp_group = tp_group
 
     def dispatch(
-        self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+        self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> tuple[ExpertRows, RoutedRows]:
         """Sort the tokens by expert; see `TokenDispatcher`."""
+        hidden_TD = plain(hidden)
         routed = sort_by_expert(topk_ids_TK, topk_weights_TK, 0, self._num_experts)
         rows = ExpertRows(
             rows_MD=hidden_TD.index_select(0, routed.token_M),

@@ -6,10 +6,12 @@ parallelism needs anyway sums the experts of all ranks.
 
 from torch import Tensor
 
+from engine.kernels.fp8_rows import Activation
 from engine.parallel.groups import RankGroup
 from engine.parallel.token_dispatcher import (
     ExpertRows,
     RoutedRows,
+    plain,
     sort_by_expert,
     sum_per_token,
 )
@@ -18,15 +20,18 @@ from engine.parallel.token_dispatcher import (
 class ReplicatedDispatcher:
     """See the module; `num_local_experts` is the same on all ranks of `ep_group`."""
 
+    takes_fp8 = False
+
     def __init__(self, num_local_experts: int, ep_group: RankGroup) -> None:
         self._num_local_experts = num_local_experts
         self._first = num_local_experts * ep_group.rank
         self._ep_group = ep_group
 
     def dispatch(
-        self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+        self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> tuple[ExpertRows, RoutedRows]:
         """Pick the rows of this rank's experts; see `TokenDispatcher`."""
+        hidden_TD = plain(hidden)
         routed = sort_by_expert(topk_ids_TK, topk_weights_TK, self._first, self._num_local_experts)
         rows = ExpertRows(
             rows_MD=hidden_TD.index_select(0, routed.token_M),

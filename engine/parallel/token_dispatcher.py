@@ -14,6 +14,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from engine.kernels.fp8_rows import Activation, Fp8Rows
+
 Handle = TypeVar("Handle")
 
 
@@ -30,16 +32,36 @@ class ExpertRows:
     num_rows_per_expert: list[int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlignedRows:
+    """Tokens at their experts in FP8, in the layout of `engine.kernels.alignment`.
+
+    Attributes:
+        rows: [M, D]; M is an upper bound.
+        expert_M: [M] int32, local expert of each row, -1 for none.
+    """
+
+    rows: Fp8Rows
+    expert_M: Tensor
+
+
 class TokenDispatcher(Protocol[Handle]):
-    """One way for tokens to travel. Each dispatch is followed by its combine, in order."""
+    """One way for tokens to travel. Each dispatch is followed by its combine, in order.
+
+    Attributes:
+        takes_fp8: whether `dispatch` takes FP8 rows, and returns `AlignedRows`.
+    """
+
+    takes_fp8: bool
 
     def dispatch(
-        self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor
-    ) -> tuple[ExpertRows, Handle]:
+        self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+    ) -> tuple[ExpertRows | AlignedRows, Handle]:
         """Bring tokens to their experts.
 
         Args:
-            hidden_TD: [T, D]; T may be 0, and the call must still be made.
+            hidden: [T, D]; T may be 0, and the call must still be made. FP8 rows only if the
+                implementation returns `AlignedRows`.
             topk_ids_TK: [T, K] int64 physical experts, no expert twice in a row.
             topk_weights_TK: [T, K] float32.
 
@@ -52,7 +74,7 @@ class TokenDispatcher(Protocol[Handle]):
         """Bring the experts' output home and sum it, weighted, per token.
 
         Args:
-            expert_out_MD: [M, D], in the order of `ExpertRows.rows_MD`.
+            expert_out_MD: [M, D], in the order of the rows that `dispatch` returned.
             handle: of the dispatch.
             own_TD: [T, D] or None, a term that this rank adds of itself (the shared expert). On
                 ranks that hold the same tokens it is this rank's part of a sum over the ranks, so
@@ -79,6 +101,12 @@ class RoutedRows:
     weight_M: Tensor
     num_rows_per_expert: list[int]
     num_tokens: int
+
+
+def plain(hidden: Activation) -> Tensor:
+    """Return rows in the compute dtype, for dispatchers that carry nothing else."""
+    assert isinstance(hidden, Tensor)
+    return hidden
 
 
 def sort_by_expert(

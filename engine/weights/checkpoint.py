@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.weights.errors import CheckpointError
-from engine.weights.fp8 import dequantize_block
+from engine.weights.fp8 import dequantize_block, quantize_block
 
 INDEX: Final = "model.safetensors.index.json"
 _SCALE_SUFFIX: Final = "_scale_inv"
@@ -83,17 +83,34 @@ class Checkpoint:
             CheckpointError: FP8 without scales, or scales of another shape.
         """
         part = self._slice(name)
+        return _cut(part, ranges) if part.get_dtype() != _FP8 else self._read_fp8(name, ranges)
+
+    def read_quantized(self, name: str, ranges: Ranges) -> tuple[Tensor, Tensor]:
+        """Read part of a matrix as block FP8; a tensor stored otherwise is quantised.
+
+        Args:
+            name: of a matrix.
+            ranges: begin on block borders, and end on them or with the matrix.
+
+        Returns:
+            e4m3 and float32 scales, on the CPU.
+
+        Raises:
+            CheckpointError: FP8 without scales, or scales of another shape.
+        """
+        part = self._slice(name)
         if part.get_dtype() != _FP8:
-            return _cut(part, ranges)
+            return quantize_block(_cut(part, ranges), self._block)
+        assert all(start % self._block == 0 for start, _ in ranges)
+        blocks = tuple((start // self._block, -(-end // self._block)) for start, end in ranges)
+        return _cut(part, ranges), _cut(self._scales(name), blocks)
+
+    def _scales(self, name: str) -> Any:
+        block, shape = self._block, self.shape_of(name)
         if name + _SCALE_SUFFIX not in self:
             raise CheckpointError(
                 f"FP8 weight without {name + _SCALE_SUFFIX}", file=self.file_of(name), tensor=name
             )
-        return self._read_fp8(name, ranges)
-
-    def _read_fp8(self, name: str, ranges: Ranges) -> Tensor:
-        block = self._block
-        shape = self.shape_of(name)
         scale = self._slice(name + _SCALE_SUFFIX)
         expected = [-(-size // block) for size in shape]
         if len(shape) != 2 or list(scale.get_shape()) != expected:
@@ -103,6 +120,10 @@ class Checkpoint:
                 file=self.file_of(name + _SCALE_SUFFIX),
                 tensor=name + _SCALE_SUFFIX,
             )
+        return scale
+
+    def _read_fp8(self, name: str, ranges: Ranges) -> Tensor:
+        block, shape, scale = self._block, self.shape_of(name), self._scales(name)
         blocks = tuple((start // block, -(-end // block)) for start, end in ranges)
         aligned = tuple(
             (first * block, min(last * block, size))

@@ -13,6 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from engine.weights.fp8 import quantize_block
 from engine.weights.loader import LoadableModel, ProgressCallback
 
 
@@ -38,7 +39,12 @@ def fill_with_dummy_weights(
             if full is None:
                 full = _draw(name, shape, seed, part.destination.device)
             window = tuple(slice(start, end) for start, end in part.ranges)
-            part.destination.copy_(full[window])
+            if part.scale is None:
+                part.destination.copy_(full[window])
+            else:
+                weight, scale = quantize_block(full[window])
+                part.destination.copy_(weight)
+                part.scale.copy_(scale)
             done += part.destination.nbytes
             if progress is not None:
                 progress(done, total)

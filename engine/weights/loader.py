@@ -75,7 +75,12 @@ def load_weights(
         done = 0
         for part in wanted:
             assert part.destination is not None
-            part.destination.copy_(checkpoint.read(part.name, part.ranges))
+            if part.scale is None:
+                part.destination.copy_(checkpoint.read(part.name, part.ranges))
+            else:
+                weight, scale = checkpoint.read_quantized(part.name, part.ranges)
+                part.destination.copy_(weight)
+                part.scale.copy_(scale)
             done += _num_bytes(part)
             if progress is not None:
                 progress(done, total)

@@ -23,12 +23,15 @@ class WeightSlice:
         ranges: per dimension, the half-open range to read.
         destination: view of a parameter with the shape of the ranges; written in place. None if
             the tensor belongs to the model but nothing of it to this rank.
+        scale: if the destination is FP8, view of its block scales; written in place. The ranges
+            then begin and end on blocks.
     """
 
     name: str
     full_shape: tuple[int, ...]
     ranges: tuple[tuple[int, int], ...]
     destination: Tensor | None
+    scale: Tensor | None = None
 
     @classmethod
     def whole(cls, name: str, destination: Tensor) -> "WeightSlice":

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.kernels import reference
+from engine.kernels.routing import RoutingRule
 
 SEEDS = st.integers(0, 2**31)
 
@@ -84,11 +85,13 @@ def test_routing_is_its_definition(seed: int, n_group: int, data: st.DataObject)
     ids, weights = reference.group_limited_topk(
         logits,
         bias,
-        top_k=top_k,
-        n_group=n_group,
-        topk_group=topk_group,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
+        RoutingRule(
+            top_k=top_k,
+            n_group=n_group,
+            topk_group=topk_group,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.5,
+        ),
     )
     for token in range(5):
         expected = _route_by_loops(
@@ -109,11 +112,13 @@ def test_weights_without_normalisation_are_scores() -> None:
     ids, weights = reference.group_limited_topk(
         logits,
         torch.zeros(4),
-        top_k=2,
-        n_group=1,
-        topk_group=1,
-        norm_topk_prob=False,
-        routed_scaling_factor=0.5,
+        RoutingRule(
+            top_k=2,
+            n_group=1,
+            topk_group=1,
+            norm_topk_prob=False,
+            routed_scaling_factor=0.5,
+        ),
     )
     torch.testing.assert_close(weights, 0.5 * logits.sigmoid().gather(1, ids))
 

@@ -1,0 +1,33 @@
+"""Where each (token, expert) pair stands in the contiguous layout of grouped products.
+
+The layout: rows sorted by expert, every expert's run padded to a multiple of 128, unused rows at
+the end. Grouped products read one expert per block of 128 rows and skip blocks that name none.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+ROW_BLOCK: Final = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alignment:
+    """The places of one dispatch.
+
+    Attributes:
+        rows_TK: [T, K] int32, row of each pair; -1 where the expert is on another rank.
+        expert_M: [M] int32, expert of each row, equal inside a block of 128; -1 for no expert.
+            M is an upper bound, a multiple of 128.
+    """
+
+    rows_TK: Tensor
+    expert_M: Tensor
+
+
+def max_aligned_rows(num_pairs: int, num_experts: int) -> int:
+    """Return M: the most rows that any routing of `num_pairs` needs."""
+    # Each expert with rows wastes at most 127, and at most `num_pairs` experts have rows.
+    wasted = min(num_experts, num_pairs) * (ROW_BLOCK - 1)
+    return -(-(num_pairs + wasted) // ROW_BLOCK) * ROW_BLOCK

@@ -1,0 +1,162 @@
+"""What the layers ask of a device: one interface, implemented by a set of kernels per kind of GPU.
+
+A layer calls these and never asks what it runs on. The key idea: an implementation is chosen once,
+when the model is built, and travels down the constructors; what each operation computes is written
+in `engine.kernels.reference`, which also is the implementation on CPUs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.kernels.alignment import Alignment
+from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.rotation import Rotation
+from engine.kernels.routing import RoutingRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VarlenLengths:
+    """Sequences of a step that attend together, one after another.
+
+    Attributes:
+        lengths: per sequence its queries and its positions.
+        cu_seqlens_q: [S + 1] int32 on the device, running sum of the queries.
+        cu_seqlens_k: [S + 1] int32 on the device, running sum of the positions.
+    """
+
+    lengths: Sequence[tuple[int, int]]
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+
+
+class Kernels(Protocol):
+    """Operations of one device. Shapes and meaning: see `reference`, under the same names."""
+
+    @property
+    def name(self) -> str:
+        """For the log."""
+        ...
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether block-FP8 weights are multiplied as they are stored.
+
+        If not, they are dequantised at load, and none of the `fp8` operations is called.
+        """
+        ...
+
+    @property
+    def max_attention_positions(self) -> int:
+        """Context tokens that are expanded and attended to in one call; 0: one sequence a call."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Norm over the last dimension."""
+        ...
+
+    def rms_norm_fp8(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Fp8Rows:
+        """Norm, then quantise."""
+        ...
+
+    def add_rms_norm(
+        self, x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return x + delta and its norm."""
+        ...
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """Gated activation."""
+        ...
+
+    def silu_and_mul_fp8(self, gate_up_TF: Tensor) -> Fp8Rows:
+        """Gated activation, then quantise."""
+        ...
+
+    def quantize_rows(self, x_TK: Tensor) -> Fp8Rows:
+        """Quantise in groups of 128."""
+        ...
+
+    def fp8_linear(self, x: Fp8Rows, weight_NK: Tensor, scale_inv_PQ: Tensor) -> Tensor:
+        """Product with a block-quantised weight: [T, N] bfloat16."""
+        ...
+
+    def gate_logits(self, hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        """Scores of all experts, [T, E] float32."""
+        ...
+
+    def group_limited_topk(
+        self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule
+    ) -> tuple[Tensor, Tensor]:
+        """Choose experts."""
+        ...
+
+    def grouped_mlp(
+        self, rows_MD: Tensor, num_rows_per_expert: Sequence[int], w13: Tensor, w2: Tensor
+    ) -> Tensor:
+        """Experts in the compute dtype over rows sorted by expert."""
+        ...
+
+    def align_to_experts(self, topk_ids_TK: Tensor, first: int, num_experts: int) -> Alignment:
+        """Choose the row of every (token, expert) pair."""
+        ...
+
+    def spread_rows(self, rows: Fp8Rows, alignment: Alignment) -> Fp8Rows:
+        """Copy each token's row to all of its places."""
+        ...
+
+    def gather_rows(
+        self, source_MD: Tensor, alignment: Alignment, weights_TK: Tensor, own_TD: Tensor | None
+    ) -> Tensor:
+        """Sum each token's rows, weighted."""
+        ...
+
+    def grouped_fp8_mlp(
+        self,
+        rows: Fp8Rows,
+        expert_M: Tensor,
+        w13: tuple[Tensor, Tensor],
+        w2: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Experts in FP8 over aligned rows, weights as (e4m3, scales): [M, D] bfloat16."""
+        ...
+
+    def rotate_queries(self, q_THA: Tensor, rotation: Rotation) -> Tensor:
+        """Rotate the last part of every head in place."""
+        ...
+
+    def store_latents(
+        self,
+        latents_TL: Tensor,
+        weight_C: Tensor,
+        eps: float,
+        rotation: Rotation,
+        *,
+        cache: Tensor,
+        slots_T: Tensor,
+    ) -> None:
+        """Norm, rotate and write latents into the KV pool."""
+        ...
+
+    def join_keys(self, k_nope_PHN: Tensor, k_pe_PR: Tensor) -> Tensor:
+        """Put keys together."""
+        ...
+
+    def varlen_attention(
+        self, q_THA: Tensor, k_PHA: Tensor, v_PHV: Tensor, seqs: VarlenLengths, scale: float
+    ) -> Tensor:
+        """Causal attention of several sequences with decompressed heads."""
+        ...
+
+    def absorbed_attention(
+        self,
+        q_SQHL: Tensor,
+        latents_SPL: Tensor,
+        hidden_SQP: Tensor,
+        kv_lora_rank: int,
+        scale: float,
+    ) -> Tensor:
+        """Attention over latents."""
+        ...

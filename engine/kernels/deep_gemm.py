@@ -1,0 +1,63 @@
+"""Matrix products in block FP8 by DeepGEMM, the only place that knows the library.
+
+Activations carry one scale per 128 neighbours, weights one per 128 x 128 block; sums are made in
+float32 and returned as bfloat16. The library compiles each shape (N, K) at first use, into
+`DG_JIT_CACHE_DIR`; the number of rows is not part of it.
+"""
+
+import importlib.util
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from engine.kernels.fp8_rows import Fp8Rows
+
+
+def is_available() -> bool:
+    """Return whether the library is installed and this GPU is one of its kind (Hopper)."""
+    return (
+        importlib.util.find_spec("deep_gemm") is not None
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability()[0] == 9
+    )
+
+
+class DeepGemm:
+    """The products, with the library loaded."""
+
+    def __init__(self) -> None:
+        self._library: ModuleType = importlib.import_module("deep_gemm")
+
+    def linear(self, x: Fp8Rows, weight_NK: Tensor, scale_inv_PQ: Tensor) -> Tensor:
+        """Return [T, N] bfloat16 of [T, K] rows and a weight [N, K] e4m3; T may be 0."""
+        num_rows = x.num_rows
+        out = torch.empty(
+            (num_rows, weight_NK.shape[0]), dtype=torch.bfloat16, device=weight_NK.device
+        )
+        if num_rows:
+            self._library.fp8_gemm_nt((x.data_TK, x.scale_TG), (weight_NK, scale_inv_PQ), out)
+        return out
+
+    def grouped_linear(
+        self, x: Fp8Rows, expert_M: Tensor, weight_ENK: Tensor, scale_inv_EPQ: Tensor
+    ) -> Tensor:
+        """Multiply aligned rows with their expert's weight.
+
+        Args:
+            x: [M, K] rows in the layout of `Alignment`.
+            expert_M: [M] int32; blocks of 128 rows of -1 are skipped and stay uninitialised.
+            weight_ENK: [E, N, K] e4m3.
+            scale_inv_EPQ: [E, N / 128, K / 128] float32.
+
+        Returns:
+            [M, N] bfloat16.
+        """
+        out = torch.empty(
+            (x.num_rows, weight_ENK.shape[1]), dtype=torch.bfloat16, device=weight_ENK.device
+        )
+        if x.num_rows:
+            self._library.m_grouped_fp8_gemm_nt_contiguous(
+                (x.data_TK, x.scale_TG), (weight_ENK, scale_inv_EPQ), out, expert_M
+            )
+        return out

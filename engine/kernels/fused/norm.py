@@ -1,0 +1,102 @@
+"""Root-mean-square norm, with what comes before it (a residual) and after it (quantisation).
+
+Bound by memory: a program holds one row in registers from its first read to its last write.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.fp8_rows import GROUP, Fp8Rows
+from engine.kernels.fused.quant import _quantize_tile
+
+
+@triton.jit
+def _rms_norm(
+    x, x_stride, delta, total, weight, out, data, scale, scale_stride, eps, size,
+    G: tl.constexpr, W: tl.constexpr,
+    HAS_DELTA: tl.constexpr, HAS_OUT: tl.constexpr, HAS_FP8: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.arange(0, G)
+    columns = groups[:, None] * W + tl.arange(0, W)[None, :]
+    mask = columns < size
+    dtype = x.dtype.element_ty
+    wide = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        wide += tl.load(delta + row * size + columns, mask=mask, other=0.0).to(tl.float32)
+        values = wide.to(dtype)
+        tl.store(total + row * size + columns, values, mask=mask)
+        wide = values.to(tl.float32)
+    mean = tl.sum(tl.sum(wide * wide, axis=1), axis=0) / size
+    # Rounded before the weight, as the reference does.
+    normed = (wide * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32)
+    normed = normed * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    normed = normed.to(dtype)
+    if HAS_OUT:
+        tl.store(out + row * size + columns, normed, mask=mask)
+    if HAS_FP8:
+        quantized, scales = _quantize_tile(normed.to(tl.float32))
+        tl.store(data + row * size + columns, quantized, mask=mask)
+        tl.store(scale + groups * scale_stride + row, scales, mask=groups * W < size)
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Return the norm of [T, D] with unit stride along D, contiguous."""
+    out = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    _launch(x_TD, weight_D, eps, out=out)
+    return out
+
+
+def rms_norm_fp8(x_TD: Tensor, weight_D: Tensor, eps: float) -> Fp8Rows:
+    """Return the norm of [T, D], quantised; D is a multiple of 128."""
+    rows = Fp8Rows.empty(x_TD.shape[0], x_TD.shape[1], x_TD.device)
+    _launch(x_TD, weight_D, eps, fp8=rows)
+    return rows
+
+
+def add_rms_norm(
+    x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return x + delta and its norm, both contiguous [T, D]."""
+    out = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    total = torch.empty_like(out)
+    _launch(x_TD, weight_D, eps, delta=delta_TD.contiguous(), total=total, out=out)
+    return total, out
+
+
+def _launch(
+    x_TD: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    *,
+    delta: Tensor | None = None,
+    total: Tensor | None = None,
+    out: Tensor | None = None,
+    fp8: Fp8Rows | None = None,
+) -> None:
+    num_rows, size = x_TD.shape
+    assert x_TD.stride(1) == 1
+    if not num_rows:
+        return
+    absent = x_TD
+    _rms_norm[(num_rows,)](
+        x_TD,
+        x_TD.stride(0),
+        absent if delta is None else delta,
+        absent if total is None else total,
+        weight_D,
+        absent if out is None else out,
+        absent if fp8 is None else fp8.data_TK,
+        absent if fp8 is None else fp8.scale_TG,
+        0 if fp8 is None else fp8.scale_TG.stride(1),
+        eps,
+        size,
+        G=triton.next_power_of_2(triton.cdiv(size, GROUP)),
+        W=GROUP,
+        HAS_DELTA=delta is not None,
+        HAS_OUT=out is not None,
+        HAS_FP8=fp8 is not None,
+        num_warps=8 if size > 2048 else 4,
+    )

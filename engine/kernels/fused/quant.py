@@ -1,0 +1,107 @@
+"""Quantise rows to FP8, plain or after the gated activation.
+
+Bound by memory: every element is read once and written once. A program takes 32 rows of one group
+of 128, so that the scales it writes are one run of the column-major scales.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.fp8_rows import GROUP, MIN_AMAX, Fp8Rows
+
+BLOCK_T = 32
+E4M3_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def _quantize_tile(x):
+    """Return e4m3 [T, 128] and scale [T] of float32 [T, 128]."""
+    amax = tl.max(tl.abs(x), axis=1)
+    scale = tl.maximum(amax, 1e-10) / E4M3_MAX
+    quantized = tl.clamp(x / scale[:, None], -E4M3_MAX, E4M3_MAX)
+    return quantized.to(tl.float8e4nv), scale
+
+
+@triton.jit
+def _quantize_rows(x, x_stride, data, scale, scale_stride, num_rows, num_columns, B: tl.constexpr):
+    group = tl.program_id(1)
+    rows = tl.program_id(0) * B + tl.arange(0, B)
+    columns = group * 128 + tl.arange(0, 128)
+    mask = (rows < num_rows)[:, None]
+    wide = rows.to(tl.int64)[:, None]
+    tile = tl.load(x + wide * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    quantized, scales = _quantize_tile(tile)
+    tl.store(data + wide * num_columns + columns[None, :], quantized, mask=mask)
+    tl.store(scale + group * scale_stride + rows, scales, mask=rows < num_rows)
+
+
+@triton.jit
+def _silu_and_mul(
+    gate_up, expert, data, scale, scale_stride, num_rows, width,
+    B: tl.constexpr, HAS_EXPERT: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * B
+    # Blocks of 128 rows that belong to no expert hold nothing.
+    if HAS_EXPERT and tl.load(expert + first) < 0:
+        return
+    rows = first + tl.arange(0, B)
+    columns = group * 128 + tl.arange(0, 128)
+    mask = (rows < num_rows)[:, None]
+    wide = rows.to(tl.int64)[:, None]
+    source = gate_up + wide * (2 * width) + columns[None, :]
+    gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(source + width, mask=mask, other=0.0).to(tl.float32)
+    quantized, scales = _quantize_tile(gate * tl.sigmoid(gate) * up)
+    tl.store(data + wide * width + columns[None, :], quantized, mask=mask)
+    tl.store(scale + group * scale_stride + rows, scales, mask=rows < num_rows)
+
+
+def quantize_rows(x_TK: Tensor) -> Fp8Rows:
+    """Quantise [T, K] with unit stride along K; K is a multiple of 128."""
+    assert x_TK.stride(1) == 1
+    assert MIN_AMAX == 1e-10  # the kernel spells it out
+    num_rows, num_columns = x_TK.shape
+    out = Fp8Rows.empty(num_rows, num_columns, x_TK.device)
+    if num_rows:
+        grid = (triton.cdiv(num_rows, BLOCK_T), num_columns // GROUP)
+        _quantize_rows[grid](
+            x_TK,
+            x_TK.stride(0),
+            out.data_TK,
+            out.scale_TG,
+            out.scale_TG.stride(1),
+            num_rows,
+            num_columns,
+            B=BLOCK_T,
+        )
+    return out
+
+
+def silu_and_mul_fp8(gate_up_TF: Tensor, expert_T: Tensor | None = None) -> Fp8Rows:
+    """Quantise silu(gate) * up of contiguous [T, 2F]; F is a multiple of 128.
+
+    Args:
+        gate_up_TF: [T, 2F], gate before up.
+        expert_T: [T] int32, the expert of each row in blocks of 128 rows; blocks of -1 are left
+            uninitialised.
+    """
+    assert gate_up_TF.is_contiguous()
+    num_rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
+    out = Fp8Rows.empty(num_rows, width, gate_up_TF.device)
+    if num_rows:
+        grid = (triton.cdiv(num_rows, BLOCK_T), width // GROUP)
+        _silu_and_mul[grid](
+            gate_up_TF,
+            torch.empty(0, device=gate_up_TF.device) if expert_T is None else expert_T,
+            out.data_TK,
+            out.scale_TG,
+            out.scale_TG.stride(1),
+            num_rows,
+            width,
+            B=BLOCK_T,
+            HAS_EXPERT=expert_T is not None,
+        )
+    return out

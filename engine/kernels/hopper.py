@@ -1,0 +1,112 @@
+"""Kernels for Hopper GPUs: DeepGEMM, FlashAttention-4, and our own Triton kernels between them.
+
+Products run in FP8 with the weights as the checkpoint stores them; everything else in bfloat16 with
+float32 inside. Operations whose shapes a fast kernel does not take go to the reference.
+"""
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.base import VarlenLengths
+from engine.kernels.deep_gemm import DeepGemm
+from engine.kernels.flash_attention import FlashAttention
+from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.fused import latents, norm, permute, quant, routing
+from engine.kernels.routing import RoutingRule
+
+ATTENTION_HEADS = (192, 128)
+"""Widths of keys and values that FlashAttention-4 is used for."""
+
+
+class HopperKernels:
+    """See `Kernels`."""
+
+    has_fp8 = True
+    max_attention_positions = 32768
+
+    def __init__(self, *, gemm: DeepGemm, attention: FlashAttention | None) -> None:
+        """Take the libraries that are there.
+
+        Args:
+            gemm: for all FP8 products.
+            attention: None where it is not installed; attention is then slow, and right.
+        """
+        self._gemm = gemm
+        self._attention = attention
+
+    @property
+    def name(self) -> str:
+        """See `Kernels`."""
+        return "hopper" if self._attention else "hopper without flash attention"
+
+    silu_and_mul = staticmethod(reference.silu_and_mul)
+    grouped_mlp = staticmethod(reference.grouped_mlp)
+    absorbed_attention = staticmethod(reference.absorbed_attention)
+    rms_norm_fp8 = staticmethod(norm.rms_norm_fp8)
+    add_rms_norm = staticmethod(norm.add_rms_norm)
+    silu_and_mul_fp8 = staticmethod(quant.silu_and_mul_fp8)
+    quantize_rows = staticmethod(quant.quantize_rows)
+    align_to_experts = staticmethod(permute.align_to_experts)
+    spread_rows = staticmethod(permute.spread_rows)
+    gather_rows = staticmethod(permute.gather_rows)
+    rotate_queries = staticmethod(latents.rotate_queries)
+    store_latents = staticmethod(latents.store_latents)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels`."""
+        return norm.rms_norm(x, weight, eps) if x.dim() == 2 else reference.rms_norm(x, weight, eps)
+
+    def fp8_linear(self, x: Fp8Rows, weight_NK: Tensor, scale_inv_PQ: Tensor) -> Tensor:
+        """See `Kernels`."""
+        return self._gemm.linear(x, weight_NK, scale_inv_PQ)
+
+    def gate_logits(self, hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        """See `Kernels`.
+
+        Products of two bfloat16 numbers are exact in float32, so nothing is lost against
+        converting first, as long as the weight is bfloat16 (it is in the checkpoint).
+        """
+        if weight_ED.dtype != torch.bfloat16 or hidden_TD.dtype != torch.bfloat16:
+            return torch.nn.functional.linear(hidden_TD.float(), weight_ED.float())
+        return torch.mm(hidden_TD, weight_ED.t(), out_dtype=torch.float32)
+
+    def group_limited_topk(
+        self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels`."""
+        is_supported = routing.is_supported(logits_TE.shape[1], rule)
+        implementation: ModuleType = routing if is_supported else reference
+        ids, weights = implementation.group_limited_topk(logits_TE, bias_E, rule)
+        return ids, weights
+
+    def grouped_fp8_mlp(
+        self,
+        rows: Fp8Rows,
+        expert_M: Tensor,
+        w13: tuple[Tensor, Tensor],
+        w2: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """See `Kernels`."""
+        gate_up = self._gemm.grouped_linear(rows, expert_M, *w13)
+        hidden = quant.silu_and_mul_fp8(gate_up, expert_M)
+        return self._gemm.grouped_linear(hidden, expert_M, *w2)
+
+    def join_keys(self, k_nope_PHN: Tensor, k_pe_PR: Tensor) -> Tensor:
+        """See `Kernels`."""
+        sizes: Sequence[int] = (k_nope_PHN.shape[2], k_pe_PR.shape[1])
+        if any(size & (size - 1) for size in sizes):
+            return reference.join_keys(k_nope_PHN, k_pe_PR)
+        return latents.join_keys(k_nope_PHN, k_pe_PR)
+
+    def varlen_attention(
+        self, q_THA: Tensor, k_PHA: Tensor, v_PHV: Tensor, seqs: VarlenLengths, scale: float
+    ) -> Tensor:
+        """See `Kernels`."""
+        sizes = (q_THA.shape[2], v_PHV.shape[2])
+        if self._attention is None or sizes != ATTENTION_HEADS or q_THA.dtype != torch.bfloat16:
+            return reference.varlen_attention(q_THA, k_PHA, v_PHV, seqs.lengths, scale)
+        return self._attention.varlen_attention(q_THA, k_PHA, v_PHV, seqs, scale)

@@ -1,0 +1,62 @@
+"""The reference operations as a set of kernels: CPUs, and any device without faster ones."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.base import VarlenLengths
+from engine.kernels.fp8_rows import Fp8Rows
+
+
+class PortableKernels:
+    """See `Kernels`; FP8 operations exist so that tests can run the FP8 path anywhere.
+
+    Attributes:
+        has_fp8: normally false: weights are dequantised at load, which is faster without hardware.
+    """
+
+    name = "portable"
+    max_attention_positions = 0
+
+    def __init__(self, *, has_fp8: bool = False) -> None:
+        self.has_fp8 = has_fp8
+
+    rms_norm = staticmethod(reference.rms_norm)
+    silu_and_mul = staticmethod(reference.silu_and_mul)
+    quantize_rows = staticmethod(reference.quantize_rows)
+    fp8_linear = staticmethod(reference.fp8_linear)
+    group_limited_topk = staticmethod(reference.group_limited_topk)
+    grouped_mlp = staticmethod(reference.grouped_mlp)
+    align_to_experts = staticmethod(reference.align_to_experts)
+    spread_rows = staticmethod(reference.spread_rows)
+    gather_rows = staticmethod(reference.gather_rows)
+    rotate_queries = staticmethod(reference.rotate_queries)
+    store_latents = staticmethod(reference.store_latents)
+    join_keys = staticmethod(reference.join_keys)
+    absorbed_attention = staticmethod(reference.absorbed_attention)
+    grouped_fp8_mlp = staticmethod(reference.grouped_fp8_mlp)
+
+    def rms_norm_fp8(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Fp8Rows:
+        """See `Kernels`."""
+        return reference.quantize_rows(reference.rms_norm(x_TD, weight_D, eps))
+
+    def add_rms_norm(
+        self, x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels`."""
+        total_TD = x_TD + delta_TD
+        return total_TD, reference.rms_norm(total_TD, weight_D, eps)
+
+    def silu_and_mul_fp8(self, gate_up_TF: Tensor) -> Fp8Rows:
+        """See `Kernels`."""
+        return reference.quantize_rows(reference.silu_and_mul(gate_up_TF.float()))
+
+    def gate_logits(self, hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        """See `Kernels`."""
+        return F.linear(hidden_TD.float(), weight_ED.float())
+
+    def varlen_attention(
+        self, q_THA: Tensor, k_PHA: Tensor, v_PHV: Tensor, seqs: VarlenLengths, scale: float
+    ) -> Tensor:
+        """See `Kernels`."""
+        return reference.varlen_attention(q_THA, k_PHA, v_PHV, seqs.lengths, scale)

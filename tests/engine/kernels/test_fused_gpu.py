@@ -1,0 +1,217 @@
+"""Our Triton kernels against their references: fresh inputs, poisoned outputs, stated tolerances.
+
+They also run on a CPU in Triton's interpreter: TRITON_INTERPRET=1 pytest -m gpu, on small shapes.
+"""
+
+import importlib
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.alignment import Alignment
+from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.rotation import Rotation
+from engine.kernels.routing import RoutingRule
+
+pytestmark = pytest.mark.gpu
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+TOKENS = [1, 5, 70] if IS_INTERPRETED else [1, 5, 70, 129, 4099]
+HIDDEN = 384 if IS_INTERPRETED else 7168
+BF16 = 2e-2
+"""One unit in the last of 8 bits is 0.8 %; the interpreter cuts instead of rounding."""
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    if not IS_INTERPRETED and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
+    torch.seed()  # fresh inputs every run
+
+    def poisoned(*size: Any, **kwargs: Any) -> Tensor:
+        out = empty(*size, **kwargs)
+        out.view(torch.uint8).fill_(0xFF)  # NaN in every float type, -1 in every integer
+        return out
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def fused(name: str) -> Any:
+    return importlib.import_module(f"engine.kernels.fused.{name}")
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype) * 3
+
+
+def assert_rows(actual: Fp8Rows, expected: Fp8Rows) -> None:
+    """Equal scales; numbers equal up to one step of e4m3 (another rounding of the division)."""
+    torch.testing.assert_close(actual.scale_TG, expected.scale_TG, rtol=2e-2, atol=0)
+    assert actual.scale_TG.stride() == expected.scale_TG.stride()
+    difference = (actual.dequantize() - expected.dequantize()).norm()
+    # Triton's interpreter cuts to e4m3 where a GPU rounds.
+    tolerance = 0.1 if IS_INTERPRETED else 2e-2
+    assert difference <= tolerance * expected.dequantize().norm()
+    assert not actual.dequantize().isnan().any()
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+def test_quantize_rows(num_tokens: int) -> None:
+    x = draw(num_tokens, HIDDEN + 128)[:, 64:-64]  # a strided view
+    x[0, :128] = 0.0
+    actual, expected = fused("quant").quantize_rows(x), reference.quantize_rows(x)
+    assert torch.equal(actual.scale_TG, expected.scale_TG)
+    assert_rows(actual, expected)
+    error = (actual.dequantize() - x.float()).norm() / x.float().norm()
+    assert error < (0.1 if IS_INTERPRETED else 0.03)  # e4m3 has 3 bits of mantissa
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+def test_silu_and_mul_fp8(num_tokens: int) -> None:
+    x = draw(num_tokens, 2 * HIDDEN)
+    gate, up = x.float().chunk(2, dim=1)
+    expected = reference.quantize_rows(torch.nn.functional.silu(gate) * up)
+    assert_rows(fused("quant").silu_and_mul_fp8(x), expected)
+
+
+def test_silu_and_mul_fp8_skips_blocks_of_no_expert() -> None:
+    x = draw(256, 256)
+    experts = torch.tensor([3] * 128 + [-1] * 128, dtype=torch.int32, device=DEVICE)
+    out = fused("quant").silu_and_mul_fp8(x, experts)
+    assert out.scale_TG[128:].isnan().all()
+    assert not out.scale_TG[:128].isnan().any()
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize("size", [128, 512, 1536, HIDDEN])
+def test_rms_norm(num_tokens: int, size: int) -> None:
+    norm = fused("norm")
+    x, weight, delta = draw(num_tokens, size + 64)[:, :size], draw(size), draw(num_tokens, size)
+    expected = reference.rms_norm(x, weight, 1e-6)
+    # bf16 has 8 bits: one unit in the last place
+    torch.testing.assert_close(norm.rms_norm(x, weight, 1e-6), expected, rtol=BF16, atol=1e-3)
+    assert_rows(norm.rms_norm_fp8(x, weight, 1e-6), reference.quantize_rows(expected))
+    total, normed = norm.add_rms_norm(x, delta, weight, 1e-6)
+    assert torch.equal(total, x + delta)
+    expected = reference.rms_norm(x + delta, weight, 1e-6)
+    torch.testing.assert_close(normed, expected, rtol=BF16, atol=1e-3)
+
+
+def draw_routing(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
+    scores = torch.rand(num_tokens, num_experts, device=DEVICE)
+    return scores.topk(top_k, dim=1).indices
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize(("first", "num_local"), [(0, 16), (4, 4), (15, 1)])
+def test_align_to_experts(num_tokens: int, first: int, num_local: int) -> None:
+    ids = draw_routing(num_tokens, 16, 4)
+    actual = fused("permute").align_to_experts(ids, first, num_local)
+    expected = reference.align_to_experts(ids, first, num_local)
+    assert torch.equal(actual.rows_TK, expected.rows_TK)
+    assert torch.equal(actual.expert_M, expected.expert_M)
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize(("first", "num_local"), [(0, 16), (4, 4)])
+@pytest.mark.parametrize("with_own", [True, False])
+def test_rows_go_to_experts_and_home(
+    num_tokens: int, first: int, num_local: int, with_own: bool
+) -> None:
+    permute = fused("permute")
+    rows = reference.quantize_rows(draw(num_tokens, HIDDEN))
+    alignment = reference.align_to_experts(draw_routing(num_tokens, 16, 4), first, num_local)
+    spread = permute.spread_rows(rows, alignment)
+    pairs = alignment.rows_TK.flatten()
+    tokens = torch.arange(num_tokens, device=DEVICE).repeat_interleave(4)[pairs >= 0]
+    used = pairs[pairs >= 0].long()
+    raw = spread.data_TK.view(torch.uint8)
+    assert torch.equal(raw[used], rows.data_TK.view(torch.uint8)[tokens])
+    assert torch.equal(spread.scale_TG[used], rows.scale_TG[tokens])
+    out = draw(alignment.expert_M.shape[0], HIDDEN)
+    unused = torch.ones(len(out), dtype=torch.bool, device=DEVICE)
+    unused[used] = False
+    out[unused] = float("nan")  # rows of no token are never read
+    own = draw(num_tokens, HIDDEN) if with_own else None
+    weights = torch.rand(num_tokens, 4, device=DEVICE)
+    actual = permute.gather_rows(out, alignment, weights, own)
+    expected = reference.gather_rows(out, alignment, weights, own)
+    torch.testing.assert_close(actual, expected, rtol=BF16, atol=1e-2)
+
+
+def test_every_expert_without_rows_is_skipped() -> None:
+    ids = torch.full((3, 1), 2, device=DEVICE)
+    actual: Alignment = fused("permute").align_to_experts(ids, 0, 4)
+    assert actual.rows_TK.flatten().tolist() == [0, 1, 2]
+    assert sorted(set(actual.expert_M.tolist())) == [-1, 2]
+
+
+def draw_rotation(num_tokens: int, rope: int, interleave: bool) -> Rotation:
+    angles = torch.rand(num_tokens, rope // 2, device=DEVICE) * 6
+    return Rotation(cos=angles.cos(), sin=angles.sin(), interleave=interleave)
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize("interleave", [True, False])
+@pytest.mark.parametrize("num_heads", [3, 16, 128])
+def test_rotate_queries(num_tokens: int, interleave: bool, num_heads: int) -> None:
+    q = draw(num_tokens, num_heads, 192)
+    rotation = draw_rotation(num_tokens, 64, interleave)
+    expected = reference.rotate_queries(q.clone(), rotation)
+    actual = fused("latents").rotate_queries(q, rotation)
+    assert actual is q
+    torch.testing.assert_close(actual, expected, rtol=BF16, atol=1e-3)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 70])
+@pytest.mark.parametrize("interleave", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_store_latents(num_tokens: int, interleave: bool, dtype: torch.dtype) -> None:
+    latents, weight = draw(num_tokens, 1536 + 576)[:, 1536:], draw(512)
+    rotation = draw_rotation(num_tokens, 64, interleave)
+    slots = torch.randperm(4 * 64, device=DEVICE)[:num_tokens]
+    pools = [torch.full((4, 3, 64, 576), 7.0, dtype=dtype, device=DEVICE) for _ in range(2)]
+    for module, pool in zip((fused("latents"), reference), pools, strict=True):
+        module.store_latents(latents, weight, 1e-6, rotation, cache=pool[:, 1], slots_T=slots)
+    torch.testing.assert_close(pools[0], pools[1], rtol=BF16, atol=1e-3)
+    assert (pools[0][:, 0] == 7.0).all()
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize("num_heads", [3, 16, 128])
+def test_join_keys(num_tokens: int, num_heads: int) -> None:
+    expanded = draw(num_tokens, num_heads, 256)[..., :128]
+    k_pe = draw(num_tokens, 576)[:, 512:]
+    actual = fused("latents").join_keys(expanded, k_pe)
+    assert torch.equal(actual, reference.join_keys(expanded, k_pe))
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize(
+    ("num_experts", "rule"),
+    [
+        (256, RoutingRule(top_k=8, n_group=8, topk_group=4, norm_topk_prob=True,
+                          routed_scaling_factor=2.5)),
+        (16, RoutingRule(top_k=3, n_group=1, topk_group=1, norm_topk_prob=False,
+                         routed_scaling_factor=1.0)),
+    ],
+)  # fmt: skip
+def test_group_limited_topk(num_tokens: int, num_experts: int, rule: RoutingRule) -> None:
+    routing = fused("routing")
+    assert routing.is_supported(num_experts, rule)
+    logits = torch.randn(num_tokens, num_experts, device=DEVICE)
+    bias = torch.randn(num_experts, device=DEVICE) * 0.1
+    ids, weights = routing.group_limited_topk(logits, bias, rule)
+    expected_ids, expected_weights = reference.group_limited_topk(logits, bias, rule)
+    order, expected_order = ids.argsort(dim=1), expected_ids.argsort(dim=1)
+    assert torch.equal(ids.gather(1, order), expected_ids.gather(1, expected_order))
+    torch.testing.assert_close(
+        weights.gather(1, order), expected_weights.gather(1, expected_order), rtol=1e-4, atol=1e-5
+    )
