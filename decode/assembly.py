@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
+from decode.fences import Fences
 from decode.live import WriterOrder
 from decode.lockstep import Lockstep, create_lockstep
 from decode.loop import StepRunner
@@ -59,6 +60,7 @@ class TransferSide:
 
     transport: Transport
     layout: KVLayout
+    fences: Fences
     slots: SlotArray
     receiver: KVReceiver
 
@@ -111,7 +113,13 @@ def build_transfer_side(
         num_layers=pool.num_layers,
         latent_dim=pool.latent_dim,
     )
-    return TransferSide(transport=transport, layout=layout, slots=slots, receiver=receiver)
+    return TransferSide(
+        transport=transport,
+        layout=layout,
+        fences=Fences(transport.fence),
+        slots=slots,
+        receiver=receiver,
+    )
 
 
 def build_rank(
@@ -139,7 +147,7 @@ def build_rank(
         transfer.receiver,
         quarantine,
         draw_nonce,
-        fence_generation=lambda: transfer.transport.fence_generation,
+        fence_generation=transfer.fences.generation_of,
     )
     scheduler = DecodeScheduler(
         pool,

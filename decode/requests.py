@@ -47,7 +47,7 @@ class TicketUpdate:
     metadata_slot: int
     timeout_s: float
     fence_generation: int
-    """Fences of this rank before the allocation."""
+    """Fences of the writer before the allocation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,7 +70,7 @@ class RankFacts:
         transport: name of the KV transport.
         layout: of its KV pool.
         vocab_size: token ids are below it.
-        endpoint: makes the answer to a handshake.
+        endpoint: makes the answer to a handshake of a prefill worker.
     """
 
     identity: common_pb2.WorkerIdentity
@@ -78,7 +78,7 @@ class RankFacts:
     transport: str
     layout: KVLayout
     vocab_size: int
-    endpoint: Callable[[], decode_pb2.PeerEndpoint]
+    endpoint: Callable[[common_pb2.WorkerIdentity], decode_pb2.PeerEndpoint]
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
@@ -120,7 +120,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             )
             return decode_pb2.HandshakeResponse(error=error_to_proto(error))
         logger.info("met a prefill worker %s", fields(prefill=request.prefill.instance))
-        return decode_pb2.HandshakeResponse(endpoint=self._facts.endpoint())
+        return decode_pb2.HandshakeResponse(endpoint=self._facts.endpoint(request.prefill))
 
     async def Reserve(
         self, request: decode_pb2.ReserveRequest, context: ReserveContext

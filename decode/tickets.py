@@ -114,7 +114,7 @@ class TicketDesk:
         quarantine: Quarantine,
         draw_nonce: Callable[[], int],
         *,
-        fence_generation: Callable[[], int],
+        fence_generation: Callable[[str], int],
     ) -> None:
         self._pool = pool
         self._slots = slots
@@ -202,7 +202,7 @@ class TicketDesk:
             block_ids=ticket.block_ids,
             metadata_slot=slot,
             timeout_s=timeout_s,
-            fence_generation=self._fence_generation(),
+            fence_generation=self._fence_generation(writer_key(request.writer)),
         )
 
     def ticket_of(self, request: DecodeRequest) -> Ticket:

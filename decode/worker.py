@@ -34,7 +34,7 @@ from runtime.errors import TandemError
 from runtime.logging import fields, get_logger
 from runtime.metrics import MetricsServer, gauge_of
 from runtime.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, registry_pb2
-from runtime.pb.common_pb2 import ROLE_DECODE
+from runtime.pb.common_pb2 import ROLE_DECODE, WorkerIdentity
 from runtime.registration import RegistryClient
 from runtime.rpc import bind_port, create_server, map_rpc_errors, open_channel
 from runtime.wire import identity
@@ -122,7 +122,7 @@ class DecodeWorker:
         self._revoker = Revoker(
             self._bridge,
             self._call_revoke,
-            transfer.transport.fence,
+            transfer.fences.fence,
             decode=identity(self._options.instance, side.epoch, self._options.rank),
             ticket_timeout_s=settings.transfer_timeout_s,
             quarantine_timeout_s=settings.quarantine_timeout_s,
@@ -258,7 +258,7 @@ def _facts(
     decode = identity(options.instance, side.epoch, options.rank)
     transport_name = options.config.kv_transfer.transport
 
-    def endpoint() -> decode_pb2.PeerEndpoint:
+    def endpoint(prefill: WorkerIdentity) -> decode_pb2.PeerEndpoint:
         # In this order: should a fence come between, the endpoint is void and the sender asks
         # again. The other way round it would pass for one of before the fence, and be good.
         opaque = transfer.transport.endpoint()
@@ -269,7 +269,9 @@ def _facts(
             kv_region_bytes=side.kv_pool.nbytes,
             metadata_region_bytes=transfer.slots.nbytes,
             metadata_slot_bytes=transfer.slots.layout.slot_bytes,
-            fence_generation=transfer.transport.fence_generation,
+            fence_generation=transfer.fences.generation_of(
+                f"{prefill.instance}@{prefill.epoch:016x}"
+            ),
         )
 
     return RankFacts(

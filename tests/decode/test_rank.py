@@ -53,7 +53,7 @@ class Bench:
             self.receiver,
             Quarantine(self.clock, timeout_s=30.0, max_blocks=num_usable),
             itertools.count(101).__next__,
-            fence_generation=lambda: 0,
+            fence_generation=lambda writer: 0,
         )
         self.kv = FakeKV(num_usable + 1)
         self.host = HostBlockStore(self.kv, 100)

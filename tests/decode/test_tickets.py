@@ -66,7 +66,7 @@ class Bench:
             self.receiver,
             Quarantine(self.clock, timeout_s=30.0, max_blocks=num_usable),
             itertools.count(101).__next__,
-            fence_generation=lambda: self.generation,
+            fence_generation=lambda writer: self.generation,
         )
         self.serials: Iterator[int] = itertools.count()
 

@@ -1,4 +1,4 @@
-"""Thousands of requests through transfers that fail, with cancels and two peers killed and restarted.
+"""Thousands of requests through transfers that fail, with cancels, and two peers killed.
 
 Every request is answered: its whole greedy text, or a typed error that carries its id. At the end
 nothing is held anywhere. The long one is `make soak`, a short one belongs to `make test`; both

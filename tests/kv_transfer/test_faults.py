@@ -166,3 +166,52 @@ def test_a_stream_of_requests_with_random_delays_is_all_there(
     assert decode.pool.memory[:] == prefill.pool.memory[:]
     decode.slots.check_integrity()
     assert decode.slots.num_free == decode.slots.num_slots
+
+
+def test_a_late_record_in_a_reused_slot_is_never_a_first_token(
+    decode: DecodeSide, make_prefill: MakePrefill
+) -> None:
+    """The slot is given away without a fence, against the rules: the guard in it still holds."""
+    faults = Faults(Fault(FaultKind.LATE, 0.3))
+    prefill = make_prefill(wrap=faults.wrap)
+    old = decode.reserve("old", [1], nonce=5)
+    prefill.sender.open(old, decode.peer())
+    prefill.sender.finish("old", record_of(old, first_token=13))  # the record is the only post
+    assert prefill.report().outcome is SendOutcome.FAILED
+    decode.receiver.forget("old")
+    decode.slots.free(old.slot)
+    new = decode.reserve("new", [1], nonce=6)
+    assert new.slot == old.slot
+    prefill.sender.open(new, decode.peer())
+    prefill.sender.push("new", [1], 0)
+    wait_until(lambda: decode.pool.block(1) == prefill.pool.block(1))
+    time.sleep(0.4)  # now the old record is in the slot
+    assert decode.arrivals.empty()
+    prefill.sender.finish("new", record_of(new, first_token=42))
+    arrival = decode.arrival()
+    assert arrival.record is not None
+    assert (arrival.record.nonce, arrival.record.first_token) == (6, 42)
+
+
+def test_a_record_that_is_overwritten_late_is_an_error_and_not_a_token(
+    decode: DecodeSide, make_prefill: MakePrefill
+) -> None:
+    """The other order: the old record lands on the new one, before the new flag."""
+    faults = Faults(Fault(FaultKind.LATE, 0.3))
+    prefill = make_prefill(wrap=faults.wrap)
+    old = decode.reserve("old", [1], nonce=5)
+    prefill.sender.open(old, decode.peer())
+    prefill.sender.finish("old", record_of(old, first_token=13))
+    assert prefill.report().outcome is SendOutcome.FAILED
+    decode.receiver.forget("old")
+    decode.slots.free(old.slot)
+    other = make_prefill(part=1, num_parts=2)
+    first = make_prefill(num_parts=2, pool=prefill.pool, epoch=0xF2)
+    new = decode.reserve("new", [1], nonce=6, num_parts=2)
+    first.send(new, decode.peer(), [1])
+    assert first.report().outcome is SendOutcome.SENT  # its record is there
+    time.sleep(0.4)  # the old one is on top of it
+    other.send(new, decode.peer(), [1])
+    arrival = decode.arrival()
+    assert arrival.record is None
+    assert isinstance(arrival.error, StaleTicketError)

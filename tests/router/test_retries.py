@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import aiohttp
 import orjson
 import pytest
 
-from runtime.errors import PeerLostError, StaleTicketError, TransferFailedError
+from runtime.errors import (
+    OutOfBlocksError,
+    PeerLostError,
+    StaleTicketError,
+    TransferFailedError,
+)
+from runtime.pb import common_pb2, decode_pb2
+from runtime.wire import error_to_proto
 from tests.router.conftest import ANSWER, MODEL, Cluster
 
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}
@@ -17,6 +26,8 @@ async def stream(http: aiohttp.ClientSession) -> tuple[str, dict | None]:
     """The text of a streamed completion and its error, if any."""
     text, error = "", None
     async with http.post("/v1/completions", json={**BODY, "stream": True}) as response:
+        if response.status != 200:
+            return "", (await response.json())["error"]
         async for line in response.content:
             if line.startswith(b"data: {"):
                 event = orjson.loads(line[6:])
@@ -70,3 +81,23 @@ async def test_another_first_token_is_an_error_and_never_a_mixed_text(
     assert "began differently" in error["message"]
     assert 0 < len(text) < 8  # the one token that was out
     assert text in ANSWER
+
+
+async def test_decode_fails_while_prefill_computes(http, cluster: Cluster) -> None:
+    """Both legs are watched: prefill is told to stop, and the client has decode's reason."""
+    cluster.prefill.run_s = 30
+    task = asyncio.create_task(stream(http))
+    await cluster.until(lambda: len(cluster.prefill.seen) == 1)
+    (request_id, reserved) = next(iter(cluster.decode.requests.items()))
+    delta = decode_pb2.TokenDelta(
+        request_id=request_id,
+        finish_reason=common_pb2.FINISH_REASON_ERROR,
+        error=error_to_proto(OutOfBlocksError("evicted")),
+    )
+    cluster.decode.send(reserved.request.router_id, [delta])
+    async with http.post("/v1/completions", json=BODY | {"model": "none"}):
+        pass  # the router goes on serving
+    _, error = await asyncio.wait_for(task, 5)
+    assert error is not None
+    assert error["code"] == "out_of_kv_blocks"
+    await cluster.until(lambda: cluster.prefill.cancelled == [request_id])
