@@ -1,59 +1,36 @@
-"""What the documents name exists: files, links, metrics, configuration fields."""
+"""The documentation names tests: each of them exists."""
 
 from __future__ import annotations
 
-import dataclasses
+import ast
 import re
 from pathlib import Path
 
-import pytest
-from prometheus_client import CollectorRegistry
-
-from decode.metrics import DecodeMetrics
-from prefill.loop import LoopLoad
-from prefill.metrics import PrefillMetrics
-from router.metrics import RouterMetrics
-from runtime.config import ClusterConfig
-
-ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PACKAGES = ("deploy", "router", "prefill", "decode", "engine", "kv_transfer", "runtime")
-SECTIONS = tuple(field.name for field in dataclasses.fields(ClusterConfig))
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "reliability.md"
+NAMED = re.compile(r"`([\w/]+\.py)::(\w+)`")
 
 
-def exported() -> set[str]:
-    """The names of all metrics, as they are asked for: counters with `_total`."""
-    prefill, decode = CollectorRegistry(), CollectorRegistry()
-    empty = LoopLoad(**{field.name: 0 for field in dataclasses.fields(LoopLoad)})
-    PrefillMetrics(prefill).watch(lambda: empty, lambda: 0)
-    DecodeMetrics(decode)
-    families = [
-        family for r in (RouterMetrics().registry, prefill, decode) for family in r.collect()
+def _functions(file: Path) -> set[str]:
+    module = ast.parse(file.read_text(encoding="utf-8"))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {node.name for node in ast.walk(module) if isinstance(node, kinds)}
+
+
+def test_every_test_that_the_table_of_failures_names_exists() -> None:
+    named = NAMED.findall(PAGE.read_text(encoding="utf-8"))
+    assert len(named) > 60
+    missing = [
+        f"{file}::{name}"
+        for file, name in named
+        if not (TESTS / file).is_file() or name not in _functions(TESTS / file)
     ]
-    return {f.name + ("_total" if f.type == "counter" else "") for f in families}
+    assert missing == []
 
 
-def test_every_metric_is_documented_and_no_other() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
-    documented = set(re.findall(r"`(pd_\w+)`", text))
-    names = {name for name in exported() if not name.endswith("_created")}
-    assert documented == names
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_somewhere(document: Path) -> None:
-    text = document.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
-        if "://" not in target:
-            assert (document.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_named_files_and_fields_exist(document: Path) -> None:
-    text = document.read_text(encoding="utf-8")
-    for path in re.findall(rf"`((?:{'|'.join(PACKAGES)}|docs|benchmarks|tests)/[\w/.-]+)`", text):
-        assert (ROOT / path).exists(), path
-    config = ClusterConfig()
-    for section, field in re.findall(rf"`({'|'.join(SECTIONS)})\.([a-z_]+)`", text):
-        if field not in ("py", "md"):
-            assert hasattr(getattr(config, section), field), f"{section}.{field}"
+def test_every_case_has_a_row_and_says_what_happens() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+)[a-z]? \| (.+?) \| (.+?) \|(.*)\|$", text, re.MULTILINE)
+    assert {int(number) for number, *_ in rows} == set(range(1, 31))
+    for number, _, answer, tests in rows:
+        assert "::" in tests or "not applicable" in answer, number

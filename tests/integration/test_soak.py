@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import json
+import os
 import random
 import time
 from collections.abc import Callable
@@ -33,11 +34,13 @@ from runtime.sampling import SamplingParams
 from tests.integration.client import Completion, stream
 from tests.integration.cluster import Cluster, wait_until
 from tests.integration.conftest import MODEL_DIR
+from tests.kv_transfer.libraries import skip_unless_loaded
 
 NUM_DISTINCT = 40
 NUM_TOKENS = 6
 CONCURRENCY = 32
 CANCEL_SHARE = 0.1
+MOST_MORE_FILES = 40
 FAULTS = (
     "delay=0.04@0.02,stall=0.03@0.02,reorder=0.03@0.02,duplicate=0.03,mute=0.02,fail=0.003,"
     "partial=0.003,late=0.003@0.3,drop=0.001,disconnect=0.002,seed=11"
@@ -157,6 +160,14 @@ def registered_bytes(cluster: Cluster) -> dict[str, float]:
     return {i: cluster.metric(i, name) for i in ("prefill-0", "prefill-1", "decode-0", "decode-1")}
 
 
+def num_open_files(cluster: Cluster) -> dict[str, int]:
+    """Open files and sockets of each process."""
+    return {
+        name: len(os.listdir(f"/proc/{process.pid}/fd"))
+        for name, process in cluster.processes.items()
+    }
+
+
 def check_end(
     soak: Soak,
     elapsed_s: float,
@@ -190,18 +201,27 @@ def check_end(
 
 
 def run_soak(
+    config: ClusterConfig,
     folder: Path,
     oracle: DeepseekV3ForCausalLM,
     num_requests: int,
     restarts: dict[int, str],
     report: Callable[[str], object],
 ) -> None:
-    with Cluster(soak_config(), folder) as cluster:
+    with Cluster(config, folder) as cluster:
         soak = make_soak(cluster, oracle, num_requests, restarts)
-        registered = registered_bytes(cluster)
+        registered, files = registered_bytes(cluster), num_open_files(cluster)
         start = time.monotonic()
         asyncio.run(soak.run())
         check_end(soak, time.monotonic() - start, registered, report)
+        grown = {
+            name: count - files[name]
+            for name, count in num_open_files(cluster).items()
+            if name.partition("/")[0] not in restarts.values()
+        }
+        report(f"open files, more than before: {grown}\n")
+        # A connection per peer and request would be hundreds.
+        assert max(grown.values()) <= MOST_MORE_FILES
     assert cluster.marked_processes() == []
 
 
@@ -211,14 +231,20 @@ def test_a_short_soak(
     tmp_path: Path, oracle: DeepseekV3ForCausalLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with capsys.disabled():
-        run_soak(tmp_path, oracle, 150, {50: "prefill-0"}, print)
+        run_soak(soak_config(), tmp_path, oracle, 150, {50: "prefill-0"}, print)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("transport", ["loopback", "nixl"])
 def test_a_soak_of_2000_requests(
-    tmp_path: Path, oracle: DeepseekV3ForCausalLM, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    oracle: DeepseekV3ForCausalLM,
+    capsys: pytest.CaptureFixture[str],
+    transport: str,
 ) -> None:
+    if transport != "loopback":
+        skip_unless_loaded(transport)
     restarts = {600: "prefill-0", 1300: "decode-1"}
     with capsys.disabled():
-        run_soak(tmp_path, oracle, 2000, restarts, print)
+        run_soak(soak_config(transport), tmp_path, oracle, 2000, restarts, print)
