@@ -8,7 +8,6 @@ that lives as long as the child should (the kernel kills the child when that thr
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.plan import ProcessSpec
-from runtime.process import die_with_parent
+from runtime.process import dying_with_us
 
 _MAX_READ_BYTES = 256 * 1024
 
@@ -42,7 +41,7 @@ class Child:
         with self._log_path.open("ab") as log:
             self._offset = log.tell()
             self._process = subprocess.Popen(
-                spec.command,
+                dying_with_us(spec.command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -50,7 +49,6 @@ class Child:
                 env={**os.environ, **spec.env},
                 # Its own session: a terminal's Ctrl-C reaches the controller only.
                 start_new_session=True,
-                preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import shutil
 import signal
@@ -31,7 +30,7 @@ from runtime.config import ClusterConfig
 from runtime.config_file import SECRET_VARIABLE, cluster_secret
 from runtime.logging import get_logger
 from runtime.pb import registry_pb2_grpc
-from runtime.process import die_with_parent
+from runtime.process import dying_with_us
 from runtime.rpc import bind_port, create_server
 
 logger = get_logger(__name__)
@@ -221,9 +220,8 @@ class HttpChildren:
     async def _keep(self, index: int) -> None:
         while not self._stopping:
             process = await asyncio.create_subprocess_exec(
-                *self._command,
+                *dying_with_us(self._command),
                 env=self._env,
-                preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
             self._processes[index] = process
             status = await process.wait()
