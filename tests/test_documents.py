@@ -1,0 +1,57 @@
+"""What the documents name exists: files, links, metrics, configuration fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from decode.metrics import DecodeMetrics
+from prefill.loop import LoopLoad
+from prefill.metrics import PrefillMetrics
+from router.metrics import RouterMetrics
+from runtime.config import ClusterConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PACKAGES = ("deploy", "router", "prefill", "decode", "engine", "kv_transfer", "runtime")
+SECTIONS = tuple(field.name for field in dataclasses.fields(ClusterConfig))
+
+
+def exported() -> set[str]:
+    """The names of all metrics, as they are asked for: counters with `_total`."""
+    prefill, decode = CollectorRegistry(), CollectorRegistry()
+    empty = LoopLoad(**{field.name: 0 for field in dataclasses.fields(LoopLoad)})
+    PrefillMetrics(prefill).watch(lambda: empty, lambda: 0)
+    DecodeMetrics(decode)
+    registries = (RouterMetrics().registry, prefill, decode)
+    families = [family for registry in registries for family in registry.collect()]
+    names = {f.name + ("_total" if f.type == "counter" else "") for f in families}
+    return {name for name in names if not name.endswith("_created")}
+
+
+def test_every_metric_is_documented_and_no_other() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`(pd_\w+)`", text)) == exported()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        if "://" not in target:
+            assert (document.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_named_files_and_fields_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    for path in re.findall(rf"`((?:{'|'.join(PACKAGES)}|docs|benchmarks|tests)/[\w/.-]+)`", text):
+        assert (ROOT / path).exists(), path
+    config = ClusterConfig()
+    for section, field in re.findall(rf"`({'|'.join(SECTIONS)})\.([a-z_]+)`", text):
+        if field not in ("py", "md"):
+            assert hasattr(getattr(config, section), field), f"{section}.{field}"
