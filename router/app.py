@@ -185,6 +185,11 @@ def _as_error(error: Exception, request: web.Request, max_body_bytes: int) -> Ta
             code="unknown_url",
             status=404,
         )
+    if isinstance(error, web.RequestPayloadError):
+        return RequestError(
+            "the body cannot be read with its Content-Encoding or Transfer-Encoding. "
+            "Fix: send plain JSON, or what the headers say"
+        )
     if isinstance(error, web.HTTPException):
         return RequestError(str(error.reason), status=error.status)
     tandem_error = as_tandem_error(error)

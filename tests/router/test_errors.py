@@ -126,6 +126,14 @@ async def test_bodies_that_are_no_json_object(http, cluster: Cluster, body: byte
     assert "JSON" in error["message"]
 
 
+async def test_a_body_that_is_not_encoded_as_it_says(http, cluster: Cluster) -> None:
+    headers = {"Content-Encoding": "gzip"}
+    async with http.post("/v1/completions", data=b"plain", headers=headers) as response:
+        error = (await response.json())["error"]
+    assert response.status == 400
+    assert "Content-Encoding" in error["message"]
+
+
 async def test_a_body_of_10_megabytes(http, cluster: Cluster) -> None:
     body = orjson.dumps({**COMPLETION, "prompt": "x" * 10_000_000})
     error = await refused(http, "/v1/completions", body, 413)
