@@ -213,7 +213,12 @@ class IncomingPeers:
         except EngineError as error:
             connection.send(FrameKind.ERROR, str(error).encode())
             raise
-        connection.send(FrameKind.OFFER, offer.encode())
+        connection.was_offered = True
+        try:
+            connection.send(FrameKind.OFFER, offer.encode())
+        except OSError:
+            connection.was_offered = False  # cut short: nobody can read it
+            raise
 
     def _forget(self, connection: IncomingPeer) -> None:
         connection.close_engine()

@@ -21,6 +21,8 @@ class IncomingPeer:
         self.name = ""
         """The peer's; empty until its hello was accepted."""
         self.who: ProcessIdentity | None = None
+        self.was_offered = False
+        """Whether the peer was told how to reach our memory: before that it cannot write."""
         self.is_over = threading.Event()
         self._on_notify = on_notify
         self._engine: WriteEngine | None = None
@@ -91,4 +93,6 @@ class IncomingPeer:
         done.
         """
         who = self.who
-        return who is not None and not self._said_bye and who.is_on_host_of(us) and who != us
+        if who is None or not self.was_offered or self._said_bye:
+            return False
+        return who.is_on_host_of(us) and who != us

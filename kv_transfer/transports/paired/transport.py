@@ -137,10 +137,10 @@ class PairedTransport:
             offer = _shake_hands(sock, self._local_name, target)
             sock.settimeout(None)
         except (OSError, ValueError) as error:
-            sock.close()
+            _say_bye(sock)  # we never had the memory that the peer may have offered
             raise PeerLostError(f"{peer} does not shake hands: {error}") from error
         except TandemError:
-            sock.close()
+            _say_bye(sock)
             raise
         return self._open(sock, peer, offer)
 
