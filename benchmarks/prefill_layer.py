@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from engine.batch import ForwardBatch, pack_forward_batch
-from engine.build import build_kv_pool, build_model
+from engine.build import build_kv_pool
 from engine.config import ModelConfig, YarnConfig
 from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.create import create_kernels
@@ -196,14 +196,10 @@ def measure_layers(kernels: Kernels, ranks: int) -> list[dict[str, Any]]:
             DEEPSEEK_V3, num_hidden_layers=1, first_k_dense_replace=first_dense, vocab_size=1024
         )
         timer = StageTimer(kernels)
-        model = build_model(
-            config,
-            silent_groups(ranks),
-            dtype=torch.bfloat16,
-            device="cuda",
-            load_format="dummy",
-            kernels=timer,
+        model = DeepseekV3ForCausalLM(
+            config, silent_groups(ranks), dtype=torch.bfloat16, device="cuda", kernels=timer
         )
+        fill_with_dummy_weights(model)
         pool = build_kv_pool(model, PROMPTS * PROMPT_LEN // BLOCK_SIZE + 1, block_size=BLOCK_SIZE)
         results.append(measure_layer(name + of, model, pool, timer))
         del model, pool
