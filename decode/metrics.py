@@ -24,6 +24,9 @@ class DecodeMetrics:
     """The `pd_decode_*` metrics of one process; `transfers` are those per prefill worker."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        def latency(name: str, documentation: str) -> Histogram:
+            return Histogram(name, documentation, buckets=LATENCY_BUCKETS_S, registry=registry)
+
         self.transfers = TransferMetrics(registry)
         self._requests = Gauge(
             "pd_decode_num_requests", "Live requests by state", ["status"], registry=registry
@@ -31,9 +34,7 @@ class DecodeMetrics:
         self._free = Gauge("pd_decode_free_blocks", "KV blocks without owner", registry=registry)
         self._total = Gauge("pd_decode_total_blocks", "KV blocks of the pool", registry=registry)
         self._quarantined = Gauge(
-            "pd_decode_quarantined_blocks",
-            "KV blocks of cancelled tickets that a writer may still reach",
-            registry=registry,
+            "pd_decode_quarantined_blocks", "KV blocks in quarantine", registry=registry
         )
         self._preemptions = Counter(
             "pd_decode_preemptions", "Requests whose KV went to host memory", registry=registry
@@ -60,23 +61,12 @@ class DecodeMetrics:
             "pd_decode_reservations_rejected", "Refused reservations", ["code"], registry=registry
         )
         self._fences = Counter("pd_decode_fences", "Writers shut out", registry=registry)
-        self._transfer = Histogram(
-            "pd_decode_kv_wait_seconds",
-            "From ticket to complete KV (prefill and transfer)",
-            buckets=LATENCY_BUCKETS_S,
-            registry=registry,
+        self._transfer = latency(
+            "pd_decode_kv_wait_seconds", "From ticket to complete KV (prefill and transfer)"
         )
-        self._reserve = Histogram(
-            "pd_decode_reserve_seconds",
-            "From Reserve to ticket",
-            buckets=LATENCY_BUCKETS_S,
-            registry=registry,
-        )
-        self._admission = Histogram(
-            "pd_decode_admission_seconds",
-            "From complete KV to the first step",
-            buckets=LATENCY_BUCKETS_S,
-            registry=registry,
+        self._reserve = latency("pd_decode_reserve_seconds", "From Reserve to ticket")
+        self._admission = latency(
+            "pd_decode_admission_seconds", "From complete KV to the first step"
         )
         self._step = Histogram(
             "pd_decode_step_seconds", "One step", buckets=_STEP_BUCKETS_S, registry=registry

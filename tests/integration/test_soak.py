@@ -204,9 +204,10 @@ def run_soak(
     config: ClusterConfig,
     folder: Path,
     oracle: DeepseekV3ForCausalLM,
-    num_requests: int,
     restarts: dict[int, str],
-    report: Callable[[str], object],
+    *,
+    num_requests: int,
+    report: Callable[[str], object] = print,
 ) -> None:
     with Cluster(config, folder) as cluster:
         soak = make_soak(cluster, oracle, num_requests, restarts)
@@ -231,7 +232,7 @@ def test_a_short_soak(
     tmp_path: Path, oracle: DeepseekV3ForCausalLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with capsys.disabled():
-        run_soak(soak_config(), tmp_path, oracle, 150, {50: "prefill-0"}, print)
+        run_soak(soak_config(), tmp_path, oracle, {50: "prefill-0"}, num_requests=150)
 
 
 @pytest.mark.soak
@@ -247,4 +248,4 @@ def test_a_soak_of_2000_requests(
         skip_unless_loaded(transport)
     restarts = {600: "prefill-0", 1300: "decode-1"}
     with capsys.disabled():
-        run_soak(soak_config(transport), tmp_path, oracle, 2000, restarts, print)
+        run_soak(soak_config(transport), tmp_path, oracle, restarts, num_requests=2000)
