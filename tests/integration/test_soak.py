@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import json
 import os
 import random
@@ -78,8 +79,8 @@ class Soak:
     num_requests: int
     restarts: dict[int, str]
     """Which instance is killed and started again when so many requests have been started."""
-    outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
-    wrong: list[str] = field(default_factory=list)
+    outcomes: collections.Counter[str] = field(init=False, default_factory=collections.Counter)
+    wrong: list[str] = field(init=False, default_factory=list)
 
     async def run(self) -> None:
         draw = random.Random(17)
@@ -211,6 +212,9 @@ def run_soak(
 ) -> None:
     with Cluster(config, folder) as cluster:
         soak = make_soak(cluster, oracle, num_requests, restarts)
+        first = dataclasses.replace(soak, num_requests=24, restarts={})
+        asyncio.run(first.run())  # all have met
+        assert first.wrong == []
         registered, files = registered_bytes(cluster), num_open_files(cluster)
         start = time.monotonic()
         asyncio.run(soak.run())
