@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -39,7 +39,11 @@ class StartDisplay:
         self._started = time.monotonic()
         self._shown: dict[str, tuple[Phase, str]] = {}
         self._finished = False
-        self._live = Live(console=console, transient=True) if console.is_terminal else None
+        self._state: ClusterState | None = None
+        self._live: Live | None = None
+        if console.is_terminal:
+            # Drawn anew by a thread of its own: the seconds go on while the caller is busy.
+            self._live = Live(console=console, transient=True, get_renderable=self._table)
 
     def __enter__(self) -> StartDisplay:
         if self._live is not None:
@@ -69,7 +73,8 @@ class StartDisplay:
     def update(self, state: ClusterState) -> None:
         """Show what changed."""
         if self._live is not None:
-            self._live.update(_table(state, self._elapsed_s()))
+            self._state = state
+            self._live.refresh()
         for process in state.processes:
             news = (process.phase, "" if self._finished else process.stage)
             former = self._shown.get(process.name)
@@ -78,6 +83,9 @@ class StartDisplay:
                 continue
             if former is None or news[0] is not former[0] or (news[1] and news != former):
                 self.note(f"{process.name:<12} {process.phase.value:<10} {news[1]}".rstrip())
+
+    def _table(self) -> RenderableType:
+        return "" if self._state is None else _table(self._state, self._elapsed_s())
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._started
