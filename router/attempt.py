@@ -58,9 +58,10 @@ class Workers:
     def abort(self, decode: Member, worker_request_id: str, reason: str) -> None:
         """Tell ``decode`` in the background that a request is over; idempotent there."""
         request = decode_pb2.AbortRequest(request_id=worker_request_id, reason=reason)
-        stub = self.clients.decode(decode)
 
         async def call() -> None:
+            # The channel is looked up now: the one of before may be closed, its worker gone.
+            stub = self.clients.decode(decode)
             try:
                 with map_rpc_errors(f"decode {decode.key}"):
                     await stub.Abort(request, timeout=ABORT_TIMEOUT_S)

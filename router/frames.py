@@ -93,9 +93,13 @@ class FrameStream:
         """Send them no more; later deltas are dropped."""
         self._sinks.pop(request_id, None)
 
+    def stop(self) -> None:
+        """Make no further call; ``close`` has to follow."""
+        self._task.cancel()
+
     async def close(self, reason: str) -> None:
         """End the stream; requests that still wait fail with ``reason``."""
-        self._task.cancel()
+        self.stop()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
         self._fail_all(reason)
@@ -205,6 +209,7 @@ class FrameStreams:
             if key not in members and (replaced or not stream.num_attached):
                 del self._streams[key]
                 reason = "it was restarted" if replaced else "it left the pool"
+                stream.stop()  # at once: its channel is closed next
                 task = asyncio.create_task(stream.close(reason), name=f"close-frames-{key}")
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)

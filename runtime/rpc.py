@@ -147,3 +147,6 @@ def map_rpc_errors(peer: str, request_id: str = "") -> Iterator[None]:
         error_type = _STATUS_ERRORS.get(error.code(), InternalError)
         text = f"{peer}: {error.code().name}: {error.details()}"
         raise error_type(text, request_id=request_id) from error
+    except grpc.aio.UsageError as error:
+        # The channel was closed under the call, because its peer is gone.
+        raise PeerLostError(f"{peer}: {error}", request_id=request_id) from error
