@@ -158,6 +158,8 @@ class DecodeRank:
         """Book one token a request. None: it has no usable logits, and fails alone."""
         for request, token in zip(plan.requests, sampled, strict=True):
             if token is None:
+                # Its KV may be what the numbers were lost in: no later prompt may find it.
+                self._pool.forget(request.request.block_table)
                 error = InternalError("the model's logits are not finite")
                 self.live.end(request, FinishReason.ERROR, error)
                 continue

@@ -158,6 +158,19 @@ class BlockPool:
                 return index
         return len(block_hashes)
 
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """Make held blocks private again: their KV must not be found by anybody from now on.
+
+        Raises:
+            InternalError: a block that is not held.
+        """
+        for block_id in block_ids:
+            self._check_held(block_id, "forget")
+            block_hash = self._hash_of.pop(block_id, None)
+            if block_hash is not None:
+                del self._block_of[block_hash]
+                self._record(BlockRemoved(block_hash))
+
     def reset_prefix_cache(self) -> None:
         """Forget every hash. Held blocks stay with their holders, and become private."""
         self._free.extend(reversed(self._evictable))

@@ -285,11 +285,17 @@ async def test_stale_closings_and_handshakes_are_refused() -> None:
 async def test_unusable_logits_fail_one_request_alone() -> None:
     async with run_cluster() as cluster:
         cluster.runner.unusable.add("bad")
-        good, bad = await cluster.reserve("good", PROMPT), await cluster.reserve("bad", PROMPT)
-        await cluster.prefill.run(bad, PROMPT)
+        other = PROMPT[::-1]
+        good, bad = await cluster.reserve("good", PROMPT), await cluster.reserve("bad", other)
+        await cluster.prefill.run(bad, other)
         first = await cluster.prefill.run(good, PROMPT)
         assert (await cluster.router.end_of("bad"))[-1].error.code == common_pb2.ERROR_CODE_INTERNAL
         assert [first, *await cluster.router.tokens_of("good")] == expected_output(PROMPT, 8)
+        # Its KV may be what the numbers were lost in: the next request must not find it.
+        again = await cluster.reserve("again", other)
+        assert again.num_cached_tokens == 0
+        token = await cluster.prefill.run(again, other)
+        assert [token, *await cluster.router.tokens_of("again")] == expected_output(other, 8)
         await cluster.wait_empty()
 
 

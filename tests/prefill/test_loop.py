@@ -272,6 +272,10 @@ def test_logits_that_are_no_numbers_fail_their_request_alone() -> None:
     (first,) = bench.of_type(FirstTokenSampled)
     assert isinstance(first, FirstTokenSampled)
     assert first.nonce == fine.nonce
+    # What may have made its numbers unusable must not answer a later prompt.
+    pool = bench.scheduler.pool
+    assert pool.count_prefix(broken.request.block_hashes) == 0
+    assert pool.count_prefix(fine.request.block_hashes) == len(fine.request.block_hashes) > 0
     bench.drain()
     bench.assert_over(num_requests=2)
 

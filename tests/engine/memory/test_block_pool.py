@@ -247,6 +247,14 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert [self.contents[block_id] for block_id in blocks] == hashes[:expected]
         self.holders.append(blocks)
 
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.sampled_from(self.holders))
+        self.pool.forget(blocks)
+        for block_id in blocks:
+            self.contents.pop(block_id, None)
+
     @rule()
     def reset(self) -> None:
         self.pool.reset_prefix_cache()
