@@ -44,6 +44,7 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
 
     workers: asyncio.Queue[registry_pb2.WorkerRecord] = field(default_factory=asyncio.Queue)
     draining: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
     loads: list[registry_pb2.WorkerLoad] = field(default_factory=list)
 
     async def Register(
@@ -63,6 +64,7 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
     async def Deregister(
         self, request: registry_pb2.DeregisterRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> registry_pb2.DeregisterResponse:
+        self.left.set()
         return registry_pb2.DeregisterResponse()
 
 

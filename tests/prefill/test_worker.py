@@ -176,7 +176,8 @@ async def check_drain(bench: Bench) -> None:
     async with asyncio.timeout(20):
         statuses = [await process.wait() for process in bench.processes]
     assert statuses == [0] * len(statuses)
-    assert bench.registry.draining.is_set()
+    # An idle worker may be out of the pool before there was time to say that it drains.
+    assert bench.registry.left.is_set()
 
 
 async def test_one_rank_sends_what_one_process_computes(oracle: Oracle, tmp_path: Path) -> None:
