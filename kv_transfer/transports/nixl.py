@@ -19,6 +19,7 @@ import ctypes
 import importlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -44,6 +45,8 @@ _ENVIRONMENT = {
 }
 _DRAIN_S = 2.0
 _DRAIN_POLL_S = 5e-4
+_PROGRESS_DELAY_US = 1000
+"""Longest sleep of a progress thread; events wake it earlier."""
 
 
 def load_nixl() -> ModuleType:
@@ -62,6 +65,7 @@ def load_nixl() -> ModuleType:
             problems.append(f"{name}: {error}")
             continue
         logging.getLogger("nixl").setLevel(logging.WARNING)
+        _let_progress_threads_sleep(module)
         return module
     raise ConfigError(
         "kv_transfer.transport",
@@ -69,6 +73,25 @@ def load_nixl() -> ModuleType:
         f"NIXL does not load ({'; '.join(problems)})",
         "pip install 'tandem-serve[nixl]', or another transport",
     )
+
+
+def _let_progress_threads_sleep(api: ModuleType) -> None:
+    """Make agents created from now on wait for events in their progress thread.
+
+    NIXL's Python interface fixes the thread's delay at 0, with which it spins: a core per agent,
+    also when nothing moves. With any other delay it sleeps until UCX has an event, at most so long.
+    """
+    bindings = sys.modules[api.nixl_agent.__module__].nixlBind
+    create = bindings.nixlAgent
+    if getattr(create, "sleeps", False):
+        return
+
+    def create_sleeping(name: str, config: Any) -> Any:
+        config.pthrDelay = _PROGRESS_DELAY_US
+        return create(name, config)
+
+    create_sleeping.sleeps = True  # type: ignore[attr-defined]
+    bindings.nixlAgent = create_sleeping
 
 
 class NixlFactory:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -46,6 +47,18 @@ def test_a_set_environment_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     load_nixl()
     assert os.environ["UCX_MEM_MMAP_HOOK_MODE"] == "bistro"
     assert os.environ["UCX_HANDLE_ERRORS"] == "none"
+
+
+def test_a_receiver_that_waits_costs_no_core() -> None:
+    skip_unless_loaded("nixl")
+    receiver = NixlFactory().create("receiver")
+    try:
+        receiver.address()  # makes the agent, with its progress thread
+        before = time.process_time()
+        time.sleep(1.0)
+        assert time.process_time() - before < 0.3
+    finally:
+        receiver.close()
 
 
 def test_rails_share_the_writes_of_a_post() -> None:
