@@ -38,7 +38,9 @@ from kv_transfer.transports import create_transport
 from runtime.worker import WorkerOptions
 
 QUARANTINE_SHARE = 0.5
-"""Of the pool: beyond it the oldest writers are shut out without waiting for their answer."""
+"""Of the pool: beyond it the oldest writers are shut out without waiting for all of the timeout."""
+QUARANTINE_PATIENCE_S = 5.0
+"""But not earlier: a writer answers between two steps, and a step may take seconds on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +142,7 @@ def build_rank(
         time.monotonic,
         timeout_s=settings.quarantine_timeout_s,
         max_blocks=int(QUARANTINE_SHARE * pool.num_usable_blocks),
+        patience_s=QUARANTINE_PATIENCE_S,
     )
     desk = TicketDesk(
         pool,

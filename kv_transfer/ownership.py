@@ -47,9 +47,26 @@ class Released:
 class Quarantine:
     """All sets in quarantine of one decode rank."""
 
-    def __init__(self, clock: Callable[[], float], *, timeout_s: float, max_blocks: int) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        timeout_s: float,
+        max_blocks: int,
+        patience_s: float = 0.0,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            clock: monotonic seconds.
+            timeout_s: an entry that is older has to be fenced.
+            max_blocks: beyond it the oldest have to be fenced too, so that the pool comes back;
+            patience_s: but none that is younger. A burst of cancels makes many entries at once, and
+                their writer is about to answer: a fence would cut its other transfers.
+        """
         self._clock = clock
         self._timeout_s = timeout_s
+        self._patience_s = patience_s
         self._max_blocks = max_blocks
         self._entries: dict[int, QuarantineEntry] = {}  # by nonce, oldest first
         self._num_blocks = 0
@@ -138,7 +155,8 @@ class Quarantine:
         excess = self._num_blocks - self._max_blocks
         due = []
         for entry in self._entries.values():
-            if excess <= 0 and now - entry.since < self._timeout_s:
+            age = now - entry.since
+            if age < self._timeout_s and (excess <= 0 or age < self._patience_s):
                 break
             due.append(entry)
             excess -= len(entry.block_ids)

@@ -136,6 +136,20 @@ def test_the_oldest_are_due_at_once_when_there_are_too_many_blocks() -> None:
     assert [entry.nonce for entry in quarantine.due_for_fence()] == [1, 2]
 
 
+def test_a_writer_gets_time_to_answer_however_many_blocks_wait() -> None:
+    clock = Clock()
+    quarantine = Quarantine(clock, timeout_s=30.0, max_blocks=3, patience_s=5.0)
+    add(quarantine, 1)
+    clock.now += 2.0
+    add(quarantine, 2)
+    add(quarantine, 3)
+    assert quarantine.due_for_fence() == []
+    clock.now += 3.0
+    assert [entry.nonce for entry in quarantine.due_for_fence()] == [1]
+    clock.now += 2.0
+    assert [entry.nonce for entry in quarantine.due_for_fence()] == [1, 2]
+
+
 def test_misuse_is_refused() -> None:
     quarantine = Quarantine(Clock(), timeout_s=30.0, max_blocks=3)
     with pytest.raises(ValueError, match="no part is open"):
