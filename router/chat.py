@@ -86,21 +86,15 @@ class ChatStream:
     def _payload(
         self, choice: Choice, delta: Json, logprobs: Json | None, finish_reason: str | None
     ) -> Json:
-        info = self._info
-        payload: Json = {
-            **info.head(_CHUNK),
-            "choices": [
-                {
-                    "index": choice.index,
-                    "delta": delta,
-                    "logprobs": logprobs,
-                    "finish_reason": finish_reason,
-                }
-            ],
-        }
-        if info.includes_usage:
-            payload["usage"] = info.usage() if info.continuous_usage else None
-        return payload
+        return self._info.chunk(
+            _CHUNK,
+            {
+                "index": choice.index,
+                "delta": delta,
+                "logprobs": logprobs,
+                "finish_reason": finish_reason,
+            },
+        )
 
 
 class ChatBody:
@@ -122,15 +116,9 @@ class ChatBody:
     def closing(self) -> bytes:
         """The body."""
         info = self._info
-        body: Json = {
-            **info.head("chat.completion"),
-            "choices": [self._choice(choice) for choice in info.choices],
-            "usage": info.usage(),
-        }
+        body = info.body("chat.completion", [self._choice(choice) for choice in info.choices])
         if info.wants_token_ids:
             body["prompt_token_ids"] = info.choices[0].prompt.token_ids
-        if info.wants_timings:
-            body["timings"] = info.timings()
         return orjson.dumps(body)
 
     def _choice(self, choice: Choice) -> Json:

@@ -110,22 +110,16 @@ class CompletionStream:
         finish_reason: str | None,
         extra: Json,
     ) -> Json:
-        info = self._info
-        payload: Json = {
-            **info.head(_KIND),
-            "choices": [
-                {
-                    "index": choice.index,
-                    "text": text,
-                    "logprobs": logprobs,
-                    "finish_reason": finish_reason,
-                    **extra,
-                }
-            ],
-        }
-        if info.includes_usage:
-            payload["usage"] = info.usage() if info.continuous_usage else None
-        return payload
+        return self._info.chunk(
+            _KIND,
+            {
+                "index": choice.index,
+                "text": text,
+                "logprobs": logprobs,
+                "finish_reason": finish_reason,
+                **extra,
+            },
+        )
 
 
 class CompletionBody:
@@ -149,15 +143,8 @@ class CompletionBody:
 
     def closing(self) -> bytes:
         """The body."""
-        info = self._info
-        body: Json = {
-            **info.head(_KIND),
-            "choices": [self._choice(choice) for choice in info.choices],
-            "usage": info.usage(),
-        }
-        if info.wants_timings:
-            body["timings"] = info.timings()
-        return orjson.dumps(body)
+        choices = [self._choice(choice) for choice in self._info.choices]
+        return orjson.dumps(self._info.body(_KIND, choices))
 
     def _choice(self, choice: Choice) -> Json:
         info = self._info

@@ -62,6 +62,20 @@ class ResponseInfo:
             "model": self.model,
         }
 
+    def chunk(self, kind: str, choice: Json) -> Json:
+        """A streamed chunk with one choice; usage, if asked for, is null before the last."""
+        payload: Json = {**self.head(kind), "choices": [choice]}
+        if self.includes_usage:
+            payload["usage"] = self.usage() if self.continuous_usage else None
+        return payload
+
+    def body(self, kind: str, choices: list[Json]) -> Json:
+        """A whole answer."""
+        payload: Json = {**self.head(kind), "choices": choices, "usage": self.usage()}
+        if self.wants_timings:
+            payload["timings"] = self.timings()
+        return payload
+
     def usage(self) -> Json:
         """Tokens so far; a prompt counts once however many choices it has."""
         firsts = self.choices[:: self.choices_per_prompt]
