@@ -1,7 +1,8 @@
-"""What the documents name exists: files, links, metrics, configuration fields."""
+"""What the documents name exists: files, links, metrics, configuration fields, tests."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 from pathlib import Path
@@ -17,6 +18,8 @@ from runtime.config import ClusterConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FAILURES = ROOT / "docs" / "reliability.md"
+NAMED_TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 PACKAGES = ("deploy", "router", "prefill", "decode", "engine", "kv_transfer", "runtime")
 SECTIONS = tuple(field.name for field in dataclasses.fields(ClusterConfig))
 
@@ -55,3 +58,28 @@ def test_named_files_and_fields_exist(document: Path) -> None:
     for section, field in re.findall(rf"`({'|'.join(SECTIONS)})\.([a-z_]+)`", text):
         if field not in ("py", "md"):
             assert hasattr(getattr(config, section), field), f"{section}.{field}"
+
+
+def _functions(file: Path) -> set[str]:
+    module = ast.parse(file.read_text(encoding="utf-8"))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {node.name for node in ast.walk(module) if isinstance(node, kinds)}
+
+
+def test_every_test_that_the_table_of_failures_names_exists() -> None:
+    named = NAMED_TEST.findall(FAILURES.read_text(encoding="utf-8"))
+    assert len(named) > 60
+    missing = [
+        f"{file}::{name}"
+        for file, name in named
+        if not (ROOT / "tests" / file).is_file() or name not in _functions(ROOT / "tests" / file)
+    ]
+    assert missing == []
+
+
+def test_every_case_has_a_row_and_says_what_happens() -> None:
+    text = FAILURES.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+)[a-z]? \| (.+?) \| (.+?) \|(.*)\|$", text, re.MULTILINE)
+    assert {int(number) for number, *_ in rows} == set(range(1, 31))
+    for number, _, answer, tests in rows:
+        assert "::" in tests or "not applicable" in answer, number

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from deploy.checks import free_port
 from engine.build import build_model
 from engine.generate import generate
 from engine.memory.kv_pool import KVPool
@@ -120,13 +120,6 @@ def start_rank(rank: int, rendezvous: str, router: str, folder: Path) -> subproc
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @contextlib.asynccontextmanager
 async def run_group(folder: Path) -> AsyncIterator[Group]:
     write_checkpoint(folder / "model", tiny_config(), seed=3)
@@ -144,7 +137,7 @@ async def run_group(folder: Path) -> AsyncIterator[Group]:
     prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, peers)
     prefill.address = f"{HOST}:{bind_port(peers, HOST, 0)}"
     await peers.start()
-    rendezvous = f"{HOST}:{free_port()}"
+    rendezvous = f"{HOST}:{free_port(HOST)}"
     processes = [start_rank(rank, rendezvous, prefill.address, folder) for rank in range(NUM_RANKS)]
     logs = [folder / f"rank-{rank}.log" for rank in range(NUM_RANKS)]
     channels: list[grpc.aio.Channel] = []

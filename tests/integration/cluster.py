@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,19 +21,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from deploy.checks import free_port
 from runtime.config import ClusterConfig
 from runtime.config_file import dump_config
 
 MARK = "TANDEM_TEST_CLUSTER"
 START_TIMEOUT_S = 90.0
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
@@ -50,7 +42,9 @@ class Cluster:
     """One running cluster; use it as a context manager."""
 
     def __init__(self, config: ClusterConfig, folder: Path) -> None:
-        router = dataclasses.replace(config.router, port=free_port(), control_port=free_port())
+        router = dataclasses.replace(
+            config.router, port=free_port("127.0.0.1"), control_port=free_port("127.0.0.1")
+        )
         self.config = dataclasses.replace(config, router=router)
         self.base_url = f"http://127.0.0.1:{router.port}"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -85,7 +79,7 @@ class Cluster:
     def start_instance(self, role: str, index: int) -> None:
         """Start all ranks of one instance."""
         num_ranks = self.config.prefill.tp if role == "prefill" else self.config.decode.dp
-        rendezvous = f"127.0.0.1:{free_port()}"
+        rendezvous = f"127.0.0.1:{free_port('127.0.0.1')}"
         for rank in range(num_ranks):
             command = [role, "--config", str(self._file), "--instance", f"{role}-{index}"]
             command += ["--rank", str(rank), "--rendezvous", rendezvous]

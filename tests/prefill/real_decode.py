@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 import grpc
 import torch
 
+from deploy.checks import free_port
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import SlotArray, SlotLayout
 from kv_transfer.receiver import Arrival, KVReceiver
@@ -146,14 +146,6 @@ async def serve(decode: RealDecode, registry: FakeRegistry) -> AsyncIterator[str
         decode.close()
 
 
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @contextlib.asynccontextmanager
 async def prefill_processes(
     config: ClusterConfig, router: str, folder: Path
@@ -161,7 +153,7 @@ async def prefill_processes(
     """`python -m prefill` for every rank; what is left at the end is killed."""
     file = folder / "cluster.toml"
     file.write_text(dump_config(config))
-    rendezvous = f"127.0.0.1:{free_port()}"
+    rendezvous = f"127.0.0.1:{free_port('127.0.0.1')}"
     environment = {**os.environ, "TANDEM_SECRET": SECRET, "OMP_NUM_THREADS": "1"}
     processes: list[asyncio.subprocess.Process] = []
     with contextlib.ExitStack() as logs:
