@@ -1,0 +1,111 @@
+"""Warm-up: which products it runs, in which order over ranks, and where caches go."""
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import ModelConfig
+from engine.jit_cache import VARIABLE, use_jit_cache
+from engine.kernels.portable import PortableKernels
+from engine.layers.matrix import Matrix
+from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.parallel.dims import ParallelDims
+from engine.parallel.groups import ProcessGroups, RankGroup
+from engine.warm_up import Product, products, row_counts, warm_up
+from engine.weights.dummy import fill_with_dummy_weights
+from tests.engine.test_fp8_path import CONFIG
+
+LIBRARY_VARIABLES = (
+    "DG_JIT_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+)
+
+
+def make_model(*, fp8: bool) -> DeepseekV3ForCausalLM:
+    config = ModelConfig.from_hf(CONFIG)
+    kernels = PortableKernels(has_fp8=fp8)
+    model = DeepseekV3ForCausalLM(config, dtype=torch.bfloat16, kernels=kernels)
+    fill_with_dummy_weights(model)
+    return model
+
+
+@given(st.integers(1, 100_000))
+def test_row_counts_ascend_to_the_maximum(max_tokens: int) -> None:
+    counts = row_counts(max_tokens)
+    assert counts == sorted(set(counts))
+    assert counts[0] >= 1
+    assert counts[-1] == max_tokens
+
+
+def test_every_weight_shape_is_run_once() -> None:
+    model = make_model(fp8=True)
+    found = products(model, model.kernels, 32)
+    names = [product.name for product in found]
+    assert len(names) == len(set(names))
+    assert sum(name.startswith("experts") for name in names) == 1
+    shapes = {name.split(" x ")[0] for name in names if name.startswith("linear")}
+    matrices = [m for m in model.modules() if isinstance(m, Matrix) and m.weight.dim() == 2]
+    assert shapes == {f"linear {tuple(m.weight.shape)}" for m in matrices if m.is_fp8}
+    for product in found:
+        out = product.run()
+        assert isinstance(out, torch.Tensor)
+        assert bool(torch.isfinite(out.float()).all()), product.name
+
+
+def test_nothing_to_do_without_fp8() -> None:
+    model = make_model(fp8=False)
+    assert products(model, model.kernels, 32) == []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadGroup(RankGroup):
+    """Ranks as threads of one process."""
+
+    meeting: threading.Barrier
+
+    def barrier(self) -> None:
+        self.meeting.wait(10)
+
+
+def test_other_ranks_wait_for_the_first() -> None:
+    meeting, order = threading.Barrier(3), []
+    moved: list[tuple[int, int]] = []
+
+    def run_rank(rank: int) -> None:
+        dims = ParallelDims(tp=3, rank=rank)
+        group = ThreadGroup(rank=rank, size=3, meeting=meeting)
+        groups = ProcessGroups(dims=dims, tp_group=group)
+        todo = [Product(name=str(n), run=lambda: order.append(rank)) for n in range(4)]
+        note = (lambda done, total: moved.append((done, total))) if rank == 0 else None
+        warm_up(todo, groups, progress=note)
+
+    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert order[:4] == [0] * 4
+    assert sorted(order[4:]) == [1] * 4 + [2] * 4
+    assert moved == [(n, 4) for n in range(1, 5)]
+
+
+def test_caches_lie_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LIBRARY_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "jit"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    folder = use_jit_cache()
+    assert folder == tmp_path / "jit"
+    assert folder.is_dir()
+    assert os.environ["DG_JIT_CACHE_DIR"].startswith(str(folder))
+    assert os.environ["TRITON_CACHE_DIR"] == "/elsewhere", "a user's own choice stands"
+    for name in LIBRARY_VARIABLES:
+        monkeypatch.delenv(name)
