@@ -6,17 +6,23 @@ and blocking, so it runs off the event loop.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from engine.build import build_kv_pool, build_model
 from engine.config import ModelConfig
+from engine.jit_cache import use_jit_cache
 from engine.memory.kv_pool import KVPool
+from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, agree_on_epoch, init_process_groups
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
+from engine.warm_up import products, warm_up
+from engine.weights.progress import Unit, progress_bar
+from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
 from runtime.worker import WorkerOptions
@@ -62,6 +68,7 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
     config = ModelConfig.from_dir(model_section.path)
     max_model_len = choose_max_model_len(model_section.max_model_len, config)
     torch.set_num_threads(section.num_threads)
+    device = _take_device(section.device, options.rank)
     dims.check_model(config)
     groups = init_process_groups(
         dims, options.rendezvous, backend=_BACKENDS[section.device], timeout_s=GROUP_TIMEOUT_S
@@ -71,10 +78,11 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
         model_section.path,
         groups,
         dtype=_DTYPES[model_section.dtype],
-        device=_choose_device(section.device, options.rank),
+        device=device,
         load_format=model_section.load_format,
         progress=options.rank == 0,
     )
+    _compile(model, _most_tokens(section), show=options.rank == 0)
     kv_pool = build_kv_pool(
         model,
         section.num_blocks,
@@ -110,8 +118,30 @@ def choose_max_model_len(wanted: int, config: ModelConfig) -> int:
     return wanted or most
 
 
-def _choose_device(device: str, rank: int) -> torch.device:
-    """Ranks of a host take its devices in order; a rank that sees only its own takes that."""
+def _take_device(device: str, rank: int) -> torch.device:
+    """Ranks of a host take its devices in order; a rank that sees only its own takes that.
+
+    Kernels launch on the process's current device, wherever their arguments are.
+    """
     if device == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", rank % max(torch.cuda.device_count(), 1))
+    use_jit_cache()
+    chosen = torch.device("cuda", rank % max(torch.cuda.device_count(), 1))
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+def _most_tokens(section: PrefillSection | DecodeSection) -> int:
+    """The most tokens of one step on this rank."""
+    if isinstance(section, PrefillSection):
+        return section.max_num_batched_tokens
+    return section.max_num_seqs
+
+
+def _compile(model: DeepseekV3ForCausalLM, max_tokens: int, *, show: bool) -> None:
+    """Compile on rank 0, then let the others read its cache; nothing to do on a CPU."""
+    if model.device.type != "cuda":
+        return
+    todo = products(model, model.kernels, max_tokens)
+    with progress_bar("compiling kernels", unit=Unit.CALLS) if show else nullcontext() as moved:
+        warm_up(todo, model.groups, synchronize=torch.cuda.synchronize, progress=moved)
