@@ -31,7 +31,7 @@ GROUP_TIMEOUT_S = 60.0
 """A rank that hangs, and whose death the kernel cannot tell, is given up after this."""
 # Step plans and lockstep rows are host memory, so a GPU instance needs both backends.
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 logger = get_logger(__name__)
 

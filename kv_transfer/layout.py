@@ -17,11 +17,11 @@ _LAYOUT_VERSION = 1
 
 
 class KVDtype(enum.Enum):
-    """Element type of the KV pool; the value is its name in configurations."""
+    """Element type of the KV pool; the value is what torch calls it."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
-    FLOAT8_E4M3 = "float8_e4m3"
+    FLOAT8_E4M3 = "float8_e4m3fn"
 
     @property
     def itemsize(self) -> int:

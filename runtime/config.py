@@ -116,7 +116,8 @@ class PrefillSection:
     """Tokens of one block; the same in both roles."""
     enable_prefix_caching: bool = True
     kv_dtype: str = "auto"
-    """One of "auto" (the model's dtype), "float32", "bfloat16"."""
+    """One of "auto" (the model's dtype), "float32", "bfloat16", "fp8" (e4m3 without scales, half the
+    memory of bfloat16); the same in both roles."""
 
     def __post_init__(self) -> None:
         _check_worker("prefill", self)
@@ -158,7 +159,7 @@ def _check_worker(role: str, section: PrefillSection | DecodeSection) -> None:
     _at_least(f"{role}.max_num_seqs", section.max_num_seqs, 1)
     _at_least(f"{role}.num_blocks", section.num_blocks, 2)
     _at_least(f"{role}.block_size", section.block_size, 1)
-    _one_of(f"{role}.kv_dtype", section.kv_dtype, ("auto", "float32", "bfloat16"))
+    _one_of(f"{role}.kv_dtype", section.kv_dtype, ("auto", "float32", "bfloat16", "fp8"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +215,17 @@ class ClusterConfig:
                 self.decode.block_size,
                 f"prefill.block_size is {self.prefill.block_size}",
                 "the same block size in both roles",
+            )
+        stored = {
+            role: self.model.dtype if section.kv_dtype == "auto" else section.kv_dtype
+            for role, section in (("prefill", self.prefill), ("decode", self.decode))
+        }
+        if stored["prefill"] != stored["decode"]:
+            raise ConfigError(
+                "decode.kv_dtype",
+                self.decode.kv_dtype,
+                f"prefill stores its KV in {stored['prefill']}",
+                "the same kv_dtype in both roles",
             )
         port, control_port = self.router.port, self.router.control_port
         if port and port == control_port:

@@ -11,8 +11,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.kernels.alignment import Alignment
+from engine.kernels.alignment import Alignment, RowCounts
 from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
 
@@ -53,6 +54,11 @@ class Kernels(Protocol):
         """Context tokens that are expanded and attended to in one call; 0: one sequence a call."""
         ...
 
+    @property
+    def has_paged_attention(self) -> bool:
+        """Whether decode steps attend by block tables, which reads nothing on the host."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Norm over the last dimension."""
         ...
@@ -67,6 +73,19 @@ class Kernels(Protocol):
         """Return x + delta and its norm."""
         ...
 
+    def add_rms_norm_fp8(
+        self,
+        x_TD: Tensor,
+        delta_TD: Tensor | None,
+        weight_D: Tensor,
+        eps: float,
+        *,
+        with_plain: bool,
+        out: Fp8Rows | None = None,
+    ) -> tuple[Tensor, Tensor | None, Fp8Rows]:
+        """Return x + delta, its norm if wanted, and its norm quantised."""
+        ...
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """Gated activation."""
         ...
@@ -75,8 +94,8 @@ class Kernels(Protocol):
         """Gated activation, then quantise."""
         ...
 
-    def quantize_rows(self, x_TK: Tensor) -> Fp8Rows:
-        """Quantise in groups of 128."""
+    def quantize_rows(self, x_TK: Tensor, out: Fp8Rows | None = None) -> Fp8Rows:
+        """Quantise in groups of 128, into `out` if given."""
         ...
 
     def fp8_linear(self, x: Fp8Rows, weight_NK: Tensor, scale_inv_PQ: Tensor) -> Tensor:
@@ -99,8 +118,16 @@ class Kernels(Protocol):
         """Experts in the compute dtype over rows sorted by expert."""
         ...
 
+    def count_rows(self, topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
+        """Choose the row of every (token, expert) pair; count the rows on the device."""
+        ...
+
+    def place_rows(self, counts: RowCounts, num_rows: int) -> Alignment:
+        """Lay out as many rows as the host has learnt that there are."""
+        ...
+
     def align_to_experts(self, topk_ids_TK: Tensor, first: int, num_experts: int) -> Alignment:
-        """Choose the row of every (token, expert) pair."""
+        """Do both without asking the device: as many rows as any routing could need."""
         ...
 
     def spread_rows(self, rows: Fp8Rows, alignment: Alignment) -> Fp8Rows:
@@ -159,4 +186,16 @@ class Kernels(Protocol):
         scale: float,
     ) -> Tensor:
         """Attention over latents."""
+        ...
+
+    def plan_paged(
+        self, block_tables_SB: Tensor, seq_lens_S: Tensor, cache: Tensor, num_heads: int
+    ) -> PagedQueries:
+        """Prepare a step's paged attention over layers like `cache`, without a host read."""
+        ...
+
+    def paged_attention(
+        self, q_SHL: Tensor, cache: Tensor, queries: PagedQueries, kv_lora_rank: int, scale: float
+    ) -> Tensor:
+        """Attention over latents in the pool, one query a sequence."""
         ...

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from engine.kernels import deep_gemm, flash_attention
+from engine.kernels import deep_gemm, flash_attention, flash_mla
 from engine.kernels.base import Kernels
 from engine.kernels.portable import PortableKernels
 
@@ -40,5 +40,10 @@ def _create(device: torch.device, dtype: torch.dtype) -> Kernels:
     # Imported late: the module needs Triton, which a machine without a GPU lacks.
     hopper = importlib.import_module("engine.kernels.hopper")
     attention = flash_attention.FlashAttention() if flash_attention.is_available() else None
-    kernels: Kernels = hopper.HopperKernels(gemm=deep_gemm.DeepGemm(), attention=attention)
+    paged = flash_mla.FlashMLA() if flash_mla.is_available() else None
+    if paged is None:
+        logger.warning("decode attends slowly: flash_mla is not installed")
+    kernels: Kernels = hopper.HopperKernels(
+        gemm=deep_gemm.DeepGemm(), attention=attention, paged=paged
+    )
     return kernels

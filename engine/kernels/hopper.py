@@ -10,12 +10,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from engine.kernels import reference
+from engine.kernels import paged_reference, reference
 from engine.kernels.base import VarlenLengths
 from engine.kernels.deep_gemm import DeepGemm
 from engine.kernels.flash_attention import FlashAttention
+from engine.kernels.flash_mla import KV_LORA_RANK, FlashMLA
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.fused import latents, norm, permute, quant, routing
+from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.routing import RoutingRule
 
 ATTENTION_HEADS = (192, 128)
@@ -28,15 +30,19 @@ class HopperKernels:
     has_fp8 = True
     max_attention_positions = 32768
 
-    def __init__(self, *, gemm: DeepGemm, attention: FlashAttention | None) -> None:
+    def __init__(
+        self, *, gemm: DeepGemm, attention: FlashAttention | None, paged: FlashMLA | None = None
+    ) -> None:
         """Take the libraries that are there.
 
         Args:
             gemm: for all FP8 products.
             attention: None where it is not installed; attention is then slow, and right.
+            paged: of decode steps; None as above.
         """
         self._gemm = gemm
         self._attention = attention
+        self._paged = paged
 
     @property
     def name(self) -> str:
@@ -48,8 +54,11 @@ class HopperKernels:
     absorbed_attention = staticmethod(reference.absorbed_attention)
     rms_norm_fp8 = staticmethod(norm.rms_norm_fp8)
     add_rms_norm = staticmethod(norm.add_rms_norm)
+    add_rms_norm_fp8 = staticmethod(norm.add_rms_norm_fp8)
     silu_and_mul_fp8 = staticmethod(quant.silu_and_mul_fp8)
     quantize_rows = staticmethod(quant.quantize_rows)
+    count_rows = staticmethod(permute.count_rows)
+    place_rows = staticmethod(permute.place_rows)
     align_to_experts = staticmethod(permute.align_to_experts)
     spread_rows = staticmethod(permute.spread_rows)
     gather_rows = staticmethod(permute.gather_rows)
@@ -110,3 +119,27 @@ class HopperKernels:
         if self._attention is None or sizes != ATTENTION_HEADS or q_THA.dtype != torch.bfloat16:
             return reference.varlen_attention(q_THA, k_PHA, v_PHV, seqs.lengths, scale)
         return self._attention.varlen_attention(q_THA, k_PHA, v_PHV, seqs, scale)
+
+    @property
+    def has_paged_attention(self) -> bool:
+        """See `Kernels`."""
+        return self._paged is not None
+
+    def plan_paged(
+        self, block_tables_SB: Tensor, seq_lens_S: Tensor, cache: Tensor, num_heads: int
+    ) -> PagedQueries:
+        """See `Kernels`."""
+        schedule = None
+        if self._paged is not None and self._paged.takes(cache):
+            schedule = self._paged.schedule(seq_lens_S, num_heads, cache.dtype)
+        return PagedQueries(
+            block_tables_SB=block_tables_SB, seq_lens_S=seq_lens_S, schedule=schedule
+        )
+
+    def paged_attention(
+        self, q_SHL: Tensor, cache: Tensor, queries: PagedQueries, kv_lora_rank: int, scale: float
+    ) -> Tensor:
+        """See `Kernels`."""
+        if self._paged is None or queries.schedule is None or kv_lora_rank != KV_LORA_RANK:
+            return paged_reference.paged_attention(q_SHL, cache, queries, kv_lora_rank, scale)
+        return self._paged.paged_attention(q_SHL, cache, queries, queries.schedule, scale)

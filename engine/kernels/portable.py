@@ -3,9 +3,10 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels import reference
+from engine.kernels import paged_reference, reference
 from engine.kernels.base import VarlenLengths
 from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.paged_queries import PagedQueries
 
 
 class PortableKernels:
@@ -13,20 +14,25 @@ class PortableKernels:
 
     Attributes:
         has_fp8: normally false: weights are dequantised at load, which is faster without hardware.
+        has_paged_attention: normally false: attending in groups of sequences is faster on a CPU.
     """
 
     name = "portable"
     max_attention_positions = 0
 
-    def __init__(self, *, has_fp8: bool = False) -> None:
+    def __init__(self, *, has_fp8: bool = False, has_paged_attention: bool = False) -> None:
         self.has_fp8 = has_fp8
+        self.has_paged_attention = has_paged_attention
 
     rms_norm = staticmethod(reference.rms_norm)
     silu_and_mul = staticmethod(reference.silu_and_mul)
     quantize_rows = staticmethod(reference.quantize_rows)
+    add_rms_norm_fp8 = staticmethod(reference.add_rms_norm_fp8)
     fp8_linear = staticmethod(reference.fp8_linear)
     group_limited_topk = staticmethod(reference.group_limited_topk)
     grouped_mlp = staticmethod(reference.grouped_mlp)
+    count_rows = staticmethod(reference.count_rows)
+    place_rows = staticmethod(reference.place_rows)
     align_to_experts = staticmethod(reference.align_to_experts)
     spread_rows = staticmethod(reference.spread_rows)
     gather_rows = staticmethod(reference.gather_rows)
@@ -34,6 +40,7 @@ class PortableKernels:
     store_latents = staticmethod(reference.store_latents)
     join_keys = staticmethod(reference.join_keys)
     absorbed_attention = staticmethod(reference.absorbed_attention)
+    paged_attention = staticmethod(paged_reference.paged_attention)
     grouped_fp8_mlp = staticmethod(reference.grouped_fp8_mlp)
 
     def rms_norm_fp8(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Fp8Rows:
@@ -60,3 +67,9 @@ class PortableKernels:
     ) -> Tensor:
         """See `Kernels`."""
         return reference.varlen_attention(q_THA, k_PHA, v_PHV, seqs.lengths, scale)
+
+    def plan_paged(
+        self, block_tables_SB: Tensor, seq_lens_S: Tensor, cache: Tensor, num_heads: int
+    ) -> PagedQueries:
+        """See `Kernels`."""
+        return PagedQueries(block_tables_SB=block_tables_SB, seq_lens_S=seq_lens_S)

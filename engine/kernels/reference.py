@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.alignment import ROW_BLOCK, Alignment, max_aligned_rows
+from engine.kernels.alignment import ROW_BLOCK, Alignment, RowCounts, max_aligned_rows
 from engine.kernels.fp8_rows import GROUP, MIN_AMAX, Fp8Rows
+from engine.kernels.latent_storage import put_rows
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
 
@@ -232,8 +233,7 @@ def store_latents(
     kv_c_TC, k_pe_TR = latents_TL.tensor_split([weight_C.shape[0]], dim=1)
     kv_c_TC = rms_norm(kv_c_TC, weight_C, eps)
     k_pe_TR = apply_rotary(k_pe_TR, rotation.cos, rotation.sin, interleave=rotation.interleave)
-    blocks = torch.div(slots_T, cache.shape[1], rounding_mode="floor")
-    cache[blocks, slots_T % cache.shape[1]] = torch.cat((kv_c_TC, k_pe_TR), dim=1).to(cache.dtype)
+    put_rows(cache, slots_T, torch.cat((kv_c_TC, k_pe_TR), dim=1))
 
 
 def join_keys(k_nope_PHN: Tensor, k_pe_PR: Tensor) -> Tensor:
@@ -242,15 +242,46 @@ def join_keys(k_nope_PHN: Tensor, k_pe_PR: Tensor) -> Tensor:
     return torch.cat((k_nope_PHN, shared), dim=-1)
 
 
-def quantize_rows(x_TK: Tensor) -> Fp8Rows:
-    """Quantise each group of 128 neighbours of [T, K] to e4m3, its largest becoming 448."""
+def quantize_rows(x_TK: Tensor, out: Fp8Rows | None = None) -> Fp8Rows:
+    """Quantise each group of 128 neighbours of [T, K] to e4m3, its largest becoming 448.
+
+    The rows go to `out`, of any layout, if it is given.
+    """
     groups = x_TK.float().reshape(x_TK.shape[0], x_TK.shape[1] // GROUP, GROUP)
     scale_TG = groups.abs().amax(dim=-1).clamp_min(MIN_AMAX) / 448.0
-    out = Fp8Rows.empty(x_TK.shape[0], x_TK.shape[1], x_TK.device)
+    if out is None:
+        out = Fp8Rows.empty(x_TK.shape[0], x_TK.shape[1], x_TK.device)
     scaled = (groups / scale_TG.unsqueeze(-1)).clamp(-448.0, 448.0)
     out.data_TK.copy_(scaled.flatten(1).to(torch.float8_e4m3fn))
     out.scale_TG.copy_(scale_TG)
     return out
+
+
+def add_rms_norm_fp8(
+    x_TD: Tensor,
+    delta_TD: Tensor | None,
+    weight_D: Tensor,
+    eps: float,
+    *,
+    with_plain: bool,
+    out: Fp8Rows | None = None,
+) -> tuple[Tensor, Tensor | None, Fp8Rows]:
+    """Add a residual, norm and quantise.
+
+    Args:
+        x_TD: [T, D].
+        delta_TD: [T, D] to be added, or None.
+        weight_D: of the norm.
+        eps: of the norm.
+        with_plain: whether the norm in the dtype of x is wanted too.
+        out: for the quantised rows, of any layout.
+
+    Returns:
+        x + delta (x itself without a delta), its norm or None, and the norm quantised.
+    """
+    sum_TD = x_TD if delta_TD is None else x_TD + delta_TD
+    normed_TD = rms_norm(sum_TD, weight_D, eps)
+    return sum_TD, normed_TD if with_plain else None, quantize_rows(normed_TD, out)
 
 
 def fp8_linear(x: Fp8Rows, weight_NK: Tensor, scale_inv_PQ: Tensor) -> Tensor:
@@ -260,8 +291,8 @@ def fp8_linear(x: Fp8Rows, weight_NK: Tensor, scale_inv_PQ: Tensor) -> Tensor:
     return F.linear(x.dequantize(), weight).bfloat16()
 
 
-def align_to_experts(topk_ids_TK: Tensor, first: int, num_experts: int) -> Alignment:
-    """Choose the row of every (token, expert) pair; see `Alignment`.
+def count_rows(topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
+    """Choose the row of every (token, expert) pair, and count how many rows there are.
 
     Args:
         topk_ids_TK: [T, K] int64 physical experts; those outside of
@@ -271,17 +302,31 @@ def align_to_experts(topk_ids_TK: Tensor, first: int, num_experts: int) -> Align
     """
     ids = topk_ids_TK.flatten() - first
     rows = torch.full_like(ids, -1, dtype=torch.int32)
-    num_rows = max_aligned_rows(ids.numel(), num_experts)
-    expert_M = torch.full((num_rows,), -1, dtype=torch.int32, device=ids.device)
+    ends = []
     start = 0
     for expert in range(num_experts):
         pairs = (ids == expert).nonzero().squeeze(1)
         places = torch.arange(start, start + len(pairs), dtype=torch.int32, device=ids.device)
         rows[pairs] = places
-        end = -(-(start + len(pairs)) // ROW_BLOCK) * ROW_BLOCK
-        expert_M[start:end] = expert
-        start = end
-    return Alignment(rows_TK=rows.view(topk_ids_TK.shape), expert_M=expert_M)
+        start = -(-(start + len(pairs)) // ROW_BLOCK) * ROW_BLOCK
+        ends.append(start)
+    ends_E = torch.tensor(ends, dtype=torch.int32, device=ids.device)
+    return RowCounts(rows_TK=rows.view(topk_ids_TK.shape), ends_E=ends_E)
+
+
+def place_rows(counts: RowCounts, num_rows: int) -> Alignment:
+    """Lay out `num_rows` rows, a multiple of 128 and at least `counts.num_rows`."""
+    assert num_rows % ROW_BLOCK == 0, num_rows
+    blocks = torch.arange(0, num_rows, ROW_BLOCK, dtype=torch.int32, device=counts.ends_E.device)
+    expert = torch.searchsorted(counts.ends_E, blocks, right=True, out_int32=True)
+    expert = expert.masked_fill(expert == counts.ends_E.shape[0], -1)
+    return Alignment(rows_TK=counts.rows_TK, expert_M=expert.repeat_interleave(ROW_BLOCK))
+
+
+def align_to_experts(topk_ids_TK: Tensor, first: int, num_experts: int) -> Alignment:
+    """Do both steps, with as many rows as any routing could need; the host learns nothing."""
+    num_rows = max_aligned_rows(topk_ids_TK.numel(), num_experts)
+    return place_rows(count_rows(topk_ids_TK, first, num_experts), num_rows)
 
 
 def gather_rows(
@@ -289,8 +334,9 @@ def gather_rows(
 ) -> Tensor:
     """Return [T, D]: the weighted sum of each token's rows plus `own_TD`, summed in float32."""
     rows_TK = alignment.rows_TK.long()
-    parts_TKD = source_MD[rows_TK.clamp_min(0)].float()
-    parts_TKD = parts_TKD.masked_fill((rows_TK < 0).unsqueeze(-1), 0.0)
+    parts_TKD = source_MD.new_zeros((*rows_TK.shape, source_MD.shape[1]), dtype=torch.float32)
+    is_here = rows_TK >= 0
+    parts_TKD[is_here] = source_MD[rows_TK[is_here]].float()
     out_TD = (parts_TKD * weights_TK.unsqueeze(-1)).sum(dim=1)
     return (out_TD if own_TD is None else out_TD + own_TD.float()).to(source_MD.dtype)
 

@@ -6,11 +6,12 @@ with C + R numbers, without expanding anything. The first pays per context token
 (query, context) pair; so few queries want the absorbed form and long chunks the decompressed one.
 The plan is made once a step and used by every layer. The key idea: sequences with equally many
 queries and similar contexts become one batched product, but only as long as their gathered latents
-stay in the cache of a core.
+stay in the cache of a core. Where the kernels read pages through block tables, a step of single
+queries needs no groups at all, and its plan (`plan_decode`) reads nothing on the host.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
-from engine.kernels.base import VarlenLengths
+from engine.kernels.base import Kernels, VarlenLengths
+from engine.kernels.latent_storage import take_blocks
+from engine.kernels.paged_queries import PagedQueries
 from engine.layers.scratch import Scratch
 from engine.memory.kv_pool import KVPool
 
@@ -118,11 +121,13 @@ class AttentionPlan:
         groups: sequences in the absorbed form.
         absorbed_rows: rows of the step that are absorbed, in the order of the groups; a slice
             where they are adjacent.
+        paged: all rows of the step, one a sequence; then there is nothing else.
     """
 
-    segments: tuple[DecompressedSegment, ...]
-    groups: tuple[AbsorbedGroup, ...]
-    absorbed_rows: slice | Tensor
+    segments: tuple[DecompressedSegment, ...] = ()
+    groups: tuple[AbsorbedGroup, ...] = ()
+    absorbed_rows: slice | Tensor = field(default_factory=lambda: slice(0, 0))
+    paged: PagedQueries | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +144,8 @@ class AttentionStep:
     def gather(self, layer_index: int, block_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the latents of blocks [b] as [b * block_size, L], valid until the next gather."""
         cache = self.kv_pool.layer(layer_index)
+        if cache.dtype.itemsize == 1:
+            return take_blocks(cache, block_ids).flatten(0, 1).to(dtype)
         out = self.scratch.take((block_ids.shape[0], *cache.shape[1:]), cache)
         torch.index_select(cache, 0, block_ids, out=out)
         return out.flatten(0, 1).to(dtype)
@@ -196,6 +203,22 @@ def plan_attention(
         groups=tuple(_build_groups(groups, tables, block_size)),
         absorbed_rows=_rows([s for group in groups for s in group], tables.device),
     )
+
+
+def plan_decode(
+    batch: ForwardBatch, kernels: Kernels, cache: Tensor, num_heads: int
+) -> AttentionPlan:
+    """Plan a step in which every sequence runs one token, without reading the device.
+
+    Args:
+        batch: of the step.
+        kernels: that will attend.
+        cache: [num_blocks, block_size, L], any layer of the pool.
+        num_heads: H of this rank.
+    """
+    assert batch.max_seqlen_q == 1
+    paged = kernels.plan_paged(batch.block_tables, batch.seq_lens, cache, num_heads)
+    return AttentionPlan(paged=paged)
 
 
 def _neighbours(sequences: Iterable[_Sequence], max_positions: int) -> Iterator[list[_Sequence]]:

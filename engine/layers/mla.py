@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from engine.config import ModelConfig
 from engine.kernels.fp8_rows import Activation
+from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.rotation import Rotation
 from engine.layers.attention_plan import AttentionStep, DecompressedSegment
 from engine.layers.context import LayerContext
@@ -82,9 +83,18 @@ class MLA(nn.Module):
         out_TD: Tensor = self.o_proj(out_THV.flatten(1))
         return out_TD
 
+    def prepare_absorption(self) -> None:
+        """Make the weights of the absorbed form now, rather than in its first step.
+
+        After loading; a step that is captured in a graph must find them.
+        """
+        self._up_projections()
+
     def _attend(self, q_THA: Tensor, step: AttentionStep) -> Tensor:
         """Attend in whichever form the plan says for each sequence: [T, H, V]."""
         plan = step.plan
+        if plan.paged is not None:
+            return self._attend_paged(q_THA, step, plan.paged)
         if len(plan.segments) == 1 and not plan.groups:
             return self._attend_decompressed(q_THA, step, plan.segments[0])
         out_THV = q_THA.new_empty((*q_THA.shape[:2], self.value_dim))
@@ -145,6 +155,23 @@ class MLA(nn.Module):
             )
             out_THC[group.rows] = attended.flatten(0, 1)
         return torch.bmm(out_THC.transpose(0, 1), w_uv_HVC.transpose(1, 2)).transpose(0, 1)
+
+    def _attend_paged(self, q_THA: Tensor, step: AttentionStep, queries: PagedQueries) -> Tensor:
+        """Attend in the latent space, one query a sequence, in the pages themselves: [T, H, V]."""
+        q_nope_THN, q_pe_THR = q_THA.split_with_sizes((self.nope_dim, self.rope_dim), dim=-1)
+        w_uk_HNC, w_uv_HVC = self._up_projections()
+        num_tokens, latent_dim = q_THA.shape[0], self.kv_lora_rank + self.rope_dim
+        # Products are written where they are read, in [T, H, *], so that nothing is copied.
+        q_THL = q_THA.new_empty((num_tokens, self.num_heads, latent_dim))
+        q_c_HTC = q_THL[..., : self.kv_lora_rank].transpose(0, 1)
+        torch.bmm(q_nope_THN.transpose(0, 1), w_uk_HNC, out=q_c_HTC)
+        q_THL[..., self.kv_lora_rank :] = q_pe_THR
+        out_THC = self._kernels.paged_attention(
+            q_THL, step.kv_pool.layer(self.layer_index), queries, self.kv_lora_rank, self.scale
+        )
+        out_THV = q_THA.new_empty((num_tokens, self.num_heads, self.value_dim))
+        torch.bmm(out_THC.transpose(0, 1), w_uv_HVC.transpose(1, 2), out=out_THV.transpose(0, 1))
+        return out_THV
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
         """Return kv_b_proj per head in the compute dtype: W_UK [H, N, C] and W_UV [H, V, C]."""

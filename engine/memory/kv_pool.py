@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.kernels.latent_storage import put_rows, take_blocks
+
 
 class KVPool:
     """Latent KV (kv_c and k_pe side by side) of `num_blocks` blocks, block 0 being the dummy."""
@@ -83,19 +85,20 @@ class KVPool:
             kv_c: [T, kv_lora_rank], normalised latent; converted to the pool's dtype.
             k_pe: [T, qk_rope_head_dim], after rotation.
         """
-        latents = torch.cat((kv_c, k_pe), dim=-1).to(self.dtype)
-        blocks = torch.div(slot_mapping, self.block_size, rounding_mode="floor")
-        self.data[blocks, layer, slot_mapping % self.block_size] = latents
+        put_rows(self.layer(layer), slot_mapping, torch.cat((kv_c, k_pe), dim=-1))
 
     def copy_out(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Return a host copy [n, num_layers, block_size, latent_dim] of the blocks."""
-        return self.data[self._indices(block_ids)].cpu()
+        return take_blocks(self.data, self._indices(block_ids)).cpu()
 
     def copy_in(self, block_ids: Sequence[int], blocks: torch.Tensor) -> None:
         """Restore what `copy_out` returned into (possibly other) blocks, in the same order."""
         assert blocks.shape[0] == len(block_ids)
         assert blocks.dtype == self.dtype
-        self.data[self._indices(block_ids)] = blocks.to(self.device)
+        target, source = self.data, blocks.to(self.device)
+        if self.dtype.itemsize == 1:  # not every device indexes e4m3
+            target, source = target.view(torch.uint8), source.view(torch.uint8)
+        target[self._indices(block_ids)] = source
 
     def _indices(self, block_ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)

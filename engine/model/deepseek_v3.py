@@ -18,7 +18,13 @@ from engine.config import ModelConfig
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.kernels.fp8_rows import GROUP
-from engine.layers.attention_plan import AttentionRule, AttentionStep, plan_attention
+from engine.layers.attention_plan import (
+    AttentionPlan,
+    AttentionRule,
+    AttentionStep,
+    plan_attention,
+    plan_decode,
+)
 from engine.layers.context import LayerContext
 from engine.layers.embedding import LMHead, VocabEmbedding
 from engine.layers.norm import RMSNorm
@@ -184,17 +190,23 @@ class DeepseekV3ForCausalLM(nn.Module):
         """Return what all layers of a step share: plan, angles, slots, pool."""
         cos, sin = self._rotary(batch.positions)
         return AttentionStep(
-            plan=plan_attention(
-                batch,
-                kv_pool.block_size,
-                self._rule,
-                max_positions=self.kernels.max_attention_positions,
-            ),
+            plan=self._plan(batch, kv_pool),
             slot_mapping=batch.slot_mapping,
             cos=cos,
             sin=sin,
             kv_pool=kv_pool,
             scratch=self._scratch,
+        )
+
+    def _plan(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionPlan:
+        if batch.max_seqlen_q == 1 and self.kernels.has_paged_attention:
+            num_heads = self.config.num_attention_heads // self.groups.tp_group.size
+            return plan_decode(batch, self.kernels, kv_pool.layer(0), num_heads)
+        return plan_attention(
+            batch,
+            kv_pool.block_size,
+            self._rule,
+            max_positions=self.kernels.max_attention_positions,
         )
 
     def weight_slices(self, prefix: str = "") -> Iterator[WeightSlice]:

@@ -47,6 +47,7 @@ def test_values_round_trip(name: str, port: int, timeout_s: float) -> None:
         ("[router]\npolicy = 'random'", "router.policy", "least-loaded"),
         ("[router]\nport = 9000\ncontrol_port = 9000", "router.control_port", "another port"),
         ("[decode]\nblock_size = 32", "decode.block_size", "the same block size"),
+        ('[decode]\nkv_dtype = "fp8"', "decode.kv_dtype", "the same kv_dtype"),
         ("[kv_transfer]\nfaults = 'explode=1'", "kv_transfer.faults", "one of delay"),
         ("prefill = 3", "prefill", "[prefill]"),
         ("[prefill", "file", "mend"),
