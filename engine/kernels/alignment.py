@@ -1,7 +1,10 @@
 """Where each (token, expert) pair stands in the contiguous layout of grouped products.
 
 The layout: rows sorted by expert, every expert's run padded to a multiple of 128, unused rows at
-the end. Grouped products read one expert per block of 128 rows and skip blocks that name none.
+the end. Grouped products read one expert per block of 128 rows and skip blocks that name none, but
+not for free: whoever can learn the exact number of rows on the host lays out no more than that.
+The key idea: only the list of the rows' experts depends on how many rows there are, so all else can
+be computed before that number has reached the host.
 """
 
 from dataclasses import dataclass
@@ -19,11 +22,29 @@ class Alignment:
     Attributes:
         rows_TK: [T, K] int32, row of each pair; -1 where the expert is on another rank.
         expert_M: [M] int32, expert of each row, equal inside a block of 128; -1 for no expert.
-            M is an upper bound, a multiple of 128.
+            M is an upper bound, or exact, and a multiple of 128.
     """
 
     rows_TK: Tensor
     expert_M: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCounts:
+    """The places of one dispatch, before the number of rows is known on the host.
+
+    Attributes:
+        rows_TK: [T, K] int32, as in `Alignment`.
+        ends_E: [E] int32, where each expert's padded run ends; a running sum.
+    """
+
+    rows_TK: Tensor
+    ends_E: Tensor
+
+    @property
+    def num_rows(self) -> Tensor:
+        """[1] int32 on the device: the least M, to be copied to the host."""
+        return self.ends_E[-1:]
 
 
 def max_aligned_rows(num_pairs: int, num_experts: int) -> int:

@@ -31,7 +31,7 @@ class DeepGemm:
 
     def linear(self, x: Fp8Rows, weight_NK: Tensor, scale_inv_PQ: Tensor) -> Tensor:
         """Return [T, N] bfloat16 of [T, K] rows and a weight [N, K] e4m3; T may be 0."""
-        num_rows = x.num_rows
+        num_rows, x = x.num_rows, x.column_major()
         out = torch.empty(
             (num_rows, weight_NK.shape[0]), dtype=torch.bfloat16, device=weight_NK.device
         )

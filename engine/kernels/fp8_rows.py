@@ -1,8 +1,10 @@
 """Activations in FP8: rows of e4m3 numbers with one float32 scale per 128 neighbours.
 
-The counterpart of the weights' 128 x 128 blocks (`engine.weights.fp8`), in the layout that matrix
-products on Hopper read: scales lie column after column, each column padded to 16 bytes, so that a
-tile's scales are one run. This module knows the layout and nothing about who fills it.
+The counterpart of the weights' 128 x 128 blocks (`engine.weights.fp8`). Two layouts matter. Matrix
+products on Hopper read scales column after column, each column padded to 16 bytes, so that a tile's
+scales are one run: that is how rows are made unless told otherwise. Rows that travel are packed:
+each row's scales follow its numbers, so that one copy moves both. This module knows the layouts and
+nothing about who fills them.
 """
 
 from dataclasses import dataclass
@@ -18,13 +20,18 @@ MIN_AMAX: Final = 1e-10
 """A group of zeros is scaled by this instead, so that no scale is zero."""
 
 
+def packed_row_bytes(num_columns: int) -> int:
+    """Return the bytes of a packed row: numbers, scales, and padding to 16."""
+    return -(-(num_columns + num_columns // GROUP * 4) // 16) * 16
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Rows:
     """T rows of K numbers.
 
     Attributes:
-        data_TK: [T, K] float8_e4m3fn, contiguous.
-        scale_TG: [T, K / 128] float32 with stride (1, T rounded up to 4): row = data * scale.
+        data_TK: [T, K] float8_e4m3fn, unit stride along K, row stride a multiple of 16.
+        scale_TG: [T, K / 128] float32, any strides: row = data * scale.
     """
 
     data_TK: Tensor
@@ -41,6 +48,33 @@ class Fp8Rows:
             scale_TG=scales.t()[:num_rows],
         )
 
+    @classmethod
+    def packed(cls, buffer_TB: Tensor, num_columns: int) -> "Fp8Rows":
+        """Return views into a packed buffer.
+
+        Args:
+            buffer_TB: [T, packed_row_bytes(num_columns)] uint8, unit stride along B.
+            num_columns: K, a multiple of 128.
+        """
+        assert num_columns % GROUP == 0, num_columns
+        assert buffer_TB.shape[1] == packed_row_bytes(num_columns), buffer_TB.shape
+        end = num_columns + num_columns // GROUP * 4
+        return cls(
+            data_TK=buffer_TB[:, :num_columns].view(torch.float8_e4m3fn),
+            scale_TG=buffer_TB[:, num_columns:end].view(torch.float32),
+        )
+
+    def column_major(self) -> "Fp8Rows":
+        """Return the same rows with scales as matrix products read them (copied if need be)."""
+        padded = -(-self.num_rows // 4) * 4
+        if not self.num_rows or self.scale_TG.stride() == (1, padded):
+            return self
+        num_groups = self.scale_TG.shape[1]
+        scales = torch.empty((num_groups, padded), dtype=torch.float32, device=self.scale_TG.device)
+        scale_TG = scales.t()[: self.num_rows]
+        scale_TG.copy_(self.scale_TG)
+        return Fp8Rows(data_TK=self.data_TK, scale_TG=scale_TG)
+
     @property
     def num_rows(self) -> int:
         """T."""
@@ -48,7 +82,7 @@ class Fp8Rows:
 
     def dequantize(self) -> Tensor:
         """Return [T, K] float32."""
-        groups = self.data_TK.float().view(self.num_rows, self.scale_TG.shape[1], GROUP)
+        groups = self.data_TK.float().reshape(self.num_rows, self.scale_TG.shape[1], GROUP)
         return (groups * self.scale_TG.unsqueeze(-1)).flatten(1)
 
 

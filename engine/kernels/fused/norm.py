@@ -14,8 +14,8 @@ from engine.kernels.fused.quant import _quantize_tile
 
 @triton.jit
 def _rms_norm(
-    x, x_stride, delta, total, weight, out, data, scale, scale_stride, eps, size,
-    G: tl.constexpr, W: tl.constexpr,
+    x, x_stride, delta, total, weight, out, data, data_stride, scale, row_stride, group_stride,
+    eps, size, G: tl.constexpr, W: tl.constexpr,
     HAS_DELTA: tl.constexpr, HAS_OUT: tl.constexpr, HAS_FP8: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -38,8 +38,9 @@ def _rms_norm(
         tl.store(out + row * size + columns, normed, mask=mask)
     if HAS_FP8:
         quantized, scales = _quantize_tile(normed.to(tl.float32))
-        tl.store(data + row * size + columns, quantized, mask=mask)
-        tl.store(scale + groups * scale_stride + row, scales, mask=groups * W < size)
+        tl.store(data + row * data_stride + columns, quantized, mask=mask)
+        place = scale + groups.to(tl.int64) * group_stride + row * row_stride
+        tl.store(place, scales, mask=groups * W < size)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -66,6 +67,29 @@ def add_rms_norm(
     return total, out
 
 
+def add_rms_norm_fp8(
+    x_TD: Tensor,
+    delta_TD: Tensor | None,
+    weight_D: Tensor,
+    eps: float,
+    *,
+    with_plain: bool,
+    out: Fp8Rows | None = None,
+) -> tuple[Tensor, Tensor | None, Fp8Rows]:
+    """Return x + delta, its norm if wanted, and its norm quantised, in one pass.
+
+    D is a multiple of 128; without a delta the first result is x itself.
+    """
+    rows = Fp8Rows.empty(x_TD.shape[0], x_TD.shape[1], x_TD.device) if out is None else out
+    plain = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) if with_plain else None
+    if delta_TD is None:
+        _launch(x_TD, weight_D, eps, out=plain, fp8=rows)
+        return x_TD, plain, rows
+    total = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    _launch(x_TD, weight_D, eps, delta=delta_TD.contiguous(), total=total, out=plain, fp8=rows)
+    return total, plain, rows
+
+
 def _launch(
     x_TD: Tensor,
     weight_D: Tensor,
@@ -89,8 +113,9 @@ def _launch(
         weight_D,
         absent if out is None else out,
         absent if fp8 is None else fp8.data_TK,
+        0 if fp8 is None else fp8.data_TK.stride(0),
         absent if fp8 is None else fp8.scale_TG,
-        0 if fp8 is None else fp8.scale_TG.stride(1),
+        *((0, 0) if fp8 is None else fp8.scale_TG.stride()),
         eps,
         size,
         G=triton.next_power_of_2(triton.cdiv(size, GROUP)),

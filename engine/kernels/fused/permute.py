@@ -1,9 +1,9 @@
 """Bring tokens into the contiguous layout of grouped products, and their results back.
 
 Rows of one expert lie together, each expert's run padded to 128 rows, so that a tile of the product
-belongs to one expert. The number of rows is an upper bound known on the host: nobody waits for the
-device to count. The key idea: positions come from counts per block of pairs, a running sum over the
-blocks, and a rank inside the block, so the order is the same every time, and no sort is needed.
+belongs to one expert. The key idea: positions come from counts per block of pairs, a running sum
+over the blocks, and a rank inside the block, so the order is the same every time, and no sort is
+needed. The steps are few and small, and none of them needs the host.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.alignment import ROW_BLOCK, Alignment, max_aligned_rows
+from engine.kernels.alignment import ROW_BLOCK, Alignment, RowCounts, max_aligned_rows
 from engine.kernels.fp8_rows import Fp8Rows
 
 PAIRS = 256
@@ -22,21 +22,35 @@ COLUMNS = 1024
 
 
 @triton.jit
-def _count(ids, counts, num_pairs, first, num_experts, B: tl.constexpr, E: tl.constexpr):
+def _count(
+    ids, counts, num_pairs, num_blocks, first, num_experts, B: tl.constexpr, E: tl.constexpr
+):
     block = tl.program_id(0)
     pairs = block * B + tl.arange(0, B)
     local = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1).to(tl.int32) - first
     is_local = (local >= 0) & (local < num_experts) & (pairs < num_pairs)
     # Bin E - 1 is no expert's: num_experts < E.
-    tl.store(
-        counts + block * E + tl.arange(0, E), tl.histogram(tl.where(is_local, local, E - 1), E)
-    )
+    bins = tl.arange(0, E)
+    found = tl.histogram(tl.where(is_local, local, E - 1), E)
+    tl.store(counts + bins * num_blocks + block, found, mask=bins < num_experts)
+
+
+@triton.jit
+def _sum_blocks(counts, totals, num_blocks, B: tl.constexpr):
+    """Turn one expert's counts per block into those of all blocks before, and their total."""
+    expert = tl.program_id(0)
+    blocks = tl.arange(0, B)
+    place = counts + expert * num_blocks + blocks
+    found = tl.load(place, mask=blocks < num_blocks, other=0)
+    tl.store(place, tl.cumsum(found, axis=0) - found, mask=blocks < num_blocks)
+    tl.store(totals + expert, tl.sum(found, axis=0))
 
 
 @triton.jit
 def _place(
-    ids, before, starts, rows, num_pairs, first, num_experts, B: tl.constexpr, E: tl.constexpr
-):
+    ids, before, totals, rows, ends, num_pairs, num_blocks, first, num_experts,
+    B: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     index = tl.arange(0, B)
     pairs = block * B + index
@@ -45,8 +59,14 @@ def _place(
     local = tl.where(is_local, local, 0)
     same = (local[:, None] == local[None, :]) & is_local[None, :]
     rank = tl.sum((same & (index[None, :] < index[:, None])).to(tl.int32), axis=1)
-    row = tl.load(starts + local) + tl.load(before + block * E + local) + rank
+    bins = tl.arange(0, E)
+    padded = tl.load(totals + bins, mask=bins < num_experts, other=0)
+    padded = (padded + (BLOCK - 1)) // BLOCK * BLOCK
+    start = tl.sum(tl.where(bins[None, :] < local[:, None], padded[None, :], 0), axis=1)
+    row = start + tl.load(before + local * num_blocks + block) + rank
     tl.store(rows + pairs, tl.where(is_local, row, -1), mask=pairs < num_pairs)
+    if block == 0:
+        tl.store(ends + bins, tl.cumsum(padded, axis=0), mask=bins < num_experts)
 
 
 @triton.jit
@@ -61,23 +81,21 @@ def _name_blocks(ends, expert, num_experts, B: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def _spread(
-    data, scale, scale_stride, rows, out, out_scale, out_stride, size, num_groups,
-    K: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
+    data, data_stride, scale, row_stride, group_stride, rows, out, out_scale, out_stride, size,
+    num_groups, K: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, C)
-    groups = tl.arange(0, G)
-    values = tl.load(data + token * size + columns, mask=columns < size)
-    scales = tl.load(scale + groups * scale_stride + token, mask=groups < num_groups)
+    groups = tl.arange(0, G).to(tl.int64)
+    values = tl.load(data + token * data_stride + columns, mask=columns < size)
+    place = scale + groups * group_stride + token * row_stride
+    scales = tl.load(place, mask=groups < num_groups)
     for k in tl.static_range(K):
         row = tl.load(rows + token * K + k).to(tl.int64)
         here = row >= 0
         tl.store(out + row * size + columns, values, mask=(columns < size) & here)
-        tl.store(
-            out_scale + groups.to(tl.int64) * out_stride + row,
-            scales,
-            mask=(groups < num_groups) & here,
-        )
+        target = out_scale + groups * out_stride + row
+        tl.store(target, scales, mask=(groups < num_groups) & here)
 
 
 @triton.jit
@@ -98,8 +116,8 @@ def _gather(
     tl.store(out + token * size + columns, total.to(out.dtype.element_ty), mask=mask)
 
 
-def align_to_experts(topk_ids_TK: Tensor, first: int, num_experts: int) -> Alignment:
-    """Choose the row of every (token, expert) pair; see `Alignment`.
+def count_rows(topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
+    """Choose the row of every (token, expert) pair, and count how many rows there are.
 
     Args:
         topk_ids_TK: [T, K] int64 physical experts; those outside of
@@ -109,34 +127,58 @@ def align_to_experts(topk_ids_TK: Tensor, first: int, num_experts: int) -> Align
     """
     ids = topk_ids_TK.contiguous()
     num_pairs, device = ids.numel(), ids.device
+    rows_TK = torch.empty(topk_ids_TK.shape, dtype=torch.int32, device=device)
+    if not num_pairs:
+        ends_E = torch.zeros(num_experts, dtype=torch.int32, device=device)
+        return RowCounts(rows_TK=rows_TK, ends_E=ends_E)
     bins = triton.next_power_of_2(num_experts + 1)
     num_blocks = triton.cdiv(num_pairs, PAIRS)
-    num_rows = max_aligned_rows(num_pairs, num_experts)
-    counts = torch.empty((num_blocks, bins), dtype=torch.int32, device=device)
-    rows_TK = torch.empty(topk_ids_TK.shape, dtype=torch.int32, device=device)
-    expert_M = torch.empty(num_rows, dtype=torch.int32, device=device)
-    _count[(num_blocks,)](ids, counts, num_pairs, first, num_experts, B=PAIRS, E=bins)
-    until = counts.cumsum(0, dtype=torch.int32)
-    padded = (until[-1, :num_experts] + (ROW_BLOCK - 1)) // ROW_BLOCK * ROW_BLOCK
-    ends = padded.cumsum(0, dtype=torch.int32)
-    _place[(num_blocks,)](
-        ids, until - counts, ends - padded, rows_TK, num_pairs, first, num_experts,
-        B=PAIRS, E=bins,
+    counts = torch.empty((num_experts, num_blocks), dtype=torch.int32, device=device)
+    totals, ends_E = torch.empty((2, num_experts), dtype=torch.int32, device=device).unbind()
+    _count[(num_blocks,)](
+        ids, counts, num_pairs, num_blocks, first, num_experts, B=PAIRS, E=bins
     )  # fmt: skip
-    _name_blocks[(num_rows // ROW_BLOCK,)](ends, expert_M, num_experts, B=ROW_BLOCK, E=bins)
-    return Alignment(rows_TK=rows_TK, expert_M=expert_M)
+    _sum_blocks[(num_experts,)](counts, totals, num_blocks, B=triton.next_power_of_2(num_blocks))
+    _place[(num_blocks,)](
+        ids, counts, totals, rows_TK, ends_E, num_pairs, num_blocks, first, num_experts,
+        B=PAIRS, E=bins, BLOCK=ROW_BLOCK,
+    )  # fmt: skip
+    return RowCounts(rows_TK=rows_TK, ends_E=ends_E)
+
+
+def place_rows(counts: RowCounts, num_rows: int) -> Alignment:
+    """Lay out `num_rows` rows, a multiple of 128 and at least `counts.num_rows`."""
+    assert num_rows % ROW_BLOCK == 0, num_rows
+    num_experts = counts.ends_E.shape[0]
+    expert_M = torch.empty(num_rows, dtype=torch.int32, device=counts.ends_E.device)
+    if num_rows:
+        _name_blocks[(num_rows // ROW_BLOCK,)](
+            counts.ends_E, expert_M, num_experts,
+            B=ROW_BLOCK, E=triton.next_power_of_2(num_experts),
+        )  # fmt: skip
+    return Alignment(rows_TK=counts.rows_TK, expert_M=expert_M)
+
+
+def align_to_experts(topk_ids_TK: Tensor, first: int, num_experts: int) -> Alignment:
+    """Do both steps, with as many rows as any routing could need; the host learns nothing."""
+    num_rows = max_aligned_rows(topk_ids_TK.numel(), num_experts)
+    return place_rows(count_rows(topk_ids_TK, first, num_experts), num_rows)
 
 
 def spread_rows(rows: Fp8Rows, alignment: Alignment) -> Fp8Rows:
     """Copy each token's row to all of its places: [M, D]; other rows are uninitialised."""
     num_tokens, size = rows.data_TK.shape
     out = Fp8Rows.empty(alignment.expert_M.shape[0], size, rows.data_TK.device)
-    num_groups = rows.scale_TG.shape[1]
+    if not num_tokens or not out.num_rows:
+        return out
     # Bytes as 32-bit words, so that a thread moves four at a time.
+    words = rows.data_TK.view(torch.int32)
+    num_groups = rows.scale_TG.shape[1]
     _spread[(num_tokens,)](
-        rows.data_TK.view(torch.int32),
+        words,
+        words.stride(0),
         rows.scale_TG,
-        rows.scale_TG.stride(1),
+        *rows.scale_TG.stride(),
         alignment.rows_TK,
         out.data_TK.view(torch.int32),
         out.scale_TG,
@@ -157,6 +199,8 @@ def gather_rows(
     num_tokens, top_k = weights_TK.shape
     size = source_MD.shape[1]
     out = torch.empty((num_tokens, size), dtype=source_MD.dtype, device=source_MD.device)
+    if not num_tokens:
+        return out
     _gather[(num_tokens, triton.cdiv(size, COLUMNS))](
         source_MD,
         alignment.rows_TK,

@@ -25,7 +25,9 @@ def _quantize_tile(x):
 
 
 @triton.jit
-def _quantize_rows(x, x_stride, data, scale, scale_stride, num_rows, num_columns, B: tl.constexpr):
+def _quantize_rows(
+    x, x_stride, data, data_stride, scale, row_stride, group_stride, num_rows, B: tl.constexpr
+):
     group = tl.program_id(1)
     rows = tl.program_id(0) * B + tl.arange(0, B)
     columns = group * 128 + tl.arange(0, 128)
@@ -33,8 +35,9 @@ def _quantize_rows(x, x_stride, data, scale, scale_stride, num_rows, num_columns
     wide = rows.to(tl.int64)[:, None]
     tile = tl.load(x + wide * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     quantized, scales = _quantize_tile(tile)
-    tl.store(data + wide * num_columns + columns[None, :], quantized, mask=mask)
-    tl.store(scale + group * scale_stride + rows, scales, mask=rows < num_rows)
+    tl.store(data + wide * data_stride + columns[None, :], quantized, mask=mask)
+    place = scale + group.to(tl.int64) * group_stride + rows.to(tl.int64) * row_stride
+    tl.store(place, scales, mask=rows < num_rows)
 
 
 @triton.jit
@@ -59,22 +62,23 @@ def _silu_and_mul(
     tl.store(scale + group * scale_stride + rows, scales, mask=rows < num_rows)
 
 
-def quantize_rows(x_TK: Tensor) -> Fp8Rows:
-    """Quantise [T, K] with unit stride along K; K is a multiple of 128."""
+def quantize_rows(x_TK: Tensor, out: Fp8Rows | None = None) -> Fp8Rows:
+    """Quantise [T, K] with unit stride along K; K is a multiple of 128; `out` of any layout."""
     assert x_TK.stride(1) == 1
     assert MIN_AMAX == 1e-10  # the kernel spells it out
     num_rows, num_columns = x_TK.shape
-    out = Fp8Rows.empty(num_rows, num_columns, x_TK.device)
+    if out is None:
+        out = Fp8Rows.empty(num_rows, num_columns, x_TK.device)
     if num_rows:
         grid = (triton.cdiv(num_rows, BLOCK_T), num_columns // GROUP)
         _quantize_rows[grid](
             x_TK,
             x_TK.stride(0),
             out.data_TK,
+            out.data_TK.stride(0),
             out.scale_TG,
-            out.scale_TG.stride(1),
+            *out.scale_TG.stride(),
             num_rows,
-            num_columns,
             B=BLOCK_T,
         )
     return out

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engine.kernels import reference
 from engine.kernels.alignment import ROW_BLOCK, max_aligned_rows
-from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
 
 
 @st.composite
@@ -39,11 +39,38 @@ def test_each_local_pair_has_a_row_of_its_expert(case: tuple[torch.Tensor, int, 
 
 
 @given(routings())
-def test_rows_come_home_weighted(case: tuple[torch.Tensor, int, int]) -> None:
+def test_the_counted_number_of_rows_is_enough(case: tuple[torch.Tensor, int, int]) -> None:
+    ids, first, num_local = case
+    counts = reference.count_rows(ids, first, num_local)
+    exact = reference.place_rows(counts, int(counts.num_rows))
+    bound = reference.align_to_experts(ids, first, num_local)
+    assert torch.equal(exact.rows_TK, bound.rows_TK)
+    assert torch.equal(exact.expert_M, bound.expert_M[: len(exact.expert_M)])
+    assert (exact.expert_M >= 0).all(), "every block belongs to an expert"
+    assert (bound.expert_M[len(exact.expert_M) :] == -1).all()
+
+
+def test_without_local_pairs_there_are_no_rows() -> None:
+    ids = torch.tensor([[0, 1], [1, 0]])
+    counts = reference.count_rows(ids, 4, 2)
+    assert int(counts.num_rows) == 0
+    alignment = reference.place_rows(counts, 0)
+    spread = reference.spread_rows(reference.quantize_rows(torch.randn(2, 128)), alignment)
+    assert spread.num_rows == 0
+    own = torch.randn(2, 128)
+    home = reference.gather_rows(spread.dequantize(), alignment, torch.rand(2, 2), own)
+    assert torch.equal(home, own)
+
+
+@given(routings(), st.booleans())
+def test_rows_come_home_weighted(case: tuple[torch.Tensor, int, int], is_packed: bool) -> None:
     ids, first, num_local = case
     num_tokens, top_k = ids.shape
     hidden = torch.randn(num_tokens, 128)
-    quantized = reference.quantize_rows(hidden)
+    out = None
+    if is_packed:
+        out = Fp8Rows.packed(torch.empty(num_tokens, packed_row_bytes(128), dtype=torch.uint8), 128)
+    quantized = reference.quantize_rows(hidden, out)
     alignment = reference.align_to_experts(ids, first, num_local)
     spread = reference.spread_rows(quantized, alignment).dequantize()
     weights = torch.rand(num_tokens, top_k)
@@ -58,6 +85,42 @@ def test_scales_lie_column_after_column(num_rows: int) -> None:
     rows = Fp8Rows.empty(num_rows, 384, torch.device("cpu"))
     assert rows.scale_TG.shape == (num_rows, 3)
     assert rows.scale_TG.stride() == (1, -(-num_rows // 4) * 4)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 6])
+@pytest.mark.parametrize("num_columns", [128, 384, 7168])
+def test_packed_rows_hold_what_other_rows_hold(num_rows: int, num_columns: int) -> None:
+    x = torch.randn(num_rows, num_columns)
+    assert packed_row_bytes(num_columns) % 16 == 0
+    buffer = torch.full((num_rows, packed_row_bytes(num_columns)), 0xFF, dtype=torch.uint8)
+    packed = Fp8Rows.packed(buffer, num_columns)
+    assert reference.quantize_rows(x, packed) is packed
+    plain = reference.quantize_rows(x)
+    # The bytes travel: another view of a copy of the buffer reads the same rows.
+    back = Fp8Rows.packed(buffer.clone(), num_columns)
+    assert torch.equal(back.dequantize(), plain.dequantize())
+    again = back.column_major()
+    if num_rows:
+        assert again.scale_TG.stride() == plain.scale_TG.stride()
+    assert torch.equal(again.scale_TG, plain.scale_TG)
+    assert plain.column_major() is plain
+
+
+@pytest.mark.parametrize("with_delta", [True, False])
+@pytest.mark.parametrize("with_plain", [True, False])
+def test_add_norm_and_quantise_are_their_steps(with_delta: bool, with_plain: bool) -> None:
+    x, delta, weight = torch.randn(5, 256), torch.randn(5, 256), torch.randn(256)
+    out = Fp8Rows.packed(torch.empty(5, packed_row_bytes(256), dtype=torch.uint8), 256)
+    total, normed, rows = reference.add_rms_norm_fp8(
+        x, delta if with_delta else None, weight, 1e-6, with_plain=with_plain, out=out
+    )
+    assert rows is out
+    assert torch.equal(total, x + delta) if with_delta else total is x
+    expected = reference.rms_norm(total, weight, 1e-6)
+    assert torch.equal(rows.dequantize(), reference.quantize_rows(expected).dequantize())
+    assert (normed is not None) == with_plain
+    if normed is not None:
+        assert torch.equal(normed, expected)
 
 
 def test_quantised_rows_keep_their_largest_number() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.alignment import Alignment
-from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
 
@@ -62,6 +62,11 @@ def assert_rows(actual: Fp8Rows, expected: Fp8Rows) -> None:
     assert not actual.dequantize().isnan().any()
 
 
+def packed(num_rows: int, num_columns: int) -> Fp8Rows:
+    size = (num_rows, packed_row_bytes(num_columns))
+    return Fp8Rows.packed(torch.empty(size, dtype=torch.uint8, device=DEVICE), num_columns)
+
+
 @pytest.mark.parametrize("num_tokens", TOKENS)
 def test_quantize_rows(num_tokens: int) -> None:
     x = draw(num_tokens, HIDDEN + 128)[:, 64:-64]  # a strided view
@@ -71,6 +76,8 @@ def test_quantize_rows(num_tokens: int) -> None:
     assert_rows(actual, expected)
     error = (actual.dequantize() - x.float()).norm() / x.float().norm()
     assert error < (0.1 if IS_INTERPRETED else 0.03)  # e4m3 has 3 bits of mantissa
+    travelling = fused("quant").quantize_rows(x, packed(num_tokens, HIDDEN))
+    assert torch.equal(travelling.dequantize(), actual.dequantize())
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
@@ -99,9 +106,41 @@ def test_rms_norm(num_tokens: int, size: int) -> None:
     torch.testing.assert_close(norm.rms_norm(x, weight, 1e-6), expected, rtol=BF16, atol=1e-3)
     assert_rows(norm.rms_norm_fp8(x, weight, 1e-6), reference.quantize_rows(expected))
     total, normed = norm.add_rms_norm(x, delta, weight, 1e-6)
-    assert torch.equal(total, x + delta)
-    expected = reference.rms_norm(x + delta, weight, 1e-6)
+    assert_sum(total, x, delta)
+    expected = reference.rms_norm(total, weight, 1e-6)
     torch.testing.assert_close(normed, expected, rtol=BF16, atol=1e-3)
+
+
+def assert_sum(total: Tensor, x: Tensor, delta: Tensor) -> None:
+    """Equal; Triton's interpreter cuts to bfloat16 where a GPU rounds."""
+    tolerance = BF16 if IS_INTERPRETED else 0.0
+    torch.testing.assert_close(total, x + delta, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize("size", [512, HIDDEN])
+@pytest.mark.parametrize("with_delta", [True, False])
+@pytest.mark.parametrize("with_plain", [True, False])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_add_rms_norm_fp8(
+    num_tokens: int, size: int, with_delta: bool, with_plain: bool, is_packed: bool
+) -> None:
+    x, weight = draw(num_tokens, size), draw(size)
+    delta = draw(num_tokens, size) if with_delta else None
+    out = packed(num_tokens, size) if is_packed else None
+    total, normed, rows = fused("norm").add_rms_norm_fp8(
+        x, delta, weight, 1e-6, with_plain=with_plain, out=out
+    )
+    if delta is None:
+        assert total is x
+    else:
+        assert_sum(total, x, delta)
+    expected = reference.rms_norm(total, weight, 1e-6)
+    assert (normed is not None) == with_plain
+    if normed is not None:
+        torch.testing.assert_close(normed, expected, rtol=BF16, atol=1e-3)
+    assert (rows is out) == is_packed
+    assert_rows(rows, reference.quantize_rows(expected, packed(num_tokens, size) if out else None))
 
 
 def draw_routing(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
@@ -120,13 +159,45 @@ def test_align_to_experts(num_tokens: int, first: int, num_local: int) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize(("first", "num_local"), [(0, 256), (32, 32), (255, 1)])
+def test_count_rows_and_place_them(num_tokens: int, first: int, num_local: int) -> None:
+    permute = fused("permute")
+    ids = draw_routing(num_tokens, 256, 8)
+    ids[0, 0] = -1  # no expert at all
+    counts = permute.count_rows(ids, first, num_local)
+    expected = reference.count_rows(ids, first, num_local)
+    assert torch.equal(counts.rows_TK, expected.rows_TK)
+    assert torch.equal(counts.ends_E, expected.ends_E)
+    num_rows = int(counts.num_rows)
+    actual = permute.place_rows(counts, num_rows)
+    assert torch.equal(actual.expert_M, reference.place_rows(expected, num_rows).expert_M)
+
+
+def test_no_token_and_no_row() -> None:
+    permute = fused("permute")
+    weights = torch.rand(3, 2, device=DEVICE)
+    for ids in torch.zeros((0, 2), device=DEVICE).long(), torch.zeros((3, 2), device=DEVICE).long():
+        counts = permute.count_rows(ids, 5, 4)
+        assert int(counts.num_rows) == 0
+        alignment = permute.place_rows(counts, 0)
+        spread = permute.spread_rows(reference.quantize_rows(draw(len(ids), HIDDEN)), alignment)
+        assert spread.num_rows == 0
+        source = torch.zeros((0, HIDDEN), dtype=torch.bfloat16, device=DEVICE)
+        home = permute.gather_rows(source, alignment, weights[: len(ids)], None)
+        assert home.shape == (len(ids), HIDDEN)
+        assert (home == 0).all()
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize(("first", "num_local"), [(0, 16), (4, 4)])
 @pytest.mark.parametrize("with_own", [True, False])
+@pytest.mark.parametrize("is_packed", [True, False])
 def test_rows_go_to_experts_and_home(
-    num_tokens: int, first: int, num_local: int, with_own: bool
+    num_tokens: int, first: int, num_local: int, with_own: bool, is_packed: bool
 ) -> None:
     permute = fused("permute")
-    rows = reference.quantize_rows(draw(num_tokens, HIDDEN))
+    source = packed(num_tokens, HIDDEN) if is_packed else None
+    rows = reference.quantize_rows(draw(num_tokens, HIDDEN), source)
     alignment = reference.align_to_experts(draw_routing(num_tokens, 16, 4), first, num_local)
     spread = permute.spread_rows(rows, alignment)
     pairs = alignment.rows_TK.flatten()
