@@ -116,8 +116,8 @@ class PrefillSection:
     """Tokens of one block; the same in both roles."""
     enable_prefix_caching: bool = True
     kv_dtype: str = "auto"
-    """One of "auto" (the model's dtype), "float32", "bfloat16", "fp8" (e4m3 without scales, half the
-    memory of bfloat16); the same in both roles."""
+    """One of "auto" (the model's dtype), "float32", "bfloat16", "fp8" (e4m3, no scales); the same
+    in both roles."""
 
     def __post_init__(self) -> None:
         _check_worker("prefill", self)
