@@ -21,42 +21,17 @@ import torch
 
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.build import build_kv_pool
-from engine.config import ModelConfig, YarnConfig
 from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.create import create_kernels
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
+from engine.shapes import DEEPSEEK_V3
 from engine.stage_timer import StageTimer, TimerMode, attention_operations
 from engine.weights.dummy import fill_with_dummy_weights
 from engine.weights.fp8 import quantize_block
 
-DEEPSEEK_V3 = ModelConfig(
-    vocab_size=129280,
-    hidden_size=7168,
-    num_hidden_layers=61,
-    num_attention_heads=128,
-    max_position_embeddings=163840,
-    q_lora_rank=1536,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    yarn=YarnConfig(
-        factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0
-    ),
-    intermediate_size=18432,
-    first_k_dense_replace=3,
-    moe_intermediate_size=2048,
-    n_routed_experts=256,
-    n_shared_experts=1,
-    num_experts_per_tok=8,
-    n_group=8,
-    topk_group=4,
-    routed_scaling_factor=2.5,
-    fp8_block_size=128,
-)
 PROMPTS = 4
 PROMPT_LEN = 4096
 BLOCK_SIZE = 64

@@ -1,30 +1,31 @@
-"""Time every kernel call of a forward pass on a GPU, by stage, beside its bound.
+"""Find out where a forward pass spends its time: by kernel call and collective, beside a bound.
 
-Wraps a set of kernels in one that records events around each call; the model does not know. A
-stage's bound is the larger of its operations over the unit's peak and its least bytes over the
-memory's bandwidth, so its share says how far the stage is from what the chip can do. What happens
-between calls (residual sums, gathers, planning) is left over in the total.
+Wraps the model's kernels, and the groups of its ranks, in objects that mark each call; the model
+does not know. There are two ways to measure. Events around each call (TIMES) time a device that
+runs one thing after another. Ranges (RANGES) only name the calls in a profiler's trace, which also
+knows what runs side by side, and what no call of ours launched. A stage's bound is the larger of
+its operations over the unit's peak and its least bytes over the memory's bandwidth, so its share
+says how far the stage is from what the chip can do.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from engine.bounds import H200
 from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.fp8_rows import Fp8Rows
+from engine.parallel.groups import ProcessGroups, RankGroup
 
-PEAK_FP8 = 1979e12
-"""Dense FP8 operations per second of an H100 or H200 (data sheet)."""
+TRAFFIC_MARK = "ranks: "
+"""Begins the name of a stage in which ranks exchange data."""
 
-PEAK_BF16 = 989e12
-"""Dense bfloat16 operations per second of an H100 or H200 (data sheet)."""
-
-BANDWIDTH = 4.8e12
-"""Bytes per second of an H200's memory (data sheet)."""
+_SIZED = frozenset(("quantize_rows", "rms_norm_fp8", "rms_norm", "silu_and_mul_fp8"))
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
 
 
 class TimerMode(Enum):
@@ -33,6 +34,7 @@ class TimerMode(Enum):
     OFF = auto()
     BOUNDS = auto()
     TIMES = auto()
+    RANGES = auto()
 
 
 @dataclass(slots=True)
@@ -54,7 +56,7 @@ class StageTimer:
 
     Attributes:
         mode: what is done beside the calls.
-        stages: what was measured since `reset`, by name.
+        stages: what was measured since `reset`, by name; ranges are in the profiler's trace.
     """
 
     def __init__(self, kernels: Kernels) -> None:
@@ -66,31 +68,73 @@ class StageTimer:
         """Forget what was measured."""
         self.stages = {}
 
+    def watch_groups(self, groups: ProcessGroups) -> ProcessGroups:
+        """Return the same ranks, with their collectives as stages."""
+        return ProcessGroups(
+            dims=groups.dims,
+            tp_group=self._watch(groups.tp_group),
+            ep_group=self._watch(groups.ep_group),
+        )
+
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._kernels, name)
         return self._wrap(name, value) if callable(value) else value
+
+    def _watch(self, group: RankGroup) -> RankGroup:
+        # It answers for all that the layers ask of a group; the class itself is a value.
+        return cast(RankGroup, _WatchedGroup(group, self)) if group.size > 1 else group
 
     def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self.mode is TimerMode.OFF:
                 return call(*args, **kwargs)
             label = stage_name(name, args)
-            stage = self.stages.setdefault(label, Stage(label))
             if self.mode is TimerMode.BOUNDS:
                 result = call(*args, **kwargs)
-                stage.bound_s += bound_s(name, args, result)
+                self._stage(label).bound_s += bound_s(name, args, result)
                 return result
-            first, last = (
-                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                for _ in range(2)
-            )
-            first.record()
-            result = call(*args, **kwargs)
-            last.record()
-            stage.events.append((first, last))
-            return result
+            return self._measure(label, call, args, kwargs)
 
         return timed
+
+    def _measure(
+        self, label: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.mode is TimerMode.RANGES:
+            with torch.profiler.record_function(label):
+                return call(*args, **kwargs)
+        first, last = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        first.record()
+        result = call(*args, **kwargs)
+        last.record()
+        self._stage(label).events.append((first, last))
+        return result
+
+    def _stage(self, label: str) -> Stage:
+        return self.stages.setdefault(label, Stage(label))
+
+
+class _WatchedGroup:
+    """A group of ranks whose collectives are stages."""
+
+    def __init__(self, group: RankGroup, timer: StageTimer) -> None:
+        self._watched = group
+        self._timer = timer
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._watched, name)
+        if not name.removeprefix("start_").startswith(_COLLECTIVES):
+            return value
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._timer.mode in (TimerMode.OFF, TimerMode.BOUNDS):
+                return value(*args, **kwargs)
+            return self._timer._measure(TRAFFIC_MARK + name, value, args, kwargs)
+
+        return watched
 
 
 def stage_name(name: str, args: tuple[Any, ...]) -> str:
@@ -98,15 +142,13 @@ def stage_name(name: str, args: tuple[Any, ...]) -> str:
     if name == "fp8_linear":
         rows, columns = args[1].shape
         return f"{name} {rows}x{columns}"
-    if name in ("quantize_rows", "rms_norm_fp8", "rms_norm", "silu_and_mul_fp8"):
-        return f"{name} {args[0].shape[-1]}"
-    return name
+    return f"{name} {args[0].shape[-1]}" if name in _SIZED else name
 
 
 def bound_s(name: str, args: tuple[Any, ...], result: Any) -> float:
     """Return the least seconds that a call could take: by operations or by bytes."""
     moved = sum(_nbytes(item) for item in (*args, result))
-    operations, peak = 0.0, PEAK_FP8
+    operations, peak = 0.0, H200.fp8
     if name == "fp8_linear":
         operations = 2.0 * args[0].num_rows * args[1].numel()
     elif name == "grouped_fp8_mlp":
@@ -115,9 +157,9 @@ def bound_s(name: str, args: tuple[Any, ...], result: Any) -> float:
         operations = 2.0 * used * (w13[0].numel() + w2[0].numel())
         moved = (moved - _nbytes(rows) - _nbytes(result)) + used * rows.data_TK.shape[1] * 3
     elif name == "varlen_attention":
-        operations, peak = attention_operations(args[0], args[2], args[3]), PEAK_BF16
+        operations, peak = attention_operations(args[0], args[2], args[3]), H200.attention
     elif name == "gate_logits":
-        operations, peak = 2.0 * args[0].shape[0] * args[1].numel(), PEAK_BF16
+        operations, peak = 2.0 * args[0].shape[0] * args[1].numel(), H200.attention
     elif name == "gather_rows":
         pairs = int((args[1].rows_TK >= 0).sum())
         moved += (pairs - args[0].shape[0]) * args[0].shape[1] * args[0].element_size()
@@ -125,8 +167,8 @@ def bound_s(name: str, args: tuple[Any, ...], result: Any) -> float:
         pairs = int((args[1].rows_TK >= 0).sum())
         moved += (pairs - result.num_rows) * result.data_TK.shape[1]
     elif name in ("rotate_queries", "store_latents"):
-        return 0.0 if name == "store_latents" else _nbytes(result) * 2 / 3 / BANDWIDTH
-    return max(operations / peak, moved / BANDWIDTH)
+        return 0.0 if name == "store_latents" else _nbytes(result) * 2 / 3 / H200.memory
+    return max(operations / peak, moved / H200.memory)
 
 
 def attention_operations(q_THA: Tensor, v_PHV: Tensor, seqs: VarlenLengths) -> float:

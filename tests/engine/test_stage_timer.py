@@ -3,16 +3,12 @@
 import pytest
 import torch
 
+from engine.bounds import H200
 from engine.kernels.base import VarlenLengths
 from engine.kernels.portable import PortableKernels
-from engine.stage_timer import (
-    BANDWIDTH,
-    PEAK_BF16,
-    PEAK_FP8,
-    StageTimer,
-    TimerMode,
-    attention_operations,
-)
+from engine.parallel.dims import ParallelDims
+from engine.parallel.groups import ProcessGroups, RankGroup
+from engine.stage_timer import TRAFFIC_MARK, StageTimer, TimerMode, attention_operations
 from engine.weights.fp8 import quantize_block
 
 
@@ -33,7 +29,7 @@ def test_calls_pass_through_and_are_counted_by_shape() -> None:
     moved["fp8_linear 256x512"] = 64 * 512 + scales + 256 * 512 + 2 * 4 * 4 + 64 * 256 * 2
     for name, stage in timer.stages.items():
         operations = 2 * 64 * 512 * 256 if "linear" in name else 0
-        assert stage.bound_s == pytest.approx(max(operations / PEAK_FP8, moved[name] / BANDWIDTH))
+        assert stage.bound_s == pytest.approx(max(operations / H200.fp8, moved[name] / H200.memory))
     timer.reset()
     assert timer.stages == {}
 
@@ -47,4 +43,33 @@ def test_causal_attention_counts_visible_pairs() -> None:
     timer = StageTimer(PortableKernels())
     timer.mode = TimerMode.BOUNDS
     timer.varlen_attention(q, k, v, seqs, 1.0)
-    assert timer.stages["varlen_attention"].bound_s > 2 * pairs * 2 * 40 / PEAK_BF16 * 0.99
+    assert timer.stages["varlen_attention"].bound_s > 2 * pairs * 2 * 40 / H200.attention * 0.99
+
+
+class EchoGroup(RankGroup):
+    """Two ranks of which the other is silent."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+def test_calls_and_collectives_are_named_in_a_trace() -> None:
+    timer = StageTimer(PortableKernels())
+    groups = ProcessGroups(
+        dims=ParallelDims(tp=2), tp_group=EchoGroup(size=2), ep_group=RankGroup()
+    )
+    watched = timer.watch_groups(groups)
+    assert watched.tp_group.size == 2
+    assert watched.ep_group is groups.ep_group, "a group of one exchanges nothing"
+    x = torch.ones(4, 32)
+    for mode, names in (
+        (TimerMode.OFF, set()),
+        (TimerMode.RANGES, {"rms_norm 32", TRAFFIC_MARK + "all_reduce"}),
+    ):
+        timer.mode = mode
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities) as profiler:
+            assert torch.equal(watched.tp_group.all_reduce(x), x)
+            timer.rms_norm(x, torch.ones(32), 1e-6)
+        found = {event.key for event in profiler.key_averages()}
+        assert {name for name in found if not name.startswith("aten::")} == names
