@@ -3,13 +3,14 @@
 `build_forward_batch` turns the scheduler's plan into a `ForwardBatch`; `pack_forward_batch` does
 the second half from arrays, for a rank that got the plan as a message and holds no requests. All
 index arithmetic is numpy over whole arrays, because a decode step has well under a millisecond to
-spare for it. Tensors are read-only once built.
+spare for it; then one copy moves everything to the device, and nobody waits for it. Tensors are
+read-only once built.
 
 Letters in shapes: T tokens of the step, S requests, B blocks of the longest context, L rows whose
 logits are wanted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.host_copy import upload
 from engine.request import ScheduledRequest, num_blocks_for
 
 Int32Array = npt.NDArray[np.int32]
@@ -36,6 +38,8 @@ class ForwardBatch:
         block_tables: [S, B] int32, block ids in order of positions; padded with block 0.
         logits_indices: [L] int64, ascending rows of [0, T) whose logits are wanted.
         max_seqlen_q: the most tokens of one request in this step (1: a pure decode step).
+        lengths: per request its tokens in this step and its context length, on the host, so that
+            planning reads nothing from the device.
     """
 
     input_ids: torch.Tensor
@@ -46,6 +50,7 @@ class ForwardBatch:
     block_tables: torch.Tensor
     logits_indices: torch.Tensor
     max_seqlen_q: int
+    lengths: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -76,8 +81,25 @@ class ForwardBatch:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadTokens:
+    """Tokens that the step before has sampled and the host has not read.
+
+    Attributes:
+        token_ids: [P] int64 on the device, as sampled.
+        places: by `id` of a request, which of them is its last token.
+    """
+
+    token_ids: torch.Tensor
+    places: Mapping[int, int]
+
+
 def build_forward_batch(
-    scheduled: Sequence[ScheduledRequest], block_size: int, device: torch.device | str = "cpu"
+    scheduled: Sequence[ScheduledRequest],
+    block_size: int,
+    device: torch.device | str = "cpu",
+    *,
+    unread: UnreadTokens | None = None,
 ) -> ForwardBatch:
     """Build the tensors of one step on `device`.
 
@@ -85,11 +107,13 @@ def build_forward_batch(
         scheduled: at least one; each `block_table` must already cover the step's tokens.
         block_size: tokens per block.
         device: where the tensors are to be.
+        unread: must hold the last token of every item with `num_unread`.
     """
     assert scheduled, "a step without requests is ForwardBatch.dummy()"
     input_ids: list[int] = []
     for item in scheduled:
         input_ids += item.request.token_ids(item.start, item.end)
+        input_ids += [0] * item.num_unread  # replaced on the device
     return pack_forward_batch(
         np.array(input_ids, dtype=np.int64),
         np.array([item.num_scheduled_tokens for item in scheduled], dtype=np.int64),
@@ -98,6 +122,7 @@ def build_forward_batch(
         logits_indices=logits_rows(scheduled),
         block_size=block_size,
         device=device,
+        unread=_unread_sources(scheduled, unread),
     )
 
 
@@ -110,6 +135,7 @@ def pack_forward_batch(
     logits_indices: Int64Array,
     block_size: int,
     device: torch.device | str = "cpu",
+    unread: tuple[torch.Tensor, Int64Array] | None = None,
 ) -> ForwardBatch:
     """Derive positions and slots and move everything to `device`.
 
@@ -121,6 +147,8 @@ def pack_forward_batch(
         logits_indices: [L], ascending rows whose logits are wanted.
         block_size: tokens per block.
         device: where the tensors are to be.
+        unread: [P] int64 tokens on the device, and [T] for each row which of them it runs; -1 for
+            the row's own `input_ids`.
     """
     cu_seqlens = np.zeros(len(query_lens) + 1, dtype=np.int64)
     np.cumsum(query_lens, out=cu_seqlens[1:])
@@ -131,18 +159,31 @@ def pack_forward_batch(
     positions = np.arange(len(input_ids), dtype=np.int64) + shift[rows]
     blocks = block_tables[rows, positions // block_size].astype(np.int64)
 
-    def to_device(array: npt.NDArray[np.integer]) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
-
+    arrays: list[npt.NDArray[np.generic]] = [
+        input_ids,
+        positions,
+        blocks * block_size + positions % block_size,
+        logits_indices,
+        cu_seqlens.astype(np.int32),
+        seq_lens.astype(np.int32),
+        block_tables,
+    ]
+    if unread is not None:
+        arrays.append(unread[1])
+    ids, *rest = upload(arrays, device)
+    if unread is not None:
+        sources = rest.pop()
+        ids = torch.where(sources < 0, ids, unread[0][sources.clamp(min=0)])
     return ForwardBatch(
-        input_ids=to_device(input_ids),
-        positions=to_device(positions),
-        slot_mapping=to_device(blocks * block_size + positions % block_size),
-        cu_seqlens_q=to_device(cu_seqlens.astype(np.int32)),
-        seq_lens=to_device(seq_lens.astype(np.int32)),
-        block_tables=to_device(block_tables),
-        logits_indices=to_device(logits_indices),
+        input_ids=ids,
+        positions=rest[0],
+        slot_mapping=rest[1],
+        logits_indices=rest[2],
+        cu_seqlens_q=rest[3],
+        seq_lens=rest[4],
+        block_tables=rest[5],
         max_seqlen_q=int(query_lens.max(initial=0)),
+        lengths=tuple(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)),
     )
 
 
@@ -160,6 +201,22 @@ def logits_rows(scheduled: Sequence[ScheduledRequest]) -> Int64Array:
         if item.samples:
             rows.append(first - 1)
     return np.array(rows, dtype=np.int64)
+
+
+def _unread_sources(
+    scheduled: Sequence[ScheduledRequest], unread: UnreadTokens | None
+) -> tuple[torch.Tensor, Int64Array] | None:
+    """Return the sampled tokens and, for each row of the step, which of them it runs or -1."""
+    if not any(item.num_unread for item in scheduled):
+        return None
+    assert unread is not None, "tokens that the host does not know, and no step they come from"
+    sources = np.full(sum(item.num_scheduled_tokens for item in scheduled), -1, dtype=np.int64)
+    end = 0
+    for item in scheduled:
+        end += item.num_scheduled_tokens
+        if item.num_unread:
+            sources[end - 1] = unread.places[id(item.request)]
+    return unread.token_ids, sources
 
 
 def _pad_block_tables(scheduled: Sequence[ScheduledRequest], block_size: int) -> Int32Array:

@@ -27,6 +27,7 @@ class Request:
         sampling: how to choose tokens.
         block_table: block ids in order of positions; block i holds tokens [i*bs, (i+1)*bs).
         num_computed_tokens: leading tokens of prompt + output whose KV is valid.
+        num_launched_tokens: tokens after those that steps run whose results nobody has read yet.
         num_cached_tokens: prompt tokens that a prefix cache gave (a multiple of the block size).
         output_token_ids: tokens sampled so far; the last one has no KV yet.
         block_hashes: chained hashes of the leading whole blocks, grown by `update_block_hashes`.
@@ -38,6 +39,7 @@ class Request:
     sampling: SamplingParams
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_launched_tokens: int = 0
     num_cached_tokens: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
@@ -64,8 +66,16 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that still have to be run before the next one can be sampled."""
-        return self.num_tokens - self.num_computed_tokens
+        """Known tokens that no step has run or runs: they come before the next can be sampled."""
+        return max(self.num_tokens - self.num_computed_tokens - self.num_launched_tokens, 0)
+
+    @property
+    def num_unread_tokens(self) -> int:
+        """Output that launched steps sample and nobody has read: its last one has no KV yet."""
+        if not self.num_launched_tokens:
+            return 0
+        num_run = self.num_computed_tokens + self.num_launched_tokens
+        return max(num_run + 1 - self.num_tokens, 0)
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Return tokens [start, end) of prompt followed by output."""
@@ -78,7 +88,8 @@ class Request:
 
     def num_blocks_needed(self, num_scheduled_tokens: int, block_size: int) -> int:
         """Return how many more blocks the next `num_scheduled_tokens` tokens need."""
-        num_tokens = self.num_computed_tokens + num_scheduled_tokens
+        num_run = self.num_computed_tokens + self.num_launched_tokens
+        num_tokens = num_run + num_scheduled_tokens
         return max(num_blocks_for(num_tokens, block_size) - len(self.block_table), 0)
 
     def update_block_hashes(self, block_size: int) -> Sequence[bytes]:
@@ -110,30 +121,38 @@ class Request:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScheduledRequest:
-    """One request's share of a step: tokens [start, end) of its prompt and output are run."""
+    """One request's share of a step: tokens [start, end) of its prompt and output are run.
+
+    Stays what it is while the request moves on, because the step's results may be read later.
+
+    Attributes:
+        request: whose.
+        num_scheduled_tokens: how many tokens are run.
+        start: first position that is run.
+        end: position after the last one that is run; also the context length of the step.
+        samples: whether the step reaches the end of the tokens, so that one is sampled.
+        num_unread: how many of the tokens the host does not know, because the step before samples
+            them: 0, or 1 for the last.
+    """
 
     request: Request
     num_scheduled_tokens: int
+    start: int = field(init=False)
+    end: int = field(init=False)
+    samples: bool = field(init=False)
+    num_unread: int = field(init=False)
 
     def __post_init__(self) -> None:
-        assert 0 < self.num_scheduled_tokens <= self.request.num_uncomputed_tokens
-
-    @property
-    def start(self) -> int:
-        """First position that is run."""
-        return self.request.num_computed_tokens
-
-    @property
-    def end(self) -> int:
-        """Position after the last one that is run; also the context length of the step."""
-        return self.request.num_computed_tokens + self.num_scheduled_tokens
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step reaches the end of the known tokens, so that a token is sampled."""
-        return self.end == self.request.num_tokens
+        request = self.request
+        self.start = request.num_computed_tokens + request.num_launched_tokens
+        self.end = self.start + self.num_scheduled_tokens
+        num_tokens = request.num_tokens
+        self.samples = self.end >= num_tokens
+        self.num_unread = max(self.end - num_tokens, 0)
+        assert self.num_scheduled_tokens > 0
+        assert self.num_unread <= request.num_unread_tokens
 
     @property
     def num_prompt_logprob_rows(self) -> int:

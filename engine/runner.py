@@ -1,23 +1,28 @@
 """Runs one step on this rank's device: plan in, tokens out.
 
 The runner knows tensors and never queues: it builds the batch, runs the model, computes logits at
-the rows that need them and samples. It does not change requests; whoever scheduled the step applies
-the results. Of a tensor-parallel group, rank 0 calls `execute` and the others `forward_only` with
-the same batch: both compute logits in the same slices, because each slice may be a collective.
+the rows that need them and samples. `launch` issues all of that and reads nothing back, `collect`
+waits and reads; between the two another step can be launched. It does not change requests; whoever
+scheduled the step applies the results. Of a tensor-parallel group, rank 0 calls `launch` and the
+others `forward_only` with the same batch: both compute logits in the same slices, because each
+slice may be a collective.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from engine.batch import ForwardBatch, build_forward_batch
+from engine.batch import ForwardBatch, UnreadTokens, build_forward_batch
+from engine.device_span import DeviceSpan
+from engine.host_copy import HostCopies, upload
 from engine.memory.kv_pool import KVPool
 from engine.request import Request, ScheduledRequest
 from engine.sampling.inputs import SampledToken, SamplingInput
-from engine.sampling.logprobs import prompt_logprobs
-from engine.sampling.sampler import Sampler
+from engine.sampling.logprobs import PendingLogprobs, launch_prompt_logprobs
+from engine.sampling.sampler import PendingSample, Sampler
 from runtime.sampling import PositionLogprobs
 
 MAX_LOGITS_ROWS = 256
@@ -63,15 +68,85 @@ class StepResult:
     is_failed: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingStep:
+    """A step that is issued to the device. Nothing has been read from it.
+
+    Attributes:
+        scheduled: what runs.
+        sample: one token for each of the scheduled that samples, in order; None if none does.
+        is_usable: one bool for each of these on the host, False where the logits hold NaN or
+            infinity; the device's token is then any token.
+        prompts: per scheduled request its prompt logprobs, in pieces.
+        hidden: one row of float32 on the host for each of those that sample, or None.
+        copies: after which the host has all of these.
+        span: when the device ran it; None on a CPU.
+    """
+
+    scheduled: Sequence[ScheduledRequest]
+    sample: PendingSample | None
+    is_usable: torch.Tensor | None
+    prompts: Sequence[Sequence[PendingLogprobs]]
+    hidden: torch.Tensor | None
+    copies: HostCopies
+    span: "DeviceSpan | None"
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `collect` would return at once."""
+        return self.copies.is_done
+
+    def unread(self) -> UnreadTokens | None:
+        """The sampled tokens, for a step that is launched before these are read."""
+        if self.sample is None:
+            return None
+        samplers = (item.request for item in self.scheduled if item.samples)
+        places = {id(request): place for place, request in enumerate(samplers)}
+        return UnreadTokens(token_ids=self.sample.token_ids, places=places)
+
+    def collect(self) -> list[StepResult]:
+        """Wait for the step's end; one result per scheduled request, in order."""
+        self.copies.wait()
+        tokens = iter(self.sample.collect() if self.sample is not None else ())
+        usable = iter(self.is_usable.tolist() if self.is_usable is not None else ())
+        hidden = iter(self.hidden if self.hidden is not None else ())
+        results = []
+        for item, pieces in zip(self.scheduled, self.prompts, strict=True):
+            token = next(tokens) if item.samples else None
+            is_failed = item.samples and not next(usable)
+            results.append(
+                StepResult(
+                    request=item.request,
+                    sampled=None if is_failed else token,
+                    prompt_logprobs=[entry for piece in pieces for entry in piece.collect()],
+                    last_hidden=next(hidden, None) if item.samples else None,
+                    is_failed=is_failed,
+                )
+            )
+        return results
+
+    def idle_since(self, before: "PendingStep") -> float | None:
+        """Seconds that the device idled between the end of `before` and the start of this step.
+
+        None on a CPU. Both steps must be over.
+        """
+        if self.span is None or before.span is None:
+            return None
+        return self.span.gap_after(before.span)
+
+
 class ModelRunner:
-    """One model with its KV pool and sampler."""
+    """One model with its KV pool and sampler.
+
+    The host waits for the device in `PendingStep.collect` alone, so the next step can be launched
+    while one runs. Everything is issued to one stream: a later step sees the KV of an earlier one.
+    """
 
     def __init__(self, model: CausalModel, kv_pool: KVPool, sampler: Sampler) -> None:
         self.model = model
         self.kv_pool = kv_pool
         self.sampler = sampler
 
-    @torch.inference_mode()
     def execute(
         self,
         scheduled: Sequence[ScheduledRequest],
@@ -79,52 +154,76 @@ class ModelRunner:
         on_layer_done: LayerDone | None = None,
         keep_hidden: bool = False,
     ) -> list[StepResult]:
-        """Run one step and return one result per scheduled request, in order.
+        """Run one step and wait for it: `launch` and `collect`."""
+        pending = self.launch(scheduled, on_layer_done=on_layer_done, keep_hidden=keep_hidden)
+        return pending.collect()
+
+    @torch.inference_mode()
+    def launch(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        *,
+        after: PendingStep | None = None,
+        on_layer_done: LayerDone | None = None,
+        keep_hidden: bool = False,
+    ) -> PendingStep:
+        """Issue one step to the device and return without waiting for it.
+
+        The requests are read now and may change as soon as this returns.
 
         Args:
             scheduled: at least one; block tables must cover the scheduled tokens.
+            after: the step that samples the tokens that the host does not know yet.
             on_layer_done: called with a layer's index once its KV of this step is issued.
             keep_hidden: also return the hidden states of sampled positions.
         """
-        batch = build_forward_batch(scheduled, self.kv_pool.block_size, self.kv_pool.device)
+        device = self.kv_pool.device
+        span = DeviceSpan.start(device)
+        unread = after.unread() if after is not None else None
+        batch = build_forward_batch(scheduled, self.kv_pool.block_size, device, unread=unread)
+        copies = HostCopies(device)
         hidden = self.model.forward(batch, self.kv_pool, on_layer_done=on_layer_done)
-        wanted = hidden[batch.logits_indices]
-        prompts, sample_logits = self._walk_logits(wanted, _plan_rows(scheduled))
-        samplers = [item.request for item in scheduled if item.samples]
-        sampled = iter(self._sample(sample_logits, samplers))
-        hiddens = _sampled_hidden(hidden, scheduled) if keep_hidden else None
-        kept = iter(hiddens) if hiddens is not None else None
-        results = []
-        for index, item in enumerate(scheduled):
-            token = next(sampled) if item.samples else None
-            results.append(
-                StepResult(
-                    request=item.request,
-                    sampled=token,
-                    prompt_logprobs=prompts[index],
-                    last_hidden=next(kept) if kept is not None and item.samples else None,
-                    is_failed=item.samples and token is None,
-                )
-            )
-        return results
+        plan = _plan_rows(scheduled)
+        prompts, logits = self._walk_logits(hidden[batch.logits_indices], plan, copies)
+        sample = is_usable = None
+        if logits is not None:
+            # A sum is finite only if every term is, and reads the logits once.
+            finite = torch.isfinite(logits.sum(dim=-1))
+            is_usable = copies.add(finite)
+            logits = torch.where(finite[:, None], logits, 0.0)  # the sampler knows numbers only
+            sample = self._sample(logits, scheduled, batch, copies)
+        states = _sampled_hidden(hidden, scheduled) if keep_hidden else None
+        pending = PendingStep(
+            scheduled=scheduled,
+            sample=sample,
+            is_usable=is_usable,
+            prompts=prompts,
+            hidden=None if states is None else copies.add(states),
+            copies=copies,
+            span=span,
+        )
+        copies.close()
+        if span is not None:
+            span.end()
+        return pending
 
     @torch.inference_mode()
     def forward_only(self, batch: ForwardBatch, *, on_layer_done: LayerDone | None = None) -> None:
-        """Take part in a step that another rank of the tensor-parallel group executes."""
+        """Take part in a step that another rank of the tensor-parallel group launches."""
         hidden = self.model.forward(batch, self.kv_pool, on_layer_done=on_layer_done)
         wanted = hidden[batch.logits_indices]
         for start in range(0, len(wanted), MAX_LOGITS_ROWS):
             self.model.compute_logits(wanted[start : start + MAX_LOGITS_ROWS])
 
     def run_dummy(self) -> None:
-        """Run one padding token, so that an idle expert-parallel rank joins the collectives."""
+        """Launch one padding token, so that an idle expert-parallel rank joins the collectives."""
         self.forward_only(ForwardBatch.dummy(self.kv_pool.device))
 
     def _walk_logits(
-        self, wanted: torch.Tensor, plan: "_RowPlan"
-    ) -> tuple[list[list[PositionLogprobs]], list[torch.Tensor]]:
+        self, wanted: torch.Tensor, plan: "_RowPlan", copies: HostCopies
+    ) -> tuple[list[list[PendingLogprobs]], torch.Tensor | None]:
         """Compute logits slice by slice; keep prompt logprobs and the rows to sample from."""
-        prompts: list[list[PositionLogprobs]] = [[] for _ in range(plan.num_requests)]
+        prompts: list[list[PendingLogprobs]] = [[] for _ in range(plan.num_requests)]
         kept: list[torch.Tensor] = []
         for start in range(0, len(wanted), MAX_LOGITS_ROWS):
             end = min(start + MAX_LOGITS_ROWS, len(wanted))
@@ -134,36 +233,40 @@ class ModelRunner:
                 if first < last:
                     next_ids = run.next_ids[first - run.start : last - run.start]
                     rows = logits[first - start : last - start, : self.sampler.vocab_size]
-                    prompts[run.index] += prompt_logprobs(rows, next_ids, run.num_top)
+                    prompts[run.index].append(
+                        launch_prompt_logprobs(rows, next_ids, run.num_top, copies)
+                    )
             sample_rows = [row - start for row in plan.sample_rows if start <= row < end]
             if len(sample_rows) == end - start:
                 kept.append(logits)
             elif sample_rows:
-                kept.append(logits[sample_rows])
-        return prompts, kept
+                kept.append(_select(logits, sample_rows))
+        if not kept:
+            return prompts, None
+        return prompts, kept[0] if len(kept) == 1 else torch.cat(kept)
 
     def _sample(
-        self, logits: list[torch.Tensor], requests: Sequence[Request]
-    ) -> list[SampledToken | None]:
-        """Sample a token a request; None where the logits are not finite."""
-        if not requests:
-            return []
+        self,
+        logits: torch.Tensor,
+        scheduled: Sequence[ScheduledRequest],
+        batch: ForwardBatch,
+        copies: HostCopies,
+    ) -> PendingSample:
+        samplers = [item for item in scheduled if item.samples]
         inputs = [
-            SamplingInput(request.sampling, request.prompt_token_ids, request.output_token_ids)
-            for request in requests
+            SamplingInput(
+                item.request.sampling,
+                item.request.prompt_token_ids,
+                item.request.output_token_ids,
+                item.num_unread,
+            )
+            for item in samplers
         ]
-        rows = logits[0] if len(logits) == 1 else torch.cat(logits)
-        # A sum is finite only if every term is, and reads the logits once.
-        is_usable = torch.isfinite(rows.sum(dim=-1)).tolist()
-        if all(is_usable):
-            return list(self.sampler.sample(rows, inputs))
-        good = [index for index, usable in enumerate(is_usable) if usable]
-        tokens: list[SampledToken | None] = [None] * len(inputs)
-        if good:
-            sampled = self.sampler.sample(rows[good], [inputs[index] for index in good])
-            for index, token in zip(good, sampled, strict=True):
-                tokens[index] = token
-        return tokens
+        unread_ids = None
+        if any(item.num_unread for item in samplers):
+            # The token that nobody has read is the one that the sampled row runs.
+            unread_ids = _select(batch.input_ids, _sampled_rows(scheduled))
+        return self.sampler.launch(logits, inputs, copies, unread_ids=unread_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +306,22 @@ def _plan_rows(scheduled: Sequence[ScheduledRequest]) -> _RowPlan:
     return _RowPlan(len(scheduled), runs, sample_rows)
 
 
-def _sampled_hidden(hidden: torch.Tensor, scheduled: Sequence[ScheduledRequest]) -> torch.Tensor:
-    """Return the hidden states of the sampled positions, [samples, hidden] float32 on the host."""
+def _sampled_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
+    """Return the rows of the step that a token is sampled at."""
     rows: list[int] = []
     end = 0
     for item in scheduled:
         end += item.num_scheduled_tokens
         if item.samples:
             rows.append(end - 1)
-    return hidden[rows].float().cpu()
+    return rows
+
+
+def _sampled_hidden(hidden: torch.Tensor, scheduled: Sequence[ScheduledRequest]) -> torch.Tensor:
+    """Return the hidden states of the sampled positions, [samples, hidden] float32."""
+    return _select(hidden, _sampled_rows(scheduled)).float()
+
+
+def _select(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    (index,) = upload([np.array(rows, dtype=np.int64)], tensor.device)
+    return tensor.index_select(0, index)

@@ -12,13 +12,15 @@ queries needs no groups at all, and its plan (`plan_decode`) reads nothing on th
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
+from engine.host_copy import Array, upload
 from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.latent_storage import take_blocks
 from engine.kernels.paged_queries import PagedQueries
@@ -165,13 +167,19 @@ class _Sequence:
     num_positions: int
     num_blocks: int
 
+    @property
+    def rows(self) -> range:
+        """Of the step."""
+        return range(self.start, self.start + self.num_queries)
+
 
 def plan_attention(
     batch: ForwardBatch, block_size: int, rule: AttentionRule, *, max_positions: int = 0
 ) -> AttentionPlan:
     """Choose a form for every sequence and group those that attend together.
 
-    Reads the batch's lengths on the host (one transfer, if it lives on a device).
+    Reads the batch's lengths where they are kept on the host; one copy brings what is planned to
+    the device, and nobody waits for it.
 
     Args:
         batch: of the step.
@@ -180,29 +188,40 @@ def plan_attention(
         max_positions: context tokens of several decompressed sequences in one call; a sequence
             with more, or every one if 0, is alone.
     """
-    starts = batch.cu_seqlens_q.tolist()
-    sequences = [
-        _Sequence(
-            index=index,
-            start=starts[index],
-            num_queries=starts[index + 1] - starts[index],
-            num_positions=num_positions,
-            num_blocks=-(-num_positions // block_size),
-        )
-        for index, num_positions in enumerate(batch.seq_lens.tolist())
-    ]
-    tables = batch.block_tables.long()
+    assert len(batch.lengths) == batch.num_seqs
+    sequences = list(_sequences(batch.lengths, block_size))
     absorbed = [s for s in sequences if rule.takes_absorbed(s.num_queries, s.num_positions)]
     taken = {s.index for s in absorbed}
+    others = (s for s in sequences if s.index not in taken)
+    runs = list(_neighbours(others, max_positions))
     groups = list(_alike(absorbed, block_size))
+    rows = [row for group in groups for s in group for row in s.rows]
+    arrays = [
+        *chain.from_iterable(_segment_arrays(run, block_size) for run in runs),
+        *chain.from_iterable(_group_arrays(group, block_size) for group in groups),
+        np.array(rows, dtype=np.int64),
+    ]
+    tables = batch.block_tables.long()
+    tensors = iter(upload(arrays, tables.device))
     return AttentionPlan(
-        segments=tuple(
-            _segment(run, tables, block_size)
-            for run in _neighbours((s for s in sequences if s.index not in taken), max_positions)
-        ),
-        groups=tuple(_build_groups(groups, tables, block_size)),
-        absorbed_rows=_rows([s for group in groups for s in group], tables.device),
+        segments=tuple(_segment(run, tables, tensors) for run in runs),
+        groups=tuple(_build_groups(groups, tables, block_size, tensors)),
+        absorbed_rows=_as_slice(rows) or next(tensors),
     )
+
+
+def _sequences(lengths: Iterable[tuple[int, int]], block_size: int) -> Iterator[_Sequence]:
+    start = 0
+    for index, (num_queries, num_positions) in enumerate(lengths):
+        num_blocks = -(-num_positions // block_size)
+        yield _Sequence(
+            index=index,
+            start=start,
+            num_queries=num_queries,
+            num_positions=num_positions,
+            num_blocks=num_blocks,
+        )
+        start += num_queries
 
 
 def plan_decode(
@@ -234,25 +253,31 @@ def _neighbours(sequences: Iterable[_Sequence], max_positions: int) -> Iterator[
         yield run
 
 
-def _segment(run: list[_Sequence], tables: Tensor, block_size: int) -> DecompressedSegment:
-    device = tables.device
-    lengths = [(s.num_queries, s.num_positions) for s in run]
-    ends = torch.tensor([(0, 0), *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    kept: slice | Tensor = slice(0, run[0].num_positions)
+def _segment_arrays(run: list[_Sequence], block_size: int) -> Iterator[Array]:
+    """Yield what `_segment` needs on the device: running sums, and the gathered rows it keeps."""
+    lengths = np.array([(0, 0), *((s.num_queries, s.num_positions) for s in run)])
+    ends = lengths.cumsum(axis=0).astype(np.int32)
+    yield ends[:, 0]
+    yield ends[:, 1]
     if len(run) > 1:
         firsts = accumulate((s.num_blocks * block_size for s in run), initial=0)
-        kept = torch.cat(
-            [torch.arange(a, a + s.num_positions) for a, s in zip(firsts, run, strict=False)]
-        ).to(device)
+        ranges = [np.arange(a, a + s.num_positions) for a, s in zip(firsts, run, strict=False)]
+        yield np.concatenate(ranges)
+
+
+def _segment(
+    run: list[_Sequence], tables: Tensor, tensors: Iterator[Tensor]
+) -> DecompressedSegment:
+    seqs = VarlenLengths(
+        lengths=[(s.num_queries, s.num_positions) for s in run],
+        cu_seqlens_q=next(tensors),
+        cu_seqlens_k=next(tensors),
+    )
     return DecompressedSegment(
         rows=slice(run[0].start, run[-1].start + run[-1].num_queries),
         block_ids=torch.cat([tables[s.index, : s.num_blocks] for s in run]),
-        kept=kept,
-        seqs=VarlenLengths(
-            lengths=lengths,
-            cu_seqlens_q=ends[:, 0].contiguous().to(device),
-            cu_seqlens_k=ends[:, 1].contiguous().to(device),
-        ),
+        kept=slice(0, run[0].num_positions) if len(run) == 1 else next(tensors),
+        seqs=seqs,
     )
 
 
@@ -274,32 +299,44 @@ def _alike(sequences: Iterable[_Sequence], block_size: int) -> Iterator[list[_Se
         yield group
 
 
+def _group_arrays(sequences: list[_Sequence], block_size: int) -> Iterator[Array]:
+    """Yield what `_build_groups` needs on the device, for one group.
+
+    The rows of the block table, the position of each first query, and the unused rows.
+    """
+    width = max(s.num_blocks for s in sequences) * block_size
+    num_positions = np.array([s.num_positions for s in sequences], dtype=np.int64)
+    yield np.array([s.index for s in sequences], dtype=np.int64)
+    yield num_positions - sequences[0].num_queries
+    yield np.flatnonzero(np.arange(width) >= num_positions[:, None])
+
+
 def _build_groups(
-    groups: Iterable[list[_Sequence]], tables: Tensor, block_size: int
+    groups: Iterable[list[_Sequence]], tables: Tensor, block_size: int, tensors: Iterator[Tensor]
 ) -> Iterator[AbsorbedGroup]:
     device, row = tables.device, 0
     for sequences in groups:
+        chosen, first, unused_rows = next(tensors), next(tensors), next(tensors)
         num_queries = sequences[0].num_queries
         width = max(s.num_blocks for s in sequences)
-        first = torch.tensor([s.num_positions - num_queries for s in sequences], device=device)
         # Query q of a sequence sees the positions up to its own, num_positions - Q + q.
         own_SQ = first.unsqueeze(1) + torch.arange(num_queries, device=device)
         positions = torch.arange(width * block_size, device=device)
-        chosen = torch.tensor([s.index for s in sequences], device=device)
         num_rows = len(sequences) * num_queries
-        is_unused_SP = positions >= (first + num_queries).unsqueeze(1)
         yield AbsorbedGroup(
             rows=slice(row, row + num_rows),
             num_queries=num_queries,
             block_ids=tables[chosen, :width].flatten(),
             hidden_SQP=positions > own_SQ.unsqueeze(2),
-            unused_rows=is_unused_SP.flatten().nonzero().squeeze(1),
+            unused_rows=unused_rows,
         )
         row += num_rows
 
 
-def _rows(sequences: list[_Sequence], device: torch.device) -> slice | Tensor:
-    rows = [row for s in sequences for row in range(s.start, s.start + s.num_queries)]
-    if rows == list(range(rows[0], rows[0] + len(rows)) if rows else ()):
-        return slice(rows[0], rows[-1] + 1) if rows else slice(0, 0)
-    return torch.tensor(rows, device=device)
+def _as_slice(rows: list[int]) -> slice | None:
+    """Return the rows as a slice where they are adjacent (or none), else None."""
+    if not rows:
+        return slice(0, 0)
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[-1] + 1)
+    return None

@@ -11,12 +11,26 @@ from runtime.sampling import PositionLogprobs, SamplingParams
 class SamplingInput:
     """The request behind one row of logits. The sequences are read during the call only.
 
-    The output index, which with the seed determines the noise, is `len(output_token_ids)`.
+    Where a step is launched before the tokens of the one before it are read, the last output token
+    is on the device alone. Rule: what depends on how many tokens there are (noise, minimum length)
+    counts it; what depends on which tokens there are (penalties) adds it on the device.
+
+    Attributes:
+        params: how to choose.
+        prompt_token_ids: the prompt.
+        output_token_ids: output tokens that are known.
+        num_unread: output tokens after those, 0 or 1.
     """
 
     params: SamplingParams
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+    num_unread: int = 0
+
+    @property
+    def output_index(self) -> int:
+        """Index of the token to choose among the output; with the seed it determines the noise."""
+        return len(self.output_token_ids) + self.num_unread
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,44 +5,75 @@ natural logarithms.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from engine.host_copy import HostCopies, upload
 from runtime.sampling import PositionLogprobs
 
 
-def position_logprobs(
-    logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
-) -> list[PositionLogprobs]:
-    """Return the log-probability of one token per row, and of the best tokens of the row.
+@dataclass(frozen=True, slots=True)
+class PendingLogprobs:
+    """Log-probabilities of R rows on their way to the host.
 
-    Args:
-        logits: [R, V] float32.
-        token_ids: R tokens that stand (or come next) at the positions.
-        num_top: R counts of best tokens wanted; 0 for none, more than V gives V.
+    Attributes:
+        chosen: [R] float32.
+        best_ids: [R, W] int64.
+        best: [R, W] float32, falling.
+        num_top: R counts of best tokens wanted.
     """
-    if not token_ids:
-        return []
-    logprobs = logits.log_softmax(dim=-1)
-    index = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
-    chosen = logprobs.gather(-1, index[:, None])[:, 0].tolist()
-    width = min(max(num_top), logits.shape[1])
-    best = logprobs.topk(width, dim=-1)
-    rows = zip(chosen, best.indices.tolist(), best.values.tolist(), num_top, strict=True)
-    return [
-        PositionLogprobs(logprob, tuple(ids[:count]), tuple(values[:count]))
-        for logprob, ids, values, count in rows
-    ]
+
+    chosen: torch.Tensor
+    best_ids: torch.Tensor
+    best: torch.Tensor
+    num_top: Sequence[int]
+
+    def collect(self) -> list[PositionLogprobs]:
+        """Return one entry per row, once the copies are here."""
+        rows = zip(
+            self.chosen.tolist(),
+            self.best_ids.tolist(),
+            self.best.tolist(),
+            self.num_top,
+            strict=True,
+        )
+        return [
+            PositionLogprobs(logprob, tuple(ids[:count]), tuple(values[:count]))
+            for logprob, ids, values, count in rows
+        ]
 
 
-def prompt_logprobs(
-    logits: torch.Tensor, next_ids: Sequence[int], num_top: int
-) -> list[PositionLogprobs]:
-    """Return the log-probabilities of prompt tokens from the logits of the positions before them.
+def launch_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int], copies: HostCopies
+) -> PendingLogprobs:
+    """Compute the log-probability of one token per row, and of the best tokens of the row.
 
     Args:
-        logits: [R, V] float32 at R successive positions.
+        logits: [R, V] float32, R > 0.
+        token_ids: [R] int64 on the same device, tokens that stand (or come next) at the positions.
+        num_top: R counts of best tokens wanted; 0 for none, more than V gives V.
+        copies: take the results to the host.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs.gather(-1, token_ids[:, None])[:, 0]
+    best = logprobs.topk(min(max(num_top), logits.shape[1]), dim=-1)
+    return PendingLogprobs(
+        copies.add(chosen), copies.add(best.indices), copies.add(best.values), num_top
+    )
+
+
+def launch_prompt_logprobs(
+    logits: torch.Tensor, next_ids: Sequence[int], num_top: int, copies: HostCopies
+) -> PendingLogprobs:
+    """Compute the log-probabilities of prompt tokens from the positions before them.
+
+    Args:
+        logits: [R, V] float32 at R successive positions, R > 0.
         next_ids: the R prompt tokens one position later.
         num_top: how many best tokens to list at each position.
+        copies: take the results to the host.
     """
-    return position_logprobs(logits, next_ids, [num_top] * len(next_ids))
+    (token_ids,) = upload([np.array(next_ids, dtype=np.int64)], logits.device)
+    return launch_logprobs(logits, token_ids, [num_top] * len(next_ids), copies)

@@ -12,7 +12,10 @@ Flood, 2014), over 64-bit words whose products wrap.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+
+from engine.host_copy import upload
 
 _MASK = (1 << 64) - 1
 _WEYL = 0x9E3779B97F4A7C15
@@ -33,22 +36,29 @@ def row_key(seed: int, output_index: int) -> int:
     return _to_signed(_mix_int((mixed + (output_index + 1) * _WEYL) & _MASK))
 
 
-def uniform(keys: Sequence[int], vocab_size: int, device: torch.device | str) -> torch.Tensor:
+def uniform(
+    keys: Sequence[int] | torch.Tensor, vocab_size: int, device: torch.device | str
+) -> torch.Tensor:
     """Return [len(keys), vocab_size] float32 in (0, 1), fine-grained near 0 (steps of 2**-40).
 
     Args:
-        keys: one `row_key` per row.
+        keys: one `row_key` per row; a tensor of them is [R] int64 on `device`.
         vocab_size: number of columns; column v depends on its row's key and v alone.
         device: where to compute.
     """
     columns = torch.arange(vocab_size, dtype=torch.int64, device=device) * _to_signed(_WEYL)
-    rows = torch.tensor(keys, dtype=torch.int64, device=device)
+    if isinstance(keys, torch.Tensor):
+        rows = keys
+    else:
+        (rows,) = upload([np.array(keys, dtype=np.int64)], device)
     bits = _mix_tensor(rows[:, None] + columns)
     top = _shift_right(bits, 64 - _UNIFORM_BITS)
     return ((top.to(torch.float32) + 0.5) * 2.0**-_UNIFORM_BITS).clamp_(max=_LARGEST_BELOW_ONE)
 
 
-def gumbel(keys: Sequence[int], vocab_size: int, device: torch.device | str) -> torch.Tensor:
+def gumbel(
+    keys: Sequence[int] | torch.Tensor, vocab_size: int, device: torch.device | str
+) -> torch.Tensor:
     """Return standard Gumbel noise [len(keys), vocab_size] float32; arguments as `uniform`.
 
     It is -log(E) with E = -log(1 - u) exponential. The winners are the smallest E, and those come

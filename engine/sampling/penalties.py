@@ -12,19 +12,26 @@ from itertools import chain
 import numpy as np
 import torch
 
+from engine.host_copy import upload
 from engine.sampling.inputs import SamplingInput
+from runtime.sampling import SamplingParams
 
 
 def needs_adjustment(item: SamplingInput) -> bool:
     """Whether any function of this module would change the row of `item`."""
-    return bool(item.params.logit_bias) or _is_too_short(item) or _is_penalised(item)
+    return bool(item.params.logit_bias) or _is_too_short(item) or is_penalised(item.params)
 
 
-def apply_adjustments(logits: torch.Tensor, inputs: Sequence[SamplingInput]) -> None:
+def apply_adjustments(
+    logits: torch.Tensor,
+    inputs: Sequence[SamplingInput],
+    *,
+    unread_ids: torch.Tensor | None = None,
+) -> None:
     """Apply bias, minimum length and penalties in this order, in place."""
     apply_logit_bias(logits, inputs)
     mask_stop_tokens(logits, inputs)
-    apply_penalties(logits, inputs)
+    apply_penalties(logits, inputs, unread_ids=unread_ids)
 
 
 def apply_logit_bias(logits: torch.Tensor, inputs: Sequence[SamplingInput]) -> None:
@@ -37,7 +44,7 @@ def apply_logit_bias(logits: torch.Tensor, inputs: Sequence[SamplingInput]) -> N
     if entries:
         rows, token_ids, biases = zip(*entries, strict=True)
         index = _index(logits, rows, token_ids)
-        logits[index] += torch.tensor(biases, dtype=logits.dtype, device=logits.device)
+        logits[index] += upload([np.array(biases, dtype=np.float32)], logits.device)[0]
 
 
 def mask_stop_tokens(logits: torch.Tensor, inputs: Sequence[SamplingInput]) -> None:
@@ -54,29 +61,73 @@ def mask_stop_tokens(logits: torch.Tensor, inputs: Sequence[SamplingInput]) -> N
         logits[_index(logits, rows, token_ids)] = -torch.inf
 
 
-def apply_penalties(logits: torch.Tensor, inputs: Sequence[SamplingInput]) -> None:
+def apply_penalties(
+    logits: torch.Tensor,
+    inputs: Sequence[SamplingInput],
+    *,
+    unread_ids: torch.Tensor | None = None,
+) -> None:
     """Apply repetition, then frequency and presence penalties, in place.
 
     Needs two dense [P, V] tables, P being the rows with a penalty.
+
+    Args:
+        logits: [L, V].
+        inputs: the L requests.
+        unread_ids: [L] int64 on the device; the last output token of rows with `num_unread`.
     """
-    rows = [row for row, item in enumerate(inputs) if _is_penalised(item)]
+    rows = [row for row, item in enumerate(inputs) if is_penalised(item.params)]
     if not rows:
         return
-    penalised = [inputs[row] for row in rows]
-    index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
-    in_prompt = count_tokens([item.prompt_token_ids for item in penalised], logits) > 0
-    counts = count_tokens([item.output_token_ids for item in penalised], logits)
+    penalised_inputs = [inputs[row] for row in rows]
+    columns = np.array(
+        [
+            (p.repetition_penalty, p.frequency_penalty, p.presence_penalty, item.num_unread)
+            for item in penalised_inputs
+            for p in [item.params]
+        ],
+        dtype=np.float32,
+    )
+    index, table = upload([np.array(rows, dtype=np.int64), columns], logits.device)
+    in_prompt = count_tokens([item.prompt_token_ids for item in penalised_inputs], logits) > 0
+    counts = count_tokens([item.output_token_ids for item in penalised_inputs], logits)
+    repetition, frequency, presence, num_unread = (table[:, i, None] for i in range(4))
+    if any(item.num_unread for item in penalised_inputs):
+        assert unread_ids is not None, "an unread token, and nobody says which"
+        counts.scatter_add_(1, unread_ids[index][:, None], num_unread)
+    logits[index] = penalised(
+        logits[index],
+        in_prompt,
+        counts,
+        repetition=repetition,
+        frequency=frequency,
+        presence=presence,
+    )
 
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=logits.dtype, device=logits.device)[:, None]
 
-    values = logits[index]
-    repetition = column([item.params.repetition_penalty for item in penalised])
+def penalised(
+    values: torch.Tensor,
+    in_prompt: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    repetition: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+) -> torch.Tensor:
+    """Return logits after repetition, then frequency and presence penalties.
+
+    Args:
+        values: [P, V] float32.
+        in_prompt: [P, V] bool.
+        counts: [P, V] float32, how often each token occurs in the output.
+        repetition: [P, 1] float32; 1 changes nothing.
+        frequency: [P, 1] float32; 0 changes nothing.
+        presence: [P, 1] float32; 0 changes nothing.
+    """
+    is_in_output = counts > 0
     repeated = torch.where(values > 0, values / repetition, values * repetition)
-    values = torch.where(in_prompt | (counts > 0), repeated, values)
-    values -= column([item.params.frequency_penalty for item in penalised]) * counts
-    values -= column([item.params.presence_penalty for item in penalised]) * (counts > 0)
-    logits[index] = values
+    values = torch.where(in_prompt | is_in_output, repeated, values)
+    return values - frequency * counts - presence * is_in_output
 
 
 def count_tokens(sequences: Sequence[Sequence[int]], like: torch.Tensor) -> torch.Tensor:
@@ -86,17 +137,17 @@ def count_tokens(sequences: Sequence[Sequence[int]], like: torch.Tensor) -> torc
     rows = np.repeat(np.arange(len(sequences), dtype=np.int64), lengths)
     vocab_size = like.shape[1]
     counts = like.new_zeros(len(sequences) * vocab_size)
-    where = torch.from_numpy(rows * vocab_size + flat).to(like.device)
+    (where,) = upload([rows * vocab_size + flat], like.device)
     counts.index_add_(0, where, like.new_ones(1).expand(len(flat)))
     return counts.view(len(sequences), vocab_size)
 
 
 def _is_too_short(item: SamplingInput) -> bool:
-    return len(item.output_token_ids) < item.params.min_tokens
+    return item.output_index < item.params.min_tokens
 
 
-def _is_penalised(item: SamplingInput) -> bool:
-    params = item.params
+def is_penalised(params: SamplingParams) -> bool:
+    """Whether any penalty changes a logit."""
     return (
         params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
@@ -107,5 +158,7 @@ def _is_penalised(item: SamplingInput) -> bool:
 def _index(
     logits: torch.Tensor, rows: Sequence[int], columns: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    both = torch.tensor((rows, columns), dtype=torch.int64, device=logits.device)
-    return both[0], both[1]
+    row_ids, column_ids = upload(
+        [np.array(rows, dtype=np.int64), np.array(columns, dtype=np.int64)], logits.device
+    )
+    return row_ids, column_ids

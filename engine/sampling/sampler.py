@@ -7,17 +7,46 @@ all-greedy batch is one argmax.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from engine.host_copy import HostCopies, upload
 from engine.sampling.inputs import SampledToken, SamplingInput
-from engine.sampling.logprobs import position_logprobs
+from engine.sampling.logprobs import PendingLogprobs, launch_logprobs
 from engine.sampling.noise import gumbel, row_key
 from engine.sampling.penalties import apply_adjustments, needs_adjustment
 from engine.sampling.truncation import apply_min_p, apply_top_k_top_p
-from runtime.sampling import PositionLogprobs
 
-_SMALLEST_TEMPERATURE = 1e-30  # smaller ones would be 0 in float32
+SMALLEST_TEMPERATURE = 1e-30
+"""What a smaller temperature becomes, because it would be 0 in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSample:
+    """Chosen tokens on their way to the host.
+
+    Attributes:
+        token_ids: [L] int64 on the device, for a next step that does not wait for the host.
+        host_ids: the same on the host, once the copies are here.
+        logprob_rows: the rows whose request wants log-probabilities.
+        logprobs: of these rows; None if there are none.
+    """
+
+    token_ids: torch.Tensor
+    host_ids: torch.Tensor
+    logprob_rows: Sequence[int]
+    logprobs: PendingLogprobs | None
+
+    def collect(self) -> list[SampledToken]:
+        """Return one token per row, once the copies are here."""
+        found = self.logprobs.collect() if self.logprobs is not None else []
+        logprobs = dict(zip(self.logprob_rows, found, strict=True))
+        return [
+            SampledToken(token_id, logprobs.get(row))
+            for row, token_id in enumerate(self.host_ids.tolist())
+        ]
 
 
 class Sampler:
@@ -27,49 +56,74 @@ class Sampler:
         self.vocab_size = vocab_size
 
     def sample(self, logits: torch.Tensor, inputs: Sequence[SamplingInput]) -> list[SampledToken]:
-        """Choose one token per row.
+        """Choose one token per row and wait for it.
 
         Args:
             logits: [L, V] float32, V >= vocab_size (columns beyond it are padding); not changed.
             inputs: the L requests behind the rows.
         """
-        assert logits.shape[0] == len(inputs)
-        if not inputs:
-            return []
-        raw = logits[:, : self.vocab_size]
-        token_ids = self._choose(raw, inputs).tolist()
-        logprobs = _chosen_logprobs(raw, token_ids, inputs)
-        return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+        copies = HostCopies(logits.device)
+        pending = self.launch(logits, inputs, copies)
+        copies.close()
+        copies.wait()
+        return pending.collect()
 
-    def _choose(self, raw: torch.Tensor, inputs: Sequence[SamplingInput]) -> torch.Tensor:
+    def launch(
+        self,
+        logits: torch.Tensor,
+        inputs: Sequence[SamplingInput],
+        copies: HostCopies,
+        *,
+        unread_ids: torch.Tensor | None = None,
+    ) -> PendingSample:
+        """Choose one token per row on the device; the host does not wait.
+
+        Args:
+            logits: as for `sample`.
+            inputs: the L requests behind the rows; read now.
+            copies: take the results to the host.
+            unread_ids: [L] int64 on the device; the last output token of rows with `num_unread`.
+        """
+        assert logits.shape[0] == len(inputs)
+        raw = logits[:, : self.vocab_size]
+        token_ids = self._choose(raw, inputs, unread_ids)
+        rows = [row for row, item in enumerate(inputs) if item.params.num_logprobs >= 0]
+        logprobs = None
+        if rows:
+            num_top = [inputs[row].params.num_logprobs for row in rows]
+            chosen = _take(token_ids, rows)
+            logprobs = launch_logprobs(_take(raw, rows), chosen, num_top, copies)
+        return PendingSample(token_ids, copies.add(token_ids), rows, logprobs)
+
+    def _choose(
+        self,
+        raw: torch.Tensor,
+        inputs: Sequence[SamplingInput],
+        unread_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Return the chosen tokens, [L] int64."""
+        if not inputs:
+            return torch.zeros(0, dtype=torch.int64, device=raw.device)
         adjusted = raw
         if any(needs_adjustment(item) for item in inputs):
             adjusted = raw.clone()
-            apply_adjustments(adjusted, inputs)
+            apply_adjustments(adjusted, inputs, unread_ids=unread_ids)
         random_rows = [row for row, item in enumerate(inputs) if not item.params.is_greedy]
         if not random_rows:
             return adjusted.argmax(dim=-1)
         if len(random_rows) == len(inputs):
             return _draw(adjusted, inputs)
-        token_ids = adjusted.argmax(dim=-1)
-        token_ids[random_rows] = _draw(adjusted[random_rows], [inputs[row] for row in random_rows])
-        return token_ids
+        drawn = _draw(_take(adjusted, random_rows), [inputs[row] for row in random_rows])
+        (index,) = upload([np.array(random_rows, dtype=np.int64)], raw.device)
+        return adjusted.argmax(dim=-1).index_copy_(0, index, drawn)
 
 
-def _chosen_logprobs(
-    raw: torch.Tensor, token_ids: Sequence[int], inputs: Sequence[SamplingInput]
-) -> dict[int, PositionLogprobs]:
-    """Return the log-probabilities by row, of the rows whose request wants them."""
-    rows = [row for row, item in enumerate(inputs) if item.params.num_logprobs >= 0]
-    if not rows:
-        return {}
-    logprobs = position_logprobs(
-        raw if len(rows) == len(inputs) else raw[rows],
-        [token_ids[row] for row in rows],
-        [inputs[row].params.num_logprobs for row in rows],
-    )
-    return dict(zip(rows, logprobs, strict=True))
+def _take(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Return some rows, ascending; the tensor itself if they are all."""
+    if len(rows) == len(tensor):
+        return tensor
+    (index,) = upload([np.array(rows, dtype=np.int64)], tensor.device)
+    return tensor[index]
 
 
 def _draw(logits: torch.Tensor, inputs: Sequence[SamplingInput]) -> torch.Tensor:
@@ -80,12 +134,11 @@ def _draw(logits: torch.Tensor, inputs: Sequence[SamplingInput]) -> torch.Tensor
         inputs: the R requests, none of them greedy.
     """
     params = [item.params for item in inputs]
-    temperatures = torch.tensor(
-        [max(item.temperature, _SMALLEST_TEMPERATURE) for item in params], device=logits.device
-    )
+    wanted = [max(item.temperature, SMALLEST_TEMPERATURE) for item in params]
+    (temperatures,) = upload([np.array(wanted, dtype=np.float32)], logits.device)
     # The maximum goes first, so that no temperature however small can make infinities meet.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures[:, None]
     apply_min_p(scaled, params)
     apply_top_k_top_p(scaled, params)
-    keys = [row_key(item.params.seed, len(item.output_token_ids)) for item in inputs]
+    keys = [row_key(item.params.seed, item.output_index) for item in inputs]
     return scaled.add_(gumbel(keys, logits.shape[1], logits.device)).argmax(dim=-1)

@@ -8,11 +8,14 @@ and a dropped token is -inf.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from engine.host_copy import upload
 from runtime.sampling import SamplingParams
 
-_SMALLEST_TOP_P = 1e-10  # so that top_p = 0 keeps the best token
+SMALLEST_TOP_P = 1e-10
+"""What a smaller top_p becomes, so that 0 keeps the best token."""
 
 
 def truncates(params: SamplingParams) -> bool:
@@ -28,7 +31,7 @@ def apply_min_p(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> None:
         params: one per row.
     """
     if any(item.min_p > 0.0 for item in params):
-        min_p = torch.tensor([item.min_p for item in params], device=scaled.device)
+        (min_p,) = upload([np.array([item.min_p for item in params], np.float32)], scaled.device)
         scaled.masked_fill_(scaled < min_p.log()[:, None], -torch.inf)
 
 
@@ -59,21 +62,24 @@ def _keep_best(
     scaled: torch.Tensor, rows: list[int], params: Sequence[SamplingParams], width: int
 ) -> None:
     """Truncate `rows`, none of which keeps more than its `width` best tokens, in place."""
-    index = torch.tensor(rows, dtype=torch.int64, device=scaled.device)
+    index, top_k, top_p = upload(
+        [
+            np.array(rows, dtype=np.int64),
+            np.array([params[row].top_k or width for row in rows], dtype=np.int64),
+            np.array([max(params[row].top_p, SMALLEST_TOP_P) for row in rows], dtype=np.float32),
+        ],
+        scaled.device,
+    )
     values = scaled[index]
     if width < scaled.shape[1]:
         best = values.topk(width, dim=-1).values
     else:
         best = values.sort(dim=-1, descending=True).values
-    top_k = torch.tensor([params[row].top_k or width for row in rows], device=scaled.device)
-    top_p = torch.tensor(
-        [max(params[row].top_p, _SMALLEST_TOP_P) for row in rows], device=scaled.device
-    )
-    threshold = _threshold(best, top_k, top_p)
+    threshold = keep_threshold(best, top_k, top_p)
     scaled[index] = values.masked_fill_(values < threshold[:, None], -torch.inf)
 
 
-def _threshold(best: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+def keep_threshold(best: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Return the smallest logit that each row keeps, [R].
 
     Args:

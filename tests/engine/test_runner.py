@@ -11,7 +11,7 @@ import engine.runner
 from engine.batch import build_forward_batch
 from engine.memory.kv_pool import KVPool
 from engine.request import Request, ScheduledRequest, num_blocks_for
-from engine.runner import ModelRunner
+from engine.runner import ModelRunner, StepResult
 from engine.sampling.sampler import Sampler
 from runtime.sampling import SamplingParams
 from tests.engine.fake_model import LATENT_DIM, FakeModel
@@ -197,3 +197,86 @@ def test_the_dummy_step_touches_block_zero_alone() -> None:
     assert not runner.kv_pool.data[1:].any()
     assert isinstance(runner.model, FakeModel)
     assert runner.model.logits_calls == []
+
+
+def test_a_step_is_launched_on_tokens_that_nobody_has_read() -> None:
+    penalised = SamplingParams(
+        temperature=0.8, seed=5, repetition_penalty=1.7, frequency_penalty=0.6, min_tokens=4,
+        stop_token_ids=tuple(range(VOCAB // 2)),
+    )  # fmt: skip
+    samplings = [GREEDY, SamplingParams(seed=3), penalised]
+    in_order = [make_request([1, 2, 3 + i], 1 + 8 * i, s) for i, s in enumerate(samplings)]
+    ahead = [make_request([1, 2, 3 + i], 1 + 8 * i, s) for i, s in enumerate(samplings)]
+    runner = make_runner()
+    for request in in_order:
+        run_prompt(runner, request, 3)
+    decode(runner, in_order, 6)
+
+    runner = make_runner()
+    for request in ahead:
+        run_prompt(runner, request, 3)
+    pending = None
+    for _ in range(6):
+        # Rows change places from step to step: a token follows its request.
+        scheduled = [ScheduledRequest(request, 1) for request in reversed(ahead)]
+        launched = runner.launch(scheduled, after=pending)
+        for request in ahead:
+            request.num_launched_tokens += 1
+        if pending is not None:
+            assert [item.num_unread for item in scheduled] == [1, 1, 1]
+            take_over(pending.collect())
+        ahead.reverse()
+        pending = launched
+    assert pending is not None
+    take_over(pending.collect())
+    expected = {request.block_table[0]: request.output_token_ids for request in in_order}
+    assert {request.block_table[0]: request.output_token_ids for request in ahead} == expected
+
+
+def take_over(results: list[StepResult]) -> None:
+    for result in results:
+        assert result.sampled is not None
+        result.request.num_computed_tokens += 1
+        result.request.num_launched_tokens -= 1
+        result.request.output_token_ids.append(result.sampled.token_id)
+
+
+def test_results_are_of_the_requests_as_they_were_launched() -> None:
+    runner = make_runner()
+    request = make_request([1, 2, 3, 4])
+    expected = runner.execute([ScheduledRequest(request, 4)])
+    pending = runner.launch([ScheduledRequest(request, 4)])
+    assert pending.is_done
+    request.num_computed_tokens, request.block_table = 4, []
+    request.output_token_ids.append(9)
+    assert pending.collect() == expected
+
+
+@pytest.mark.gpu
+def test_launching_never_makes_the_host_wait() -> None:
+    device = torch.device("cuda")
+    model = FakeModel()
+    model.head = model.head.to(device)
+    hidden = torch.randn(64, LATENT_DIM, device=device)
+    model.forward = lambda batch, pool, *, on_layer_done=None: hidden[: batch.num_tokens]  # type: ignore[method-assign]
+    runner = ModelRunner(
+        model, KVPool(64, 2, BLOCK_SIZE, LATENT_DIM, device=device), Sampler(VOCAB)
+    )
+    every = SamplingParams(
+        temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.2, min_tokens=3,
+        stop_token_ids=(4,), logit_bias={3: 1.0}, num_logprobs=2, num_prompt_logprobs=1,
+    )  # fmt: skip
+    requests = [make_request([1, 2, 3], 1), make_request([4, 5], 9, every)]
+    plan = [ScheduledRequest(request, request.num_prompt_tokens) for request in requests]
+    runner.launch(plan, keep_hidden=True).collect()  # first calls may wait for memory
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        first = runner.launch(plan, keep_hidden=True)
+        for request in requests:
+            request.num_launched_tokens = request.num_prompt_tokens
+        second = runner.launch([ScheduledRequest(request, 1) for request in requests], after=first)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    results = [first.collect(), second.collect()]
+    assert all(result.sampled is not None for step in results for result in step)
+    assert second.idle_since(first) is not None

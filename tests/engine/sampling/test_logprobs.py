@@ -5,12 +5,14 @@ import math
 import pytest
 import torch
 
+from engine.host_copy import HostCopies
 from engine.sampling.inputs import SamplingInput, validate_request
-from engine.sampling.logprobs import position_logprobs, prompt_logprobs
+from engine.sampling.logprobs import launch_logprobs, launch_prompt_logprobs
 from engine.sampling.sampler import Sampler
 from runtime.errors import InvalidRequestError
 from runtime.sampling import SamplingParams
 
+CPU = torch.device("cpu")
 PROBABILITIES = [0.1, 0.2, 0.4, 0.3]
 
 
@@ -43,19 +45,16 @@ def test_each_row_gets_what_it_asked_for() -> None:
 
 
 def test_more_than_the_vocabulary_gives_the_vocabulary() -> None:
-    logprobs = position_logprobs(make_logits(), [1], [20])[0]
+    pending = launch_logprobs(make_logits(), torch.tensor([1]), [20], HostCopies(CPU))
+    (logprobs,) = pending.collect()
     assert logprobs.top_ids == (2, 3, 1, 0)
     assert sum(math.exp(value) for value in logprobs.top_logprobs) == pytest.approx(1, abs=1e-5)
 
 
 def test_prompt_logprobs_are_of_the_next_tokens() -> None:
-    result = prompt_logprobs(make_logits(3), [3, 0, 2], 1)
+    result = launch_prompt_logprobs(make_logits(3), [3, 0, 2], 1, HostCopies(CPU)).collect()
     assert [math.exp(r.logprob) for r in result] == pytest.approx([0.3, 0.1, 0.4], abs=1e-5)
     assert [r.top_ids for r in result] == [(2,)] * 3
-
-
-def test_no_positions_give_no_logprobs() -> None:
-    assert prompt_logprobs(torch.zeros(0, 4), [], 5) == []
 
 
 @pytest.mark.parametrize(

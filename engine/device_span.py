@@ -1,0 +1,26 @@
+"""When a device ran a step, by events that cost the host microseconds and never make it wait."""
+
+import torch
+
+
+class DeviceSpan:
+    """From the moment the device came to a step to the moment it had done all of it."""
+
+    def __init__(self) -> None:
+        self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._start.record()
+
+    @classmethod
+    def start(cls, device: torch.device) -> "DeviceSpan | None":
+        """Begin a span on the current stream; None on a CPU, which is never behind its host."""
+        return cls() if device.type == "cuda" else None
+
+    def end(self) -> None:
+        """All of the step is issued."""
+        self._end.record()
+
+    def gap_after(self, before: "DeviceSpan") -> float:
+        """Seconds between the end of `before` and our start; both must be over."""
+        gap_ms: float = before._end.elapsed_time(self._start)
+        return max(gap_ms / 1000, 0.0)
