@@ -50,14 +50,18 @@ def row_counts(max_tokens: int) -> list[int]:
     return [rows for rows in (*small, *large) if rows < max_tokens] + [max_tokens]
 
 
-def products(model: nn.Module, kernels: Kernels, max_tokens: int) -> list[Product]:
+def products(
+    model: nn.Module, kernels: Kernels, max_tokens: int, *, rows: Sequence[int] | None = None
+) -> list[Product]:
     """Return the products of a model in FP8, each weight shape once; none without FP8.
 
     Args:
         model: with its weights allocated; their values do not matter.
         kernels: of the model.
         max_tokens: most tokens of a step on this rank.
+        rows: to try instead of `row_counts(max_tokens)`, by whoever knows which will come.
     """
+    rows = row_counts(max_tokens) if rows is None else rows
     found: dict[tuple[str, tuple[int, ...]], list[Product]] = {}
     for module in model.modules():
         if isinstance(module, Experts) and module.is_fp8:
@@ -67,7 +71,7 @@ def products(model: nn.Module, kernels: Kernels, max_tokens: int) -> list[Produc
         elif isinstance(module, Matrix) and module.is_fp8 and module.weight.dim() == 2:
             key = ("linear", tuple(module.weight.shape))
             if key not in found:
-                found[key] = list(_linear_products(module, kernels, max_tokens))
+                found[key] = list(_linear_products(module, kernels, rows))
     return [product for alike in found.values() for product in alike]
 
 
@@ -99,14 +103,14 @@ def warm_up(
     logger.info("warmed up products=%d seconds=%.2f", len(todo), time.perf_counter() - start)
 
 
-def _linear_products(matrix: Matrix, kernels: Kernels, max_tokens: int) -> Iterator[Product]:
+def _linear_products(matrix: Matrix, kernels: Kernels, rows: Sequence[int]) -> Iterator[Product]:
     columns, device = matrix.weight.shape[1], matrix.weight.device
 
-    def run(rows: int) -> Callable[[], object]:
-        return lambda: matrix(_invent_rows(rows, columns, device, kernels))
+    def run(count: int) -> Callable[[], object]:
+        return lambda: matrix(_invent_rows(count, columns, device, kernels))
 
-    for rows in row_counts(max_tokens):
-        yield Product(name=f"linear {tuple(matrix.weight.shape)} x {rows}", run=run(rows))
+    for count in rows:
+        yield Product(name=f"linear {tuple(matrix.weight.shape)} x {count}", run=run(count))
 
 
 def _expert_products(experts: Experts, kernels: Kernels, max_tokens: int) -> Iterator[Product]:
