@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.kernels.alignment import Alignment, RowCounts
 from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
 from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
@@ -34,7 +35,10 @@ class VarlenLengths:
 
 
 class Kernels(Protocol):
-    """Operations of one device. Shapes and meaning: see `reference`, under the same names."""
+    """Operations of one device.
+
+    Shapes and meaning: see `reference` and `masked_reference`, under the same names.
+    """
 
     @property
     def name(self) -> str:
@@ -135,7 +139,11 @@ class Kernels(Protocol):
         ...
 
     def gather_rows(
-        self, source_MD: Tensor, alignment: Alignment, weights_TK: Tensor, own_TD: Tensor | None
+        self,
+        source_MD: Tensor,
+        places: Alignment | MaskedPlaces,
+        weights_TK: Tensor,
+        own_TD: Tensor | None,
     ) -> Tensor:
         """Sum each token's rows, weighted."""
         ...
@@ -148,6 +156,28 @@ class Kernels(Protocol):
         w2: tuple[Tensor, Tensor],
     ) -> Tensor:
         """Experts in FP8 over aligned rows, weights as (e4m3, scales): [M, D] bfloat16."""
+        ...
+
+    def mask_to_experts(
+        self,
+        topk_ids_TK: Tensor,
+        first: int,
+        num_experts: int,
+        max_rows: int,
+        *,
+        expected_rows: int | None = None,
+    ) -> MaskedPlaces:
+        """Choose the row of every (token, expert) pair in the masked layout."""
+        ...
+
+    def spread_masked_rows(self, rows: Fp8Rows, places: MaskedPlaces) -> MaskedRows:
+        """Copy each token's row to all of its places in the masked layout."""
+        ...
+
+    def masked_fp8_mlp(
+        self, rows: MaskedRows, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Experts in FP8 over masked rows: [L, M, D] bfloat16."""
         ...
 
     def rotate_queries(self, q_THA: Tensor, rotation: Rotation) -> Tensor:

@@ -5,13 +5,16 @@ float32 and returned as bfloat16. The library compiles each shape (N, K) at firs
 `DG_JIT_CACHE_DIR`; the number of rows is not part of it.
 """
 
+import importlib
 import importlib.util
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.masked_rows import MASKED_BLOCK, MaskedRows
 
 
 def is_available() -> bool:
@@ -27,7 +30,12 @@ class DeepGemm:
     """The products, with the library loaded."""
 
     def __init__(self) -> None:
-        self._library: ModuleType = importlib.import_module("deep_gemm")
+        library = importlib.import_module("deep_gemm")
+        self._library: ModuleType = library
+        # Versions before 0.2.0 have the first name alone, other builds the second alone.
+        name = "fp8_m_grouped_gemm_nt_masked"
+        masked = getattr(library, name, None) or library.m_grouped_fp8_gemm_nt_masked
+        self._masked: Callable[..., object] = masked
 
     def linear(self, x: Fp8Rows, weight_NK: Tensor, scale_inv_PQ: Tensor) -> Tensor:
         """Return [T, N] bfloat16 of [T, K] rows and a weight [N, K] e4m3; T may be 0."""
@@ -60,4 +68,32 @@ class DeepGemm:
             self._library.m_grouped_fp8_gemm_nt_contiguous(
                 (x.data_TK, x.scale_TG), (weight_ENK, scale_inv_EPQ), out, expert_M
             )
+        return out
+
+    def masked_linear(self, x: MaskedRows, weight_LNK: Tensor, scale_inv_LPQ: Tensor) -> Tensor:
+        """Multiply rows in use with their expert's weight; fixed shapes, no host read.
+
+        Args:
+            x: [L, M, K] rows, M a multiple of 128.
+            weight_LNK: [L, N, K] e4m3.
+            scale_inv_LPQ: [L, N / 128, K / 128] float32.
+
+        Returns:
+            [L, M, N] bfloat16; rows that are not in use hold anything.
+        """
+        num_experts, max_rows, _ = x.data_LMD.shape
+        # A tile is written whole: it must end where its expert does.
+        assert max_rows % MASKED_BLOCK == 0, max_rows
+        out = torch.empty(
+            (num_experts, max_rows, weight_LNK.shape[1]),
+            dtype=torch.bfloat16,
+            device=weight_LNK.device,
+        )
+        self._masked(
+            (x.data_LMD, x.scale_LMG),
+            (weight_LNK, scale_inv_LPQ),
+            out,
+            x.num_rows_L,
+            min(x.expected_rows, max_rows),
+        )
         return out

@@ -16,7 +16,8 @@ from engine.kernels.deep_gemm import DeepGemm
 from engine.kernels.flash_attention import FlashAttention
 from engine.kernels.flash_mla import KV_LORA_RANK, FlashMLA
 from engine.kernels.fp8_rows import Fp8Rows
-from engine.kernels.fused import latents, norm, permute, quant, routing
+from engine.kernels.fused import latents, masked, norm, permute, quant, routing
+from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.routing import RoutingRule
 
@@ -62,6 +63,8 @@ class HopperKernels:
     align_to_experts = staticmethod(permute.align_to_experts)
     spread_rows = staticmethod(permute.spread_rows)
     gather_rows = staticmethod(permute.gather_rows)
+    mask_to_experts = staticmethod(masked.mask_to_experts)
+    spread_masked_rows = staticmethod(masked.spread_masked_rows)
     rotate_queries = staticmethod(latents.rotate_queries)
     store_latents = staticmethod(latents.store_latents)
 
@@ -103,6 +106,13 @@ class HopperKernels:
         gate_up = self._gemm.grouped_linear(rows, expert_M, *w13)
         hidden = quant.silu_and_mul_fp8(gate_up, expert_M)
         return self._gemm.grouped_linear(hidden, expert_M, *w2)
+
+    def masked_fp8_mlp(
+        self, rows: MaskedRows, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """See `Kernels`."""
+        gate_up = self._gemm.masked_linear(rows, *w13)
+        return self._gemm.masked_linear(masked.masked_silu_and_mul_fp8(gate_up, rows), *w2)
 
     def join_keys(self, k_nope_PHN: Tensor, k_pe_PR: Tensor) -> Tensor:
         """See `Kernels`."""

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels import paged_reference, reference
+from engine.kernels import masked_reference, paged_reference, reference
 from engine.kernels.base import VarlenLengths
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.paged_queries import PagedQueries
@@ -42,6 +42,9 @@ class PortableKernels:
     absorbed_attention = staticmethod(reference.absorbed_attention)
     paged_attention = staticmethod(paged_reference.paged_attention)
     grouped_fp8_mlp = staticmethod(reference.grouped_fp8_mlp)
+    mask_to_experts = staticmethod(masked_reference.mask_to_experts)
+    spread_masked_rows = staticmethod(masked_reference.spread_masked_rows)
+    masked_fp8_mlp = staticmethod(masked_reference.masked_fp8_mlp)
 
     def rms_norm_fp8(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Fp8Rows:
         """See `Kernels`."""

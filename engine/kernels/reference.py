@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.kernels.alignment import ROW_BLOCK, Alignment, RowCounts, max_aligned_rows
 from engine.kernels.fp8_rows import GROUP, MIN_AMAX, Fp8Rows
 from engine.kernels.latent_storage import put_rows
+from engine.kernels.masked_rows import MaskedPlaces
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
 
@@ -330,10 +331,13 @@ def align_to_experts(topk_ids_TK: Tensor, first: int, num_experts: int) -> Align
 
 
 def gather_rows(
-    source_MD: Tensor, alignment: Alignment, weights_TK: Tensor, own_TD: Tensor | None
+    source_MD: Tensor,
+    places: Alignment | MaskedPlaces,
+    weights_TK: Tensor,
+    own_TD: Tensor | None,
 ) -> Tensor:
     """Return [T, D]: the weighted sum of each token's rows plus `own_TD`, summed in float32."""
-    rows_TK = alignment.rows_TK.long()
+    rows_TK = places.rows_TK.long()
     parts_TKD = source_MD.new_zeros((*rows_TK.shape, source_MD.shape[1]), dtype=torch.float32)
     is_here = rows_TK >= 0
     parts_TKD[is_here] = source_MD[rows_TK[is_here]].float()

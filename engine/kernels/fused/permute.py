@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.kernels.alignment import ROW_BLOCK, Alignment, RowCounts, max_aligned_rows
 from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.masked_rows import MaskedPlaces
 
 PAIRS = 256
 """Pairs (token, expert) of one program; they are compared with one another."""
@@ -81,8 +82,8 @@ def _name_blocks(ends, expert, num_experts, B: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def _spread(
-    data, data_stride, scale, row_stride, group_stride, rows, out, out_scale, out_stride, size,
-    num_groups, K: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
+    data, data_stride, scale, row_stride, group_stride, rows, out, out_scale, out_stride, max_rows,
+    size, num_groups, K: tl.constexpr, C: tl.constexpr, G: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, C)
@@ -95,6 +96,9 @@ def _spread(
         here = row >= 0
         tl.store(out + row * size + columns, values, mask=(columns < size) & here)
         target = out_scale + groups * out_stride + row
+        if IS_MASKED:
+            # Each expert's scales are a matrix of their own.
+            target += row // max_rows * (num_groups - 1) * max_rows
         tl.store(target, scales, mask=(groups < num_groups) & here)
 
 
@@ -141,7 +145,7 @@ def count_rows(topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
     _sum_blocks[(num_experts,)](counts, totals, num_blocks, B=triton.next_power_of_2(num_blocks))
     _place[(num_blocks,)](
         ids, counts, totals, rows_TK, ends_E, num_pairs, num_blocks, first, num_experts,
-        B=PAIRS, E=bins, BLOCK=ROW_BLOCK,
+        B=PAIRS, E=bins, BLOCK=ROW_BLOCK, num_warps=8,
     )  # fmt: skip
     return RowCounts(rows_TK=rows_TK, ends_E=ends_E)
 
@@ -167,10 +171,24 @@ def align_to_experts(topk_ids_TK: Tensor, first: int, num_experts: int) -> Align
 
 def spread_rows(rows: Fp8Rows, alignment: Alignment) -> Fp8Rows:
     """Copy each token's row to all of its places: [M, D]; other rows are uninitialised."""
-    num_tokens, size = rows.data_TK.shape
-    out = Fp8Rows.empty(alignment.expert_M.shape[0], size, rows.data_TK.device)
-    if not num_tokens or not out.num_rows:
-        return out
+    device = rows.data_TK.device
+    out = Fp8Rows.empty(alignment.expert_M.shape[0], rows.data_TK.shape[1], device)
+    spread_into(out.data_TK, out.scale_TG, rows, alignment.rows_TK)
+    return out
+
+
+def spread_into(data: Tensor, scale: Tensor, rows: Fp8Rows, rows_TK: Tensor) -> None:
+    """Copy each token's row to the rows of contiguous `data` that `rows_TK` names.
+
+    Args:
+        data: [M, D], or [L, M, D] in the masked layout.
+        scale: [..., M, D / 128], unit stride along M.
+        rows: [T, D], of any layout.
+        rows_TK: [T, K] int32, -1 for no place.
+    """
+    (num_tokens, top_k), size = rows_TK.shape, data.shape[-1]
+    if not num_tokens or not data.numel():
+        return
     # Bytes as 32-bit words, so that a thread moves four at a time.
     words = rows.data_TK.view(torch.int32)
     num_groups = rows.scale_TG.shape[1]
@@ -179,21 +197,25 @@ def spread_rows(rows: Fp8Rows, alignment: Alignment) -> Fp8Rows:
         words.stride(0),
         rows.scale_TG,
         *rows.scale_TG.stride(),
-        alignment.rows_TK,
-        out.data_TK.view(torch.int32),
-        out.scale_TG,
-        out.scale_TG.stride(1),
+        rows_TK,
+        data.view(torch.int32),
+        scale,
+        scale.stride(-1),
+        data.shape[-2],
         size // 4,
         num_groups,
-        K=alignment.rows_TK.shape[1],
+        K=top_k,
         C=triton.next_power_of_2(size // 4),
         G=triton.next_power_of_2(num_groups),
+        IS_MASKED=data.dim() == 3,
     )
-    return out
 
 
 def gather_rows(
-    source_MD: Tensor, alignment: Alignment, weights_TK: Tensor, own_TD: Tensor | None
+    source_MD: Tensor,
+    places: Alignment | MaskedPlaces,
+    weights_TK: Tensor,
+    own_TD: Tensor | None,
 ) -> Tensor:
     """Return [T, D]: the weighted sum of each token's rows plus `own_TD`, summed in float32."""
     num_tokens, top_k = weights_TK.shape
@@ -203,7 +225,7 @@ def gather_rows(
         return out
     _gather[(num_tokens, triton.cdiv(size, COLUMNS))](
         source_MD,
-        alignment.rows_TK,
+        places.rows_TK,
         weights_TK.contiguous(),
         out if own_TD is None else own_TD.contiguous(),
         out,

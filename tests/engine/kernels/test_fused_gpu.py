@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import reference
+from engine.kernels import masked_reference, reference
 from engine.kernels.alignment import Alignment
 from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
+from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
 
@@ -222,6 +223,75 @@ def test_every_expert_without_rows_is_skipped() -> None:
     actual: Alignment = fused("permute").align_to_experts(ids, 0, 4)
     assert actual.rows_TK.flatten().tolist() == [0, 1, 2]
     assert sorted(set(actual.expert_M.tolist())) == [-1, 2]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 300])
+@pytest.mark.parametrize(("first", "num_local"), [(0, 256), (32, 32), (255, 1)])
+def test_mask_to_experts(num_tokens: int, first: int, num_local: int) -> None:
+    ids = draw_routing(num_tokens, 256, 8)
+    ids[:1, 0] = -1  # no expert at all
+    actual, expected = (
+        module.mask_to_experts(ids, first, num_local, 384, expected_rows=7)
+        for module in (fused("masked"), masked_reference)
+    )
+    assert torch.equal(actual.rows_TK, expected.rows_TK)
+    assert torch.equal(actual.num_rows_L, expected.num_rows_L)
+    assert (actual.max_rows, actual.expected_rows) == (384, 7)
+
+
+def test_many_tokens_at_one_expert() -> None:
+    ids = torch.zeros((2000, 1), device=DEVICE).long()  # more than one block of pairs
+    places = fused("masked").mask_to_experts(ids, 0, 3, 2048)
+    assert torch.equal(places.rows_TK.flatten().cpu(), torch.arange(2000, dtype=torch.int32))
+    assert places.num_rows_L.tolist() == [2000, 0, 0]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 200])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_rows_go_to_masked_places_and_home(num_tokens: int, is_packed: bool) -> None:
+    source = packed(num_tokens, HIDDEN) if is_packed else None
+    rows = reference.quantize_rows(draw(num_tokens, HIDDEN), source)
+    places = masked_reference.mask_to_experts(draw_routing(num_tokens, 16, 4), 2, 6, 256)
+    actual = fused("masked").spread_masked_rows(rows, places)
+    expected = masked_reference.spread_masked_rows(rows, places)
+    used = torch.arange(256, device=DEVICE) < places.num_rows_L.unsqueeze(1)
+    raw, expected_raw = (r.data_LMD.view(torch.uint8) for r in (actual, expected))
+    assert torch.equal(raw[used], expected_raw[used])
+    assert torch.equal(actual.scale_LMG[used], expected.scale_LMG[used])
+    assert actual.scale_LMG.stride() == expected.scale_LMG.stride()
+    assert actual.scale_LMG[~used].isnan().all(), "rows that are not in use stay untouched"
+    out = draw(6, 256, HIDDEN)
+    out[~used] = float("nan")
+    weights = torch.rand(num_tokens, 4, device=DEVICE)
+    home, expected_home = (
+        module.gather_rows(out.flatten(0, 1), places, weights, None)
+        for module in (fused("permute"), reference)
+    )
+    torch.testing.assert_close(home, expected_home, rtol=BF16, atol=1e-2)
+
+
+@pytest.mark.parametrize("expected_rows", [1, 20, 1000])
+@pytest.mark.parametrize("counts", [[0, 128, 1, 77], [0, 0, 0, 0]])
+def test_masked_silu_and_mul_fp8(expected_rows: int, counts: list[int]) -> None:
+    x = draw(4, 128, 512)
+    like = MaskedRows(
+        data_LMD=x,  # not read
+        scale_LMG=x,
+        num_rows_L=torch.tensor(counts, dtype=torch.int32, device=DEVICE),
+        expected_rows=expected_rows,
+    )
+    actual = fused("masked").masked_silu_and_mul_fp8(x, like)
+    assert actual.scale_LMG.stride() == (2 * 128, 1, 128)
+    for expert, count in enumerate(counts):
+        gate, up = x[expert, :count].float().chunk(2, dim=1)
+        expected = reference.quantize_rows(torch.nn.functional.silu(gate) * up)
+        mine = Fp8Rows(
+            data_TK=actual.data_LMD[expert, :count], scale_TG=actual.scale_LMG[expert, :count]
+        ).dequantize()
+        difference = (mine - expected.dequantize()).norm()
+        assert difference <= (0.1 if IS_INTERPRETED else 2e-2) * expected.dequantize().norm()
+        assert actual.scale_LMG[expert, count:].isnan().all(), "untouched"
+        assert (actual.data_LMD[expert, count:].view(torch.uint8) == 0xFF).all(), "untouched"
 
 
 def draw_rotation(num_tokens: int, rope: int, interleave: bool) -> Rotation:

@@ -14,6 +14,7 @@ from engine.generate import GenerateOutput, generate
 from engine.kernels import deep_gemm, reference
 from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.create import create_kernels
+from engine.kernels.masked_rows import max_masked_rows
 from engine.kernels.portable import PortableKernels
 from engine.layers.attention_plan import AttentionRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
@@ -50,6 +51,15 @@ def draw_weight(rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return quantize_block(torch.randn(rows, columns, device="cuda") / columns**0.5)
 
 
+def draw_experts(num_experts: int, hidden: int, width: int) -> list[tuple[Tensor, Tensor]]:
+    """Return stacked w13 and w2, each as (e4m3, scales)."""
+    stacks = []
+    for shape in (2 * width, hidden), (hidden, width):
+        pairs = [draw_weight(*shape) for _ in range(num_experts)]
+        stacks.append((torch.stack([w for w, _ in pairs]), torch.stack([s for _, s in pairs])))
+    return stacks
+
+
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     error = (actual.float() - expected.float()).norm() / expected.float().norm()
     assert not error.isnan()
@@ -71,13 +81,7 @@ def test_fp8_linear(kernels: Kernels, num_tokens: int, rows: int, columns: int) 
 @pytest.mark.parametrize(("first", "num_local"), [(0, 8), (4, 4)])
 def test_experts(kernels: Kernels, num_tokens: int, first: int, num_local: int) -> None:
     hidden = draw(num_tokens, 1024)
-    pairs = [
-        [draw_weight(rows, columns) for _ in range(num_local)]
-        for rows, columns in ((1024, 1024), (1024, 512))
-    ]
-    w13, w2 = (
-        (torch.stack([w for w, _ in part]), torch.stack([s for _, s in part])) for part in pairs
-    )
+    w13, w2 = draw_experts(num_local, 1024, 512)
     ids = torch.rand(num_tokens, 8, device="cuda").topk(3).indices
     weights = torch.rand(num_tokens, 3, device="cuda")
     outs = []
@@ -88,6 +92,67 @@ def test_experts(kernels: Kernels, num_tokens: int, first: int, num_local: int) 
         outs.append(k.gather_rows(out, alignment, weights, None))
     # Hidden activations are rounded to e4m3 twice from slightly different sums.
     assert relative_error(outs[0], outs[1]) < 2e-2
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 64, 300])
+@pytest.mark.parametrize(("first", "num_local"), [(0, 8), (4, 4)])
+def test_masked_experts(kernels: Kernels, num_tokens: int, first: int, num_local: int) -> None:
+    hidden = draw(num_tokens, 1024)
+    w13, w2 = draw_experts(num_local, 1024, 512)
+    ids = torch.rand(num_tokens, 8, device="cuda").topk(3).indices
+    weights = torch.rand(num_tokens, 3, device="cuda")
+    outs = []
+    for k in (kernels, PortableKernels(has_fp8=True)):
+        places = k.mask_to_experts(ids, first, num_local, max_masked_rows(num_tokens))
+        rows = k.spread_masked_rows(k.quantize_rows(hidden), places)
+        out = k.masked_fp8_mlp(rows, w13, w2)
+        used = torch.arange(out.shape[1], device="cuda") < places.num_rows_L.unsqueeze(1)
+        out[~used] = float("nan")  # nobody reads what is not in use
+        outs.append(k.gather_rows(out.flatten(0, 1), places, weights, None))
+    assert outs[0].shape == (num_tokens, 1024)
+    if num_tokens:
+        assert relative_error(outs[0], outs[1]) < 2e-2
+
+
+@pytest.mark.parametrize("expected_rows", [1, 40, 128, 1000])
+def test_every_row_of_every_expert_in_use(kernels: Kernels, expected_rows: int) -> None:
+    """Tiles of one expert must not reach into the next, whatever tile the guess leads to."""
+    w13, w2 = draw_experts(4, 1024, 512)
+    tokens = kernels.quantize_rows(draw(256, 1024))
+    ids = torch.arange(4, device="cuda").expand(256, 4)
+    weights = torch.rand(256, 4, device="cuda")
+    outs = []
+    for k in (kernels, PortableKernels(has_fp8=True)):
+        places = k.mask_to_experts(ids, 0, 4, 256, expected_rows=expected_rows)
+        out = k.masked_fp8_mlp(k.spread_masked_rows(tokens, places), w13, w2)
+        outs.append(k.gather_rows(out.flatten(0, 1), places, weights, None))
+    assert relative_error(outs[0], outs[1]) < 2e-2
+
+
+def test_masked_experts_in_a_graph(kernels: Kernels) -> None:
+    """One capture serves every routing: nothing of it is read on the host."""
+    w13, w2 = draw_experts(8, 1024, 512)
+    hidden, ids = draw(96, 1024), torch.rand(96, 16, device="cuda").topk(4).indices
+    weights = torch.rand(96, 4, device="cuda")
+
+    def step(k: Kernels) -> Tensor:
+        places = k.mask_to_experts(ids, 4, 8, 128, expected_rows=24)
+        rows = k.spread_masked_rows(k.quantize_rows(hidden), places)
+        out = k.masked_fp8_mlp(rows, w13, w2)
+        return k.gather_rows(out.flatten(0, 1), places, weights, hidden)
+
+    step(kernels)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(kernels)
+    for skew in (0.0, 0.6):
+        hidden.copy_(draw(96, 1024))
+        scores = torch.rand(96, 16, device="cuda")
+        scores[:, 5] += skew  # crowds one expert
+        ids.copy_(scores.topk(4).indices)
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert relative_error(captured, step(PortableKernels(has_fp8=True))) < 2e-2
 
 
 @pytest.mark.parametrize(

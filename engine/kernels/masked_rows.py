@@ -1,0 +1,64 @@
+"""The masked layout of grouped products: a fixed number of rows per expert, the first ones in use.
+
+For decode: shapes follow from the size of the batch, how many rows an expert has is known to the
+device alone, and so a whole step can be captured in a CUDA graph. Not the layout of prefill, which
+is `engine.kernels.alignment`: room for every token at every expert would be too much there.
+
+Letters: L experts of this rank, M rows of each, T tokens, K experts per token, D and G = D / 128
+columns of data and scales.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+MASKED_BLOCK: Final = 128
+"""M is a multiple: products write whole tiles of rows, which must not reach the next expert."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedPlaces:
+    """Where each (token, expert) pair stands.
+
+    Attributes:
+        rows_TK: [T, K] int32, row of each pair among all L * M rows; -1 where the expert is on
+            another rank.
+        num_rows_L: [L] int32 on the device, rows in use of each expert.
+        max_rows: M.
+        expected_rows: see `MaskedRows`.
+    """
+
+    rows_TK: Tensor
+    num_rows_L: Tensor
+    max_rows: int
+    expected_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedRows:
+    """Tokens at their experts in FP8.
+
+    Attributes:
+        data_LMD: [L, M, D] float8_e4m3fn, contiguous; rows of expert l from num_rows_L[l] on hold
+            anything.
+        scale_LMG: [L, M, G] float32 with stride (G * M, 1, M).
+        num_rows_L: [L] int32 on the device.
+        expected_rows: mean of num_rows_L as the host guesses it, at least 1. Kernels choose their
+            tiles by it; it changes no result.
+    """
+
+    data_LMD: Tensor
+    scale_LMG: Tensor
+    num_rows_L: Tensor
+    expected_rows: int
+
+
+def max_masked_rows(num_tokens: int) -> int:
+    """Return the least M that any routing of `num_tokens` fits: a token is once at an expert."""
+    return max(1, -(-num_tokens // MASKED_BLOCK)) * MASKED_BLOCK
+
+
+def guess_rows(num_tokens: int, top_k: int, num_experts: int) -> int:
+    """Return the mean rows of an expert if `num_tokens` choose `top_k` of `num_experts` evenly."""
+    return max(1, -(-num_tokens * top_k // num_experts))

@@ -1,0 +1,99 @@
+"""The masked layout: every pair has its own row among its expert's first ones, and comes home."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.kernels import masked_reference, reference
+from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
+from engine.kernels.masked_rows import MASKED_BLOCK, guess_rows, max_masked_rows
+from engine.kernels.portable import PortableKernels
+from engine.weights.fp8 import quantize_block
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[torch.Tensor, int, int]:
+    num_experts = draw(st.integers(1, 12))
+    top_k = draw(st.integers(1, num_experts))
+    num_tokens = draw(st.sampled_from([0, 1, 2, 17, 130]))
+    seed = draw(st.integers(0, 1000))
+    scores = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(seed))
+    first = draw(st.integers(0, num_experts - 1))
+    return scores.topk(top_k).indices, first, draw(st.integers(1, num_experts - first))
+
+
+@given(routings())
+def test_each_local_pair_has_a_row_of_its_expert(case: tuple[torch.Tensor, int, int]) -> None:
+    ids, first, num_local = case
+    max_rows = max_masked_rows(len(ids))
+    places = masked_reference.mask_to_experts(ids, first, num_local, max_rows)
+    assert places.rows_TK.dtype == places.num_rows_L.dtype == torch.int32
+    rows, experts = places.rows_TK.flatten(), ids.flatten() - first
+    is_local = (experts >= 0) & (experts < num_local)
+    assert torch.equal(rows >= 0, is_local)
+    for expert in range(num_local):
+        mine = rows[experts == expert]
+        assert int(places.num_rows_L[expert]) == len(mine)
+        # The first rows, in the order of the tokens.
+        assert mine.tolist() == list(range(expert * max_rows, expert * max_rows + len(mine)))
+
+
+@given(routings(), st.booleans())
+def test_rows_come_home_weighted(case: tuple[torch.Tensor, int, int], is_packed: bool) -> None:
+    ids, first, num_local = case
+    num_tokens, top_k = ids.shape
+    hidden = torch.randn(num_tokens, 256)
+    out = None
+    if is_packed:
+        out = Fp8Rows.packed(torch.empty(num_tokens, packed_row_bytes(256), dtype=torch.uint8), 256)
+    quantized = reference.quantize_rows(hidden, out)
+    places = masked_reference.mask_to_experts(ids, first, num_local, max_masked_rows(num_tokens))
+    masked = masked_reference.spread_masked_rows(quantized, places)
+    max_rows = places.max_rows
+    assert masked.data_LMD.shape == (num_local, max_rows, 256)
+    assert masked.scale_LMG.stride() == (2 * max_rows, 1, max_rows)
+    rows = Fp8Rows(data_TK=masked.data_LMD.flatten(0, 1), scale_TG=masked.scale_LMG.flatten(0, 1))
+    weights = torch.rand(num_tokens, top_k)
+    home = reference.gather_rows(rows.dequantize(), places, weights, hidden)
+    is_local = (ids >= first) & (ids < first + num_local)
+    expected = hidden + quantized.dequantize() * (weights * is_local).sum(1, keepdim=True)
+    torch.testing.assert_close(home, expected)
+
+
+def test_experts_agree_with_the_contiguous_layout() -> None:
+    kernels = PortableKernels(has_fp8=True)
+    num_tokens, first, num_local = 40, 2, 5
+    ids = torch.rand(num_tokens, 8).topk(3).indices
+    weights = torch.rand(num_tokens, 3)
+    pairs = [
+        [quantize_block(torch.randn(rows, columns) / columns**0.5) for _ in range(num_local)]
+        for rows, columns in ((512, 128), (128, 256))
+    ]
+    w13, w2 = (
+        (torch.stack([w for w, _ in part]), torch.stack([s for _, s in part])) for part in pairs
+    )
+    rows = kernels.quantize_rows(torch.randn(num_tokens, 128))
+    alignment = kernels.align_to_experts(ids, first, num_local)
+    out = kernels.grouped_fp8_mlp(kernels.spread_rows(rows, alignment), alignment.expert_M, w13, w2)
+    expected = kernels.gather_rows(out, alignment, weights, None)
+    places = kernels.mask_to_experts(ids, first, num_local, 128)
+    masked = kernels.masked_fp8_mlp(kernels.spread_masked_rows(rows, places), w13, w2)
+    assert masked.shape == (num_local, 128, 128)
+    actual = kernels.gather_rows(masked.flatten(0, 1), places, weights, None)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(("num_tokens", "rows"), [(0, 128), (1, 128), (128, 128), (129, 256)])
+def test_the_room_for_an_expert_is_whole_tiles(num_tokens: int, rows: int) -> None:
+    assert max_masked_rows(num_tokens) == rows
+    assert rows % MASKED_BLOCK == 0
+
+
+def test_the_guess_is_the_mean_of_even_routing() -> None:
+    assert guess_rows(256, 8, 256) == 8
+    assert guess_rows(1, 8, 256) == guess_rows(0, 8, 256) == 1
+    ids = torch.rand(6, 8).topk(2).indices
+    assert masked_reference.mask_to_experts(ids, 0, 4, 128).expected_rows == 3
+    chosen = masked_reference.mask_to_experts(ids, 0, 4, 128, expected_rows=2)
+    assert chosen.expected_rows == 2
