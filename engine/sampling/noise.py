@@ -36,6 +36,21 @@ def row_key(seed: int, output_index: int) -> int:
     return _to_signed(_mix_int((mixed + (output_index + 1) * _WEYL) & _MASK))
 
 
+def mix_seed(seed: int) -> int:
+    """Return the part of `row_key` that all tokens of a request share, as a signed number."""
+    return _to_signed(_mix_int((seed + _WEYL) & _MASK))
+
+
+def row_keys(mixed_seeds: torch.Tensor, output_indices: torch.Tensor) -> torch.Tensor:
+    """Return `row_key` of each row, computed where its arguments are.
+
+    Args:
+        mixed_seeds: [R] int64, each of `mix_seed`.
+        output_indices: [R] int64.
+    """
+    return _mix_tensor(mixed_seeds + (output_indices + 1) * _to_signed(_WEYL))
+
+
 def uniform(
     keys: Sequence[int] | torch.Tensor, vocab_size: int, device: torch.device | str
 ) -> torch.Tensor:

@@ -95,5 +95,6 @@ def keep_threshold(best: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor)
     keep = (mass_before < top_p[:, None] * mass[:, -1:]) & (places < top_k[:, None])
     # Rounding may make the mass before a rare token equal the total: top_p = 1 still keeps it.
     keep |= (top_p[:, None] >= 1.0) & (places < top_k[:, None])
-    last = keep.sum(dim=-1, keepdim=True) - 1
+    # A row with NaN keeps nothing; its token does not matter, but the index has to exist.
+    last = (keep.sum(dim=-1, keepdim=True) - 1).clamp_min_(0)
     return best.gather(-1, last)[:, 0]

@@ -1,0 +1,1 @@
+"""Decode steps with fixed shapes: captured once per batch size, then replayed."""
