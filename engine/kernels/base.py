@@ -37,7 +37,8 @@ class VarlenLengths:
 class Kernels(Protocol):
     """Operations of one device.
 
-    Shapes and meaning: see `reference` and `masked_reference`, under the same names.
+    Shapes and meaning: under the same names in `reference`, and for the layouts of experts in
+    `aligned_reference` and `masked_reference`.
     """
 
     @property

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels import masked_reference, paged_reference, reference
+from engine.kernels import aligned_reference, masked_reference, paged_reference, reference
 from engine.kernels.base import VarlenLengths
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.paged_queries import PagedQueries
@@ -31,17 +31,17 @@ class PortableKernels:
     fp8_linear = staticmethod(reference.fp8_linear)
     group_limited_topk = staticmethod(reference.group_limited_topk)
     grouped_mlp = staticmethod(reference.grouped_mlp)
-    count_rows = staticmethod(reference.count_rows)
-    place_rows = staticmethod(reference.place_rows)
-    align_to_experts = staticmethod(reference.align_to_experts)
-    spread_rows = staticmethod(reference.spread_rows)
-    gather_rows = staticmethod(reference.gather_rows)
+    count_rows = staticmethod(aligned_reference.count_rows)
+    place_rows = staticmethod(aligned_reference.place_rows)
+    align_to_experts = staticmethod(aligned_reference.align_to_experts)
+    spread_rows = staticmethod(aligned_reference.spread_rows)
+    gather_rows = staticmethod(aligned_reference.gather_rows)
     rotate_queries = staticmethod(reference.rotate_queries)
     store_latents = staticmethod(reference.store_latents)
     join_keys = staticmethod(reference.join_keys)
     absorbed_attention = staticmethod(reference.absorbed_attention)
     paged_attention = staticmethod(paged_reference.paged_attention)
-    grouped_fp8_mlp = staticmethod(reference.grouped_fp8_mlp)
+    grouped_fp8_mlp = staticmethod(aligned_reference.grouped_fp8_mlp)
     mask_to_experts = staticmethod(masked_reference.mask_to_experts)
     spread_masked_rows = staticmethod(masked_reference.spread_masked_rows)
     masked_fp8_mlp = staticmethod(masked_reference.masked_fp8_mlp)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kernels import reference
+from engine.kernels import aligned_reference, reference
 from engine.kernels.alignment import ROW_BLOCK, max_aligned_rows
 from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
 
@@ -24,7 +24,7 @@ def routings(draw: st.DrawFn) -> tuple[torch.Tensor, int, int]:
 @given(routings())
 def test_each_local_pair_has_a_row_of_its_expert(case: tuple[torch.Tensor, int, int]) -> None:
     ids, first, num_local = case
-    alignment = reference.align_to_experts(ids, first, num_local)
+    alignment = aligned_reference.align_to_experts(ids, first, num_local)
     assert len(alignment.expert_M) == max_aligned_rows(ids.numel(), num_local)
     assert len(alignment.expert_M) % ROW_BLOCK == 0
     rows, experts = alignment.rows_TK.flatten().long(), ids.flatten() - first
@@ -41,9 +41,9 @@ def test_each_local_pair_has_a_row_of_its_expert(case: tuple[torch.Tensor, int, 
 @given(routings())
 def test_the_counted_number_of_rows_is_enough(case: tuple[torch.Tensor, int, int]) -> None:
     ids, first, num_local = case
-    counts = reference.count_rows(ids, first, num_local)
-    exact = reference.place_rows(counts, int(counts.num_rows))
-    bound = reference.align_to_experts(ids, first, num_local)
+    counts = aligned_reference.count_rows(ids, first, num_local)
+    exact = aligned_reference.place_rows(counts, int(counts.num_rows))
+    bound = aligned_reference.align_to_experts(ids, first, num_local)
     assert torch.equal(exact.rows_TK, bound.rows_TK)
     assert torch.equal(exact.expert_M, bound.expert_M[: len(exact.expert_M)])
     assert (exact.expert_M >= 0).all(), "every block belongs to an expert"
@@ -52,13 +52,13 @@ def test_the_counted_number_of_rows_is_enough(case: tuple[torch.Tensor, int, int
 
 def test_without_local_pairs_there_are_no_rows() -> None:
     ids = torch.tensor([[0, 1], [1, 0]])
-    counts = reference.count_rows(ids, 4, 2)
+    counts = aligned_reference.count_rows(ids, 4, 2)
     assert int(counts.num_rows) == 0
-    alignment = reference.place_rows(counts, 0)
-    spread = reference.spread_rows(reference.quantize_rows(torch.randn(2, 128)), alignment)
+    alignment = aligned_reference.place_rows(counts, 0)
+    spread = aligned_reference.spread_rows(reference.quantize_rows(torch.randn(2, 128)), alignment)
     assert spread.num_rows == 0
     own = torch.randn(2, 128)
-    home = reference.gather_rows(spread.dequantize(), alignment, torch.rand(2, 2), own)
+    home = aligned_reference.gather_rows(spread.dequantize(), alignment, torch.rand(2, 2), own)
     assert torch.equal(home, own)
 
 
@@ -71,10 +71,10 @@ def test_rows_come_home_weighted(case: tuple[torch.Tensor, int, int], is_packed:
     if is_packed:
         out = Fp8Rows.packed(torch.empty(num_tokens, packed_row_bytes(128), dtype=torch.uint8), 128)
     quantized = reference.quantize_rows(hidden, out)
-    alignment = reference.align_to_experts(ids, first, num_local)
-    spread = reference.spread_rows(quantized, alignment).dequantize()
+    alignment = aligned_reference.align_to_experts(ids, first, num_local)
+    spread = aligned_reference.spread_rows(quantized, alignment).dequantize()
     weights = torch.rand(num_tokens, top_k)
-    home = reference.gather_rows(spread, alignment, weights, hidden)
+    home = aligned_reference.gather_rows(spread, alignment, weights, hidden)
     is_local = (ids >= first) & (ids < first + num_local)
     expected = hidden + quantized.dequantize() * (weights * is_local).sum(1, keepdim=True)
     torch.testing.assert_close(home, expected)

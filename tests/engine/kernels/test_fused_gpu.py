@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import masked_reference, reference
+from engine.kernels import aligned_reference, masked_reference, reference
 from engine.kernels.alignment import Alignment
 from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
 from engine.kernels.masked_rows import MaskedRows
@@ -154,7 +154,7 @@ def draw_routing(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
 def test_align_to_experts(num_tokens: int, first: int, num_local: int) -> None:
     ids = draw_routing(num_tokens, 16, 4)
     actual = fused("permute").align_to_experts(ids, first, num_local)
-    expected = reference.align_to_experts(ids, first, num_local)
+    expected = aligned_reference.align_to_experts(ids, first, num_local)
     assert torch.equal(actual.rows_TK, expected.rows_TK)
     assert torch.equal(actual.expert_M, expected.expert_M)
 
@@ -166,12 +166,12 @@ def test_count_rows_and_place_them(num_tokens: int, first: int, num_local: int) 
     ids = draw_routing(num_tokens, 256, 8)
     ids[0, 0] = -1  # no expert at all
     counts = permute.count_rows(ids, first, num_local)
-    expected = reference.count_rows(ids, first, num_local)
+    expected = aligned_reference.count_rows(ids, first, num_local)
     assert torch.equal(counts.rows_TK, expected.rows_TK)
     assert torch.equal(counts.ends_E, expected.ends_E)
     num_rows = int(counts.num_rows)
     actual = permute.place_rows(counts, num_rows)
-    assert torch.equal(actual.expert_M, reference.place_rows(expected, num_rows).expert_M)
+    assert torch.equal(actual.expert_M, aligned_reference.place_rows(expected, num_rows).expert_M)
 
 
 def test_no_token_and_no_row() -> None:
@@ -199,7 +199,9 @@ def test_rows_go_to_experts_and_home(
     permute = fused("permute")
     source = packed(num_tokens, HIDDEN) if is_packed else None
     rows = reference.quantize_rows(draw(num_tokens, HIDDEN), source)
-    alignment = reference.align_to_experts(draw_routing(num_tokens, 16, 4), first, num_local)
+    alignment = aligned_reference.align_to_experts(
+        draw_routing(num_tokens, 16, 4), first, num_local
+    )
     spread = permute.spread_rows(rows, alignment)
     pairs = alignment.rows_TK.flatten()
     tokens = torch.arange(num_tokens, device=DEVICE).repeat_interleave(4)[pairs >= 0]
@@ -214,7 +216,7 @@ def test_rows_go_to_experts_and_home(
     own = draw(num_tokens, HIDDEN) if with_own else None
     weights = torch.rand(num_tokens, 4, device=DEVICE)
     actual = permute.gather_rows(out, alignment, weights, own)
-    expected = reference.gather_rows(out, alignment, weights, own)
+    expected = aligned_reference.gather_rows(out, alignment, weights, own)
     torch.testing.assert_close(actual, expected, rtol=BF16, atol=1e-2)
 
 
@@ -265,7 +267,7 @@ def test_rows_go_to_masked_places_and_home(num_tokens: int, is_packed: bool) -> 
     weights = torch.rand(num_tokens, 4, device=DEVICE)
     home, expected_home = (
         module.gather_rows(out.flatten(0, 1), places, weights, None)
-        for module in (fused("permute"), reference)
+        for module in (fused("permute"), aligned_reference)
     )
     torch.testing.assert_close(home, expected_home, rtol=BF16, atol=1e-2)
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kernels import masked_reference, reference
+from engine.kernels import aligned_reference, masked_reference, reference
 from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
 from engine.kernels.masked_rows import MASKED_BLOCK, guess_rows, max_masked_rows
 from engine.kernels.portable import PortableKernels
@@ -55,7 +55,7 @@ def test_rows_come_home_weighted(case: tuple[torch.Tensor, int, int], is_packed:
     assert masked.scale_LMG.stride() == (2 * max_rows, 1, max_rows)
     rows = Fp8Rows(data_TK=masked.data_LMD.flatten(0, 1), scale_TG=masked.scale_LMG.flatten(0, 1))
     weights = torch.rand(num_tokens, top_k)
-    home = reference.gather_rows(rows.dequantize(), places, weights, hidden)
+    home = aligned_reference.gather_rows(rows.dequantize(), places, weights, hidden)
     is_local = (ids >= first) & (ids < first + num_local)
     expected = hidden + quantized.dequantize() * (weights * is_local).sum(1, keepdim=True)
     torch.testing.assert_close(home, expected)

@@ -1,0 +1,104 @@
+"""The operations on the contiguous layout in plain PyTorch; see `engine.kernels.alignment`.
+
+Legend: T tokens, D hidden size, E experts, K experts per token, F expert width, M expert rows.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.kernels.alignment import ROW_BLOCK, Alignment, RowCounts, max_aligned_rows
+from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.masked_rows import MaskedPlaces
+from engine.kernels.reference import fp8_linear, quantize_rows, silu_and_mul
+
+
+def count_rows(topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
+    """Choose the row of every (token, expert) pair, and count how many rows there are.
+
+    Args:
+        topk_ids_TK: [T, K] int64 physical experts; those outside of
+            [first, first + num_experts) get no row.
+        first: lowest expert of this rank.
+        num_experts: experts of this rank.
+    """
+    ids = topk_ids_TK.flatten() - first
+    rows = torch.full_like(ids, -1, dtype=torch.int32)
+    ends = []
+    start = 0
+    for expert in range(num_experts):
+        pairs = (ids == expert).nonzero().squeeze(1)
+        places = torch.arange(start, start + len(pairs), dtype=torch.int32, device=ids.device)
+        rows[pairs] = places
+        start = -(-(start + len(pairs)) // ROW_BLOCK) * ROW_BLOCK
+        ends.append(start)
+    ends_E = torch.tensor(ends, dtype=torch.int32, device=ids.device)
+    return RowCounts(rows_TK=rows.view(topk_ids_TK.shape), ends_E=ends_E)
+
+
+def place_rows(counts: RowCounts, num_rows: int) -> Alignment:
+    """Lay out `num_rows` rows, a multiple of 128 and at least `counts.num_rows`."""
+    assert num_rows % ROW_BLOCK == 0, num_rows
+    blocks = torch.arange(0, num_rows, ROW_BLOCK, dtype=torch.int32, device=counts.ends_E.device)
+    expert = torch.searchsorted(counts.ends_E, blocks, right=True, out_int32=True)
+    expert = expert.masked_fill(expert == counts.ends_E.shape[0], -1)
+    return Alignment(rows_TK=counts.rows_TK, expert_M=expert.repeat_interleave(ROW_BLOCK))
+
+
+def align_to_experts(topk_ids_TK: Tensor, first: int, num_experts: int) -> Alignment:
+    """Do both steps, with as many rows as any routing could need; the host learns nothing."""
+    num_rows = max_aligned_rows(topk_ids_TK.numel(), num_experts)
+    return place_rows(count_rows(topk_ids_TK, first, num_experts), num_rows)
+
+
+def gather_rows(
+    source_MD: Tensor,
+    places: Alignment | MaskedPlaces,
+    weights_TK: Tensor,
+    own_TD: Tensor | None,
+) -> Tensor:
+    """Return [T, D]: the weighted sum of each token's rows plus `own_TD`, summed in float32."""
+    rows_TK = places.rows_TK.long()
+    parts_TKD = source_MD.new_zeros((*rows_TK.shape, source_MD.shape[1]), dtype=torch.float32)
+    is_here = rows_TK >= 0
+    parts_TKD[is_here] = source_MD[rows_TK[is_here]].float()
+    out_TD = (parts_TKD * weights_TK.unsqueeze(-1)).sum(dim=1)
+    return (out_TD if own_TD is None else out_TD + own_TD.float()).to(source_MD.dtype)
+
+
+def spread_rows(rows: Fp8Rows, alignment: Alignment) -> Fp8Rows:
+    """Copy each token's row to all of its places: [M, D]; other rows are uninitialised."""
+    out = Fp8Rows.empty(alignment.expert_M.shape[0], rows.data_TK.shape[1], rows.data_TK.device)
+    num_tokens, top_k = alignment.rows_TK.shape
+    places = alignment.rows_TK.flatten().long()
+    tokens = torch.arange(num_tokens, device=places.device).repeat_interleave(top_k)
+    tokens, places = tokens[places >= 0], places[places >= 0]
+    out.data_TK.view(torch.uint8)[places] = rows.data_TK.view(torch.uint8)[tokens]
+    out.scale_TG[places] = rows.scale_TG[tokens]
+    return out
+
+
+def grouped_fp8_mlp(
+    rows: Fp8Rows, expert_M: Tensor, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Run each expert's gated MLP over its aligned rows.
+
+    Args:
+        rows: [M, D] in the layout of `Alignment`.
+        expert_M: [M] int32; rows of -1 are left uninitialised.
+        w13: [E, 2F, D] e4m3, gate over up, and [E, 2F / 128, D / 128] float32.
+        w2: [E, D, F] e4m3 and [E, D / 128, F / 128] float32.
+
+    Returns:
+        [M, D] bfloat16.
+    """
+    size = rows.data_TK.shape
+    out_MD = torch.empty(size, dtype=torch.bfloat16, device=expert_M.device)
+    for expert in sorted(set(expert_M.tolist())):
+        if expert >= 0:
+            mine = expert_M == expert
+            part = Fp8Rows(data_TK=rows.data_TK.view(torch.uint8)[mine].view(torch.float8_e4m3fn),
+                           scale_TG=rows.scale_TG[mine])  # fmt: skip
+            gate_up = fp8_linear(part, w13[0][expert], w13[1][expert])
+            hidden = quantize_rows(silu_and_mul(gate_up.float()))
+            out_MD[mine] = fp8_linear(hidden, w2[0][expert], w2[1][expert])
+    return out_MD
