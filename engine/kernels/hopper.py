@@ -12,13 +12,12 @@ from torch import Tensor
 
 from engine.kernels import paged_reference, reference
 from engine.kernels.base import VarlenLengths
-from engine.kernels.deep_gemm import DeepGemm
-from engine.kernels.flash_attention import FlashAttention
 from engine.kernels.flash_mla import KV_LORA_RANK, FlashMLA
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.fused import latents, masked, norm, permute, quant, routing
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.paged_queries import PagedQueries
+from engine.kernels.parts import BlockGemm, VarlenAttention
 from engine.kernels.routing import RoutingRule
 
 ATTENTION_HEADS = (192, 128)
@@ -32,7 +31,11 @@ class HopperKernels:
     max_attention_positions = 32768
 
     def __init__(
-        self, *, gemm: DeepGemm, attention: FlashAttention | None, paged: FlashMLA | None = None
+        self,
+        *,
+        gemm: BlockGemm,
+        attention: VarlenAttention | None,
+        paged: FlashMLA | None = None,
     ) -> None:
         """Take the libraries that are there.
 

@@ -1,0 +1,41 @@
+"""What a set of kernels is put together from: products in FP8, and attention.
+
+Each has one implementation per library, in a file that alone knows it; the sets of kernels know
+these interfaces.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.kernels.base import VarlenLengths
+from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.masked_rows import MaskedRows
+
+
+class BlockGemm(Protocol):
+    """Products of rows in FP8 and block-quantised weights; see `deep_gemm.DeepGemm`."""
+
+    def linear(self, x: Fp8Rows, weight_NK: Tensor, scale_inv_PQ: Tensor) -> Tensor:
+        """Multiply with one weight: [T, N] bfloat16."""
+        ...
+
+    def grouped_linear(
+        self, x: Fp8Rows, expert_M: Tensor, weight_ENK: Tensor, scale_inv_EPQ: Tensor
+    ) -> Tensor:
+        """Multiply aligned rows with their expert's weight: [M, N] bfloat16."""
+        ...
+
+    def masked_linear(self, x: MaskedRows, weight_LNK: Tensor, scale_inv_LPQ: Tensor) -> Tensor:
+        """Multiply rows in use with their expert's weight: [L, M, N] bfloat16."""
+        ...
+
+
+class VarlenAttention(Protocol):
+    """Causal attention of decompressed heads; see `flash_attention.FlashAttention`."""
+
+    def varlen_attention(
+        self, q_THA: Tensor, k_PHA: Tensor, v_PHV: Tensor, seqs: VarlenLengths, scale: float
+    ) -> Tensor:
+        """Attend in several sequences: [T, H, V]."""
+        ...
