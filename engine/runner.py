@@ -81,6 +81,7 @@ class PendingStep:
         hidden: one row of float32 on the host for each of those that sample, or None.
         copies: after which the host has all of these.
         span: when the device ran it; None on a CPU.
+        span_before: the same of the step before it, if there was one.
     """
 
     scheduled: Sequence[ScheduledRequest]
@@ -89,7 +90,8 @@ class PendingStep:
     prompts: Sequence[Sequence[PendingLogprobs]]
     hidden: torch.Tensor | None
     copies: HostCopies
-    span: "DeviceSpan | None"
+    span: DeviceSpan | None = None
+    span_before: DeviceSpan | None = None
 
     @property
     def is_done(self) -> bool:
@@ -125,14 +127,12 @@ class PendingStep:
             )
         return results
 
-    def idle_since(self, before: "PendingStep") -> float | None:
-        """Seconds that the device idled between the end of `before` and the start of this step.
-
-        None on a CPU. Both steps must be over.
-        """
-        if self.span is None or before.span is None:
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds that the device idled before this step, once it is over; None on a CPU."""
+        if self.span is None or self.span_before is None:
             return None
-        return self.span.gap_after(before.span)
+        return self.span.gap_after(self.span_before)
 
 
 class ModelRunner:
@@ -146,6 +146,7 @@ class ModelRunner:
         self.model = model
         self.kv_pool = kv_pool
         self.sampler = sampler
+        self._span: DeviceSpan | None = None  # of the latest step
 
     def execute(
         self,
@@ -178,7 +179,7 @@ class ModelRunner:
             keep_hidden: also return the hidden states of sampled positions.
         """
         device = self.kv_pool.device
-        span = DeviceSpan.start(device)
+        span_before, self._span = self._span, DeviceSpan.start(device)
         unread = after.unread() if after is not None else None
         batch = build_forward_batch(scheduled, self.kv_pool.block_size, device, unread=unread)
         copies = HostCopies(device)
@@ -200,11 +201,12 @@ class ModelRunner:
             prompts=prompts,
             hidden=None if states is None else copies.add(states),
             copies=copies,
-            span=span,
+            span=self._span,
+            span_before=span_before,
         )
         copies.close()
-        if span is not None:
-            span.end()
+        if self._span is not None:
+            self._span.end()
         return pending
 
     @torch.inference_mode()
@@ -217,7 +219,11 @@ class ModelRunner:
 
     def run_dummy(self) -> None:
         """Launch one padding token, so that an idle expert-parallel rank joins the collectives."""
-        self.forward_only(ForwardBatch.dummy(self.kv_pool.device))
+        device = self.kv_pool.device
+        self._span = DeviceSpan.start(device)
+        self.forward_only(ForwardBatch.dummy(device))
+        if self._span is not None:
+            self._span.end()
 
     def _walk_logits(
         self, wanted: torch.Tensor, plan: "_RowPlan", copies: HostCopies

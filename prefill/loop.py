@@ -1,9 +1,14 @@
-"""The engine loop: schedule, announce, execute, postprocess, on a thread of its own.
+"""The engine loop: schedule, announce, launch, take over, on a thread of its own.
 
-The only thread that touches the scheduler, the block pool and the requests in them. It never
-waits for the network: the asyncio side and the sender's threads put commands into its queue, and
-it answers with events. With nothing to run it sleeps on that queue. Followers, if there are any,
-are told of every step, and hear something now and then when there is none.
+With `max_ahead` 1 the next step is launched before the results of the running one are read, so that
+a GPU never waits for the host: chunks depend on nothing that a step finds out. What happens to a
+request meanwhile (a cancel, a deadline, a sender that fails) finds it in a step that cannot be
+taken back: its result is dropped, and its blocks stay until then.
+
+The only thread that touches the scheduler, the block pool and the requests in them. It never waits
+for the network: the asyncio side and the sender's threads put commands into its queue, and it
+answers with events. With nothing to run it sleeps on that queue. Followers, if there are any, are
+told of every step, and hear something now and then when there is none.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,22 +40,45 @@ from prefill.request_desk import RequestDesk
 from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
 from prefill.stall import StallMeter
+from runtime.lifecycle import PrefillStatus
 from runtime.logging import get_logger
 
 logger = get_logger(__name__)
 
 
+AHEAD_POLL_S = 0.0005
+"""While the last step runs and nothing else can: so often it is looked at, between commands."""
+
+
+class PendingStep(Protocol):
+    """A launched step."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `collect` would return at once."""
+        ...
+
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds that the device idled before the step, after `collect`; None if unknown."""
+        ...
+
+    def collect(self) -> list[StepResult]:
+        """Wait for the step's end; one result per scheduled request, in order."""
+        ...
+
+
 class StepRunner(Protocol):
     """The part of `engine.runner.ModelRunner` that the loop uses."""
 
-    def execute(
+    def launch(
         self,
         scheduled: Sequence[ScheduledRequest],
         *,
         on_layer_done: Callable[[int], None] | None = None,
         keep_hidden: bool = False,
-    ) -> list[StepResult]:
-        """Run one step; one result per scheduled request, in order."""
+    ) -> PendingStep:
+        """Issue one step to the device."""
         ...
 
 
@@ -61,6 +90,7 @@ class LoopSettings:
         max_model_len: most tokens of prompt and output together.
         push: how layers are grouped for sending.
         keep_hidden: send the last hidden state along, for MTP.
+        max_ahead: steps that may run while another is launched; 0 on a CPU, which runs one at once.
         idle_s: how often a loop that can run nothing looks at deadlines.
         heartbeat_s: followers hear of us at least so often.
         closure_poll_s: how often followers that owe closures are asked.
@@ -69,9 +99,20 @@ class LoopSettings:
     max_model_len: int
     push: PushSettings
     keep_hidden: bool = False
+    max_ahead: int = 0
     idle_s: float = 0.1
     heartbeat_s: float = 1.0
     closure_poll_s: float = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LaunchedStep:
+    """Its chunks are in flight; `follows` a step directly, so that idling in between is a loss."""
+
+    chunks: Sequence[Chunk]
+    pending: PendingStep
+    launched_at: float
+    follows: bool
 
 
 class EngineLoop:
@@ -89,6 +130,7 @@ class EngineLoop:
         settings: LoopSettings,
         *,
         stalls: StallMeter | None = None,
+        observe_gap: Callable[[float], None] = lambda seconds: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing runs before `start`.
@@ -100,6 +142,7 @@ class EngineLoop:
             emit: takes events; called on the loop's thread, must not block.
             settings: see `LoopSettings`.
             stalls: through which the senders' local one is called, to be told of each step's end.
+            observe_gap: told how long the device idled between two steps, where that is known.
             clock: monotonic seconds.
         """
         self._scheduler = scheduler
@@ -108,11 +151,15 @@ class EngineLoop:
         self._emit = emit
         self._settings = settings
         self._stalls = stalls
+        self._observe_gap = observe_gap
         self._clock = clock
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._desk = RequestDesk(
             scheduler, senders, emit, max_model_len=settings.max_model_len, clock=clock
         )
+        self._in_flight: deque[_LaunchedStep] = deque()
+        self._is_following = False  # the latest turn launched a step
+        self._taken_over_at = 0.0
         self._stopping = False
         self._is_checked = False
         self._last_exchange = 0.0
@@ -144,28 +191,28 @@ class EngineLoop:
         return not self._thread.is_alive()
 
     def step(self) -> bool:
-        """Run one step if there is something to run; whether there was."""
-        self._desk.expire()
-        chunks = self._scheduler.schedule()
-        self._desk.open_tickets(chunks)
-        pushes = plan_pushes(chunks, self._scheduler.pool.block_size)
-        self._announce(chunks, pushes)
-        if chunks:
-            self._postprocess(chunks, self._execute(chunks, pushes))
+        """Launch a step if there is one, take over those that it need not wait for; if either."""
+        is_launched = self._launch_next()
+        is_busy = is_launched or bool(self._in_flight)
+        if is_launched or not self._await_news():
+            self._take_over_all_but(self._settings.max_ahead if is_launched else 0)
         if self._stalls:
             self._stalls.end_step()
         self._load = self._measure_load()
-        return bool(chunks)
+        return is_busy
 
-    def take_commands(self, timeout_s: float = 0.0) -> None:
-        """Carry out what is in the queue, waiting at most `timeout_s` for a first command."""
+    def take_commands(self, timeout_s: float = 0.0) -> bool:
+        """Carry out what is in the queue, waiting at most `timeout_s` for a first; if any was."""
+        is_any = False
         try:
             command = self._commands.get(block=timeout_s > 0, timeout=timeout_s or None)
             while not self._stopping:
+                is_any = True
                 self._apply(command)
                 command = self._commands.get_nowait()
         except queue.Empty:
-            return
+            pass
+        return is_any
 
     def _run(self) -> None:
         error: BaseException | None = None
@@ -174,6 +221,7 @@ class EngineLoop:
                 busy = self.step()
                 self._check_when_idle()
                 self.take_commands(0.0 if busy else self._idle_s())
+            self._take_over_all_but(0)
             self._senders.stop()
         except BaseException as caught:
             error = caught
@@ -220,28 +268,66 @@ class EngineLoop:
                 # Not applied in the middle of a step: one of its requests may have failed.
                 self._commands.put(closed)
 
-    def _execute(self, chunks: Sequence[Chunk], pushes: Sequence[PushBlocks]) -> list[StepResult]:
-        started = self._clock()
+    def _launch_next(self) -> bool:
+        self._desk.expire()
+        chunks = self._scheduler.schedule()
+        self._desk.open_tickets(chunks)
+        pushes = plan_pushes(chunks, self._scheduler.pool.block_size)
+        self._announce(chunks, pushes)
+        if chunks:
+            launched_at = self._clock()
+            pending = self._launch(chunks, pushes)
+            step = _LaunchedStep(
+                chunks=chunks,
+                pending=pending,
+                launched_at=launched_at,
+                follows=self._is_following,
+            )
+            self._in_flight.append(step)
+        self._is_following = bool(chunks)
+        return bool(chunks)
+
+    def _launch(self, chunks: Sequence[Chunk], pushes: Sequence[PushBlocks]) -> PendingStep:
         pusher = StepPusher(self._senders.local, pushes, self._settings.push)
-        results = self._runner.execute(
+        pending = self._runner.launch(
             [chunk.scheduled for chunk in chunks],
             on_layer_done=pusher.on_layer_done,
             keep_hidden=self._settings.keep_hidden,
         )
         pusher.finish()
-        duration = self._clock() - started
-        for chunk in chunks:
-            chunk.item.compute_s += duration
-        return results
+        return pending
 
-    def _postprocess(self, chunks: Sequence[Chunk], results: Sequence[StepResult]) -> None:
-        for chunk, result in zip(chunks, results, strict=True):
+    def _await_news(self) -> bool:
+        """While the last step runs, let commands in; whether one came, which may bring a step."""
+        while self._in_flight and not self._in_flight[-1].pending.is_done:
+            if self.take_commands(AHEAD_POLL_S):
+                return True
+        return False
+
+    def _take_over_all_but(self, num_steps: int) -> None:
+        while len(self._in_flight) > num_steps:
+            self._take_over(self._in_flight.popleft())
+
+    def _take_over(self, step: _LaunchedStep) -> None:
+        """Wait for a step's end, and carry on with every request that is not over meanwhile."""
+        results = step.pending.collect()
+        now = self._clock()
+        duration = now - max(step.launched_at, self._taken_over_at)
+        self._taken_over_at = now
+        idle_s = step.pending.idle_s
+        if step.follows and idle_s is not None:
+            self._observe_gap(idle_s)
+        for chunk, result in zip(step.chunks, results, strict=True):
+            item = chunk.item
+            item.compute_s += duration
             self._scheduler.advance(chunk)
-            chunk.item.prompt_logprobs += result.prompt_logprobs
             if result.is_failed:
-                self._desk.fail(chunk.item)
-            elif result.sampled is not None:
-                self._desk.complete(chunk.item, result)
+                self._desk.fail(item)
+            elif item.status is PrefillStatus.RUNNING:
+                item.prompt_logprobs += result.prompt_logprobs
+                if result.sampled is not None:
+                    self._desk.complete(item, result)
+            self._desk.settle(item)
 
     def _measure_load(self) -> LoopLoad:
         scheduler = self._scheduler

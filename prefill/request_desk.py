@@ -2,8 +2,9 @@
 
 A request ends by its first token, by a cancel, by its deadline, or by a rank that cannot send. In
 every case the same is due: somebody is told, nothing more is computed, and the blocks stay until
-every rank has closed the ticket. A ticket that no sender has heard of yet is closed at once. This
-is the only place that knows these rules. Belongs to the loop's thread.
+every rank has closed the ticket and every step that was launched with it is over. A ticket that no
+sender has heard of yet is closed at once. This is the only place that knows these rules. Belongs to
+the loop's thread.
 """
 
 from __future__ import annotations
@@ -148,7 +149,12 @@ class RequestDesk:
         if closure.outcome is ClosureOutcome.FAILED:
             self._end_early(item, _error_of(item, rank, closure))
         self._emit_part(item, rank, closure)
-        if len(item.closed_ranks) == self._senders.num_ranks:
+        self.settle(item)
+
+    def settle(self, item: PrefillRequest) -> None:
+        """Let go of a request that every rank has closed, unless a launched step still has it."""
+        is_closed = len(item.closed_ranks) == self._senders.num_ranks
+        if is_closed and not item.request.num_launched_tokens:
             self._scheduler.finish(item)
             del self._items[item.nonce]
             self._emit(RequestFinished(item.nonce))

@@ -3,8 +3,10 @@
 It knows requests and counts of blocks, never tensors or threads. Two budgets bound a step:
 `max_num_batched_tokens` over all requests and `max_num_seqs` requests. A request takes the blocks
 of its whole prompt when it starts, so it can never run out of them midway; it keeps them until
-every rank has stopped sending them. The head of the queue waits for blocks and nobody overtakes it:
-blocks that drain would otherwise go to short prompts for ever while a long one starves.
+every rank has stopped sending them and no launched step writes them. A step can be chosen while the
+one before it runs, because chunks depend on nothing that a step finds out. The head of the queue
+waits for blocks and nobody overtakes it: blocks that drain would otherwise go to short prompts for
+ever while a long one starves.
 """
 
 from __future__ import annotations
@@ -74,6 +76,8 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """Choose the next step, oldest requests first; starts waiting ones while budgets last.
 
+        The step must be launched, and `advance` called for each chunk when it is over.
+
         Returns:
             At most one chunk a request; empty if nothing can run now.
         """
@@ -81,7 +85,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         for item in self.running:
             budget -= self._take(item, budget, chunks)
-        while budget and self.waiting and len(self.running) < self._max_num_seqs:
+        while budget and self.waiting and len(chunks) < self._max_num_seqs:
             item = self.waiting[0]
             if not self._allocate(item):
                 break
@@ -96,6 +100,7 @@ class Scheduler:
         request, block_size = chunk.item.request, self.pool.block_size
         first, last = chunk.scheduled.start // block_size, chunk.scheduled.end // block_size
         request.num_computed_tokens = chunk.scheduled.end
+        request.num_launched_tokens -= chunk.scheduled.num_scheduled_tokens
         self.pool.commit(request.block_table[first:last], request.block_hashes[first:last])
 
     def drop(self, item: PrefillRequest) -> None:
@@ -104,13 +109,14 @@ class Scheduler:
         item.move_to(PrefillStatus.FINISHED)
 
     def stop(self, item: PrefillRequest) -> None:
-        """Compute no more of a running request; its blocks stay until `finish`."""
+        """Launch no more of a running request; its blocks stay until `finish`."""
         self.running.remove(item)
         item.move_to(PrefillStatus.SENDING)
         self.sending[item.nonce] = item
 
     def finish(self, item: PrefillRequest) -> None:
         """Release the blocks of a request that no rank sends; the prefix cache keeps them."""
+        assert item.request.num_launched_tokens == 0, "a step that was launched writes its blocks"
         del self.sending[item.nonce]
         item.move_to(PrefillStatus.FINISHED)
         self.pool.release(item.request.block_table)
@@ -132,6 +138,7 @@ class Scheduler:
         if num_tokens > 0:
             scheduled = ScheduledRequest(item.request, num_tokens)
             chunks.append(Chunk(item, scheduled, self.pool.block_size))
+            item.request.num_launched_tokens += num_tokens
         return num_tokens
 
     def _allocate(self, item: PrefillRequest) -> bool:

@@ -113,31 +113,56 @@ class FakeTicketSender:
 
 
 @dataclass
+class FakePending:
+    """A step whose end the test decides: `collect` before `finish` is a step that waits."""
+
+    runner: FakeRunner
+    results: list[StepResult]
+    number: int
+    is_done: bool = True
+    idle_s: float | None = None
+
+    def collect(self) -> list[StepResult]:
+        self.is_done = True
+        self.runner.log.append(f"collect {self.number}")
+        return self.results
+
+
+@dataclass
 class FakeRunner:
-    """Samples FIRST_TOKEN for every request whose prompt is complete."""
+    """Samples FIRST_TOKEN for every request whose prompt is complete.
+
+    `log` tells launches and collects in order. With `is_slow` a step is not done until it is
+    collected or the test says so.
+    """
 
     num_layers: int = 3
     steps: list[list[tuple[str, int, int]]] = field(default_factory=list)
     failure: Exception | None = None
     broken_requests: set[str] = field(default_factory=set)
     before_step: Callable[[], None] | None = None
+    is_slow: bool = False
+    idle_s: float | None = None
+    log: list[str] = field(default_factory=list)
+    pending: list[FakePending] = field(default_factory=list)
 
-    def execute(
+    def launch(
         self,
         scheduled: Sequence[ScheduledRequest],
         *,
         on_layer_done: Callable[[int], None] | None = None,
         keep_hidden: bool = False,
-    ) -> list[StepResult]:
+    ) -> FakePending:
         if self.before_step:
             self.before_step()
         if self.failure:
             raise self.failure
+        self.log.append(f"launch {len(self.steps)}")
         self.steps.append([(item.request.request_id, item.start, item.end) for item in scheduled])
         for layer in range(self.num_layers):
             if on_layer_done:
                 on_layer_done(layer)
-        return [
+        results = [
             StepResult(
                 request=item.request,
                 sampled=SampledToken(FIRST_TOKEN) if item.samples and not failed else None,
@@ -147,3 +172,6 @@ class FakeRunner:
             for item in scheduled
             for failed in [item.request.request_id in self.broken_requests]
         ]
+        number = len(self.steps) - 1
+        self.pending.append(FakePending(self, results, number, not self.is_slow, self.idle_s))
+        return self.pending[-1]

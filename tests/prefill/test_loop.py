@@ -49,7 +49,9 @@ from tests.prefill.fakes import (
 class Bench:
     """A loop with a fake model and a fake sender, driven by hand."""
 
-    def __init__(self, num_blocks: int = 33, max_num_batched_tokens: int = 8) -> None:
+    def __init__(
+        self, num_blocks: int = 33, max_num_batched_tokens: int = 8, *, max_ahead: int = 0
+    ) -> None:
         self.clock = Clock()
         self.events: list[Event] = []
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
@@ -58,13 +60,15 @@ class Bench:
         )
         self.runner = FakeRunner()
         self.sender = FakeTicketSender(lambda closure: self.loop.submit(RankClosed(0, closure)))
+        self.gaps: list[float] = []
         push = PushSettings(num_layers=self.runner.num_layers)
         self.loop = EngineLoop(
             self.scheduler,
             self.runner,
             SenderGroup(self.sender),
             self.events.append,
-            LoopSettings(max_model_len=64, push=push, idle_s=0.01),
+            LoopSettings(max_model_len=64, push=push, idle_s=0.01, max_ahead=max_ahead),
+            observe_gap=self.gaps.append,
             clock=self.clock,
         )
 

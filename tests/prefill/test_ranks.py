@@ -94,15 +94,17 @@ class LeaderRunner(FakeRunner):
         super().__init__()
         self.batches: list[ForwardBatch] = []
 
-    def execute(self, scheduled, *, on_layer_done=None, keep_hidden=False):  # type: ignore[no-untyped-def]
+    def launch(self, scheduled, *, on_layer_done=None, keep_hidden=False):  # type: ignore[no-untyped-def]
         self.batches.append(build_forward_batch(scheduled, BLOCK_SIZE))
-        return super().execute(scheduled, on_layer_done=on_layer_done, keep_hidden=keep_hidden)
+        return super().launch(scheduled, on_layer_done=on_layer_done, keep_hidden=keep_hidden)
 
 
 class Pair:
     """An engine loop and a follower, each on a thread, that meet in memory."""
 
-    def __init__(self, *, follower_epoch: int = 7, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, *, follower_epoch: int = 7, timeout_s: float = 10.0, max_ahead: int = 0
+    ) -> None:
         meeting = Meeting(2, timeout_s)
         push = PushSettings(num_layers=3, layers_per_group=2)
         self.events: list[Event] = []
@@ -121,7 +123,9 @@ class Pair:
             self.leader_runner,
             SenderGroup(self.leader_sender, LeaderLink(make_group(0, 2, meeting), SHAPE, 7)),
             self.events.append,
-            LoopSettings(max_model_len=64, push=push, idle_s=0.01, heartbeat_s=0.05),
+            LoopSettings(
+                max_model_len=64, push=push, max_ahead=max_ahead, idle_s=0.01, heartbeat_s=0.05
+            ),
         )
         self.follower = Follower(
             FollowerLink(make_group(1, 2, meeting), SHAPE, follower_epoch),
@@ -161,8 +165,9 @@ class Pair:
             self.failure = error
 
 
-def test_a_follower_runs_the_same_batches_and_makes_the_same_pushes() -> None:
-    pair = Pair()
+@pytest.mark.parametrize("max_ahead", [0, 1])
+def test_a_follower_runs_the_same_batches_and_makes_the_same_pushes(max_ahead: int) -> None:
+    pair = Pair(max_ahead=max_ahead)
     for nonce in range(1, 6):
         pair.loop.submit(AddRequest(make_item(nonce, 7 * nonce)))
     pair.start()
@@ -183,8 +188,11 @@ def test_a_follower_runs_the_same_batches_and_makes_the_same_pushes() -> None:
     pair.scheduler.check_integrity()
 
 
-def test_a_cancelled_request_keeps_its_blocks_until_the_follower_has_drained() -> None:
-    pair = Pair()
+@pytest.mark.parametrize("max_ahead", [0, 1])
+def test_a_cancelled_request_keeps_its_blocks_until_the_follower_has_drained(
+    max_ahead: int,
+) -> None:
+    pair = Pair(max_ahead=max_ahead)
     item = make_item(1, 12)
     pair.loop.submit(AddRequest(item))
     pair.start()
