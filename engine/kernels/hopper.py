@@ -14,7 +14,7 @@ from engine.kernels import paged_reference, reference
 from engine.kernels.base import VarlenLengths
 from engine.kernels.flash_mla import KV_LORA_RANK, FlashMLA
 from engine.kernels.fp8_rows import Fp8Rows
-from engine.kernels.fused import latents, masked, norm, permute, quant, routing
+from engine.kernels.fused import latents, masked, norm, permute, quant, routing, slices
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.parts import BlockGemm, VarlenAttention
@@ -66,6 +66,7 @@ class HopperKernels:
     align_to_experts = staticmethod(permute.align_to_experts)
     spread_rows = staticmethod(permute.spread_rows)
     gather_rows = staticmethod(permute.gather_rows)
+    sum_slices = staticmethod(slices.sum_slices)
     mask_to_experts = staticmethod(masked.mask_to_experts)
     spread_masked_rows = staticmethod(masked.spread_masked_rows)
     rotate_queries = staticmethod(latents.rotate_queries)

@@ -1,0 +1,54 @@
+"""Add slices of several ranks in float32, in one pass: the end of a reduce-scatter.
+
+Bound by memory: every slice is read once, and the sum is rounded and written once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048
+"""Numbers of the sum that a program makes."""
+
+
+@triton.jit
+def _sum_slices(
+    slices, stride, residual, out, size, R: tl.constexpr, B: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    mask = index < size
+    total = tl.zeros([B], tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual + index, mask=mask, other=0.0).to(tl.float32)
+    for r in tl.static_range(R):
+        total += tl.load(slices + r * stride + index, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + index, total.to(out.dtype.element_ty), mask=mask)
+
+
+def sum_slices(
+    slices_RTD: Tensor, out_TD: Tensor | None = None, *, residual_TD: Tensor | None = None
+) -> Tensor:
+    """Return the sum over the first dimension, plus a residual; see `reference`.
+
+    Each slice, the residual and `out_TD` are contiguous.
+    """
+    assert slices_RTD[0].is_contiguous()
+    assert residual_TD is None or residual_TD.is_contiguous()
+    if out_TD is None:
+        out_TD = torch.empty(slices_RTD.shape[1:], dtype=slices_RTD.dtype, device=slices_RTD.device)
+    assert out_TD.is_contiguous()
+    size = out_TD.numel()
+    if size:
+        _sum_slices[(triton.cdiv(size, BLOCK),)](
+            slices_RTD,
+            slices_RTD.stride(0),
+            out_TD if residual_TD is None else residual_TD,
+            out_TD,
+            size,
+            R=slices_RTD.shape[0],
+            B=BLOCK,
+            HAS_RESIDUAL=residual_TD is not None,
+        )
+    return out_TD
