@@ -64,6 +64,12 @@ class PrefillMetrics:
             buckets=SHORT_BUCKETS_S,
             registry=registry,
         )
+        self._gap = Histogram(
+            "pd_prefill_step_gap_seconds",
+            "GPU idle between the end of a step and the start of the next",
+            buckets=SHORT_BUCKETS_S,
+            registry=registry,
+        )
         self._longest_stall_s = 0.0
         gauge_of(
             registry,
@@ -103,6 +109,10 @@ class PrefillMetrics:
         """A step spent so long in calls into the sender. Called on the engine loop's thread."""
         self._stall.observe(seconds)
         self._longest_stall_s = max(self._longest_stall_s, seconds)
+
+    def step_waited(self, seconds: float) -> None:
+        """The device idled so long between two steps. Called on the engine loop's thread."""
+        self._gap.observe(seconds)
 
     def part_closed(self, event: PartClosed, outcome: decode_pb2.TicketOutcome, peer: str) -> None:
         """A rank is done with a ticket of the decode rank `peer`."""

@@ -79,7 +79,10 @@ class LeaderWorker:
         self._runs = self._make_runs(parts, peers)
         self._stack.push_async_callback(self._close_tickets, parts)
         stalls = StallMeter(parts.send.sender, self._metrics.step_stalled)
-        self._loop = make_loop(parts, self._options, _emitter(self._runs), stalls)
+        emit = _emitter(self._runs)
+        self._loop = make_loop(
+            parts, self._options, emit, stalls, observe_gap=self._metrics.step_waited
+        )
         self._stack.push_async_callback(self._stop_loop)
         self._watch(self._loop, parts)
         self._service = PrefillService(
@@ -273,7 +276,12 @@ class FollowerWorker:
 
 
 def make_loop(
-    parts: RankParts, options: WorkerOptions, emit: Callable[[Event], None], stalls: StallMeter
+    parts: RankParts,
+    options: WorkerOptions,
+    emit: Callable[[Event], None],
+    stalls: StallMeter,
+    *,
+    observe_gap: Callable[[float], None],
 ) -> EngineLoop:
     """The engine loop of rank 0 on its scheduler, its model and all ranks' senders.
 
@@ -298,8 +306,11 @@ def make_loop(
         model.runner,
         SenderGroup(stalls, followers),
         emit,
-        LoopSettings(max_model_len=model.max_model_len, push=parts.send.push),
+        LoopSettings(
+            max_model_len=model.max_model_len, push=parts.send.push, max_ahead=section.max_ahead
+        ),
         stalls=stalls,
+        observe_gap=observe_gap,
     )
 
 

@@ -118,6 +118,13 @@ class PrefillSection:
     kv_dtype: str = "auto"
     """One of "auto" (the model's dtype), "float32", "bfloat16", "fp8" (e4m3, no scales); the same
     in both roles."""
+    overlap_steps: str = "auto"
+    """Launch a step while the one before it runs: "on", "off", or "auto" (on with "cuda")."""
+
+    @property
+    def max_ahead(self) -> int:
+        """Steps whose results may be unread when another is launched."""
+        return _max_ahead(self)
 
     def __post_init__(self) -> None:
         _check_worker("prefill", self)
@@ -144,6 +151,14 @@ class DecodeSection:
     """Host memory, in blocks, for the KV of preempted requests."""
     enable_prefix_caching: bool = True
     kv_dtype: str = "auto"
+    overlap_steps: str = "auto"
+    """Launch a step before the tokens of the one before it are read: "on", "off", or "auto" (on
+    with "cuda")."""
+
+    @property
+    def max_ahead(self) -> int:
+        """Steps whose results may be unread when another is launched."""
+        return _max_ahead(self)
 
     def __post_init__(self) -> None:
         _check_worker("decode", self)
@@ -160,6 +175,12 @@ def _check_worker(role: str, section: PrefillSection | DecodeSection) -> None:
     _at_least(f"{role}.num_blocks", section.num_blocks, 2)
     _at_least(f"{role}.block_size", section.block_size, 1)
     _one_of(f"{role}.kv_dtype", section.kv_dtype, ("auto", "float32", "bfloat16", "fp8"))
+    _one_of(f"{role}.overlap_steps", section.overlap_steps, ("auto", "on", "off"))
+
+
+def _max_ahead(section: PrefillSection | DecodeSection) -> int:
+    is_auto = section.overlap_steps == "auto"
+    return int(section.device == "cuda" if is_auto else section.overlap_steps == "on")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,16 +114,20 @@ class FakeTicketSender:
 
 @dataclass
 class FakePending:
-    """A step whose end the test decides: `collect` before `finish` is a step that waits."""
+    """A step that is done when it was looked at `num_polls` times, or when it is collected."""
 
     runner: FakeRunner
     results: list[StepResult]
     number: int
-    is_done: bool = True
+    num_polls: int = 0
     idle_s: float | None = None
 
+    @property
+    def is_done(self) -> bool:
+        self.num_polls -= 1
+        return self.num_polls < 0
+
     def collect(self) -> list[StepResult]:
-        self.is_done = True
         self.runner.log.append(f"collect {self.number}")
         return self.results
 
@@ -132,8 +136,7 @@ class FakePending:
 class FakeRunner:
     """Samples FIRST_TOKEN for every request whose prompt is complete.
 
-    `log` tells launches and collects in order. With `is_slow` a step is not done until it is
-    collected or the test says so.
+    `log` tells launches and collects in order; `num_polls` and `idle_s` are those of every step.
     """
 
     num_layers: int = 3
@@ -141,10 +144,9 @@ class FakeRunner:
     failure: Exception | None = None
     broken_requests: set[str] = field(default_factory=set)
     before_step: Callable[[], None] | None = None
-    is_slow: bool = False
+    num_polls: int = 0
     idle_s: float | None = None
     log: list[str] = field(default_factory=list)
-    pending: list[FakePending] = field(default_factory=list)
 
     def launch(
         self,
@@ -173,5 +175,4 @@ class FakeRunner:
             for failed in [item.request.request_id in self.broken_requests]
         ]
         number = len(self.steps) - 1
-        self.pending.append(FakePending(self, results, number, not self.is_slow, self.idle_s))
-        return self.pending[-1]
+        return FakePending(self, results, number, self.num_polls, self.idle_s)

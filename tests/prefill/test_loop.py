@@ -338,6 +338,7 @@ happenings = st.lists(
         st.tuples(st.just("add"), st.integers(1, 30), st.booleans()),
         st.tuples(st.just("cancel"), st.integers(0, 20)),
         st.tuples(st.just("fail"), st.integers(0, 20)),
+        st.tuples(st.just("break"), st.integers(0, 20)),
         st.tuples(st.just("step")),
         st.tuples(st.just("drain")),
         st.tuples(st.just("wait")),
@@ -346,12 +347,13 @@ happenings = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(happenings, st.integers(4, 20))
+@settings(max_examples=200, deadline=None)
+@given(happenings, st.integers(4, 20), st.integers(0, 1), st.integers(0, 2))
 def test_whatever_happens_each_request_is_answered_once_and_leaves_nothing(
-    events: list[tuple[object, ...]], num_blocks: int
+    events: list[tuple[object, ...]], num_blocks: int, max_ahead: int, num_polls: int
 ) -> None:
-    bench = Bench(num_blocks)
+    bench = Bench(num_blocks, max_ahead=max_ahead)
+    bench.runner.num_polls = num_polls
     items: list[PrefillRequest] = []
     for event in events:
         match event:
@@ -368,8 +370,11 @@ def test_whatever_happens_each_request_is_answered_once_and_leaves_nothing(
                 open_nonces = list(bench.sender.open_tickets)
                 nonce = open_nonces[index % len(open_nonces)]
                 bench.sender.close_ticket(nonce, failed=ErrorCode.PEER_LOST)
+            case ("break", int(index)):
+                bench.runner.broken_requests.add(f"request-{index}")
             case ("step",):
                 bench.turn()
+                bench.pool.check_integrity()
             case ("drain",):
                 bench.drain()
             case ("wait",):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.config import ClusterConfig, RouterSection
+from runtime.config import ClusterConfig, DecodeSection, PrefillSection, RouterSection
 from runtime.config_file import cluster_secret, dump_config, load_config, parse_config
 from runtime.errors import ConfigError
 
@@ -86,3 +86,15 @@ def test_the_secret_comes_from_the_file_then_the_environment(
     section = dataclasses.replace(config.cluster, secret="from-file")
     assert cluster_secret(dataclasses.replace(config, cluster=section)) == "from-file"
     assert "from-file" not in dump_config(dataclasses.replace(config, cluster=section))
+
+
+@pytest.mark.parametrize("section", [PrefillSection, DecodeSection])
+def test_steps_overlap_where_it_helps_or_as_told(
+    section: type[PrefillSection] | type[DecodeSection],
+) -> None:
+    assert section().max_ahead == 0
+    assert section(device="cuda").max_ahead == 1
+    assert section(overlap_steps="on").max_ahead == 1
+    assert section(device="cuda", overlap_steps="off").max_ahead == 0
+    with pytest.raises(ConfigError, match="overlap_steps"):
+        section(overlap_steps="1")
