@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.engine_bench.command import add_prefill_arguments, run_prefill_command
 from deploy.kv_bench.command import add_arguments as add_kv_arguments
 from deploy.kv_bench.command import run as run_kv
 from runtime.config_file import load_config
@@ -28,6 +29,9 @@ def add_parser(commands: Subparsers) -> None:
     transfer = subjects.add_parser("kv", help="GB/s of KV transfer between two processes")
     add_kv_arguments(transfer)
     transfer.set_defaults(command=run_kv)
+    prefill = subjects.add_parser("prefill", help="tokens per second of prompts on these GPUs")
+    add_prefill_arguments(prefill)
+    prefill.set_defaults(command=run_prefill_command)
 
 
 def run_startup(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,152 @@
+"""The arguments of ``tandem bench prefill`` and ``tandem bench decode``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deploy.engine_bench.options import PrefillOptions, Setup
+
+
+def add_prefill_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare those of ``bench prefill``."""
+    _add_setup(parser)
+    parser.add_argument("--prompt-len", type=int, default=4096, help="tokens of each prompt")
+    parser.add_argument(
+        "--batch-tokens", type=int, default=16384, help="of a batch; with --dp of each rank"
+    )
+    parser.add_argument("--overlap", type=_switch, default=False, help="two-batch overlap: on, off")
+    parser.add_argument(
+        "--scatter", type=_switch, default=False, help="tp ranks keep their rows only: on, off"
+    )
+    parser.add_argument("--collectives", choices=("nccl", "symmetric"), default="nccl")
+    parser.add_argument(
+        "--ttft", type=_switch, default=True, help="also time one prompt alone: on, off"
+    )
+
+
+def run_prefill_command(arguments: argparse.Namespace) -> int:
+    """Measure, write the report, show a summary on stderr."""
+    # Imported late: every `tandem` command reads this file, few need torch.
+    from deploy.engine_bench.launcher import Job, launch
+    from deploy.engine_bench.prefill import run_prefill
+    from deploy.engine_bench.shapes import choose_model
+    from deploy.engine_bench.summary import show_prefill
+
+    options = _prefill_options(arguments)
+    choose_model(options.setup)  # refuses what cannot be run before any process starts
+    job = Job(
+        run=run_prefill,
+        options=options,
+        world_size=options.setup.world_size,
+        device=options.setup.device,
+    )
+    report = launch(job)
+    if report is not None:
+        show_prefill(report, trace=arguments.trace)
+        _write(report, arguments.json)
+    return 0
+
+
+def _write(report: dict[str, object], path: Path | None) -> None:
+    from deploy.engine_bench.report import write_report
+
+    write_report(report, path)
+
+
+def _add_setup(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model-shape",
+        dest="shape",
+        default="deepseek-v3",
+        help="deepseek-v3, tiny, or a checkpoint folder, whose weights are not read",
+    )
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share heads")
+    parser.add_argument("--dp", type=int, default=1, help="ranks with their own tokens")
+    parser.add_argument(
+        "--ep", type=int, default=0, help="ranks that share experts: all or 1 (default: all)"
+    )
+    parser.add_argument("--layers", type=int, default=0, help="of the model (default: all)")
+    parser.add_argument(
+        "--shard-of",
+        type=int,
+        default=0,
+        metavar="N",
+        help="each rank holds what one of N ranks holds: a proxy on fewer GPUs",
+    )
+    parser.add_argument(
+        "--shard-axis", choices=("tp", "dp"), help="of those N ranks (default: the one in use)"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--routing",
+        choices=("even", "model"),
+        default="even",
+        help="experts chosen evenly, or by the router with its invented weights",
+    )
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--warm-ups", type=int, default=3)
+    parser.add_argument(
+        "--profile", type=_switch, default=True, help="also time the stages of a batch: on, off"
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="default: stdout")
+    parser.add_argument(
+        "--trace", type=Path, metavar="OUT", help="write the whole table of stages there"
+    )
+
+
+def _setup(arguments: argparse.Namespace, default_axis: str) -> Setup:
+    from deploy.engine_bench.options import Axis, Routing, Setup
+
+    names = {field.name for field in dataclasses.fields(Setup)}
+    values: dict[str, Any] = {
+        name: value for name, value in vars(arguments).items() if name in names
+    }
+    ranks = arguments.tp * arguments.dp
+    axis = "tp" if arguments.tp > 1 else "dp" if arguments.dp > 1 else default_axis
+    return Setup(
+        **{
+            **values,
+            "ep": arguments.ep or max(ranks, 1),
+            "routing": Routing(arguments.routing),
+            "shard_axis": Axis(arguments.shard_axis or axis),
+        }
+    )
+
+
+def _prefill_options(arguments: argparse.Namespace) -> PrefillOptions:
+    from deploy.engine_bench.options import Collectives, PrefillOptions
+
+    return PrefillOptions(
+        setup=_setup(arguments, "tp"),
+        prompt_len=arguments.prompt_len,
+        batch_tokens=arguments.batch_tokens,
+        overlap=arguments.overlap,
+        scatter=arguments.scatter,
+        collectives=Collectives(arguments.collectives),
+        ttft=arguments.ttft,
+    )
+
+
+def _switch(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
+    return text == "on"
+
+
+def parse_range(text: str, name: str) -> tuple[int, int]:
+    """Read ``1500-1660`` or a single number.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    least, _, most = text.partition("-")
+    try:
+        return int(least), int(most or least)
+    except ValueError as error:
+        raise ConfigError(name, text, "is no range", "for example 1500-1660") from error

@@ -1,0 +1,55 @@
+"""Numbers of repeated measurements, and how a result is written: JSON to a file or stdout."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+Report = dict[str, object]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Quantiles:
+    """Of repeated times, in milliseconds."""
+
+    median: float
+    p10: float
+    p90: float
+    count: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Quantiles:
+        """Those of at least one time; between two of them, by their distance."""
+        ordered = sorted(seconds)
+        return cls(
+            median=_quantile(ordered, 0.5) * 1e3,
+            p10=_quantile(ordered, 0.1) * 1e3,
+            p90=_quantile(ordered, 0.9) * 1e3,
+            count=len(ordered),
+        )
+
+
+def say(text: str, *, rank: int = 0) -> None:
+    """Progress, on stderr, of rank 0 alone."""
+    if rank == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def write_report(report: Mapping[str, object], path: Path | None) -> None:
+    """Write the report to the file, or to stdout."""
+    text = json.dumps(report, indent=1)
+    if path is None:
+        print(text)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)

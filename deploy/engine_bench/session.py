@@ -1,0 +1,196 @@
+"""A rank that is ready to be measured: groups, model, KV pool and runner, as a worker boots them.
+
+What differs from a worker: weights are invented, experts may be chosen evenly, and calls of kernels
+and collectives can be named in a trace. Kernels are compiled for the rows that will come, each
+weight shape on one rank, so that no two ranks compile the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from deploy.engine_bench.launcher import RankPlace
+from deploy.engine_bench.options import Routing, Setup
+from deploy.engine_bench.report import say
+from deploy.engine_bench.routing import EvenRouting, even_experts
+from deploy.engine_bench.shapes import MeasuredModel, choose_model
+from engine.build import build_kv_pool, build_model
+from engine.kernels.base import Kernels
+from engine.kernels.create import create_kernels
+from engine.kernels.fp8_rows import GROUP
+from engine.kernels.portable import PortableKernels
+from engine.memory.kv_pool import KVPool
+from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.parallel.groups import ProcessGroups, RankGroup, init_process_groups
+from engine.runner import ModelRunner
+from engine.sampling.sampler import Sampler
+from engine.stage_timer import StageTimer
+from engine.warm_up import products
+
+BLOCK_SIZE = 64
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """One rank, until its process ends.
+
+    Attributes:
+        place: which rank.
+        measured: the model and what it stands for.
+        groups: the ranks.
+        timer: names the calls of the model.
+        model: with invented weights.
+        runner: of the model, with a KV pool.
+        device: of the rank.
+    """
+
+    place: RankPlace
+    measured: MeasuredModel
+    groups: ProcessGroups
+    timer: StageTimer
+    model: DeepseekV3ForCausalLM
+    runner: ModelRunner
+    device: torch.device
+
+    @property
+    def everyone(self) -> RankGroup:
+        """All ranks."""
+        return _everyone(self.groups)
+
+    @property
+    def is_follower(self) -> bool:
+        """Whether rank 0 samples for this rank."""
+        return self.groups.dims.tp > 1 and self.place.rank > 0
+
+    def meet(self) -> None:
+        """Wait for the device, then for all ranks."""
+        self.synchronize()
+        self.everyone.barrier()
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def memory_gb(self) -> float | None:
+        """Most bytes of device memory that tensors held, in 10**9; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated() / 1e9
+
+    def close(self) -> None:
+        """Leave the groups, all ranks together."""
+        self.meet()
+        self.groups.destroy()
+
+
+def open_session(
+    setup: Setup,
+    place: RankPlace,
+    *,
+    rows: Sequence[int],
+    kv_tokens: int,
+    kv_dtype: torch.dtype | None = None,
+) -> Session:
+    """Make a rank ready.
+
+    Args:
+        setup: model and ranks.
+        place: which rank.
+        rows: tokens of the steps that will run on this rank, for compiling ahead; the largest is
+            the most.
+        kv_tokens: that the KV pool must hold, in whole blocks.
+        kv_dtype: of the pool; None for the model's.
+
+    Raises:
+        ConfigError: a shape that the ranks cannot split.
+        PeerLostError: the other ranks did not come.
+    """
+    start = time.perf_counter()
+    measured = choose_model(setup)
+    device = _take_device(setup.device, place)
+    groups = init_process_groups(
+        setup.dims(place.rank),
+        place.rendezvous,
+        backend=_BACKENDS[setup.device],
+        timeout_s=setup.timeout_s,
+    )
+    config, is_fp8 = measured.config, measured.config.fp8_block_size == GROUP
+    timer = StageTimer(
+        create_kernels(device) if device.type == "cuda" else PortableKernels(has_fp8=is_fp8)
+    )
+    kernels = cast(Kernels, timer)
+    if setup.routing is Routing.EVEN and config.num_moe_layers:
+        table = even_experts(config, max(rows), seed=place.rank if setup.dp > 1 else 0)
+        kernels = cast(Kernels, EvenRouting(kernels, table.to(device)))
+    model = build_model(
+        config,
+        timer.watch_groups(groups),
+        dtype=torch.bfloat16 if is_fp8 else torch.float32,
+        device=device,
+        load_format="dummy",
+        kernels=kernels,
+    )
+    say(f"weights are there after {time.perf_counter() - start:.1f} s", rank=place.rank)
+    compile_kernels(model, rows, _everyone(groups))
+    say(f"kernels are there after {time.perf_counter() - start:.1f} s", rank=place.rank)
+    pool = _fill(build_kv_pool(model, _num_blocks(kv_tokens), dtype=kv_dtype))
+    return Session(
+        place=place,
+        measured=measured,
+        groups=groups,
+        timer=timer,
+        model=model,
+        runner=ModelRunner(model, pool, Sampler(config.vocab_size)),
+        device=device,
+    )
+
+
+def compile_kernels(model: DeepseekV3ForCausalLM, rows: Sequence[int], group: RankGroup) -> None:
+    """Compile the products of the model for steps of these rows; nothing to do on a CPU.
+
+    Each weight shape is compiled by one rank; then every rank runs all of them from the cache.
+    """
+    if model.device.type != "cuda":
+        return
+    todo = products(model, model.kernels, max(rows), rows=sorted(set(rows)))
+    shapes = sorted({product.name.split(" x ")[0] for product in todo})
+    own = set(shapes[group.rank :: group.size])
+    for chosen in ([p for p in todo if p.name.split(" x ")[0] in own], todo):
+        for product in chosen:
+            product.run()
+        torch.cuda.synchronize()
+        group.barrier()
+
+
+def _everyone(groups: ProcessGroups) -> RankGroup:
+    return groups.tp_group if groups.dims.tp > 1 else groups.ep_group
+
+
+def _take_device(kind: str, place: RankPlace) -> torch.device:
+    if kind == "cpu":
+        torch.set_num_threads(1)
+        return torch.device("cpu")
+    device = torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _num_blocks(kv_tokens: int) -> int:
+    return -(-kv_tokens // BLOCK_SIZE) + 1  # block 0 is nobody's
+
+
+def _fill(pool: KVPool) -> KVPool:
+    """Contexts of invented requests: numbers as latents have them, never NaN."""
+    generator = torch.Generator(device=pool.device).manual_seed(1)
+    for index in range(pool.num_layers):
+        layer = pool.layer(index)
+        drawn = torch.randn(layer.shape[1:], generator=generator, device=pool.device)
+        layer.copy_(drawn.to(layer.dtype))
+    return pool
