@@ -39,7 +39,8 @@ class ForwardBatch:
         logits_indices: [L] int64, ascending rows of [0, T) whose logits are wanted.
         max_seqlen_q: the most tokens of one request in this step (1: a pure decode step).
         lengths: per request its tokens in this step and its context length, on the host, so that
-            planning reads nothing from the device.
+            planning reads nothing from the device; empty in steps of fixed shape, whose lengths
+            the host does not look at, and which run one token each.
     """
 
     input_ids: torch.Tensor

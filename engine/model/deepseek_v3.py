@@ -27,6 +27,7 @@ from engine.layers.attention_plan import (
 )
 from engine.layers.context import LayerContext
 from engine.layers.embedding import LMHead, VocabEmbedding
+from engine.layers.mla import MLA
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.scratch import Scratch
@@ -199,7 +200,8 @@ class DeepseekV3ForCausalLM(nn.Module):
         )
 
     def _plan(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionPlan:
-        if batch.max_seqlen_q == 1 and self.kernels.has_paged_attention:
+        is_groupable = bool(batch.lengths) and not self.kernels.has_paged_attention
+        if batch.max_seqlen_q == 1 and not is_groupable:
             num_heads = self.config.num_attention_heads // self.groups.tp_group.size
             return plan_decode(batch, self.kernels, kv_pool.layer(0), num_heads)
         return plan_attention(
@@ -208,6 +210,15 @@ class DeepseekV3ForCausalLM(nn.Module):
             self._rule,
             max_positions=self.kernels.max_attention_positions,
         )
+
+    def prepare_absorption(self) -> None:
+        """Make the weights of absorbed attention (kv_b_proj in the compute dtype), after loading.
+
+        They would be made in the first step that needs them; a step that is captured cannot.
+        """
+        for module in self.modules():
+            if isinstance(module, MLA):
+                module.prepare_absorption()
 
     def weight_slices(self, prefix: str = "") -> Iterator[WeightSlice]:
         """Yield the load plan of the whole model on this rank."""

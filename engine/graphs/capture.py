@@ -1,0 +1,66 @@
+"""Work on static memory that can be done again: captured in a CUDA graph, or simply called.
+
+What is captured must have been run before (kernels compile and libraries allocate on first use) and
+must neither read the device nor allocate memory that somebody outside keeps. All graphs share one
+pool of memory, because only one runs at a time; captured from the largest to the smallest, each
+fits into what the first one needed.
+"""
+
+import gc
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+WARM_UP_RUNS = 2
+
+
+class Replayable(Protocol):
+    """Does what was captured, on the current stream."""
+
+    def replay(self) -> None:
+        """Issue the work; the host does not wait."""
+        ...
+
+
+class Eager:
+    """The same work without a graph: on a CPU, or to compare with."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+
+    def replay(self) -> None:
+        """See `Replayable`."""
+        self._work()
+
+
+class Capture:
+    """Makes graphs that share their memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Prepare a stream and a pool.
+
+        Args:
+            device: a CUDA device.
+        """
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        gc.collect()  # what is freed during a capture would be freed into the graphs' pool
+        torch.cuda.empty_cache()
+
+    def graph(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Run `work` to warm up, then capture it."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UP_RUNS):
+                work()
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may use the device meanwhile: only what this thread does is checked.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return graph

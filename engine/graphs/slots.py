@@ -1,0 +1,145 @@
+"""Which running request has which slot: rows of tables that outlive a step.
+
+A request keeps its slot from its first step here to its last, so that a step costs the host a few
+array operations and not a walk over block tables and parameters. There is no call to give a slot
+back: a request that a step does not run has lost it, and gets one anew if it returns.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.batch import UnreadTokens
+from engine.graphs.inputs import (
+    DecodeInputs,
+    FloatColumn,
+    Int32Array,
+    IntColumn,
+    padding_columns,
+)
+from engine.request import Request, ScheduledRequest
+from engine.sampling.graph_sampler import GraphSampler, SamplingStage
+from engine.sampling.noise import mix_seed
+from runtime.sampling import SamplingParams
+
+
+class Slots:
+    """The slots of one rank, and the mirrors on the host of what the device knows by slot."""
+
+    def __init__(self, sampler: GraphSampler, max_num_blocks: int) -> None:
+        """Take as many slots as the sampler has.
+
+        Args:
+            sampler: is told of every new owner.
+            max_num_blocks: of one request.
+        """
+        self._sampler = sampler
+        num_slots = sampler.num_slots
+        self._slots: dict[Request, int] = {}
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._integers, self._floats = padding_columns(num_slots, sampler.vocab_size)
+        self._stages = [SamplingStage.GREEDY] * num_slots
+        self._tables = np.zeros((num_slots, max_num_blocks), dtype=np.int32)
+        # What of which list a row of the tables holds: a preempted request returns with another.
+        self._written: list[tuple[list[int], int]] = [([], 0)] * num_slots
+
+    def inputs(
+        self, scheduled: Sequence[ScheduledRequest], unread: UnreadTokens | None = None
+    ) -> DecodeInputs:
+        """Return the inputs of a step, after telling the sampler of new owners.
+
+        Args:
+            scheduled: each runs one token, and samples; may be empty.
+            unread: holds the tokens that the host does not know.
+        """
+        self._release({item.request for item in scheduled})
+        slots = np.array([self._slot_of(item, unread) for item in scheduled], dtype=np.int64)
+        integers = self._integers[:, slots]
+        seq_lens = np.array([item.end for item in scheduled], dtype=np.int64)
+        integers[IntColumn.SLOT] = slots
+        integers[IntColumn.SEQ_LEN] = seq_lens
+        integers[IntColumn.OUTPUT_INDEX] = [
+            item.end - item.request.num_prompt_tokens for item in scheduled
+        ]
+        for row, item in enumerate(scheduled):
+            if item.num_unread:
+                assert unread is not None, "a token that the host does not know, and no step"
+                integers[IntColumn.SOURCE, row] = unread.places[id(item.request)]
+            else:
+                integers[IntColumn.TOKEN_ID, row] = _last_token(item)
+        is_full = any(self._stages[slot] is SamplingStage.FULL for slot in slots.tolist())
+        return DecodeInputs(
+            integers=integers,
+            floats=self._floats[:, slots],
+            block_tables=self._block_tables(scheduled, slots.tolist()),
+            unread_ids=None if unread is None else unread.token_ids,
+            stage=SamplingStage.FULL if is_full else SamplingStage.GREEDY,
+            num_logprobs=[item.request.sampling.num_logprobs for item in scheduled],
+        )
+
+    def _release(self, running: set[Request]) -> None:
+        for request in [request for request in self._slots if request not in running]:
+            slot = self._slots.pop(request)
+            self._written[slot] = ([], 0)
+            self._free.append(slot)
+
+    def _slot_of(self, item: ScheduledRequest, unread: UnreadTokens | None) -> int:
+        assert item.num_scheduled_tokens == 1
+        assert item.samples
+        request = item.request
+        slot = self._slots.get(request)
+        if slot is not None:
+            return slot
+        slot = self._slots[request] = self._free.pop()
+        params = request.sampling
+        self._stages[slot] = SamplingStage.of(params)
+        self._integers[IntColumn.MIXED_SEED, slot] = mix_seed(params.seed)
+        self._integers[IntColumn.TOP_K, slot] = _top_k(params, self._sampler.vocab_size)
+        self._floats[:, slot] = _floats(params)
+        unread_id = None
+        if item.num_unread:
+            assert unread is not None
+            place = unread.places[id(request)]
+            unread_id = unread.token_ids[place : place + 1]
+        self._sampler.assign(
+            slot, params, request.prompt_token_ids, request.output_token_ids, unread_id
+        )
+        return slot
+
+    def _block_tables(
+        self, scheduled: Sequence[ScheduledRequest], slots: Sequence[int]
+    ) -> Int32Array:
+        """Return [S, B], B being the most blocks that a request has."""
+        width = 0
+        for item, slot in zip(scheduled, slots, strict=True):
+            table = item.request.block_table
+            written, count = self._written[slot]
+            if written is not table:
+                self._tables[slot] = 0
+                count = 0
+            if count != len(table):
+                self._tables[slot, count : len(table)] = table[count:]
+                self._written[slot] = (table, len(table))
+            width = max(width, len(table))
+        return self._tables[np.array(slots, dtype=np.int64), :width]
+
+
+def _last_token(item: ScheduledRequest) -> int:
+    (token_id,) = item.request.token_ids(item.start, item.end)
+    return token_id
+
+
+def _top_k(params: SamplingParams, vocab_size: int) -> int:
+    return min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
+
+
+def _floats(params: SamplingParams) -> list[float]:
+    values = {
+        FloatColumn.TEMPERATURE: params.temperature,
+        FloatColumn.TOP_P: params.top_p,
+        FloatColumn.MIN_P: params.min_p,
+        FloatColumn.REPETITION: params.repetition_penalty,
+        FloatColumn.FREQUENCY: params.frequency_penalty,
+        FloatColumn.PRESENCE: params.presence_penalty,
+    }
+    return [values[column] for column in FloatColumn]

@@ -1,0 +1,222 @@
+"""A whole decode step with fixed shapes: captured once per batch size, replayed every step.
+
+The step is two graphs, one behind the other: the model, from token ids to final hidden states, and
+the head with the sampler, of which there is one for greedy batches and one for all others. Between
+copying the inputs in and copying the tokens out the host only issues two replays, so it can issue
+the next step while this one runs: the tokens of this step need not come by the host.
+
+On a CPU, or with `use_graphs=False`, the same work is called instead of replayed. Ranks that share
+experts may run different batch sizes only if their dispatcher allows it; `least` makes them equal.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.device_span import DeviceSpan
+from engine.graphs.buckets import batch_buckets, bucket_for
+from engine.graphs.capture import Capture, Eager, Replayable
+from engine.graphs.inputs import DecodeInputs, StaticInputs
+from engine.graphs.slots import Slots
+from engine.host_copy import HostCopies, upload
+from engine.memory.kv_pool import KVPool
+from engine.request import ScheduledRequest, num_blocks_for
+from engine.runner import CausalModel, PendingStep
+from engine.sampling.graph_sampler import GraphSampler, SamplingStage
+from engine.sampling.inputs import SampledToken
+from engine.sampling.logprobs import PendingLogprobs, launch_logprobs
+from engine.sampling.sampler import PendingSample
+
+CaptureProgress = Callable[[int, int], None]
+"""Told how many of how many graphs there are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingTokens:
+    """What a launched step chooses, on its way to the host.
+
+    Attributes:
+        sample: the tokens, and log-probabilities where they are wanted.
+        is_usable: [S] bool on the host, false where the logits hold NaN or infinity.
+        copies: after which the host has both.
+    """
+
+    sample: PendingSample
+    is_usable: Tensor
+    copies: HostCopies
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[S] int64 on the device, for a next step that does not wait for the host."""
+        return self.sample.token_ids
+
+    def collect(self) -> list[SampledToken | None]:
+        """Wait for the tokens of the S sequences; None where the logits are not usable."""
+        self.copies.wait()
+        pairs = zip(self.sample.collect(), self.is_usable.tolist(), strict=True)
+        return [token if is_usable else None for token, is_usable in pairs]
+
+
+class StepGraphs:
+    """The decode steps of one rank's model and KV pool."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        kv_pool: KVPool,
+        *,
+        vocab_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        use_graphs: bool | None = None,
+    ) -> None:
+        """Allocate the static buffers; `capture` does the rest.
+
+        Args:
+            model: on the device of `kv_pool`.
+            kv_pool: never moves afterwards.
+            vocab_size: of the model; logits beyond it are padding.
+            max_num_seqs: most sequences of a step.
+            max_model_len: most tokens of a sequence.
+            use_graphs: None for graphs on a CUDA device and none elsewhere.
+        """
+        device = kv_pool.device
+        self._model, self._kv_pool = model, kv_pool
+        self._use_graphs = device.type == "cuda" if use_graphs is None else use_graphs
+        self.buckets = batch_buckets(max_num_seqs)
+        max_num_blocks = num_blocks_for(max_model_len, kv_pool.block_size)
+        self._sampler = GraphSampler(vocab_size, max_num_seqs, device)
+        self._slots = Slots(self._sampler, max_num_blocks)
+        self._static = StaticInputs(
+            max_num_seqs,
+            max_num_blocks,
+            block_size=kv_pool.block_size,
+            vocab_size=vocab_size,
+            device=device,
+        )
+        self._hidden = torch.empty(0, device=device)  # [max_num_seqs, D] from `capture` on
+        self._tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._is_usable = torch.zeros(max_num_seqs, dtype=torch.bool, device=device)
+        self._forwards: dict[int, Replayable] = {}
+        self._heads: dict[tuple[int, SamplingStage], Replayable] = {}
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps can be launched."""
+        return bool(self._heads)
+
+    @torch.inference_mode()
+    def capture(self, progress: CaptureProgress | None = None) -> None:
+        """Warm up and capture every batch size, the largest first.
+
+        Every rank that shares experts has to call it at the same time: steps are run, with padding
+        only, and what they write goes into the dummy block. Weights that are made at first use
+        must have been made.
+        """
+        assert not self.is_captured
+        largest = self.buckets[-1]
+        hidden = self._model.forward(self._static.batch(largest), self._kv_pool)
+        self._hidden = torch.empty_like(hidden)
+        make = Capture(self._kv_pool.device).graph if self._use_graphs else Eager
+        total = len(self.buckets) * (1 + len(SamplingStage))
+        for bucket in reversed(self.buckets):
+            self._forwards[bucket] = make(partial(self._run_model, bucket))
+            for stage in SamplingStage:
+                self._heads[bucket, stage] = make(partial(self._run_head, bucket, stage))
+            if progress is not None:
+                progress(len(self._forwards) + len(self._heads), total)
+
+    def takes(self, scheduled: Sequence[ScheduledRequest]) -> bool:
+        """Return whether a step can run here; if not, it runs eagerly, in the runner."""
+        return len(scheduled) <= self.buckets[-1] and all(
+            item.num_scheduled_tokens == 1
+            and item.samples
+            and not item.num_prompt_logprob_rows
+            and self._sampler.takes(item.request.sampling)
+            for item in scheduled
+        )
+
+    def launch_step(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        *,
+        after: PendingStep | None = None,
+        least: int = 0,
+    ) -> PendingStep:
+        """Issue a step that `takes` says yes to, as `ModelRunner.launch` does.
+
+        Args:
+            scheduled: none for a rank that only joins the others' collectives.
+            after: the step that samples the tokens that the host does not know yet.
+            least: the most sequences that another rank of the group runs in this step.
+        """
+        span = DeviceSpan.start(self._kv_pool.device)
+        with torch.inference_mode():
+            inputs = self._slots.inputs(scheduled, None if after is None else after.unread())
+        pending = self.launch(inputs, least=least)
+        if span is not None:
+            span.end()
+        return PendingStep(
+            scheduled=scheduled,
+            sample=pending.sample,
+            is_usable=pending.is_usable,
+            prompts=[()] * len(scheduled),
+            hidden=None,
+            copies=pending.copies,
+            span=span,
+        )
+
+    @torch.inference_mode()
+    def launch(self, inputs: DecodeInputs, *, least: int = 0) -> PendingTokens:
+        """Copy a step's inputs in, replay it, and start to copy its tokens out.
+
+        Args:
+            inputs: of the step.
+            least: see `launch_step`.
+        """
+        assert self.is_captured
+        num_seqs = inputs.num_seqs
+        bucket = bucket_for(max(num_seqs, least), self.buckets)
+        self._static.load(inputs, bucket)
+        self._forwards[bucket].replay()
+        self._heads[bucket, inputs.stage].replay()
+        # Copies, because the next step overwrites the buffers, maybe before these are read.
+        tokens, is_usable = self._tokens[:num_seqs].clone(), self._is_usable[:num_seqs].clone()
+        copies = HostCopies(self._kv_pool.device)
+        rows = [row for row, wanted in enumerate(inputs.num_logprobs) if wanted >= 0]
+        sample = PendingSample(
+            token_ids=tokens,
+            host_ids=copies.add(tokens),
+            logprob_rows=rows,
+            logprobs=self._launch_logprobs(tokens, rows, inputs.num_logprobs, copies),
+        )
+        usable_on_host = copies.add(is_usable)
+        copies.close()
+        return PendingTokens(sample=sample, is_usable=usable_on_host, copies=copies)
+
+    def _launch_logprobs(
+        self, tokens: Tensor, rows: Sequence[int], num_top: Sequence[int], copies: HostCopies
+    ) -> PendingLogprobs | None:
+        """Compute the logits of the rows again: the graphs keep none, and few ask for them."""
+        if not rows:
+            return None
+        (index,) = upload([np.array(rows, dtype=np.int64)], tokens.device)
+        logits = self._model.compute_logits(self._hidden.index_select(0, index))
+        raw = logits[:, : self._sampler.vocab_size]
+        wanted = [num_top[row] for row in rows]
+        return launch_logprobs(raw, tokens.index_select(0, index), wanted, copies)
+
+    def _run_model(self, bucket: int) -> None:
+        hidden = self._model.forward(self._static.batch(bucket), self._kv_pool)
+        self._hidden[:bucket].copy_(hidden)
+
+    def _run_head(self, bucket: int, stage: SamplingStage) -> None:
+        logits = self._model.compute_logits(self._hidden[:bucket])
+        # A sum is finite only if every term is, and reads the logits once.
+        self._is_usable[:bucket].copy_(torch.isfinite(logits.sum(dim=-1)))
+        rows = self._static.sampling_rows(bucket)
+        self._tokens[:bucket].copy_(self._sampler.choose(logits, rows, stage))
