@@ -32,10 +32,23 @@ class BlockGemm(Protocol):
 
 
 class VarlenAttention(Protocol):
-    """Causal attention of decompressed heads; see `flash_attention.FlashAttention`."""
+    """Attention of decompressed heads; see `flash_attention.FlashAttention`."""
 
     def varlen_attention(
         self, q_THA: Tensor, k_PHA: Tensor, v_PHV: Tensor, seqs: VarlenLengths, scale: float
     ) -> Tensor:
         """Attend in several sequences: [T, H, V]."""
+        ...
+
+    def varlen_attention_part(
+        self,
+        q_THA: Tensor,
+        k_PHA: Tensor,
+        v_PHV: Tensor,
+        seqs: VarlenLengths,
+        scale: float,
+        *,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to a part of the positions: [T, H, V] contiguous, and [H, T] float32."""
         ...

@@ -1,4 +1,4 @@
-"""Causal attention of decompressed heads by what PyTorch brings along.
+"""Attention of decompressed heads by what PyTorch brings along.
 
 Two ways. On a CUDA device with 16-bit heads, PyTorch's build of FlashAttention-2 takes all
 sequences in one call; it wants values as wide as keys, so they are padded with zeros and the result
@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
+from engine.kernels import reference
 from engine.kernels.base import VarlenLengths
 
 MAX_FLASH_HEAD = 256
@@ -25,7 +26,7 @@ class TorchAttention:
     ) -> Tensor:
         """Return [T, H, V]; the queries of a sequence are its last positions."""
         if _takes_flash(q_THA, v_PHV):
-            return _attend_together(q_THA, k_PHA, v_PHV, seqs, scale)
+            return _attend_together(q_THA, k_PHA, v_PHV, seqs, scale)[0]
         queries, positions = ([pair[i] for pair in seqs.lengths] for i in (0, 1))
         parts = zip(
             q_THA.split_with_sizes(queries),
@@ -34,6 +35,25 @@ class TorchAttention:
             strict=True,
         )
         return torch.cat([_attend_alone(q, k, v, scale) for q, k, v in parts])
+
+    def varlen_attention_part(
+        self,
+        q_THA: Tensor,
+        k_PHA: Tensor,
+        v_PHV: Tensor,
+        seqs: VarlenLengths,
+        scale: float,
+        *,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return [T, H, V] and [H, T] float32; see `reference.varlen_attention_part`."""
+        if _takes_flash(q_THA, v_PHV):
+            out, lse = _attend_together(q_THA, k_PHA, v_PHV, seqs, scale, is_causal=is_causal)
+            return out.contiguous(), lse
+        # The only public call of PyTorch that tells the weights is the one above.
+        return reference.varlen_attention_part(
+            q_THA, k_PHA, v_PHV, seqs.lengths, scale, is_causal=is_causal
+        )
 
 
 def _takes_flash(q_THA: Tensor, v_PHV: Tensor) -> bool:
@@ -48,10 +68,17 @@ def _takes_flash(q_THA: Tensor, v_PHV: Tensor) -> bool:
 
 
 def _attend_together(
-    q_THA: Tensor, k_PHA: Tensor, v_PHV: Tensor, seqs: VarlenLengths, scale: float
-) -> Tensor:
+    q_THA: Tensor,
+    k_PHA: Tensor,
+    v_PHV: Tensor,
+    seqs: VarlenLengths,
+    scale: float,
+    *,
+    is_causal: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Return [T, H, V], a view, and the logarithm of the sum of each softmax, [H, T] float32."""
     width = v_PHV.shape[2]
-    out = varlen_attn(
+    out, lse = varlen_attn(
         q_THA,
         k_PHA,
         F.pad(v_PHV, (0, q_THA.shape[2] - width)),
@@ -59,11 +86,11 @@ def _attend_together(
         seqs.cu_seqlens_k,
         max(queries for queries, _ in seqs.lengths),
         max(positions for _, positions in seqs.lengths),
+        return_aux=AuxRequest(lse=True),
         scale=scale,
-        window_size=(-1, 0),  # causal, aligned at the last position
+        window_size=(-1, 0 if is_causal else -1),  # causal: aligned at the last position
     )
-    assert isinstance(out, Tensor)
-    return out[..., :width]
+    return out[..., :width], lse
 
 
 def _attend_alone(q_QHA: Tensor, k_PHA: Tensor, v_PHV: Tensor, scale: float) -> Tensor:

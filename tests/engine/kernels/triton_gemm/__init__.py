@@ -1,1 +1,1 @@
-"""Tests of engine.kernels."""
+"""Tests of engine.kernels.triton_gemm."""

@@ -1,0 +1,143 @@
+"""Kernels for GPUs without DeepGEMM: our own FP8 products in Triton, the rest as on Hopper.
+
+What multiplies and what attends differs from `HopperKernels`; every other operation is that
+class's, by composition. A GPU that lacks the number format (Ampere) also quantises with kernels
+that make its bits by hand; products widen them (see `triton_gemm.product`).
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.hopper import HopperKernels
+from engine.kernels.masked_rows import MaskedRows
+from engine.kernels.parts import VarlenAttention
+from engine.kernels.triton_gemm import byte_quant
+from engine.kernels.triton_gemm.gemm import TritonGemm
+
+
+class _Quantised(Protocol):
+    """The operations that write e4m3 numbers; see `Kernels`."""
+
+    def rms_norm_fp8(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Fp8Rows: ...
+
+    def add_rms_norm_fp8(
+        self,
+        x_TD: Tensor,
+        delta_TD: Tensor | None,
+        weight_D: Tensor,
+        eps: float,
+        *,
+        with_plain: bool,
+        out: Fp8Rows | None = None,
+    ) -> tuple[Tensor, Tensor | None, Fp8Rows]: ...
+
+    def silu_and_mul_fp8(self, gate_up_TF: Tensor) -> Fp8Rows: ...
+
+    def quantize_rows(self, x_TK: Tensor, out: Fp8Rows | None = None) -> Fp8Rows: ...
+
+    def grouped_fp8_mlp(
+        self,
+        rows: Fp8Rows,
+        expert_M: Tensor,
+        w13: tuple[Tensor, Tensor],
+        w2: tuple[Tensor, Tensor],
+    ) -> Tensor: ...
+
+    def masked_fp8_mlp(
+        self, rows: MaskedRows, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]
+    ) -> Tensor: ...
+
+
+class TritonKernels:
+    """See `Kernels`."""
+
+    has_fp8 = True
+    max_attention_positions = HopperKernels.max_attention_positions
+    has_paged_attention = False
+
+    def __init__(self, *, gemm: TritonGemm, attention: VarlenAttention) -> None:
+        """Take what multiplies, which also says what the GPU can do, and what attends."""
+        shared = HopperKernels(gemm=gemm, attention=attention)
+        own: _Quantised = _ByHand(gemm, shared) if gemm.widens else shared
+        self.name = f"triton on sm{gemm.limits.sm}"
+
+        self.rms_norm_fp8 = own.rms_norm_fp8
+        self.add_rms_norm_fp8 = own.add_rms_norm_fp8
+        self.silu_and_mul_fp8 = own.silu_and_mul_fp8
+        self.quantize_rows = own.quantize_rows
+        self.grouped_fp8_mlp = own.grouped_fp8_mlp
+        self.masked_fp8_mlp = own.masked_fp8_mlp
+
+        self.rms_norm = shared.rms_norm
+        self.add_rms_norm = shared.add_rms_norm
+        self.silu_and_mul = shared.silu_and_mul
+        self.fp8_linear = shared.fp8_linear
+        self.gate_logits = shared.gate_logits
+        self.group_limited_topk = shared.group_limited_topk
+        self.grouped_mlp = shared.grouped_mlp
+        self.count_rows = shared.count_rows
+        self.place_rows = shared.place_rows
+        self.align_to_experts = shared.align_to_experts
+        self.spread_rows = shared.spread_rows
+        self.gather_rows = shared.gather_rows
+        self.sum_slices = shared.sum_slices
+        self.mask_to_experts = shared.mask_to_experts
+        self.spread_masked_rows = shared.spread_masked_rows
+        self.rotate_queries = shared.rotate_queries
+        self.store_latents = shared.store_latents
+        self.join_keys = shared.join_keys
+        self.varlen_attention = shared.varlen_attention
+        self.varlen_attention_part = shared.varlen_attention_part
+        self.merge_attention = shared.merge_attention
+        self.absorbed_attention = shared.absorbed_attention
+        self.plan_paged = shared.plan_paged
+        self.paged_attention = shared.paged_attention
+
+
+class _ByHand:
+    """What writes e4m3 numbers, on a GPU that does not know them."""
+
+    def __init__(self, gemm: TritonGemm, shared: HopperKernels) -> None:
+        self._gemm = gemm
+        self._shared = shared
+
+    silu_and_mul_fp8 = staticmethod(byte_quant.silu_and_mul_fp8)
+    quantize_rows = staticmethod(byte_quant.quantize_rows)
+
+    def rms_norm_fp8(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Fp8Rows:
+        return byte_quant.quantize_rows(self._shared.rms_norm(x_TD, weight_D, eps))
+
+    def add_rms_norm_fp8(
+        self,
+        x_TD: Tensor,
+        delta_TD: Tensor | None,
+        weight_D: Tensor,
+        eps: float,
+        *,
+        with_plain: bool,
+        out: Fp8Rows | None = None,
+    ) -> tuple[Tensor, Tensor | None, Fp8Rows]:
+        if delta_TD is None:
+            total, normed = x_TD, self._shared.rms_norm(x_TD, weight_D, eps)
+        else:
+            total, normed = self._shared.add_rms_norm(x_TD, delta_TD, weight_D, eps)
+        return total, normed if with_plain else None, byte_quant.quantize_rows(normed, out)
+
+    def grouped_fp8_mlp(
+        self,
+        rows: Fp8Rows,
+        expert_M: Tensor,
+        w13: tuple[Tensor, Tensor],
+        w2: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        gate_up = self._gemm.grouped_linear(rows, expert_M, *w13)
+        hidden = byte_quant.silu_and_mul_fp8(gate_up, expert_M)
+        return self._gemm.grouped_linear(hidden, expert_M, *w2)
+
+    def masked_fp8_mlp(
+        self, rows: MaskedRows, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        gate_up = self._gemm.masked_linear(rows, *w13)
+        return self._gemm.masked_linear(byte_quant.masked_silu_and_mul_fp8(gate_up, rows), *w2)

@@ -1,0 +1,100 @@
+"""Which kernels a device gets, and what the log says about the others."""
+
+import importlib.util
+import logging
+
+import pytest
+import torch
+
+from engine.kernels import create, deep_gemm
+from engine.kernels.create import KernelSet, create_kernels
+from engine.kernels.portable import PortableKernels
+from engine.kernels.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
+from runtime.errors import ConfigError
+
+TURING = DeviceLimits(sm=75, shared_memory=64 * 1024, num_sms=40)
+
+
+def test_a_cpu_gets_the_reference(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert isinstance(create_kernels("cpu"), PortableKernels)
+    assert "name=portable device=cpu fp8=False" in caplog.text
+    assert "not triton: no CUDA device" in caplog.text
+
+
+@pytest.mark.parametrize("kernels", [KernelSet.HOPPER, KernelSet.TRITON])
+def test_what_does_not_run_there_cannot_be_forced(kernels: KernelSet) -> None:
+    with pytest.raises(ConfigError, match=r"no CUDA device. Fix: portable"):
+        create_kernels("cpu", kernels=kernels)
+
+
+class FakeHost:
+    """A machine with a GPU, as the choice sees it; building gives a CPU's kernels."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+        self.built: list[KernelSet] = []
+
+    def set(
+        self, limits: DeviceLimits, *, triton: bool = True, deep_gemm_works: bool = False
+    ) -> None:
+        find_spec = importlib.util.find_spec
+        self._patch.setattr(DeviceLimits, "of", classmethod(lambda cls, device: limits))
+        self._patch.setattr(deep_gemm, "is_available", lambda: deep_gemm_works)
+        self._patch.setattr(
+            importlib.util,
+            "find_spec",
+            lambda name: (triton or None) if name == "triton" else find_spec(name),
+        )
+        self._patch.setattr(create, "_build", self._build)
+
+    def _build(self, kind: KernelSet, device: torch.device) -> PortableKernels:
+        self.built.append(kind)
+        return PortableKernels()
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> FakeHost:
+    return FakeHost(monkeypatch)
+
+
+@pytest.mark.parametrize("limits", [AMPERE, ADA, HOPPER], ids=["ampere", "ada", "hopper"])
+def test_a_gpu_without_deep_gemm_gets_triton(
+    host: FakeHost, limits: DeviceLimits, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.set(limits)
+    with caplog.at_level(logging.INFO):
+        create_kernels("cuda")
+    assert host.built == [KernelSet.TRITON]
+    assert "not hopper: no deep_gemm on a Hopper GPU" in caplog.text
+
+
+def test_deep_gemm_comes_first_and_another_set_can_be_forced(host: FakeHost) -> None:
+    host.set(HOPPER, deep_gemm_works=True)
+    create_kernels("cuda")
+    for kind in KernelSet:
+        create_kernels("cuda", kernels=kind)
+    assert host.built == [KernelSet.HOPPER, *KernelSet]
+
+
+@pytest.mark.parametrize(
+    ("limits", "triton", "dtype", "reason"),
+    [
+        (TURING, True, torch.bfloat16, "the GPU is sm75, older than sm80"),
+        (ADA, False, torch.bfloat16, "triton is not installed"),
+        (ADA, True, torch.float32, "activations in torch.float32, not bfloat16"),
+    ],
+)
+def test_what_else_gets_the_reference(
+    host: FakeHost,
+    caplog: pytest.LogCaptureFixture,
+    limits: DeviceLimits,
+    triton: bool,
+    dtype: torch.dtype,
+    reason: str,
+) -> None:
+    host.set(limits, triton=triton)
+    with caplog.at_level(logging.INFO):
+        create_kernels("cuda", dtype)
+    assert host.built == [KernelSet.PORTABLE]
+    assert reason in caplog.text

@@ -1,0 +1,184 @@
+"""The Triton set of kernels against the reference: experts, norms, attention, a whole model.
+
+Both forms run on any GPU with FP8: the device's own, and Ampere's by passing its limits.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.build import build_model
+from engine.generate import GenerateOutput, generate
+from engine.kernels import reference
+from engine.kernels.base import Kernels, VarlenLengths
+from engine.kernels.create import KernelSet, create_kernels
+from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
+from engine.kernels.portable import PortableKernels
+from engine.kernels.triton_gemm.limits import AMPERE, DeviceLimits
+from engine.weights.fp8 import quantize_block
+from runtime.sampling import SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+BUNDLED = Path(__file__).parents[3] / "deploy" / "models" / "tandem-python"
+
+
+@pytest.fixture(params=["own", "ampere"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    pytest.importorskip("triton")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    torch.seed()
+    if request.param == "own":
+        chosen = create_kernels("cuda", kernels=KernelSet.TRITON)
+        assert chosen.name == f"triton on sm{DeviceLimits.of('cuda').sm}"
+        return chosen
+    from engine.kernels.torch_attention import TorchAttention
+    from engine.kernels.triton_gemm.gemm import TritonGemm
+    from engine.kernels.triton_kernels import TritonKernels
+
+    return TritonKernels(gemm=TritonGemm(AMPERE), attention=TorchAttention())
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda").bfloat16()
+
+
+def draw_experts(number: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    weights = torch.randn(number, rows, columns, device="cuda") / columns**0.5
+    pairs = [quantize_block(weight) for weight in weights]
+    return torch.stack([w for w, _ in pairs]), torch.stack([s for _, s in pairs])
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    error = (actual.float() - expected.float()).norm() / expected.float().norm()
+    assert not error.isnan()
+    return float(error)
+
+
+def aligned_experts(
+    k: Kernels,
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    pair: tuple[tuple[Tensor, Tensor], ...],
+) -> Tensor:
+    places = k.align_to_experts(ids, 2, 4)
+    rows = k.spread_rows(k.quantize_rows(hidden), places)
+    return k.gather_rows(k.grouped_fp8_mlp(rows, places.expert_M, *pair), places, weights, None)
+
+
+def masked_experts(
+    k: Kernels,
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    pair: tuple[tuple[Tensor, Tensor], ...],
+) -> Tensor:
+    places = k.mask_to_experts(ids, 2, 4, 384)
+    rows = k.spread_masked_rows(k.quantize_rows(hidden), places)
+    return k.gather_rows(k.masked_fp8_mlp(rows, *pair).flatten(0, 1), places, weights, None)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 300])
+@pytest.mark.parametrize("run", [aligned_experts, masked_experts])
+def test_experts(kernels: Kernels, num_tokens: int, run: Callable[..., Tensor]) -> None:
+    hidden = draw(num_tokens, 1024)
+    pair = draw_experts(4, 1024, 1024), draw_experts(4, 1024, 512)
+    ids = torch.rand(num_tokens, 8, device="cuda").topk(3).indices
+    weights = torch.rand(num_tokens, 3, device="cuda")
+    actual, expected = (
+        run(k, hidden, ids, weights, pair) for k in (kernels, PortableKernels(has_fp8=True))
+    )
+    # Hidden activations are rounded to e4m3 twice from slightly different sums.
+    assert relative_error(actual, expected) < 2e-2
+
+
+@pytest.mark.parametrize("num_tokens", [1, 333])
+def test_norms_and_activation(kernels: Kernels, num_tokens: int) -> None:
+    x, delta, weight = draw(num_tokens, 7168), draw(num_tokens, 7168), draw(7168)
+    buffer = torch.zeros(num_tokens, packed_row_bytes(7168), dtype=torch.uint8, device="cuda")
+    out = Fp8Rows.packed(buffer, 7168)
+    total, plain, rows = kernels.add_rms_norm_fp8(x, delta, weight, 1e-6, with_plain=True, out=out)
+    assert torch.equal(total, x + delta)
+    expected = reference.rms_norm(x + delta, weight, 1e-6)
+    assert plain is not None
+    assert relative_error(plain, expected) < 5e-3
+    for found in (rows, out):
+        assert relative_error(found.dequantize(), expected) < 4e-2  # 3 bits of mantissa
+    first, absent, _ = kernels.add_rms_norm_fp8(x, None, weight, 1e-6, with_plain=False)
+    assert torch.equal(first, x)
+    assert absent is None
+    gate_up = draw(num_tokens, 4096)
+    activated = kernels.silu_and_mul_fp8(gate_up).dequantize()
+    assert relative_error(activated, reference.silu_and_mul(gate_up.float())) < 4e-2
+
+
+@pytest.mark.parametrize(
+    "lengths", [[(1, 1)], [(5, 5), (130, 200), (1, 300), (64, 64)], [(1024, 4096), (700, 700)]]
+)
+def test_varlen_attention(kernels: Kernels, lengths: list[tuple[int, int]]) -> None:
+    num_queries, num_positions = (sum(pair[i] for pair in lengths) for i in (0, 1))
+    q, k = draw(num_queries, 16, 192), draw(num_positions, 16, 192)
+    v = draw(num_positions, 16, 256)[..., 128:]  # a strided view, as the layer has it
+    ends = torch.tensor([(0, 0), *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
+    seqs = VarlenLengths(
+        lengths=lengths,
+        cu_seqlens_q=ends[:, 0].contiguous(),
+        cu_seqlens_k=ends[:, 1].contiguous(),
+    )
+    actual = kernels.varlen_attention(q, k, v, seqs, 0.1352)
+    expected = reference.varlen_attention(q.float(), k.float(), v.float(), lengths, 0.1352)
+    assert relative_error(actual, expected) < 1e-2  # bfloat16 probabilities
+    for is_causal in (True, False):
+        out, lse = kernels.varlen_attention_part(q, k, v, seqs, 0.1352, is_causal=is_causal)
+        whole, weight = reference.varlen_attention_part(
+            q.float(), k.float(), v.float(), lengths, 0.1352, is_causal=is_causal
+        )
+        assert relative_error(out, whole) < 1e-2
+        torch.testing.assert_close(lse, weight, rtol=1e-2, atol=1e-2)
+
+
+def test_masked_experts_can_be_captured(kernels: Kernels) -> None:
+    hidden, weights = draw(16, 512), torch.rand(16, 3, device="cuda")
+    pair = draw_experts(4, 512, 512), draw_experts(4, 512, 256)
+    ids = torch.rand(16, 8, device="cuda").topk(3).indices
+
+    masked_experts(kernels, hidden, ids, weights, pair)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = masked_experts(kernels, hidden, ids, weights, pair)
+    hidden.copy_(draw(16, 512))
+    ids.copy_(torch.rand(16, 8, device="cuda").topk(3).indices)
+    graph.replay()
+    assert torch.equal(captured, masked_experts(kernels, hidden, ids, weights, pair))
+
+
+def test_the_bundled_model_agrees_with_float32(kernels: Kernels) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    source = Path(reference.__file__).read_text(encoding="utf-8")[:6000]
+    prompts = [tokenizer.encode(text).ids for text in ("def fibonacci(n):", source)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, num_prompt_logprobs=1)
+
+    def run(dtype: torch.dtype, chosen: Kernels) -> list[GenerateOutput]:
+        model = build_model(BUNDLED, dtype=dtype, device="cuda", kernels=chosen)
+        return generate(model, prompts, sampling, kv_dtype=dtype, device="cuda")
+
+    pairs = [
+        (a, b)
+        for left, right in zip(
+            run(torch.bfloat16, kernels), run(torch.float32, PortableKernels()), strict=True
+        )
+        for a, b in zip(left.prompt_logprobs, right.prompt_logprobs, strict=True)
+    ]
+    same_best = sum(a.top_ids[0] == b.top_ids[0] for a, b in pairs) / len(pairs)
+    difference = sum(abs(a.logprob - b.logprob) for a, b in pairs) / len(pairs)
+    print(f"{kernels.name}: {len(pairs)} tokens, same best {same_best:.4f}, off {difference:.4f}")
+    # What e4m3 activations cost, see docs/performance.md: 0.963 and 0.089 on longer prompts.
+    assert same_best > 0.94
+    assert difference < 0.12
