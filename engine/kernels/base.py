@@ -56,7 +56,10 @@ class Kernels(Protocol):
 
     @property
     def max_attention_positions(self) -> int:
-        """Context tokens that are expanded and attended to in one call; 0: one sequence a call."""
+        """Context tokens that are expanded and attended to in one call.
+
+        A longer context is attended to in parts. 0: one sequence a call, whatever its length.
+        """
         ...
 
     @property
@@ -212,6 +215,25 @@ class Kernels(Protocol):
         self, q_THA: Tensor, k_PHA: Tensor, v_PHV: Tensor, seqs: VarlenLengths, scale: float
     ) -> Tensor:
         """Causal attention of several sequences with decompressed heads."""
+        ...
+
+    def varlen_attention_part(
+        self,
+        q_THA: Tensor,
+        k_PHA: Tensor,
+        v_PHV: Tensor,
+        seqs: VarlenLengths,
+        scale: float,
+        *,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention to a part of the positions, and the logarithm of its weight."""
+        ...
+
+    def merge_attention(
+        self, out_THV: Tensor, lse_HT: Tensor, other_THV: Tensor, other_lse_HT: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Merge two parts, in place of the first."""
         ...
 
     def absorbed_attention(

@@ -1,4 +1,4 @@
-"""Causal attention of decompressed heads by FlashAttention-4, the only place that knows it.
+"""Attention of decompressed heads by FlashAttention-4, the only place that knows it.
 
 Its CuTe kernels run on Hopper with heads of 192 (queries, keys) and 128 (values), ragged over
 sequences. The first call of a shape compiles for some seconds.
@@ -39,7 +39,36 @@ class FlashAttention:
 
         Values may be a strided view with unit stride along V.
         """
-        out = self._run(
+        out: Tensor = self._attend(q_THA, k_PHA, v_PHV, seqs, scale)[0]
+        return out
+
+    def varlen_attention_part(
+        self,
+        q_THA: Tensor,
+        k_PHA: Tensor,
+        v_PHV: Tensor,
+        seqs: VarlenLengths,
+        scale: float,
+        *,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return [T, H, V] and [H, T] float32; see `reference.varlen_attention_part`."""
+        out, lse = self._attend(q_THA, k_PHA, v_PHV, seqs, scale, causal=is_causal, return_lse=True)
+        return out, lse
+
+    def _attend(
+        self,
+        q_THA: Tensor,
+        k_PHA: Tensor,
+        v_PHV: Tensor,
+        seqs: VarlenLengths,
+        scale: float,
+        *,
+        causal: bool = True,
+        return_lse: bool = False,
+    ) -> Any:
+        """Return the library's pair; without `return_lse` the second is None."""
+        return self._run(
             q_THA,
             k_PHA,
             v_PHV,
@@ -48,7 +77,6 @@ class FlashAttention:
             max_seqlen_q=max(queries for queries, _ in seqs.lengths),
             max_seqlen_k=max(positions for _, positions in seqs.lengths),
             softmax_scale=scale,
-            causal=True,
+            causal=causal,
+            return_lse=return_lse,
         )
-        attended: Tensor = out[0] if isinstance(out, tuple) else out
-        return attended

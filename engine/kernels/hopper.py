@@ -14,7 +14,7 @@ from engine.kernels import paged_reference, reference
 from engine.kernels.base import VarlenLengths
 from engine.kernels.flash_mla import KV_LORA_RANK, FlashMLA
 from engine.kernels.fp8_rows import Fp8Rows
-from engine.kernels.fused import latents, masked, norm, permute, quant, routing, slices
+from engine.kernels.fused import attention, latents, masked, norm, permute, quant, routing, slices
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.parts import BlockGemm, VarlenAttention
@@ -67,6 +67,7 @@ class HopperKernels:
     spread_rows = staticmethod(permute.spread_rows)
     gather_rows = staticmethod(permute.gather_rows)
     sum_slices = staticmethod(slices.sum_slices)
+    merge_attention = staticmethod(attention.merge_attention)
     mask_to_experts = staticmethod(masked.mask_to_experts)
     spread_masked_rows = staticmethod(masked.spread_masked_rows)
     rotate_queries = staticmethod(latents.rotate_queries)
@@ -129,10 +130,28 @@ class HopperKernels:
         self, q_THA: Tensor, k_PHA: Tensor, v_PHV: Tensor, seqs: VarlenLengths, scale: float
     ) -> Tensor:
         """See `Kernels`."""
-        sizes = (q_THA.shape[2], v_PHV.shape[2])
-        if self._attention is None or sizes != ATTENTION_HEADS or q_THA.dtype != torch.bfloat16:
+        if self._attention is None or not _fits(q_THA, v_PHV):
             return reference.varlen_attention(q_THA, k_PHA, v_PHV, seqs.lengths, scale)
         return self._attention.varlen_attention(q_THA, k_PHA, v_PHV, seqs, scale)
+
+    def varlen_attention_part(
+        self,
+        q_THA: Tensor,
+        k_PHA: Tensor,
+        v_PHV: Tensor,
+        seqs: VarlenLengths,
+        scale: float,
+        *,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels`."""
+        if self._attention is None or not _fits(q_THA, v_PHV):
+            return reference.varlen_attention_part(
+                q_THA, k_PHA, v_PHV, seqs.lengths, scale, is_causal=is_causal
+            )
+        return self._attention.varlen_attention_part(
+            q_THA, k_PHA, v_PHV, seqs, scale, is_causal=is_causal
+        )
 
     @property
     def has_paged_attention(self) -> bool:
@@ -157,3 +176,8 @@ class HopperKernels:
         if self._paged is None or queries.schedule is None or kv_lora_rank != KV_LORA_RANK:
             return paged_reference.paged_attention(q_SHL, cache, queries, kv_lora_rank, scale)
         return self._paged.paged_attention(q_SHL, cache, queries, queries.schedule, scale)
+
+
+def _fits(q_THA: Tensor, v_PHV: Tensor) -> bool:
+    """Return whether FlashAttention-4 takes these heads."""
+    return (q_THA.shape[2], v_PHV.shape[2]) == ATTENTION_HEADS and q_THA.dtype == torch.bfloat16

@@ -40,6 +40,7 @@ class PortableKernels:
     rotate_queries = staticmethod(reference.rotate_queries)
     store_latents = staticmethod(reference.store_latents)
     join_keys = staticmethod(reference.join_keys)
+    merge_attention = staticmethod(reference.merge_attention)
     absorbed_attention = staticmethod(reference.absorbed_attention)
     paged_attention = staticmethod(paged_reference.paged_attention)
     grouped_fp8_mlp = staticmethod(aligned_reference.grouped_fp8_mlp)
@@ -77,3 +78,18 @@ class PortableKernels:
     ) -> PagedQueries:
         """See `Kernels`."""
         return PagedQueries(block_tables_SB=block_tables_SB, seq_lens_S=seq_lens_S)
+
+    def varlen_attention_part(
+        self,
+        q_THA: Tensor,
+        k_PHA: Tensor,
+        v_PHV: Tensor,
+        seqs: VarlenLengths,
+        scale: float,
+        *,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels`."""
+        return reference.varlen_attention_part(
+            q_THA, k_PHA, v_PHV, seqs.lengths, scale, is_causal=is_causal
+        )

@@ -10,7 +10,7 @@ Q queries per sequence, P positions of the context. The layouts of experts have 
 (`aligned_reference`, `masked_reference`), and so has attention by block tables.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -149,6 +149,19 @@ def causal_attention(q_QHA: Tensor, k_PHA: Tensor, v_PHV: Tensor, scale: float) 
     Returns:
         [Q, H, V].
     """
+    return _attend(q_QHA, k_PHA, v_PHV, scale, is_causal=True, lse_HQ=None)
+
+
+def _attend(
+    q_QHA: Tensor,
+    k_PHA: Tensor,
+    v_PHV: Tensor,
+    scale: float,
+    *,
+    is_causal: bool,
+    lse_HQ: Tensor | None,
+) -> Tensor:
+    """Attend to all positions, or causally; write the log of the softmax's sums if wanted."""
     num_queries, num_positions = q_QHA.shape[0], k_PHA.shape[0]
     prefix = num_positions - num_queries
     q_HQA, k_HAP = q_QHA.transpose(0, 1), k_PHA.permute(1, 2, 0)
@@ -157,12 +170,15 @@ def causal_attention(q_QHA: Tensor, k_PHA: Tensor, v_PHV: Tensor, scale: float) 
     positions = torch.arange(num_positions, device=q_QHA.device)
     for start in range(0, num_queries, QUERY_CHUNK):
         end = min(start + QUERY_CHUNK, num_queries)
-        visible = prefix + end
+        visible = prefix + end if is_causal else num_positions
         scores = torch.bmm(q_HQA[:, start:end], k_HAP[:, :, :visible]).float().mul_(scale)
-        # Only the square on the diagonal holds keys that come after a query.
-        square = scores[:, :, prefix + start :]
-        keys, queries = positions[: end - start], positions[: end - start, None]
-        square.masked_fill_(keys > queries, float("-inf"))
+        if is_causal:
+            # Only the square on the diagonal holds keys that come after a query.
+            square = scores[:, :, prefix + start :]
+            keys, queries = positions[: end - start], positions[: end - start, None]
+            square.masked_fill_(keys > queries, float("-inf"))
+        if lse_HQ is not None:
+            lse_HQ[:, start:end] = scores.logsumexp(dim=-1)
         probs = scores.softmax(dim=-1).to(v_PHV.dtype)
         out_QHV[start:end] = torch.bmm(probs, v_HPV[:, :visible]).transpose(0, 1)
     return out_QHV
@@ -213,16 +229,75 @@ def varlen_attention(
     Returns:
         [T, H, V].
     """
-    if len(lengths) == 1:
-        return causal_attention(q_THA, k_PHA, v_PHV, scale)
+    parts = _split_sequences(q_THA, k_PHA, v_PHV, lengths)
+    outs = [causal_attention(q, k, v, scale) for q, k, v in parts]
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _split_sequences(
+    q_THA: Tensor, k_PHA: Tensor, v_PHV: Tensor, lengths: Sequence[tuple[int, int]]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     queries, positions = ([pair[i] for pair in lengths] for i in (0, 1))
-    parts = zip(
+    return zip(
         q_THA.split_with_sizes(queries),
         k_PHA.split_with_sizes(positions),
         v_PHV.split_with_sizes(positions),
         strict=True,
     )
-    return torch.cat([causal_attention(q, k, v, scale) for q, k, v in parts])
+
+
+def varlen_attention_part(
+    q_THA: Tensor,
+    k_PHA: Tensor,
+    v_PHV: Tensor,
+    lengths: Sequence[tuple[int, int]],
+    scale: float,
+    *,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attend to a part of each sequence's positions, to be merged with the other parts.
+
+    Args:
+        q_THA: as above, and so are the others.
+        k_PHA: positions of the part.
+        v_PHV: positions of the part.
+        lengths: per sequence its queries and the part's positions, at least one of each.
+        scale: of the scores.
+        is_causal: whether the part ends with the queries' own positions; if not, it comes before
+            all of them and is seen whole.
+
+    Returns:
+        [T, H, V], and [H, T] float32: the natural logarithm of each query's sum of exponentials.
+    """
+    outs, lses = [], []
+    for q, k, v in _split_sequences(q_THA, k_PHA, v_PHV, lengths):
+        lses.append(q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32))
+        outs.append(_attend(q, k, v, scale, is_causal=is_causal, lse_HQ=lses[-1]))
+    return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+def merge_attention(
+    out_THV: Tensor, lse_HT: Tensor, other_THV: Tensor, other_lse_HT: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merge attention to other positions into `out_THV` and `lse_HT`, in place.
+
+    Each part counts by its share of the exponentials; a logarithm of -inf is a part that saw
+    nothing.
+
+    Args:
+        out_THV: [T, H, V].
+        lse_HT: [H, T] float32, see `varlen_attention_part`.
+        other_THV: [T, H, V].
+        other_lse_HT: [H, T] float32.
+
+    Returns:
+        The first two.
+    """
+    total_HT = torch.logaddexp(lse_HT, other_lse_HT)
+    shift_HT = total_HT.nan_to_num(neginf=0.0)
+    first, second = ((part - shift_HT).exp().t().unsqueeze(-1) for part in (lse_HT, other_lse_HT))
+    out_THV.copy_(out_THV.float() * first + other_THV.float() * second)
+    return out_THV, lse_HT.copy_(total_HT)
 
 
 def rotate_queries(q_THA: Tensor, rotation: Rotation) -> Tensor:

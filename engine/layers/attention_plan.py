@@ -11,7 +11,7 @@ queries needs no groups at all, and its plan (`plan_decode`) reads nothing on th
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, groupby
 
 import numpy as np
@@ -77,20 +77,32 @@ class AttentionRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecompressedSegment:
-    """Neighbouring sequences that are expanded and attended to in one call.
+class ContextPart:
+    """Positions that are expanded and attended to in one call.
 
     Attributes:
-        rows: of the step.
         block_ids: [b] int64, the blocks of all of them.
         kept: which of the gathered [b * block_size] rows are positions, in order.
-        seqs: lengths of the sequences.
+        seqs: queries, and positions of this part, of each sequence.
     """
 
-    rows: slice
     block_ids: Tensor
     kept: slice | Tensor
     seqs: VarlenLengths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecompressedSegment:
+    """Neighbouring sequences that attend together, or one whose context is too long for one call.
+
+    Attributes:
+        rows: of the step.
+        parts: of the context, in order. The last one ends with the queries' own positions; those
+            before it come before all queries, which see them whole.
+    """
+
+    rows: slice
+    parts: tuple[ContextPart, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +178,7 @@ class _Sequence:
     num_queries: int
     num_positions: int
     num_blocks: int
+    first_block: int = 0
 
     @property
     def rows(self) -> range:
@@ -185,19 +198,21 @@ def plan_attention(
         batch: of the step.
         block_size: tokens per block.
         rule: of the choice.
-        max_positions: context tokens of several decompressed sequences in one call; a sequence
-            with more, or every one if 0, is alone.
+        max_positions: context tokens that are decompressed in one call. A sequence with more is
+            alone and attends to its prefix in parts; if 0, every one is alone and whole.
     """
     assert len(batch.lengths) == batch.num_seqs
     sequences = list(_sequences(batch.lengths, block_size))
     absorbed = [s for s in sequences if rule.takes_absorbed(s.num_queries, s.num_positions)]
     taken = {s.index for s in absorbed}
     others = (s for s in sequences if s.index not in taken)
-    runs = list(_neighbours(others, max_positions))
+    runs = [
+        list(_parts(run, max_positions, block_size)) for run in _neighbours(others, max_positions)
+    ]
     groups = list(_alike(absorbed, block_size))
     rows = [row for group in groups for s in group for row in s.rows]
     arrays = [
-        *chain.from_iterable(_segment_arrays(run, block_size) for run in runs),
+        *chain.from_iterable(_part_arrays(part, block_size) for run in runs for part in run),
         *chain.from_iterable(_group_arrays(group, block_size) for group in groups),
         np.array(rows, dtype=np.int64),
     ]
@@ -253,8 +268,24 @@ def _neighbours(sequences: Iterable[_Sequence], max_positions: int) -> Iterator[
         yield run
 
 
-def _segment_arrays(run: list[_Sequence], block_size: int) -> Iterator[Array]:
-    """Yield what `_segment` needs on the device: running sums, and the gathered rows it keeps."""
+def _parts(run: list[_Sequence], max_positions: int, block_size: int) -> Iterator[list[_Sequence]]:
+    """Split a long sequence's prefix into whole blocks, `max_positions` or fewer at a time."""
+    size = max_positions // block_size
+    s = run[0]
+    first = 0
+    if len(run) == 1 and size and s.num_positions > max_positions:
+        while first + size <= (s.num_positions - s.num_queries) // block_size:
+            yield [replace(s, first_block=first, num_blocks=size, num_positions=size * block_size)]
+            first += size
+    if not first:
+        yield run
+        return
+    rest = s.num_positions - first * block_size
+    yield [replace(s, first_block=first, num_blocks=s.num_blocks - first, num_positions=rest)]
+
+
+def _part_arrays(run: list[_Sequence], block_size: int) -> Iterator[Array]:
+    """Yield what `_part` needs on the device: running sums, and the gathered rows it keeps."""
     lengths = np.array([(0, 0), *((s.num_queries, s.num_positions) for s in run)])
     ends = lengths.cumsum(axis=0).astype(np.int32)
     yield ends[:, 0]
@@ -266,16 +297,24 @@ def _segment_arrays(run: list[_Sequence], block_size: int) -> Iterator[Array]:
 
 
 def _segment(
-    run: list[_Sequence], tables: Tensor, tensors: Iterator[Tensor]
+    parts: list[list[_Sequence]], tables: Tensor, tensors: Iterator[Tensor]
 ) -> DecompressedSegment:
+    first, last = parts[0][0], parts[0][-1]
+    return DecompressedSegment(
+        rows=slice(first.start, last.start + last.num_queries),
+        parts=tuple(_part(run, tables, tensors) for run in parts),
+    )
+
+
+def _part(run: list[_Sequence], tables: Tensor, tensors: Iterator[Tensor]) -> ContextPart:
     seqs = VarlenLengths(
         lengths=[(s.num_queries, s.num_positions) for s in run],
         cu_seqlens_q=next(tensors),
         cu_seqlens_k=next(tensors),
     )
-    return DecompressedSegment(
-        rows=slice(run[0].start, run[-1].start + run[-1].num_queries),
-        block_ids=torch.cat([tables[s.index, : s.num_blocks] for s in run]),
+    tables_of = [tables[s.index, s.first_block : s.first_block + s.num_blocks] for s in run]
+    return ContextPart(
+        block_ids=torch.cat(tables_of),
         kept=slice(0, run[0].num_positions) if len(run) == 1 else next(tensors),
         seqs=seqs,
     )

@@ -15,7 +15,7 @@ from engine.config import ModelConfig
 from engine.kernels.fp8_rows import Activation
 from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.rotation import Rotation
-from engine.layers.attention_plan import AttentionStep, DecompressedSegment
+from engine.layers.attention_plan import AttentionStep, ContextPart, DecompressedSegment
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from engine.layers.norm import RMSNorm
@@ -128,14 +128,34 @@ class MLA(nn.Module):
     def _attend_decompressed(
         self, q_THA: Tensor, step: AttentionStep, segment: DecompressedSegment
     ) -> Tensor:
-        """Expand the sequences' latents to keys and values, and attend: [T, H, V]."""
-        latents_PL = step.gather(self.layer_index, segment.block_ids, q_THA.dtype)[segment.kept]
+        """Attend with keys and values expanded, one part of a long context at a time: [T, H, V]."""
+        kernels = self._kernels
+        *prefix, own = segment.parts
+        k_PHA, v_PHV = self._expand(step, own, q_THA.dtype)
+        if not prefix:
+            return kernels.varlen_attention(q_THA, k_PHA, v_PHV, own.seqs, self.scale)
+        out_THV, lse_HT = kernels.varlen_attention_part(
+            q_THA, k_PHA, v_PHV, own.seqs, self.scale, is_causal=True
+        )
+        for part in prefix:
+            del k_PHA, v_PHV  # at most one part's keys and values at a time
+            k_PHA, v_PHV = self._expand(step, part, q_THA.dtype)
+            other = kernels.varlen_attention_part(
+                q_THA, k_PHA, v_PHV, part.seqs, self.scale, is_causal=False
+            )
+            kernels.merge_attention(out_THV, lse_HT, *other)
+        return out_THV
+
+    def _expand(
+        self, step: AttentionStep, part: ContextPart, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Expand latents to every head's keys [P, H, A] and values [P, H, V]."""
+        latents_PL = step.gather(self.layer_index, part.block_ids, dtype)[part.kept]
         kv_c_PC, k_pe_PR = latents_PL.split_with_sizes((self.kv_lora_rank, self.rope_dim), dim=-1)
         k_nope_PHN, v_PHV = self._per_head(self.kv_b_proj(kv_c_PC)).split_with_sizes(
             (self.nope_dim, self.value_dim), dim=-1
         )
-        k_PHA = self._kernels.join_keys(k_nope_PHN, k_pe_PR)
-        return self._kernels.varlen_attention(q_THA, k_PHA, v_PHV, segment.seqs, self.scale)
+        return self._kernels.join_keys(k_nope_PHN, k_pe_PR), v_PHV
 
     def _attend_absorbed(self, q_THA: Tensor, step: AttentionStep) -> Tensor:
         """Attend in the latent space, all groups' rows at once where they allow: [T, H, V]."""

@@ -311,6 +311,21 @@ def test_masked_silu_and_mul_fp8(expected_rows: int, counts: list[int]) -> None:
         assert (actual.data_LMD[expert, count:].view(torch.uint8) == 0xFF).all(), "untouched"
 
 
+@pytest.mark.parametrize("num_tokens", [0, *TOKENS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_merge_attention(num_tokens: int, dtype: torch.dtype) -> None:
+    out, other = (draw(num_tokens, 6, 128, dtype=dtype) for _ in range(2))
+    lse, other_lse = (draw(6, num_tokens, dtype=torch.float32) * 3 for _ in range(2))
+    lse[0], other_lse[:2] = float("-inf"), float("-inf")  # parts that saw nothing
+    expected, expected_lse = reference.merge_attention(out.clone(), lse.clone(), other, other_lse)
+    merged, merged_lse = fused("attention").merge_attention(out, lse, other, other_lse)
+    assert merged is out
+    assert merged_lse is lse
+    torch.testing.assert_close(merged, expected, rtol=BF16, atol=1e-2)
+    torch.testing.assert_close(merged_lse, expected_lse, rtol=1e-4, atol=1e-4)
+    assert (merged[:, 0] == 0).all()
+
+
 def draw_rotation(num_tokens: int, rope: int, interleave: bool) -> Rotation:
     angles = torch.rand(num_tokens, rope // 2, device=DEVICE) * 6
     return Rotation(cos=angles.cos(), sin=angles.sin(), interleave=interleave)

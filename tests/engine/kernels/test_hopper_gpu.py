@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -171,15 +172,45 @@ def test_varlen_attention(kernels: Kernels, lengths: list[tuple[int, int]], num_
     expanded = draw(num_positions, num_heads, 256)
     k = kernels.join_keys(expanded[..., :128], draw(num_positions, 64))
     v = expanded[..., 128:]  # a strided view, as the layer has it
+    seqs = lengths_on_device(lengths)
+    actual = kernels.varlen_attention(q, k, v, seqs, 0.1352)
+    expected = reference.varlen_attention(q.float(), k.float(), v.float(), lengths, 0.1352)
+    assert relative_error(actual, expected) < 1e-2  # bfloat16 probabilities
+
+
+def lengths_on_device(lengths: list[tuple[int, int]]) -> VarlenLengths:
     ends = torch.tensor([(0, 0), *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
-    seqs = VarlenLengths(
+    return VarlenLengths(
         lengths=lengths,
         cu_seqlens_q=ends[:, 0].contiguous(),
         cu_seqlens_k=ends[:, 1].contiguous(),
     )
-    actual = kernels.varlen_attention(q, k, v, seqs, 0.1352)
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("cuts", [[64], [256, 1000, 1024]])
+def test_varlen_attention_in_parts(kernels: Kernels, num_heads: int, cuts: list[int]) -> None:
+    num_queries, num_positions = 300, 1400
+    q, k = draw(num_queries, num_heads, 192), draw(num_positions, num_heads, 192)
+    v = draw(num_positions, num_heads, 256)[..., 128:]
+    edges = [0, *cuts, num_positions]
+    running: tuple[Tensor, Tensor] | None = None
+    for start, end in reversed([*pairwise(edges)]):
+        piece = [(num_queries, end - start)]
+        part = kernels.varlen_attention_part(
+            q, k[start:end], v[start:end], lengths_on_device(piece), 0.1352,
+            is_causal=end == num_positions,
+        )  # fmt: skip
+        expected_lse = reference.varlen_attention_part(
+            q.float(), k[start:end].float(), v[start:end].float(), piece, 0.1352,
+            is_causal=end == num_positions,
+        )[1]  # fmt: skip
+        torch.testing.assert_close(part[1], expected_lse, rtol=1e-3, atol=1e-2)
+        running = kernels.merge_attention(*running, *part) if running else part
+    assert running is not None
+    lengths = [(num_queries, num_positions)]
     expected = reference.varlen_attention(q.float(), k.float(), v.float(), lengths, 0.1352)
-    assert relative_error(actual, expected) < 1e-2  # bfloat16 probabilities
+    assert relative_error(running[0], expected) < 1e-2  # bfloat16 probabilities
 
 
 def test_gate_logits_lose_nothing(kernels: Kernels) -> None:

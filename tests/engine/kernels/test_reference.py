@@ -1,6 +1,7 @@
 """The plain operations against their definitions, written out as loops."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -159,6 +160,44 @@ def test_causal_attention_is_its_definition(num_queries: int, prefix: int) -> No
     probs = scores.masked_fill(after, float("-inf")).softmax(-1)
     expected = torch.einsum("hqp,phv->qhv", probs, v)
     torch.testing.assert_close(reference.causal_attention(q, k, v, 0.3), expected)
+
+
+@given(seed=SEEDS, cuts=st.lists(st.integers(1, 39), max_size=3, unique=True))
+def test_attention_in_parts_is_attention(seed: int, cuts: list[int]) -> None:
+    """Two sequences with 7 and 3 queries after prefixes of 40 and 45."""
+    lengths = [(7, 47), (3, 48)]
+    q, k, v = _randn(seed, 10, 2, 6), _randn(seed + 1, 95, 2, 6), _randn(seed + 2, 95, 2, 4)
+    expected = reference.varlen_attention(q, k, v, lengths, 0.3)
+    edges = [0, *sorted(cuts)]
+    spans = [*pairwise(edges), (edges[-1], None)]
+    out, lse = torch.zeros(10, 2, 4), torch.full((2, 10), float("-inf"))
+    for start, end in spans:
+        some_k, some_v = (torch.cat([x[:47][start:end], x[47:][start:end]]) for x in (k, v))
+        counts = [len(range(*slice(start, end).indices(p))) for _, p in lengths]
+        part, part_lse = reference.varlen_attention_part(
+            q, some_k, some_v, [(7, counts[0]), (3, counts[1])], 0.3, is_causal=end is None
+        )
+        assert reference.merge_attention(out, lse, part, part_lse)[0] is out
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    assert lse.isfinite().all()
+
+
+def test_the_logarithm_is_that_of_all_positions() -> None:
+    q, k, v = _randn(0, 3, 2, 6), _randn(1, 5, 2, 6), _randn(2, 5, 2, 4)
+    _, lse = reference.varlen_attention_part(q, k, v, [(3, 5)], 0.3, is_causal=False)
+    scores = torch.einsum("qha,pha->hqp", q, k) * 0.3
+    torch.testing.assert_close(lse, scores.exp().sum(-1).log())
+
+
+def test_parts_that_saw_nothing_count_for_nothing() -> None:
+    out, other = torch.full((1, 1, 2), 3.0), torch.full((1, 1, 2), 5.0)
+    nothing = torch.full((1, 1), float("-inf"))
+    merged, lse = reference.merge_attention(other.clone(), torch.zeros(1, 1), out, nothing.clone())
+    assert merged.tolist() == [[[5.0, 5.0]]]
+    assert lse.item() == 0.0
+    merged, lse = reference.merge_attention(out.clone(), nothing.clone(), other, nothing.clone())
+    assert merged.tolist() == [[[0.0, 0.0]]]
+    assert lse.item() == float("-inf")
 
 
 def test_absorbed_attention_is_multi_query_attention() -> None:

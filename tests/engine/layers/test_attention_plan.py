@@ -10,6 +10,7 @@ from engine.layers.attention_plan import (
     MAX_GROUP_TOKENS,
     AttentionPlan,
     AttentionRule,
+    DecompressedSegment,
     plan_attention,
 )
 
@@ -48,11 +49,17 @@ SEQUENCES = st.lists(
 )
 
 
-@given(lengths=SEQUENCES, cost=st.sampled_from([0.0, 0.5, 1.0, float("inf")]))
-def test_every_row_once_with_its_own_context(lengths: list[tuple[int, int]], cost: float) -> None:
+@given(
+    lengths=SEQUENCES,
+    cost=st.sampled_from([0.0, 0.5, 1.0, float("inf")]),
+    max_positions=st.sampled_from([0, 8, 30, 100]),
+)
+def test_every_row_once_with_its_own_context(
+    lengths: list[tuple[int, int]], cost: float, max_positions: int
+) -> None:
     batch = make_batch(lengths)
     rule = AttentionRule(nope=4, rope=2, value=4, latent=16, absorbed_cost=cost)
-    plan = plan_attention(batch, BLOCK_SIZE, rule)
+    plan = plan_attention(batch, BLOCK_SIZE, rule, max_positions=max_positions)
     owner = np.repeat(np.arange(len(lengths)), [q for q, _ in lengths]).tolist()
     blocks = {
         index: batch.block_tables[index, : -(-(q + p) // BLOCK_SIZE)].tolist()
@@ -60,8 +67,12 @@ def test_every_row_once_with_its_own_context(lengths: list[tuple[int, int]], cos
     }
     seen: list[int] = []
     for segment in plan.segments:
-        seen += range(segment.rows.start, segment.rows.stop)
-        assert segment.block_ids.tolist() == blocks[owner[segment.rows.start]]
+        rows_of = range(segment.rows.start, segment.rows.stop)
+        seen += rows_of
+        owners = list(dict.fromkeys(owner[row] for row in rows_of))
+        assert_parts(segment, [lengths[index] for index in owners], max_positions)
+        found = [block for part in segment.parts for block in part.block_ids.tolist()]
+        assert found == [block for index in owners for block in blocks[index]]
     rows = absorbed_rows(plan)
     for group in plan.groups:
         own = rows[group.rows]
@@ -80,6 +91,42 @@ def test_every_row_once_with_its_own_context(lengths: list[tuple[int, int]], cos
                 assert num_visible == int(batch.positions[first_row + q]) + 1
                 assert not group.hidden_SQP[s, q, :num_visible].any()
     assert sorted(seen) == list(range(batch.num_tokens))
+
+
+def assert_parts(
+    segment: DecompressedSegment, sequences: list[tuple[int, int]], max_positions: int
+) -> None:
+    """All positions in order; several sequences fit one call; prefixes are cut to fit one."""
+    queries = [q for q, _ in sequences]
+    assert all([q for q, _ in part.seqs.lengths] == queries for part in segment.parts)
+    positions = [[p for _, p in part.seqs.lengths] for part in segment.parts]
+    assert [sum(column) for column in zip(*positions, strict=True)] == [q + p for q, p in sequences]
+    if len(sequences) > 1:
+        assert len(segment.parts) == 1
+        assert sum(positions[0]) <= max_positions
+        return
+    for part, (count,) in zip(segment.parts, positions, strict=True):
+        assert part.kept == slice(0, count)
+        assert part.seqs.cu_seqlens_k.tolist() == [0, count]
+        assert part.seqs.cu_seqlens_q.tolist() == [0, queries[0]]
+    if len(segment.parts) > 1:
+        assert max_positions
+        assert all(count <= max_positions for (count,) in positions[:-1])
+        assert positions[-1][0] >= queries[0], "the last part holds the queries"
+    elif max_positions:
+        assert positions[0][0] <= max(max_positions, queries[0] + max_positions)
+
+
+def test_a_long_prefix_is_cut_into_parts() -> None:
+    rule = AttentionRule(nope=4, rope=2, value=4, latent=16, absorbed_cost=float("inf"))
+    plan = plan_attention(make_batch([(5, 42)]), BLOCK_SIZE, rule, max_positions=17)
+    (segment,) = plan.segments
+    assert [part.seqs.lengths for part in segment.parts] == [[(5, 16)], [(5, 16)], [(5, 15)]]
+    assert [part.block_ids.tolist() for part in segment.parts] == [
+        [1, 2, 3, 4],
+        [5, 6, 7, 8],
+        [9, 10, 11, 12],
+    ]
 
 
 def test_a_decode_step_is_one_slice() -> None:

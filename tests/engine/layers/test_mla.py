@@ -23,7 +23,10 @@ DECOMPRESSED, ABSORBED = float("inf"), 0.0
 class Bench:
     """One attention layer, in the middle of a pool of three, and a table of blocks a sequence."""
 
-    def __init__(self, *, absorbed_cost: float = 1.0, **changes: object) -> None:
+    def __init__(
+        self, *, absorbed_cost: float = 1.0, max_positions: int = 0, **changes: object
+    ) -> None:
+        self.max_positions = max_positions
         self.config = ModelConfig.from_hf(tiny_config(**changes))
         self.mla = MLA(self.config, LayerContext(), 1)
         generator = torch.Generator().manual_seed(0)
@@ -56,7 +59,7 @@ class Bench:
         )
         cos, sin = self.rotary(batch.positions)
         step = AttentionStep(
-            plan=plan_attention(batch, BLOCK_SIZE, self.rule),
+            plan=plan_attention(batch, BLOCK_SIZE, self.rule, max_positions=self.max_positions),
             slot_mapping=batch.slot_mapping,
             cos=cos,
             sin=sin,
@@ -91,6 +94,19 @@ def test_chunks_change_nothing(cost: float, chunks: list[int]) -> None:
     bench, outs, start = Bench(absorbed_cost=cost), [], 0
     for chunk in chunks:
         outs += bench.run([(0, start, hidden[start : start + chunk])])
+        start += chunk
+    torch.testing.assert_close(torch.cat(outs), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_positions", [8, 16, 20, 64])
+def test_a_prefix_in_parts_changes_nothing(max_positions: int) -> None:
+    hidden = draw(61)
+    expected = Bench(absorbed_cost=DECOMPRESSED).run([(0, 0, hidden)])[0]
+    bench = Bench(absorbed_cost=DECOMPRESSED, max_positions=max_positions)
+    outs, start = [], 0
+    for chunk in 30, 7, 1, 23:
+        company = (1 + start, 0, draw(5, seed=start))
+        outs.append(bench.run([(0, start, hidden[start : start + chunk]), company])[0])
         start += chunk
     torch.testing.assert_close(torch.cat(outs), expected, rtol=1e-4, atol=1e-5)
 
