@@ -1,0 +1,63 @@
+"""Start the ranks of a test as processes, wait for all, and say what the failed one said."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+def run_rank_processes(
+    module: str,
+    num_ranks: int,
+    arguments: Callable[[int], Sequence[object]],
+    folder: Path,
+    *,
+    timeout_s: float,
+) -> None:
+    """Run `python -m module` once per rank; AssertionError with the output of one that failed.
+
+    Args:
+        module: with a `main`.
+        num_ranks: processes.
+        arguments: of a rank.
+        folder: for their output, one file a rank.
+        timeout_s: for all of them together; then they are killed.
+    """
+    logs = [folder / f"rank-{rank}.log" for rank in range(num_ranks)]
+    processes = []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("wb") as output:
+                command = [sys.executable, "-m", module, *map(str, arguments(rank))]
+                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+                processes.append(
+                    subprocess.Popen(
+                        command, env=environment, stdout=output, stderr=subprocess.STDOUT
+                    )
+                )
+        _wait_for_all(processes, time.monotonic() + timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    # A rank that was killed because another failed says nothing: show the first that exited.
+    failed = sorted(
+        (process.returncode < 0, rank)
+        for rank, process in enumerate(processes)
+        if process.returncode != 0
+    )
+    assert not failed, "\n".join(
+        f"rank {rank} ended with {processes[rank].returncode}:\n{logs[rank].read_text()[-3000:]}"
+        for _, rank in failed[:2]
+    )
+
+
+def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
+    """Wait until all have ended well, one has not, or the time is over."""
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        if any(codes) or None not in codes:
+            return
+        time.sleep(0.1)
