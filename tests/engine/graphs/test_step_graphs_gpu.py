@@ -1,0 +1,158 @@
+"""On a GPU, captured steps do what the same work does when it is called."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.build import LoadFormat, build_kv_pool, build_model
+from engine.graphs.step_graphs import StepGraphs
+from engine.kernels.create import create_kernels
+from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.request import Request, ScheduledRequest
+from engine.runner import ModelRunner, PendingStep
+from engine.sampling.sampler import Sampler
+from engine.shapes import DEEPSEEK_V3
+from runtime.sampling import SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+MAX_NUM_SEQS, MAX_MODEL_LEN, NUM_STEPS, BLOCK_SIZE = 20, 512, 24, 64
+NARROW = replace(
+    DEEPSEEK_V3,
+    vocab_size=4096,
+    hidden_size=1024,
+    num_hidden_layers=3,
+    first_k_dense_replace=1,
+    num_attention_heads=64,
+    q_lora_rank=512,
+    intermediate_size=2048,
+    moe_intermediate_size=512,
+    n_routed_experts=16,
+    n_group=4,
+    topk_group=2,
+    num_experts_per_tok=4,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> DeepseekV3ForCausalLM:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    kernels = create_kernels("cuda")
+    if not kernels.has_paged_attention:
+        pytest.skip("needs a Hopper GPU with flash_mla")
+    built = build_model(
+        NARROW,
+        dtype=torch.bfloat16,
+        device="cuda",
+        load_format=LoadFormat.DUMMY,
+        kernels=kernels,
+    )
+    built.prepare_absorption()
+    return built
+
+
+def draw_requests() -> list[Request]:
+    draw = random.Random(0)
+    requests = []
+    next_block = 1
+    for index in range(MAX_NUM_SEQS):
+        params = SamplingParams(
+            temperature=draw.choice([0.0, 0.7]),
+            top_p=draw.choice([1.0, 0.9]),
+            presence_penalty=draw.choice([0.0, 0.5]),
+            num_logprobs=draw.choice([-1, 1]),
+            seed=index,
+        )
+        prompt = [draw.randrange(4096) for _ in range(draw.randint(1, 300))]
+        request = Request(request_id=str(index), prompt_token_ids=prompt, sampling=params)
+        request.block_table = list(range(next_block, next_block + MAX_MODEL_LEN // BLOCK_SIZE))
+        next_block += MAX_MODEL_LEN // BLOCK_SIZE
+        requests.append(request)
+    return requests
+
+
+def run(
+    model: DeepseekV3ForCausalLM, *, use_graphs: bool, kv_dtype: torch.dtype
+) -> tuple[list[list[int]], torch.Tensor]:
+    """Prefill, then decode with each step launched before the last is read."""
+    pool = build_kv_pool(model, 1 + MAX_NUM_SEQS * MAX_MODEL_LEN // BLOCK_SIZE, dtype=kv_dtype)
+    runner = ModelRunner(model, pool, Sampler(NARROW.vocab_size))
+    graphs = StepGraphs(
+        model,
+        pool,
+        vocab_size=NARROW.vocab_size,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=MAX_MODEL_LEN,
+        use_graphs=use_graphs,
+    )
+    graphs.capture()
+    requests, draw = draw_requests(), random.Random(1)
+    for request in requests:
+        (result,) = runner.execute([ScheduledRequest(request, request.num_prompt_tokens)])
+        assert result.sampled is not None
+        request.num_computed_tokens = request.num_prompt_tokens
+        request.output_token_ids.append(result.sampled.token_id)
+    before: PendingStep | None = None
+    for _ in range(NUM_STEPS):
+        chosen = draw.sample(requests, draw.randint(1, MAX_NUM_SEQS))
+        scheduled = [ScheduledRequest(request, 1) for request in chosen]
+        for request in chosen:
+            request.num_launched_tokens += 1
+        pending = graphs.launch_step(scheduled, after=before)
+        if before is not None:
+            book(before)
+        before = pending
+    assert before is not None
+    book(before)
+    return [request.output_token_ids for request in requests], pool.data.view(torch.uint8).cpu()
+
+
+def book(pending: PendingStep) -> None:
+    for result in pending.collect():
+        assert result.sampled is not None
+        result.request.num_launched_tokens -= 1
+        result.request.num_computed_tokens += 1
+        result.request.output_token_ids.append(result.sampled.token_id)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_graphs_and_calls_agree_bitwise(
+    model: DeepseekV3ForCausalLM, kv_dtype: torch.dtype
+) -> None:
+    eager_tokens, eager_kv = run(model, use_graphs=False, kv_dtype=kv_dtype)
+    graph_tokens, graph_kv = run(model, use_graphs=True, kv_dtype=kv_dtype)
+    assert graph_tokens == eager_tokens
+    assert torch.equal(graph_kv[1:], eager_kv[1:])  # rows of padding write into block 0, in a race
+
+
+def test_a_launch_does_not_wait_for_the_device(model: DeepseekV3ForCausalLM) -> None:
+    """Any synchronising call of the host is an error while steps are launched."""
+    pool = build_kv_pool(model, 1 + MAX_NUM_SEQS * MAX_MODEL_LEN // BLOCK_SIZE)
+    graphs = StepGraphs(
+        model,
+        pool,
+        vocab_size=NARROW.vocab_size,
+        max_num_seqs=4,
+        max_model_len=MAX_MODEL_LEN,
+    )
+    graphs.capture()
+    requests = draw_requests()[:3]
+    for request in requests:
+        request.num_computed_tokens = request.num_prompt_tokens
+        request.output_token_ids.append(1)
+    pending: PendingStep | None = None
+    for mode in ("default", "error", "error"):
+        scheduled = [ScheduledRequest(request, 1) for request in requests]
+        for request in requests:
+            request.num_launched_tokens += 1
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            following = graphs.launch_step(scheduled, after=pending)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if pending is not None:
+            book(pending)
+        pending = following
