@@ -19,8 +19,8 @@ import torch
 from engine.parallel.groups import RankGroup
 from runtime.errors import StaleTicketError
 
-_HAS_WORK, _NUM_TOKENS, _LEAVING, _EPOCH = range(4)
-_NUM_FIELDS = 4
+_HAS_WORK, _NUM_TOKENS, _LEAVING, _EPOCH, _IN_FLIGHT = range(5)
+_NUM_FIELDS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +30,12 @@ class RankState:
     Attributes:
         num_tokens: tokens that it is going to run; 0 is no work.
         leaving: it has been asked to stop, and goes on only for the others.
+        in_flight: it has launched a step whose tokens it has not read; they may bring work.
     """
 
     num_tokens: int
     leaving: bool = False
+    in_flight: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +46,13 @@ class GroupState:
         has_work: at least one rank runs tokens, so all take the step.
         max_num_tokens: most tokens of a rank in this step.
         all_leaving: no rank needs another step, ever.
+        in_flight: at least one rank has a step in flight, so all come again at once.
     """
 
     has_work: bool
     max_num_tokens: int
     all_leaving: bool
+    in_flight: bool = False
 
 
 class Lockstep(Protocol):
@@ -79,6 +83,7 @@ class SoloLockstep:
             has_work=state.num_tokens > 0,
             max_num_tokens=state.num_tokens,
             all_leaving=state.leaving,
+            in_flight=state.in_flight,
         )
 
 
@@ -93,12 +98,13 @@ class GroupLockstep:
         self._epoch = epoch
 
     def exchange(self, state: RankState) -> GroupState:
-        """One all-gather of [4] int64 a rank."""
+        """One all-gather of [5] int64 a rank."""
         row = torch.zeros(1, _NUM_FIELDS, dtype=torch.int64)
         row[0, _HAS_WORK] = int(state.num_tokens > 0)
         row[0, _NUM_TOKENS] = state.num_tokens
         row[0, _LEAVING] = int(state.leaving)
         row[0, _EPOCH] = self._epoch
+        row[0, _IN_FLIGHT] = int(state.in_flight)
         rows = self._group.all_gather(row).tolist()
         epochs = [item[_EPOCH] for item in rows]
         if any(epoch != self._epoch for epoch in epochs):
@@ -107,6 +113,7 @@ class GroupLockstep:
             has_work=any(item[_HAS_WORK] for item in rows),
             max_num_tokens=max(item[_NUM_TOKENS] for item in rows),
             all_leaving=all(item[_LEAVING] for item in rows),
+            in_flight=any(item[_IN_FLIGHT] for item in rows),
         )
 
 

@@ -5,6 +5,11 @@ blocks on nothing but the step itself and, in a group, on the other ranks of the
 with nothing to do sleeps until a command comes; in a group only for a few milliseconds, because
 another rank may need it for its own step.
 
+With `max_ahead` 1 a step is launched before the tokens of the one before it are read, so that a GPU
+never waits for the host: the requests of both take their tokens from the device. Whether a request
+has ended is then known one step late; the token that the late step gives it is dropped, and its
+blocks are free when that step is over.
+
 If anything in a step fails, the rank cannot know what state the model or the group is in: every
 request is answered with an error, later commands are refused, and `on_end` tells the process, which
 exits. The failure of one request never comes here; the rank handles it.
@@ -16,8 +21,10 @@ import contextlib
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from decode.frames import Delta
@@ -26,8 +33,7 @@ from decode.metrics import DecodeMetrics
 from decode.rank import DecodeRank
 from decode.scheduler import StepPlan
 from engine.request import ScheduledRequest
-from engine.runner import StepResult
-from engine.sampling.inputs import SampledToken
+from engine.runner import PendingStep
 from runtime.errors import InternalError, PeerLostError, TandemError
 from runtime.logging import get_logger
 from runtime.pb import decode_pb2
@@ -49,12 +55,25 @@ Command = Callable[[], None]
 class StepRunner(Protocol):
     """What the loop needs of a model runner."""
 
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Sequence[StepResult]:
-        """Run one step; one result per scheduled request, in order."""
+    def launch(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        *,
+        after: PendingStep | None = None,
+        least: int = 0,
+    ) -> PendingStep:
+        """Issue one step to the device and return without waiting for it.
+
+        Args:
+            scheduled: at least one request, one token each; what they hold is read now.
+            after: the step before, if its tokens are not read: they are what `scheduled` runs where
+                `num_unread` says so.
+            least: the most tokens that a rank of the group runs in this step.
+        """
         ...
 
-    def run_dummy(self) -> None:
-        """Take part in the other ranks' step without a request of our own."""
+    def run_dummy(self, *, least: int = 0) -> None:
+        """Launch our part in the other ranks' step without a request of our own."""
         ...
 
 
@@ -64,6 +83,16 @@ class Publisher(Protocol):
     def __call__(self, news: Mapping[str, list[Delta]], load: decode_pb2.LoadReport) -> None:
         """Hand over without blocking."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LaunchedStep:
+    """Its tokens are not read; `follows` a step directly, so that idling in between is a loss."""
+
+    plan: StepPlan
+    pending: PendingStep
+    launched_at: float
+    follows: bool
 
 
 class EngineLoop:
@@ -78,6 +107,7 @@ class EngineLoop:
         metrics: DecodeMetrics,
         publish: Publisher,
         on_end: Callable[[TandemError | None], None],
+        max_ahead: int = 0,
     ) -> None:
         """Build; `start` runs it.
 
@@ -88,6 +118,7 @@ class EngineLoop:
             metrics: of the process.
             publish: takes the news of every step.
             on_end: called last, on the loop's thread; None after `stop`, else what went wrong.
+            max_ahead: steps that may run while another is launched: 0 or 1.
         """
         self._rank = rank
         self._runner = runner
@@ -95,6 +126,10 @@ class EngineLoop:
         self._metrics = metrics
         self._publish = publish
         self._on_end = on_end
+        self._max_ahead = max_ahead
+        self._in_flight: deque[_LaunchedStep] = deque()
+        self._is_following = False  # the latest turn launched a step
+        self._taken_over_at = 0.0
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._leaving = False
         self._was_idle = True
@@ -146,6 +181,7 @@ class EngineLoop:
         try:
             while not self._step():
                 pass
+            self._take_over_all_but(0)
         except Exception as caught:
             if self._leaving and self._rank.is_empty and isinstance(caught, PeerLostError):
                 logger.info("the other ranks left first")
@@ -155,12 +191,17 @@ class EngineLoop:
         self._end(error)
 
     def _step(self) -> bool:
-        """One step, or a rest where nobody has work; whether it was the last."""
+        """One turn: a step, or a rest where nobody has work; whether it was the last."""
         self._run_commands()
-        plan = self._rank.plan_step()
-        state = RankState(num_tokens=len(plan.requests), leaving=self._leaving)
+        plan = self._rank.plan_step(self._complete_launched)
+        state = RankState(
+            num_tokens=len(plan.requests),
+            leaving=self._leaving,
+            in_flight=bool(self._in_flight),
+        )
         group = self._lockstep.exchange(state)
-        self._rank.complete_step(plan, self._execute(plan, group))
+        is_launched = self._launch(plan, group)
+        self._take_over_all_but(self._max_ahead if is_launched else 0)
         self._tell()
         self._rest(group)
         return group.all_leaving
@@ -173,23 +214,48 @@ class EngineLoop:
                 return
             command()
 
-    def _execute(self, plan: StepPlan, group: GroupState) -> Sequence[SampledToken | None]:
-        if not group.has_work:
-            return ()
+    def _launch(self, plan: StepPlan, group: GroupState) -> bool:
+        """Launch our part of the group's step; whether results will come of it."""
+        follows, self._is_following = self._is_following, group.has_work
         if not plan.requests:
-            self._runner.run_dummy()
-            return ()
-        start = time.perf_counter()
-        results = self._runner.execute(plan.scheduled)
-        self._metrics.stepped(len(results), time.perf_counter() - start)
-        return [result.sampled for result in results]
+            if group.has_work:
+                self._runner.run_dummy(least=group.max_num_tokens)
+            return False
+        launched_at = time.perf_counter()
+        pending = self._runner.launch(
+            plan.scheduled,
+            after=self._in_flight[-1].pending if self._in_flight else None,
+            least=group.max_num_tokens,
+        )
+        step = _LaunchedStep(plan=plan, pending=pending, launched_at=launched_at, follows=follows)
+        self._in_flight.append(step)
+        return True
+
+    def _complete_launched(self) -> None:
+        self._take_over_all_but(0)
+
+    def _take_over_all_but(self, num_steps: int) -> None:
+        while len(self._in_flight) > num_steps:
+            self._take_over(self._in_flight.popleft())
+
+    def _take_over(self, step: _LaunchedStep) -> None:
+        """Wait for a step's tokens and book them."""
+        sampled = [result.sampled for result in step.pending.collect()]
+        now = time.perf_counter()
+        seconds = now - max(step.launched_at, self._taken_over_at)
+        self._taken_over_at = now
+        num_tokens = self._rank.complete_step(step.plan, sampled)
+        self._metrics.stepped(len(sampled), num_tokens, seconds)
+        idle_s = step.pending.idle_s
+        if step.follows and idle_s is not None:
+            self._metrics.step_waited(idle_s)
 
     def _tell(self) -> None:
         self._publish(self._rank.news.take(), self._rank.load())
 
     def _rest(self, group: GroupState) -> None:
         """Sleep until a command comes, if nobody has work."""
-        if group.has_work or group.all_leaving:
+        if group.has_work or group.in_flight or group.all_leaving:
             self._was_idle = False
             self._busy_at = time.monotonic()
             return

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from decode.transfer_metrics import TransferMetrics
 from runtime.errors import TandemError
 from runtime.lifecycle import DecodeStatus
-from runtime.metrics import LATENCY_BUCKETS_S
+from runtime.metrics import LATENCY_BUCKETS_S, SHORT_BUCKETS_S
 from runtime.pb import common_pb2, decode_pb2
 from runtime.sampling import FinishReason
 
@@ -71,6 +71,12 @@ class DecodeMetrics:
         self._step = Histogram(
             "pd_decode_step_seconds", "One step", buckets=_STEP_BUCKETS_S, registry=registry
         )
+        self._gap = Histogram(
+            "pd_decode_step_gap_seconds",
+            "GPU idle between the end of a step and the start of the next",
+            buckets=SHORT_BUCKETS_S,
+            registry=registry,
+        )
         self._batch = Histogram(
             "pd_decode_batch_size", "Requests of a step", buckets=_BATCH_BUCKETS, registry=registry
         )
@@ -103,11 +109,15 @@ class DecodeMetrics:
         self._preemptions.inc(num_preempted)
         self._resumes.inc(num_resumed)
 
-    def stepped(self, num_requests: int, seconds: float) -> None:
-        """A step was run; each of its requests got a token."""
+    def stepped(self, num_requests: int, num_tokens: int, seconds: float) -> None:
+        """A step was run; as many of its requests as went on got a token."""
         self._step.observe(seconds)
         self._batch.observe(num_requests)
-        self._tokens.inc(num_requests)
+        self._tokens.inc(num_tokens)
+
+    def step_waited(self, seconds: float) -> None:
+        """The device idled so long between two steps."""
+        self._gap.observe(seconds)
 
     def fenced(self) -> None:
         """A writer was shut out."""

@@ -70,8 +70,9 @@ class DecodeRank:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is left, neither a request nor a block in quarantine."""
-        return not self.live and self.desk.num_quarantined == 0
+        """Whether nothing is left, neither a request nor a block in quarantine or in a step."""
+        is_unused = self.desk.num_quarantined == 0 and not self._scheduler.lingering
+        return not self.live and is_unused
 
     def reserve(self, request: DecodeRequest) -> None:
         """Take a request on: queue it and let it in if it fits, or reject it at once."""
@@ -136,13 +137,21 @@ class DecodeRank:
         self._metrics.fenced()
         self._reservations.wake()
 
-    def plan_step(self) -> StepPlan:
-        """Expire what is late, let in what fits, and decide the step."""
+    def plan_step(self, complete_launched: Callable[[], None] | None = None) -> StepPlan:
+        """Expire what is late, let in what fits, and decide the step.
+
+        Args:
+            complete_launched: completes all steps that were launched and not completed, which the
+                decision may have to wait for; None if there are none.
+        """
         now = self._clock()
         if now >= self._next_expiry:
             self._next_expiry = now + EXPIRY_INTERVAL_S
             self.live.expire(now)
         self._admit()
+        if self._scheduler.must_wait:
+            assert complete_launched is not None
+            complete_launched()
         plan = self._scheduler.schedule()
         for request in plan.started:
             request.timings.decode_admission_s = self._clock() - request.arrived_at
@@ -154,21 +163,30 @@ class DecodeRank:
         self._metrics.scheduled(len(plan.preempted), len(plan.resumed))
         return plan
 
-    def complete_step(self, plan: StepPlan, sampled: Sequence[SampledToken | None]) -> None:
-        """Book one token a request. None: it has no usable logits, and fails alone."""
+    def complete_step(self, plan: StepPlan, sampled: Sequence[SampledToken | None]) -> int:
+        """Book one token a request; how many there were.
+
+        A request that ended since the step was planned gets none: nobody hears of that token. One
+        with None has no usable logits, and fails alone.
+        """
+        num_tokens = 0
         for request, token in zip(plan.requests, sampled, strict=True):
+            if not self._scheduler.land(request):
+                continue
             if token is None:
                 # Its KV may be what the numbers were lost in: no later prompt may find it.
                 self._pool.forget(request.request.block_table)
                 error = InternalError("the model's logits are not finite")
                 self.live.end(request, FinishReason.ERROR, error)
                 continue
+            num_tokens += 1
             reason = self._scheduler.append_token(request, token.token_id)
             tell_token(self.news, request, token, reason)
             if reason is not None:
                 self._growth.observe(request.request.num_output_tokens, request.request.sampling)
                 self._scheduler.finish(request)
                 self.live.forget(request, reason)
+        return num_tokens
 
     def load(self) -> decode_pb2.LoadReport:
         """What the router should know of us; also mirrored into the metrics."""

@@ -1,13 +1,18 @@
 """Continuous batching: which requests run in the next step, and who yields when blocks run out.
 
 Pure: knows requests, block counts and a host store, never tensors. Requests are ordered by age
-(`serial`). In a step every running request runs one token. Rules:
+(`serial`). In a step every running request runs one token. A step may be chosen while the one
+before it runs and its tokens are unknown: every running request is then taken to go on, but those
+that the next token ends by its number. A request that turns out to be over lingers: it holds its
+blocks until every step that runs it is over. Rules:
 
 - Growth: a request that needs another block gets it, oldest first. If none is free, the youngest
   running request is preempted: its KV goes to host memory and its blocks are given back.
 - If the host store cannot take the youngest, that request fails alone with OUT_OF_BLOCKS.
 - A request that is alone with the pool and cannot grow fails alone with OUT_OF_BLOCKS. If others
   (waiting, or being received) hold the rest, it yields to host memory instead and comes back.
+- Nothing is taken from a request that a launched step runs: where blocks run short, launched steps
+  are completed first (`must_wait`), which may free some.
 - Resume first: preempted requests return, oldest first, before a waiting one starts; only when
   nothing runs and none of them fits does a waiting one start, because then it holds what they need.
 """
@@ -21,7 +26,7 @@ from dataclasses import dataclass
 from decode.offload import HostStore
 from decode.requests import DecodeRequest
 from engine.memory.block_pool import BlockPool
-from engine.request import ScheduledRequest, num_blocks_for
+from engine.request import Request, ScheduledRequest, num_blocks_for
 from runtime.errors import InternalError
 from runtime.lifecycle import DecodeStatus
 from runtime.sampling import FinishReason, finish_reason_after
@@ -60,6 +65,7 @@ class DecodeScheduler:
         self.waiting: list[DecodeRequest] = []
         self.running: list[DecodeRequest] = []
         self.preempted: list[DecodeRequest] = []
+        self.lingering: list[DecodeRequest] = []  # FINISHED, and launched steps write their blocks
 
     @property
     def has_work(self) -> bool:
@@ -77,35 +83,65 @@ class DecodeScheduler:
         insort(self.waiting, request, key=_age)
 
     def finish(self, request: DecodeRequest) -> None:
-        """Take a request out, whatever its status here, and give back all that it holds."""
+        """Take a request out, whatever its status here, and give back all that it holds.
+
+        Its blocks come back later, if a launched step runs it.
+        """
         queue = self._queue_of(request.status)
         queue.remove(request)
         if request.status is DecodeStatus.PREEMPTED:
             self._host.drop(request.request_id)
-        self._release_blocks(request)
         request.move_to(DecodeStatus.FINISHED)
+        if request.request.num_launched_tokens:
+            self.lingering.append(request)
+        else:
+            self._release_blocks(request)
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether the next step cannot be chosen before those that are launched are over."""
+        is_any_launched = any(request.request.num_launched_tokens for request in self.running)
+        return is_any_launched and not self._pool.can_allocate(
+            sum(self._num_needed(request) for request in self._continuing())
+        )
 
     def schedule(self) -> StepPlan:
-        """Decide the next step; preempts, resumes and starts requests on the way."""
+        """Decide the next step; preempts, resumes and starts requests on the way.
+
+        The step must be launched, and `land` called for each of its requests when it is over.
+        """
         preempted: list[DecodeRequest] = []
         failed: list[DecodeRequest] = []
-        for request in tuple(self.running):
+        for request in self._continuing():
             if request.status is DecodeStatus.RUNNING:
                 self._grow(request, preempted, failed)
         resumed = [] if preempted or failed else self._resume()
         started = self._start()
-        running = tuple(self.running)
+        requests = tuple(self._continuing())
+        scheduled = tuple(ScheduledRequest(item.request, 1) for item in requests)
+        for item in scheduled:
+            item.request.num_launched_tokens += 1
         return StepPlan(
-            requests=running,
-            scheduled=tuple(ScheduledRequest(item.request, 1) for item in running),
+            requests=requests,
+            scheduled=scheduled,
             started=tuple(started),
             preempted=tuple(preempted),
             resumed=tuple(resumed),
             failed=tuple(failed),
         )
 
+    def land(self, request: DecodeRequest) -> bool:
+        """A step that ran the request is over; whether the request still is."""
+        request.request.num_launched_tokens -= 1
+        if request.status is DecodeStatus.RUNNING:
+            return True
+        if not request.request.num_launched_tokens:
+            self.lingering.remove(request)
+            self._release_blocks(request)
+        return False
+
     def append_token(self, request: DecodeRequest, token_id: int) -> FinishReason | None:
-        """Book the outcome of a step for one of its requests; whether `token_id` ends it."""
+        """Book the outcome of a step for a request that landed; whether `token_id` ends it."""
         assert request.status is DecodeStatus.RUNNING
         inner = request.request
         inner.num_computed_tokens += 1
@@ -121,6 +157,9 @@ class DecodeScheduler:
 
     def check_integrity(self) -> None:
         """Raise InternalError if a queue holds a request of another status or order."""
+        for request in self.lingering:
+            if request.status is not DecodeStatus.FINISHED or not request.request.block_table:
+                raise InternalError("a request lingers without a reason")
         for status in (DecodeStatus.WAITING, DecodeStatus.RUNNING, DecodeStatus.PREEMPTED):
             queue = self._queue_of(status)
             if any(request.status is not status for request in queue):
@@ -136,11 +175,25 @@ class DecodeScheduler:
         }
         return queues[status]
 
+    def _continuing(self) -> list[DecodeRequest]:
+        """Return the running requests that launched steps do not end by the number of tokens."""
+        return [request for request in self.running if self._goes_on(request.request)]
+
+    def _goes_on(self, inner: Request) -> bool:
+        num_unread = inner.num_unread_tokens
+        return num_unread == 0 or (
+            inner.num_output_tokens + num_unread < inner.sampling.max_tokens
+            and inner.num_tokens + num_unread < self._max_model_len
+        )
+
+    def _num_needed(self, request: DecodeRequest) -> int:
+        return request.request.num_blocks_needed(1, self._pool.block_size)
+
     def _grow(
         self, request: DecodeRequest, preempted: list[DecodeRequest], failed: list[DecodeRequest]
     ) -> None:
         """Give `request` the block for its next token, at the cost of the youngest if need be."""
-        num_needed = request.request.num_blocks_needed(1, self._pool.block_size)
+        num_needed = self._num_needed(request)
         while not self._pool.can_allocate(num_needed):
             victim = self.running[-1]
             if self._can_preempt(victim):
@@ -163,6 +216,7 @@ class DecodeScheduler:
         return num_blocks_for(request.request.num_computed_tokens, self._pool.block_size)
 
     def _preempt(self, victim: DecodeRequest) -> None:
+        assert not victim.request.num_launched_tokens, "a launched step writes its blocks"
         self.running.remove(victim)
         valid = victim.request.block_table[: self._num_valid_blocks(victim)]
         self._host.save(victim.request_id, valid)
@@ -177,9 +231,10 @@ class DecodeScheduler:
         the next step.
         """
         resumed: list[DecodeRequest] = []
-        while self.preempted and len(self.running) < self._max_num_seqs:
+        num_places = self._max_num_seqs - len(self._continuing()) if self.preempted else 0
+        while self.preempted and len(resumed) < num_places:
             request = self.preempted[0]
-            num_needed = request.request.num_blocks_needed(1, self._pool.block_size)
+            num_needed = self._num_needed(request)
             if not self._pool.can_allocate(num_needed + len(self.running)):
                 break
             self.preempted.pop(0)
@@ -203,10 +258,11 @@ class DecodeScheduler:
         started: list[DecodeRequest] = []
         if self.preempted and self.running:
             return started
-        while self.waiting and len(self.running) < self._max_num_seqs:
+        num_places = self._max_num_seqs - len(self._continuing()) if self.waiting else 0
+        while self.waiting and len(started) < num_places:
             request = self.waiting.pop(0)
             # Reserve allocated room for the first generated token, which this step computes.
-            assert request.request.num_blocks_needed(1, self._pool.block_size) == 0
+            assert self._num_needed(request) == 0
             request.move_to(DecodeStatus.RUNNING)
             insort(self.running, request, key=_age)
             started.append(request)

@@ -116,6 +116,7 @@ class DecodeWorker:
             metrics=self._metrics,
             publish=self._publish,
             on_end=self._engine_ended,
+            max_ahead=self._options.config.decode.max_ahead,
         )
         self._bridge = RankBridge(self._engine, rank)
         self._outboxes = Outboxes(self._bridge.abort_router, time.monotonic)

@@ -165,6 +165,7 @@ class ModelRunner:
         scheduled: Sequence[ScheduledRequest],
         *,
         after: PendingStep | None = None,
+        least: int = 0,
         on_layer_done: LayerDone | None = None,
         keep_hidden: bool = False,
     ) -> PendingStep:
@@ -175,6 +176,7 @@ class ModelRunner:
         Args:
             scheduled: at least one; block tables must cover the scheduled tokens.
             after: the step that samples the tokens that the host does not know yet.
+            least: the most tokens that a rank of the group runs; here every rank runs its own.
             on_layer_done: called with a layer's index once its KV of this step is issued.
             keep_hidden: also return the hidden states of sampled positions.
         """
@@ -217,7 +219,7 @@ class ModelRunner:
         for start in range(0, len(wanted), MAX_LOGITS_ROWS):
             self.model.compute_logits(wanted[start : start + MAX_LOGITS_ROWS])
 
-    def run_dummy(self) -> None:
+    def run_dummy(self, *, least: int = 0) -> None:
         """Launch one padding token, so that an idle expert-parallel rank joins the collectives."""
         device = self.kv_pool.device
         self._span = DeviceSpan.start(device)

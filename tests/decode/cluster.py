@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -96,11 +97,31 @@ def imagine(pool: KVPool, block_table: Sequence[int], prompt: Sequence[int]) -> 
     return next_token(prompt)
 
 
+class ContextStep:
+    """A step that the runner's stream comes to in its turn."""
+
+    idle_s = None
+
+    def __init__(self, requests: list[Request], tokens: Future[list[int | None]]) -> None:
+        self.requests, self.tokens = requests, tokens
+
+    def collect(self) -> list[StepResult]:
+        return [
+            StepResult(request=request, sampled=None if token is None else SampledToken(token))
+            for request, token in zip(self.requests, self.tokens.result(30), strict=True)
+        ]
+
+
 class ContextRunner:
-    """Runs steps on a KV pool without a model; can be slowed down, stopped and broken."""
+    """Runs steps on a KV pool without a model; can be slowed down, stopped and broken.
+
+    Like a device it runs them on a stream of its own, in order and after they were launched, so
+    that a block that is given away too early is written by two.
+    """
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
+        self._stream = ThreadPoolExecutor(1, thread_name_prefix="device")
         self.go = threading.Event()
         self.go.set()
         self.step_s = 0.0
@@ -108,27 +129,50 @@ class ContextRunner:
         self.unusable: set[str] = set()
         """Ids of requests whose logits are not finite."""
 
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> list[StepResult]:
+    def launch(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        *,
+        after: ContextStep | None = None,
+        least: int = 0,
+    ) -> ContextStep:
+        requests = [item.request for item in scheduled]
+        rows = []
+        for item in scheduled:
+            known = item.request.token_ids(item.start, item.end)
+            place = after.requests.index(item.request) if after and item.num_unread else -1
+            rows.append((item, known, place, list(item.request.block_table)))
+        unread = after.tokens if after is not None else None
+        return ContextStep(requests, self._stream.submit(self._run_all, rows, unread))
+
+    def run_dummy(self, *, least: int = 0) -> None:
+        """Nothing to take part in."""
+
+    def _run_all(
+        self,
+        rows: list[tuple[ScheduledRequest, list[int], int, list[int]]],
+        unread: Future[list[int | None]] | None,
+    ) -> list[int | None]:
         self.go.wait(20)
         threading.Event().wait(self.step_s)
         if self.error is not None:
             raise self.error
-        return [StepResult(request=item.request, sampled=self._run(item)) for item in scheduled]
+        tokens: list[int | None] = []
+        for item, known, place, block_table in rows:
+            if place >= 0:
+                assert unread is not None
+                known = [unread.result()[place] or 0]
+            tokens.append(self._run(item, known, block_table))
+        return tokens
 
-    def run_dummy(self) -> None:
-        """Nothing to take part in."""
-
-    def _run(self, item: ScheduledRequest) -> SampledToken | None:
-        request: Request = item.request
-        if request.request_id in self.unusable:
+    def _run(self, item: ScheduledRequest, known: list[int], block_table: list[int]) -> int | None:
+        if item.request.request_id in self.unusable:
             return None
-        write_tokens(
-            self._pool, request.block_table, item.start, request.token_ids(item.start, item.end)
-        )
-        blocks = self._pool.data[request.block_table]
+        write_tokens(self._pool, block_table, item.start, known)
+        blocks = self._pool.data[block_table]
         positions = blocks.transpose(1, 2).reshape(-1, NUM_LAYERS * LATENT_DIM)[: item.end]
         assert torch.equal(positions, positions[:, :1].expand_as(positions)), "torn KV"
-        return SampledToken(next_token([int(value) for value in positions[:, 0]]))
+        return next_token([int(value) for value in positions[:, 0]])
 
 
 class FakeRegistry(registry_pb2_grpc.RegistryServicer):

@@ -26,19 +26,42 @@ from tests.decode.test_rank import Bench
 TIMEOUT_S = 10
 
 
+class FakePending:
+    """A step that is over when it is collected."""
+
+    idle_s = None
+
+    def __init__(self, runner: FakeRunner, results: list[StepResult]) -> None:
+        self._runner, self._results = runner, results
+
+    def collect(self) -> list[StepResult]:
+        self._runner.num_in_flight -= 1
+        return self._results
+
+
 class FakeRunner:
     """One token a request and step; counts."""
 
     def __init__(self) -> None:
         self.num_dummies = 0
+        self.num_in_flight = 0
+        self.most_in_flight = 0
         self.error: Exception | None = None
 
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> list[StepResult]:
+    def launch(
+        self, scheduled: Sequence[ScheduledRequest], *, after: object = None, least: int = 0
+    ) -> FakePending:
         if self.error is not None:
             raise self.error
-        return [StepResult(request=s.request, sampled=SampledToken(9)) for s in scheduled]
+        assert least >= len(scheduled)
+        assert (after is not None) == (self.num_in_flight > 0)
+        self.num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
+        results = [StepResult(request=s.request, sampled=SampledToken(9)) for s in scheduled]
+        return FakePending(self, results)
 
-    def run_dummy(self) -> None:
+    def run_dummy(self, *, least: int = 0) -> None:
+        assert least > 0
         self.num_dummies += 1
 
 

@@ -87,6 +87,7 @@ class Bench:
             assert self.context(request) == share.request.token_ids(0, share.start)
             self.write(request, share.start)
         for request in plan.requests:
+            assert self.scheduler.land(request)
             if self.scheduler.append_token(request, self.next_token(request)) is not None:
                 self.scheduler.finish(request)
         return plan
@@ -125,8 +126,10 @@ def test_stop_and_length_are_told_apart() -> None:
     bench = Bench(10)
     request = must(bench.add(3, max_tokens=3))
     bench.scheduler.schedule()
+    assert bench.scheduler.land(request)
     assert bench.scheduler.append_token(request, 1) is None
     bench.scheduler.schedule()
+    assert bench.scheduler.land(request)
     assert bench.scheduler.append_token(request, 2) is FinishReason.LENGTH
 
 
