@@ -21,12 +21,16 @@ import torch
 
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.build import build_kv_pool
+from engine.execution import Execution
 from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.create import create_kernels
+from engine.layers.norm import Residual
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.operations import run
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
+from engine.parallel.pending import Pending, Ready
 from engine.shapes import DEEPSEEK_V3
 from engine.stage_timer import StageTimer, TimerMode, attention_operations
 from engine.weights.dummy import fill_with_dummy_weights
@@ -147,9 +151,9 @@ def make_batch() -> ForwardBatch:
 class SilentGroup(RankGroup):
     """A rank among others that never answer: its own work alone, sums left incomplete."""
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+    def start_all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
         """Return the tensor as it is."""
-        return tensor
+        return Ready(tensor)
 
 
 def silent_groups(ranks: int) -> ProcessGroups:
@@ -172,7 +176,12 @@ def measure_layers(kernels: Kernels, ranks: int) -> list[dict[str, Any]]:
         )
         timer = StageTimer(kernels)
         model = DeepseekV3ForCausalLM(
-            config, silent_groups(ranks), dtype=torch.bfloat16, device="cuda", kernels=timer
+            config,
+            silent_groups(ranks),
+            dtype=torch.bfloat16,
+            device="cuda",
+            kernels=timer,
+            execution=Execution(scatter_tokens=False),
         )
         fill_with_dummy_weights(model)
         pool = build_kv_pool(model, PROMPTS * PROMPT_LEN // BLOCK_SIZE + 1, block_size=BLOCK_SIZE)
@@ -190,14 +199,18 @@ def measure_layer(
     step = model.attention_step(batch, pool)
     hidden = torch.randn(batch.num_tokens, model.config.hidden_size, device="cuda").bfloat16()
     layer = model.model.layers[0]
-    whole = measure(lambda: layer(hidden, step), repeats=7)
+
+    def call() -> object:
+        return run(layer(Residual(hidden), step))
+
+    whole = measure(call, repeats=7)
     timer.mode = TimerMode.BOUNDS
-    layer(hidden, step)
+    call()
     repeats = 5
     for index in range(repeats + 1):
         # The first pass only lets the host run ahead of the device.
         timer.mode = TimerMode.TIMES if index else TimerMode.OFF
-        layer(hidden, step)
+        call()
     torch.cuda.synchronize()
     stages = [
         {

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from engine.config import ModelConfig
+from engine.execution import Execution
 from engine.kernels.base import Kernels
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
@@ -38,6 +39,7 @@ def build_model(
     with_mtp: bool = False,
     progress: bool = False,
     kernels: Kernels | None = None,
+    execution: Execution | None = None,
 ) -> DeepseekV3ForCausalLM:
     """Build this rank's model and fill it.
 
@@ -50,6 +52,7 @@ def build_model(
         with_mtp: build the multi-token-prediction layers.
         progress: show a bar on stderr.
         kernels: that the model runs on; None for the fastest of the device.
+        execution: how steps run on several ranks; None for what fits `groups`.
 
     Raises:
         ConfigError: an unsupported model, axes that do not divide it, too few devices, or a
@@ -68,7 +71,13 @@ def build_model(
             "turn it off or use a checkpoint that has one",
         )
     model = DeepseekV3ForCausalLM(
-        config, groups, dtype=dtype, device=device, with_mtp=with_mtp, kernels=kernels
+        config,
+        groups,
+        dtype=dtype,
+        device=device,
+        with_mtp=with_mtp,
+        kernels=kernels,
+        execution=execution,
     )
     with progress_bar("loading weights") if progress else nullcontext() as moved:
         if load_format is LoadFormat.DUMMY:

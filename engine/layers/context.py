@@ -4,14 +4,15 @@ kernels.
 Passed down the constructors, so that no layer reads a global.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from engine.kernels.base import Kernels
 from engine.kernels.portable import PortableKernels
-from engine.parallel.groups import ProcessGroups
+from engine.parallel.groups import Collectives, ProcessGroups
+from engine.parallel.token_sharding import ReplicatedTokens, ScatteredTokens, TokenSharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,8 @@ class LayerContext:
 
     Attributes:
         fp8: whether weights that the checkpoint quantises stay in FP8.
+        scatter_tokens: whether the tp ranks keep shares of the hidden states, not all of them.
+        collectives: for scattered tokens, over the ranks of the tp group; None for the group's.
     """
 
     dtype: torch.dtype = torch.float32
@@ -27,6 +30,20 @@ class LayerContext:
     groups: ProcessGroups = field(default_factory=ProcessGroups)
     kernels: Kernels = field(default_factory=PortableKernels)
     fp8: bool = False
+    scatter_tokens: bool = False
+    collectives: Collectives | None = None
+
+    @property
+    def sharding(self) -> TokenSharding:
+        """How the residual stream lies on the ranks."""
+        if self.scatter_tokens:
+            return ScatteredTokens(self.collectives or self.groups.tp_group)
+        return ReplicatedTokens(self.groups.tp_group)
+
+    @property
+    def unsplit(self) -> "LayerContext":
+        """For a layer that a rank runs whole, on whatever rows it is given."""
+        return replace(self, groups=ProcessGroups(), scatter_tokens=False, collectives=None)
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Return uninitialised memory for a weight; a loader fills it. `dtype` overrides."""

@@ -1,7 +1,8 @@
 """Matrix products, whole or split over the tp axis.
 
-Column-parallel splits outputs and needs no communication; row-parallel splits inputs and ends in an
-all-reduce; put one after the other, a pair costs one all-reduce. A layer may fuse several
+Column-parallel splits outputs and needs no communication; row-parallel splits inputs and leaves on
+each rank a part of a sum, which whoever keeps the hidden states adds up (`TokenSharding`). Put one
+after the other, a pair costs one reduction. A layer may fuse several
 checkpoint tensors that share an input (gate and up): `outputs` names them, in order, and they are
 looked up beside the layer's own name. With one rank all of this is a plain linear layer.
 """
@@ -108,12 +109,9 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """A product whose input is split over the tp ranks, as a column-parallel layer leaves it."""
 
-    def __init__(
-        self, ctx: LayerContext, in_features: int, out_features: int, *, reduce: bool = True
-    ) -> None:
+    def __init__(self, ctx: LayerContext, in_features: int, out_features: int) -> None:
         super().__init__()
         self._group = ctx.groups.tp_group
-        self._reduce = reduce
         self.in_features, self.out_features = in_features, out_features
         self.matrix = Matrix(ctx, [out_features], in_features // self._group.size)
 
@@ -128,12 +126,9 @@ class RowParallelLinear(nn.Module):
         return self.matrix.is_fp8
 
     def forward(self, x: Activation) -> Tensor:
-        """Map [..., in_features / tp] to [..., out_features].
-
-        Complete on every rank, or with `reduce=False` this rank's part of the sum.
-        """
+        """Map [..., in_features / tp] to [..., out_features]: this rank's part of the sum."""
         out: Tensor = self.matrix(x)
-        return self._group.all_reduce(out) if self._reduce else out
+        return out
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """See `HoldsWeights`."""

@@ -2,32 +2,41 @@
 
 Written after section 2.1.1 of the DeepSeek-V3 report. A token leaves C + R numbers in the cache:
 kv_c, from which every head's key and value can be expanded, and k_pe, the rotated key part that all
-heads share. Heads are split over the tp ranks; the latents are whole on each.
+heads share. Heads are split over the tp ranks; the latents are whole on each. Where the ranks keep
+shares of the hidden states, each makes the latents of its own rows, and those are gathered: they
+are less than a third as wide.
 
-Legend: T tokens, D hidden size, H heads of this rank, N qk_nope_head_dim, R qk_rope_head_dim,
-A = N + R, V v_head_dim, C kv_lora_rank, P context positions.
+Legend: T tokens, t rows of this rank, D hidden size, H heads of this rank, N qk_nope_head_dim,
+R qk_rope_head_dim, A = N + R, V v_head_dim, C kv_lora_rank, P context positions.
 """
 
 import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
-from engine.kernels.fp8_rows import Activation
+from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.rotation import Rotation
 from engine.layers.attention_plan import AttentionStep, ContextPart, DecompressedSegment
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from engine.layers.norm import RMSNorm
+from engine.layers.norm import FeedFormat, RMSNorm
 from engine.layers.rotary import softmax_scale
+from engine.operations import Operations
+from engine.parallel.pending import Ready
 
 
 class MLA(nn.Module):
-    """Attention of layer `layer_index`, which is also its place in the KV pool."""
+    """Attention of layer `layer_index`, which is also its place in the KV pool.
+
+    Attributes:
+        feed_format: of the rows that `forward` takes.
+    """
 
     def __init__(self, config: ModelConfig, ctx: LayerContext, layer_index: int) -> None:
         super().__init__()
         self._kernels = ctx.kernels
+        self._sharding = ctx.sharding
         self.layer_index = layer_index
         self.num_heads = config.num_attention_heads // ctx.groups.tp_group.size
         self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
@@ -55,33 +64,43 @@ class MLA(nn.Module):
             ctx, config.kv_lora_rank, {"kv_b_proj": all_heads * (self.nope_dim + self.value_dim)}
         )
         self.o_proj = RowParallelLinear(ctx, all_heads * self.value_dim, config.hidden_size)
+        is_fp8 = self.qkv_a_proj.is_fp8 and (self.q_lora_rank > 0 or self.q_proj.is_fp8)
+        self.feed_format = FeedFormat.of(is_fp8=is_fp8)
         # Of kv_b_proj, made at the first absorbed step: the weight itself unless that is FP8.
         self._up_weight: Tensor | None = None
 
-    @property
-    def is_fp8(self) -> bool:
-        """Whether an input is best given as `Fp8Rows`."""
-        return self.qkv_a_proj.is_fp8 and (self.q_lora_rank > 0 or self.q_proj.is_fp8)
-
-    def forward(self, hidden: Activation, step: AttentionStep) -> Tensor:
+    def forward(self, hidden: Activation, step: AttentionStep) -> Operations[Tensor]:
         """Attend; writes this step's latents into the pool first.
 
         Args:
-            hidden: [T, D], normalised.
+            hidden: [t, D], normalised.
             step: of the running batch.
 
         Returns:
-            [T, D], complete on every tp rank.
+            [t, D], complete.
         """
-        # 1. project and rotate
-        q_THA = self._queries_and_latents(hidden, step)
+        sharding, num_tokens = self._sharding, step.slot_mapping.shape[0]
 
-        # 2. attend over all that is remembered
+        # 1. project own rows down, gather the latents of all tokens
+        gathering = sharding.start_gather(self.qkv_a_proj(hidden), num_tokens)
+        # Without a query latent, queries come from the hidden states themselves.
+        has_latent = self.q_lora_rank > 0
+        all_hidden = Ready(hidden) if has_latent else sharding.start_gather_padded(hidden)
+        yield
+        latents_T = gathering.wait()
+
+        # 2. project up and rotate
+        q_c, kv_TL = latents_T.tensor_split([self.q_lora_rank], dim=-1)
+        q_THA = self._queries(q_c if has_latent else all_hidden.wait(), num_tokens)
+        self._remember(q_THA, kv_TL, step)
+
+        # 3. attend over all that is remembered
         out_THV = self._attend(q_THA, step)
 
-        # 3. back to the hidden size
-        out_TD: Tensor = self.o_proj(out_THV.flatten(1))
-        return out_TD
+        # 4. back to the hidden size
+        reducing = sharding.start_reduce(self.o_proj(sharding.pad(out_THV.flatten(1))))
+        yield
+        return reducing.wait()
 
     def prepare_absorption(self) -> None:
         """Make the weights of the absorbed form now, rather than in its first step.
@@ -105,14 +124,18 @@ class MLA(nn.Module):
             out_THV[rows] = self._attend_absorbed(q_THA[rows], step)
         return out_THV
 
-    def _queries_and_latents(self, hidden: Activation, step: AttentionStep) -> Tensor:
-        """Write this step's latents into the pool; return rotated queries [T, H, A]."""
-        latents: Tensor = self.qkv_a_proj(hidden)
-        q_c, kv_TL = latents.tensor_split([self.q_lora_rank], dim=-1)
+    def _queries(self, source: Activation, num_tokens: int) -> Tensor:
+        """Map query latents [T, q_lora_rank], or hidden states [>= T, D], to queries [T, H, A]."""
         if self.q_lora_rank:
-            q: Tensor = self.q_b_proj(self.q_a_layernorm.feed(q_c, fp8=self.q_b_proj.is_fp8))
+            assert isinstance(source, Tensor)
+            q: Tensor = self.q_b_proj(self.q_a_layernorm.feed(source, fp8=self.q_b_proj.is_fp8))
         else:
-            q = self.q_proj(hidden)
+            rows = source.column_major() if isinstance(source, Fp8Rows) else source
+            q = self.q_proj(rows)[:num_tokens]
+        return self._per_head(q)
+
+    def _remember(self, q_THA: Tensor, kv_TL: Tensor, step: AttentionStep) -> None:
+        """Rotate the queries in place, and write the latents into the pool."""
         rotation = Rotation(cos=step.cos, sin=step.sin, interleave=self.interleave)
         norm = self.kv_a_layernorm
         self._kernels.store_latents(
@@ -123,7 +146,7 @@ class MLA(nn.Module):
             cache=step.kv_pool.layer(self.layer_index),
             slots_T=step.slot_mapping,
         )
-        return self._kernels.rotate_queries(self._per_head(q), rotation)
+        self._kernels.rotate_queries(q_THA, rotation)
 
     def _attend_decompressed(
         self, q_THA: Tensor, step: AttentionStep, segment: DecompressedSegment

@@ -2,31 +2,47 @@
 
 from torch import Tensor, nn
 
-from engine.kernels.fp8_rows import Activation
+from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from engine.layers.norm import FeedFormat, Normed
+from engine.operations import Operations
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)); `reduce=False` leaves the sum over tp to the caller."""
+    """down(silu(gate(x)) * up(x)).
 
-    def __init__(
-        self, ctx: LayerContext, hidden_size: int, intermediate_size: int, *, reduce: bool = True
-    ) -> None:
+    Attributes:
+        feed_format: of the rows that `forward` takes.
+    """
+
+    def __init__(self, ctx: LayerContext, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self._kernels = ctx.kernels
+        self._sharding = ctx.sharding
         self.gate_up_proj = ColumnParallelLinear(
             ctx, hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         )
-        self.down_proj = RowParallelLinear(ctx, intermediate_size, hidden_size, reduce=reduce)
+        self.down_proj = RowParallelLinear(ctx, intermediate_size, hidden_size)
+        self.feed_format = FeedFormat.of(is_fp8=self.is_fp8, is_sent=self._sharding.sends_rows)
 
     @property
     def is_fp8(self) -> bool:
         """Whether an input is best given as `Fp8Rows`."""
         return self.gate_up_proj.is_fp8
 
-    def forward(self, hidden: Activation) -> Tensor:
-        """Map [T, D] to [T, D]."""
+    def forward(self, normed: Normed) -> Operations[Tensor]:
+        """Map this rank's rows [t, D] to [t, D], complete."""
+        gathering = self._sharding.start_gather_padded(normed.feed)
+        yield
+        reducing = self._sharding.start_reduce(self.partial(gathering.wait()))
+        yield
+        return reducing.wait()
+
+    def partial(self, hidden: Activation) -> Tensor:
+        """Map [T, D] to [T, D]: this rank's part of the sum over tp, without communication."""
+        if isinstance(hidden, Fp8Rows):
+            hidden = hidden.column_major()
         gate_up: Tensor = self.gate_up_proj(hidden)
         activated: Activation
         if self.down_proj.is_fp8:

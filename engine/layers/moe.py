@@ -2,26 +2,31 @@
 
 The gate chooses logical experts; the placement says in which physical slots they stand; the
 dispatcher brings tokens there and back. Each of the three can change without the others. The shared
-expert is not routed: under tensor parallelism its partial sum rides on the dispatcher's reduction.
+expert is not routed; it runs while tokens travel. Where all ranks hold all tokens it is split over
+tp, and its partial sum rides on the dispatcher's reduction; otherwise each rank runs it whole, on
+its own rows.
 
 Legend: T tokens, D hidden size, E routed experts, K experts per token, L slots of this rank,
 M rows at this rank's experts, F expert width (of this rank, if tp splits it).
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
-from engine.kernels.fp8_rows import Activation
+from engine.kernels.fp8_rows import GROUP
 from engine.kernels.routing import RoutingRule
 from engine.layers.context import LayerContext
 from engine.layers.matrix import Matrix
 from engine.layers.mlp import MLP
+from engine.layers.norm import FeedFormat, Normed
+from engine.operations import Operations
 from engine.parallel.create_dispatcher import create_dispatcher
 from engine.parallel.expert_placement import ExpertPlacement
-from engine.parallel.token_dispatcher import AlignedRows, ExpertRows
+from engine.parallel.token_dispatcher import AlignedRows, ExpertRows, TokenDispatcher
 from engine.weights.slices import WeightSlice, split_evenly
 
 
@@ -65,7 +70,7 @@ class Experts(nn.Module):
         self._hidden_size = config.hidden_size
         num_slots, width = self._slots[1] - self._slots[0], self._width // num_shares
         stack = (num_slots,)
-        is_whole = width % 128 == 0  # else tp cuts through a block of scales
+        is_whole = width % GROUP == 0  # else tp cuts through a block of scales
         self.up = Matrix(ctx, [width] * 2, config.hidden_size, stack=stack, quantized=is_whole)
         self.down = Matrix(ctx, [config.hidden_size], width, stack=stack, quantized=is_whole)
         assert self.up.is_fp8 == self.down.is_fp8, "hidden_size is a multiple of 128, or is not"
@@ -92,25 +97,15 @@ class Experts(nn.Module):
 
     def forward(self, rows: ExpertRows | AlignedRows) -> Tensor:
         """Map the rows to [M, D], in the same order."""
-        if isinstance(rows, AlignedRows):
-            return self._kernels.grouped_fp8_mlp(
-                rows.rows, rows.expert_M, self.up.quantized_pair(), self.down.quantized_pair()
+        if isinstance(rows, ExpertRows):
+            return self._kernels.grouped_mlp(
+                rows.rows_MD, rows.num_rows_per_expert, self.w13, self.w2
             )
-        if self.is_fp8:
-            return self._align_and_run(rows)
-        return self._kernels.grouped_mlp(rows.rows_MD, rows.num_rows_per_expert, self.w13, self.w2)
-
-    def _align_and_run(self, rows: ExpertRows) -> Tensor:
-        """Run rows in the compute dtype, sorted by slot, through experts in FP8."""
-        kernels, rows_MD = self._kernels, rows.rows_MD
-        if not rows_MD.shape[0]:
-            return rows_MD
-        counts = torch.tensor(rows.num_rows_per_expert, device=rows_MD.device)
-        slots_M = torch.arange(len(counts), device=rows_MD.device).repeat_interleave(counts)
-        alignment = kernels.align_to_experts(slots_M.unsqueeze(1), 0, self.num_local_experts)
-        aligned = kernels.spread_rows(kernels.quantize_rows(rows_MD), alignment)
-        out = self.forward(AlignedRows(rows=aligned, expert_M=alignment.expert_M))
-        return out.index_select(0, alignment.rows_TK.flatten())
+        if not rows.rows.num_rows:
+            return torch.empty_like(rows.rows.data_TK, dtype=torch.bfloat16)
+        return self._kernels.grouped_fp8_mlp(
+            rows.rows, rows.expert_M, self.up.quantized_pair(), self.down.quantized_pair()
+        )
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """See `HoldsWeights`; a logical expert in several slots is read once per slot."""
@@ -142,9 +137,20 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed plus shared experts of one layer."""
+    """Routed plus shared experts of one layer.
 
-    def __init__(self, config: ModelConfig, ctx: LayerContext, placement: ExpertPlacement) -> None:
+    Attributes:
+        feed_format: of the rows that `forward` takes, beside the plain ones.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ctx: LayerContext,
+        placement: ExpertPlacement,
+        dispatcher: TokenDispatcher[Any],
+    ) -> None:
+        """Take the dispatcher that all layers share, of `create_expert_dispatcher`."""
         super().__init__()
         self.placement = placement
         self.gate = Gate(config, ctx)
@@ -152,24 +158,45 @@ class MoE(nn.Module):
         self.shared_experts = None
         if config.n_shared_experts:
             width = config.moe_intermediate_size * config.n_shared_experts
-            self.shared_experts = MLP(ctx, config.hidden_size, width, reduce=False)
-        self._kernels = ctx.kernels
-        self._dispatcher = create_dispatcher(
-            ctx.groups,
-            self.experts.num_local_experts,
-            ctx.kernels if self.experts.is_fp8 else None,
+            shared_ctx = ctx.unsplit if ctx.scatter_tokens else ctx
+            self.shared_experts = MLP(shared_ctx, config.hidden_size, width)
+        self._dispatcher = dispatcher
+        is_shared_fp8 = self.shared_experts is not None and self.shared_experts.is_fp8
+        self.feed_format = FeedFormat.of(
+            is_fp8=dispatcher.takes_fp8 or is_shared_fp8, is_sent=ctx.sharding.sends_rows
         )
 
-    def forward(self, hidden_TD: Tensor) -> Tensor:
+    def forward(self, normed: Normed) -> Operations[Tensor]:
         """Map [T, D] to [T, D]; T may be 0, and with ep > 1 every rank must call."""
-        topk_ids_TK, topk_weights_TK = self.gate(hidden_TD)
+        topk_ids_TK, topk_weights_TK = self.gate(normed.plain)
         topk_ids_TK = self.placement.to_physical(topk_ids_TK)
-        feed: Activation = hidden_TD
-        if self._dispatcher.takes_fp8:
-            feed = self._kernels.quantize_rows(hidden_TD)  # once, for routed and shared experts
-        rows, handle = self._dispatcher.dispatch(feed, topk_ids_TK, topk_weights_TK)
-        expert_out_MD = self.experts(rows)
-        own_TD = None
-        if self.shared_experts is not None:
-            own_TD = self.shared_experts(feed if self.shared_experts.is_fp8 else hidden_TD)
-        return self._dispatcher.combine(expert_out_MD, handle, own_TD)
+        feed = normed.feed if self._dispatcher.takes_fp8 else normed.plain
+        dispatching = self._dispatcher.start_dispatch(feed, topk_ids_TK, topk_weights_TK)
+        own_TD = self._run_shared(normed)
+        yield
+        rows, handle = dispatching.wait()
+        combining = self._dispatcher.start_combine(self.experts(rows), handle, own_TD)
+        yield
+        return combining.wait()
+
+    def _run_shared(self, normed: Normed) -> Tensor | None:
+        shared = self.shared_experts
+        if shared is None:
+            return None
+        return shared.partial(normed.feed if shared.is_fp8 else normed.plain)
+
+
+def create_expert_dispatcher(
+    config: ModelConfig, ctx: LayerContext, placement: ExpertPlacement
+) -> TokenDispatcher[Any]:
+    """Return the dispatcher for the MoE layers of a model; one serves all of them in turn."""
+    groups, width = ctx.groups, config.moe_intermediate_size
+    if groups.dims.ep == 1:
+        width //= groups.dims.tp
+    is_fp8 = ctx.fp8 and width % GROUP == 0 and config.hidden_size % GROUP == 0
+    return create_dispatcher(
+        groups,
+        placement.num_physical_experts // groups.ep_group.size,
+        ctx.kernels if is_fp8 else None,
+        scattered_over=(ctx.collectives or groups.tp_group) if ctx.scatter_tokens else None,
+    )

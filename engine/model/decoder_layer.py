@@ -1,6 +1,8 @@
 """One decoder layer: attention, then a dense or a mixture-of-experts feed-forward network."""
 
-from torch import Tensor, nn
+from typing import Any
+
+from torch import nn
 
 from engine.config import ModelConfig
 from engine.layers.attention_plan import AttentionStep
@@ -8,15 +10,22 @@ from engine.layers.context import LayerContext
 from engine.layers.mla import MLA
 from engine.layers.mlp import MLP
 from engine.layers.moe import MoE
-from engine.layers.norm import RMSNorm
+from engine.layers.norm import Residual, RMSNorm
+from engine.operations import Operations
 from engine.parallel.expert_placement import ExpertPlacement
+from engine.parallel.token_dispatcher import TokenDispatcher
 
 
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and beside a residual."""
 
     def __init__(
-        self, config: ModelConfig, ctx: LayerContext, index: int, placement: ExpertPlacement
+        self,
+        config: ModelConfig,
+        ctx: LayerContext,
+        index: int,
+        placement: ExpertPlacement,
+        dispatcher: TokenDispatcher[Any],
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
@@ -26,12 +35,16 @@ class DecoderLayer(nn.Module):
         if index < config.first_k_dense_replace:
             self.mlp = MLP(ctx, config.hidden_size, config.intermediate_size)
         else:
-            self.mlp = MoE(config, ctx, placement)
+            self.mlp = MoE(config, ctx, placement, dispatcher)
 
-    def forward(self, hidden_TD: Tensor, step: AttentionStep) -> Tensor:
-        """Map [T, D] to [T, D]."""
-        attention = self.self_attn
-        attended_TD = attention(self.input_layernorm.feed(hidden_TD, fp8=attention.is_fp8), step)
-        hidden_TD, normed_TD = self.post_attention_layernorm.add(hidden_TD, attended_TD)
-        out_TD: Tensor = hidden_TD + self.mlp(normed_TD)
-        return out_TD
+    def forward(self, stream: Residual, step: AttentionStep) -> Operations[Residual]:
+        """Map this rank's rows of the stream to the same rows."""
+        attention, mlp = self.self_attn, self.mlp
+        rows, normed = self.input_layernorm.add(stream, attention.feed_format)
+        attended = yield from attention(normed.feed, step)
+        stream = Residual(rows, attended)
+        rows, normed = self.post_attention_layernorm.add(
+            stream, mlp.feed_format, with_plain=isinstance(mlp, MoE)
+        )
+        out = yield from mlp(normed)
+        return Residual(rows, out)

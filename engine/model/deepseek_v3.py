@@ -1,7 +1,8 @@
 """DeepSeek-V3 as one page: embed, decoder layers of attention and feed-forward, norm, head.
 
 Reads as a model on one device. Sharding is inside the layers, tokens travel inside the MoE's
-dispatcher, the KV cache is a pool that attention writes and reads. Module names are those of the
+dispatcher, the KV cache is a pool that attention writes and reads. A step may run as two
+micro-batches in turns (`engine.operations`). Module names are those of the
 checkpoint, so that a parameter's path says where its weights come from. See arXiv:2412.19437.
 
 Legend: T tokens of the step (all requests one after another), D hidden size, L rows whose logits
@@ -9,12 +10,14 @@ are wanted.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
+from engine.execution import Execution
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.kernels.fp8_rows import GROUP
@@ -28,14 +31,18 @@ from engine.layers.attention_plan import (
 from engine.layers.context import LayerContext
 from engine.layers.embedding import LMHead, VocabEmbedding
 from engine.layers.mla import MLA
-from engine.layers.norm import RMSNorm
+from engine.layers.moe import create_expert_dispatcher
+from engine.layers.norm import FeedFormat, Residual, RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.scratch import Scratch
 from engine.memory.kv_pool import KVPool
+from engine.micro_batches import choose_cut, split_batch
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.mtp import MTPLayer
+from engine.operations import Operations, interleave, run
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
+from engine.parallel.token_dispatcher import TokenDispatcher
 from engine.weights.slices import HoldsWeights, WeightSlice
 
 
@@ -47,6 +54,7 @@ class DeepseekV3Model(nn.Module):
         config: ModelConfig,
         ctx: LayerContext,
         placement: ExpertPlacement,
+        dispatcher: TokenDispatcher[Any],
         *,
         with_mtp: bool = False,
     ) -> None:
@@ -54,7 +62,9 @@ class DeepseekV3Model(nn.Module):
         num_layers = config.num_hidden_layers
         self.embed_tokens = VocabEmbedding(ctx, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            (DecoderLayer if index < num_layers else MTPLayer)(config, ctx, index, placement)
+            (DecoderLayer if index < num_layers else MTPLayer)(
+                config, ctx, index, placement, dispatcher
+            )
             for index in range(config.num_kv_layers(with_mtp=with_mtp))
         )
         self.norm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
@@ -83,6 +93,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         placement: ExpertPlacement | None = None,
         attention_rule: AttentionRule | None = None,
         kernels: Kernels | None = None,
+        execution: Execution | None = None,
     ) -> None:
         """Allocate the parameters of this rank.
 
@@ -96,6 +107,7 @@ class DeepseekV3ForCausalLM(nn.Module):
             attention_rule: when attention is absorbed; None for the cheaper form by arithmetic.
             kernels: that it runs on; None for the fastest of the device. If they have FP8 and the
                 checkpoint too, weights stay in FP8.
+            execution: how steps run on several ranks; None for what fits `groups`.
 
         Raises:
             ConfigError: the axes do not divide the model.
@@ -106,20 +118,26 @@ class DeepseekV3ForCausalLM(nn.Module):
         placement = placement or ExpertPlacement.identity(config.n_routed_experts, device)
         self.groups.dims.check_model(config, num_physical_experts=placement.num_physical_experts)
         self.kernels = kernels or create_kernels(self.device, dtype)
+        execution, dims = execution or Execution(), self.groups.dims
+        scatter = execution.scatter_tokens
         ctx = LayerContext(
             dtype=dtype,
             device=self.device,
             groups=self.groups,
             kernels=self.kernels,
             fp8=self.kernels.has_fp8 and config.fp8_block_size == GROUP,
+            scatter_tokens=dims.tp > 1 and dims.ep > 1 if scatter is None else scatter,
+            collectives=execution.collectives,
         )
-        self.model = DeepseekV3Model(config, ctx, placement, with_mtp=with_mtp)
+        dispatcher = execution.dispatcher or create_expert_dispatcher(config, ctx, placement)
+        self.model = DeepseekV3Model(config, ctx, placement, dispatcher, with_mtp=with_mtp)
         self.lm_head = LMHead(
             ctx,
             config.vocab_size,
             config.hidden_size,
             tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,
         )
+        self._sharding, self._overlap = ctx.sharding, execution.overlap
         self._scratch = Scratch()
         self._rotary = RotaryEmbedding(config, self.device)
         self._rule = attention_rule or AttentionRule.of(config)
@@ -142,14 +160,37 @@ class DeepseekV3ForCausalLM(nn.Module):
         Returns:
             [T, D], after the final norm.
         """
+        parts = self._split(batch)
+        layer_done = _when_all_have_called(len(parts), on_layer_done)
+        operations = [self._operations(part, kv_pool, layer_done) for part in parts]
+        if self._overlap is None or len(operations) == 1:
+            return run(operations[0])
+        return torch.cat(interleave(*operations, lag=self._overlap.lag))
+
+    def _operations(
+        self, batch: ForwardBatch, kv_pool: KVPool, layer_done: Callable[[int], None]
+    ) -> Operations[Tensor]:
+        """Run one micro-batch: [T, D], after the final norm."""
         step = self.attention_step(batch, kv_pool)
-        hidden_TD = self.model.embed_tokens(batch.input_ids)
+        own_ids = self._sharding.take(batch.input_ids)
+        stream = Residual(self.model.embed_tokens(own_ids))
         for index, layer in enumerate(self.model.layers[: self.config.num_hidden_layers]):
-            hidden_TD = layer(hidden_TD, step)
-            if on_layer_done is not None:
-                on_layer_done(index)
-        out_TD: Tensor = self.model.norm(hidden_TD)
-        return out_TD
+            stream = yield from layer(stream, step)
+            layer_done(index)
+        _, normed = self.model.norm.add(stream, FeedFormat.PLAIN)
+        gathering = self._sharding.start_gather(normed.plain, batch.num_tokens)
+        yield
+        return gathering.wait()
+
+    def _split(self, batch: ForwardBatch) -> tuple[ForwardBatch, ...]:
+        """Return the micro-batches of a step: one, or two if they are to overlap."""
+        if self._overlap is None:
+            return (batch,)
+        dims = self.groups.dims
+        is_collective = dims.dp > 1 and dims.ep > 1
+        if batch.num_tokens < self._overlap.min_tokens and not is_collective:
+            return (batch,)
+        return split_batch(batch, choose_cut([queries for queries, _ in batch.lengths]))
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
         """Map final hidden states [L, D] to float32 logits [L, vocab_size]; no collective."""
@@ -173,8 +214,10 @@ class DeepseekV3ForCausalLM(nn.Module):
         assert self.with_mtp, "the model was built without its MTP layers"
         layer = self.model.layers[self.config.num_hidden_layers]
         assert isinstance(layer, MTPLayer)
-        step = self.attention_step(batch, kv_pool)
-        return layer.draft(self.model.embed_tokens(next_ids_T), hidden_TD, step)
+        step, take = self.attention_step(batch, kv_pool), self._sharding.take
+        embedded = self.model.embed_tokens(take(next_ids_T))
+        normed = run(layer.draft(embedded, take(hidden_TD), step))
+        return self._sharding.start_gather(normed, batch.num_tokens).wait()
 
     @property
     def unused_prefixes(self) -> tuple[str, ...]:
@@ -225,3 +268,17 @@ class DeepseekV3ForCausalLM(nn.Module):
         for name, module in self.named_modules(prefix=prefix):
             if module is not self and isinstance(module, HoldsWeights):
                 yield from module.weight_slices(name)
+
+
+def _when_all_have_called(
+    num_callers: int, call: Callable[[int], None] | None
+) -> Callable[[int], None]:
+    """Return a function that calls with an index once `num_callers` have called it with that."""
+    counts: dict[int, int] = {}
+
+    def count(index: int) -> None:
+        counts[index] = counts.get(index, 0) + 1
+        if call is not None and counts[index] == num_callers:
+            call(index)
+
+    return count

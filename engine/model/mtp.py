@@ -6,6 +6,8 @@ the logits of token t + 2. Embedding and head are the model's, so the layer has 
 have a layer of their own in the KV pool, at the position of token t.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -13,9 +15,11 @@ from engine.config import ModelConfig
 from engine.layers.attention_plan import AttentionStep
 from engine.layers.context import LayerContext
 from engine.layers.linear import ReplicatedLinear
-from engine.layers.norm import RMSNorm
+from engine.layers.norm import FeedFormat, Residual, RMSNorm
 from engine.model.decoder_layer import DecoderLayer
+from engine.operations import Operations
 from engine.parallel.expert_placement import ExpertPlacement
+from engine.parallel.token_dispatcher import TokenDispatcher
 
 
 class SharedHead(nn.Module):
@@ -33,9 +37,14 @@ class MTPLayer(DecoderLayer):
     """
 
     def __init__(
-        self, config: ModelConfig, ctx: LayerContext, index: int, placement: ExpertPlacement
+        self,
+        config: ModelConfig,
+        ctx: LayerContext,
+        index: int,
+        placement: ExpertPlacement,
+        dispatcher: TokenDispatcher[Any],
     ) -> None:
-        super().__init__(config, ctx, index, placement)
+        super().__init__(config, ctx, index, placement, dispatcher)
         self.enorm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
         self.hnorm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
         self.eh_proj = ReplicatedLinear(
@@ -43,17 +52,20 @@ class MTPLayer(DecoderLayer):
         )
         self.shared_head = SharedHead(config, ctx)
 
-    def draft(self, next_embedded_TD: Tensor, hidden_TD: Tensor, step: AttentionStep) -> Tensor:
+    def draft(
+        self, next_embedded_TD: Tensor, hidden_TD: Tensor, step: AttentionStep
+    ) -> Operations[Tensor]:
         """Combine each token's hidden state with its successor's embedding, and run the layer.
 
         Args:
-            next_embedded_TD: [T, D], embeddings of the successors.
-            hidden_TD: [T, D], the model's final hidden states of the tokens.
-            step: of the tokens.
+            next_embedded_TD: [t, D], embeddings of the successors of this rank's rows.
+            hidden_TD: [t, D], the model's final hidden states of the rows.
+            step: of all tokens.
 
         Returns:
-            [T, D], normed for the head.
+            [t, D], normed for the head.
         """
         both = torch.cat((self.enorm(next_embedded_TD), self.hnorm(hidden_TD)), dim=-1)
-        out_TD: Tensor = self.shared_head.norm(self(self.eh_proj(both), step))
-        return out_TD
+        stream = yield from self(Residual(self.eh_proj(both)), step)
+        _, normed = self.shared_head.norm.add(stream, FeedFormat.PLAIN)
+        return normed.plain

@@ -1,8 +1,7 @@
-"""Tokens in FP8 to experts of this rank, without waiting for the device to count.
+"""Tokens in FP8 to experts of this rank: nobody else's tokens are needed.
 
 For ranks that run the same tokens, or a rank that runs alone. A pair of token and expert gets its
-row on the device (see `Alignment`); the number of rows is an upper bound, and rows that no token
-uses are skipped by the products. The sum over ranks is the all-reduce that tensor parallelism
+row on the device (see `Alignment`); the sum over ranks is the all-reduce that tensor parallelism
 needs anyway.
 """
 
@@ -12,9 +11,11 @@ from torch import Tensor
 
 from engine.kernels.alignment import Alignment
 from engine.kernels.base import Kernels
-from engine.kernels.fp8_rows import Activation, Fp8Rows
+from engine.kernels.fp8_rows import Activation
 from engine.parallel.groups import RankGroup
-from engine.parallel.token_dispatcher import AlignedRows
+from engine.parallel.pending import Pending, Ready, Then
+from engine.parallel.row_placer import RowPlacer
+from engine.parallel.token_dispatcher import AlignedRows, quantized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,28 +35,28 @@ class AlignedDispatcher:
         self, kernels: Kernels, num_local_experts: int, first: int, group: RankGroup
     ) -> None:
         self._kernels = kernels
-        self._num_local_experts = num_local_experts
-        self._first = first
+        self._placer = RowPlacer(kernels, first, num_local_experts)
         self._group = group
 
-    def dispatch(
+    def start_dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
-    ) -> tuple[AlignedRows, AlignedHandle]:
+    ) -> Pending[tuple[AlignedRows, AlignedHandle]]:
         """Copy each token to the rows of its local experts; see `TokenDispatcher`."""
-        rows = hidden if isinstance(hidden, Fp8Rows) else self._kernels.quantize_rows(hidden)
-        alignment = self._kernels.align_to_experts(
-            topk_ids_TK, self._first, self._num_local_experts
-        )
-        aligned = AlignedRows(
-            rows=self._kernels.spread_rows(rows, alignment), expert_M=alignment.expert_M
-        )
-        return aligned, AlignedHandle(alignment=alignment, topk_weights_TK=topk_weights_TK)
+        rows = quantized(hidden)
 
-    def combine(
+        def spread(alignment: Alignment) -> tuple[AlignedRows, AlignedHandle]:
+            aligned = AlignedRows(
+                rows=self._kernels.spread_rows(rows, alignment), expert_M=alignment.expert_M
+            )
+            return aligned, AlignedHandle(alignment=alignment, topk_weights_TK=topk_weights_TK)
+
+        return Then(self._placer.start(Ready(topk_ids_TK), topk_ids_TK.device), spread)
+
+    def start_combine(
         self, expert_out_MD: Tensor, handle: AlignedHandle, own_TD: Tensor | None
-    ) -> Tensor:
+    ) -> Pending[Tensor]:
         """Sum per token, then over the ranks; see `TokenDispatcher`."""
-        summed = self._kernels.gather_rows(
+        summed_TD = self._kernels.gather_rows(
             expert_out_MD, handle.alignment, handle.topk_weights_TK, own_TD
         )
-        return self._group.all_reduce(summed)
+        return self._group.start_all_reduce(summed_TD)

@@ -10,13 +10,56 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from engine.parallel.dims import ParallelDims
+from engine.parallel.pending import Pending, Ready
 from runtime.errors import PeerLostError
+
+# Renamed in torch 2.13, where the old names warn; what they do is the same.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Collectives(Protocol):
+    """The collectives that a scattered residual stream needs, by whatever library."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    def start_all_gather(self, tensor: Tensor) -> Pending[Tensor]:
+        """Start to concatenate the ranks' tensors of equal shape along dimension 0."""
+        ...
+
+    def start_reduce_scatter(self, tensor: Tensor) -> Pending[Tensor]:
+        """Start to sum [T, ...] over the ranks; each gets its T / size rows, in rank order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A collective of the library in flight; keeps the input alive until it has been read."""
+
+    name: str
+    work: dist.Work
+    result: Tensor
+    source: Tensor
+
+    def wait(self) -> Tensor:
+        with _peers_alive(self.name):
+            self.work.wait()
+        return self.result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,19 +72,40 @@ class RankGroup:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks, in place, of a tensor of equal shape on all of them."""
-        if self.size > 1:
-            with _peers_alive("all_reduce"):
-                dist.all_reduce(tensor, group=self._group)
-        return tensor
+        return self.start_all_reduce(tensor).wait()
+
+    def start_all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
+        """Start to sum over the ranks, in place."""
+        if self.size == 1:
+            return Ready(tensor)
+        with _peers_alive("all_reduce"):
+            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        return _Launched("all_reduce", work, tensor, tensor)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return the ranks' tensors of equal shape, concatenated along dimension 0."""
+        return self.start_all_gather(tensor).wait()
+
+    def start_all_gather(self, tensor: Tensor) -> Pending[Tensor]:
+        """Start to concatenate the ranks' tensors of equal shape along dimension 0."""
         if self.size == 1:
-            return tensor
-        gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+            return Ready(tensor)
+        source = tensor.contiguous()
+        gathered = source.new_empty((self.size * source.shape[0], *source.shape[1:]))
         with _peers_alive("all_gather"):
-            dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self._group)
-        return gathered
+            work = _all_gather_single(gathered, source, group=self._group, async_op=True)
+        return _Launched("all_gather", work, gathered, source)
+
+    def start_reduce_scatter(self, tensor: Tensor) -> Pending[Tensor]:
+        """Start to sum [T, ...] over the ranks; each gets its T / size rows, in rank order."""
+        if self.size == 1:
+            return Ready(tensor)
+        assert tensor.shape[0] % self.size == 0, tensor.shape
+        source = tensor.contiguous()
+        share = source.new_empty((source.shape[0] // self.size, *source.shape[1:]))
+        with _peers_alive("reduce_scatter"):
+            work = _reduce_scatter_single(share, source, group=self._group, async_op=True)
+        return _Launched("reduce_scatter", work, share, source)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Return rank 0's values, in place, in a tensor of equal shape on all ranks."""
@@ -63,14 +127,26 @@ class RankGroup:
         Returns:
             [sum(num_received), ...], ordered by sending rank.
         """
+        return self.start_all_to_all(rows, num_sent, num_received).wait()
+
+    def start_all_to_all(
+        self, rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int]
+    ) -> Pending[Tensor]:
+        """Start an `all_to_all`."""
         if self.size == 1:
-            return rows
-        received = rows.new_empty((sum(num_received), *rows.shape[1:]))
+            return Ready(rows)
+        source = rows.contiguous()
+        received = source.new_empty((sum(num_received), *source.shape[1:]))
         with _peers_alive("all_to_all"):
-            dist.all_to_all_single(
-                received, rows.contiguous(), list(num_received), list(num_sent), group=self._group
+            work = dist.all_to_all_single(
+                received,
+                source,
+                list(num_received),
+                list(num_sent),
+                group=self._group,
+                async_op=True,
             )
-        return received
+        return _Launched("all_to_all", work, received, source)
 
     def barrier(self) -> None:
         """Return once every rank has called."""

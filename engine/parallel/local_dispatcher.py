@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.kernels.fp8_rows import Activation
 from engine.parallel.groups import RankGroup
+from engine.parallel.pending import Pending, Ready
 from engine.parallel.token_dispatcher import (
     ExpertRows,
     RoutedRows,
@@ -26,9 +27,9 @@ class LocalDispatcher:
         self._num_experts = num_experts
         self._tp_group = tp_group
 
-    def dispatch(
+    def start_dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
-    ) -> tuple[ExpertRows, RoutedRows]:
+    ) -> Pending[tuple[ExpertRows, RoutedRows]]:
         """Sort the tokens by expert; see `TokenDispatcher`."""
         hidden_TD = plain(hidden)
         routed = sort_by_expert(topk_ids_TK, topk_weights_TK, 0, self._num_experts)
@@ -36,8 +37,10 @@ class LocalDispatcher:
             rows_MD=hidden_TD.index_select(0, routed.token_M),
             num_rows_per_expert=routed.num_rows_per_expert,
         )
-        return rows, routed
+        return Ready((rows, routed))
 
-    def combine(self, expert_out_MD: Tensor, handle: RoutedRows, own_TD: Tensor | None) -> Tensor:
+    def start_combine(
+        self, expert_out_MD: Tensor, handle: RoutedRows, own_TD: Tensor | None
+    ) -> Pending[Tensor]:
         """Sum per token, then over the slices; see `TokenDispatcher`."""
-        return self._tp_group.all_reduce(sum_per_token(expert_out_MD, handle, own_TD))
+        return self._tp_group.start_all_reduce(sum_per_token(expert_out_MD, handle, own_TD))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.kernels.fp8_rows import Activation
 from engine.parallel.groups import RankGroup
+from engine.parallel.pending import Pending, Ready
 from engine.parallel.token_dispatcher import (
     ExpertRows,
     RoutedRows,
@@ -27,9 +28,9 @@ class ReplicatedDispatcher:
         self._first = num_local_experts * ep_group.rank
         self._ep_group = ep_group
 
-    def dispatch(
+    def start_dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
-    ) -> tuple[ExpertRows, RoutedRows]:
+    ) -> Pending[tuple[ExpertRows, RoutedRows]]:
         """Pick the rows of this rank's experts; see `TokenDispatcher`."""
         hidden_TD = plain(hidden)
         routed = sort_by_expert(topk_ids_TK, topk_weights_TK, self._first, self._num_local_experts)
@@ -37,8 +38,10 @@ class ReplicatedDispatcher:
             rows_MD=hidden_TD.index_select(0, routed.token_M),
             num_rows_per_expert=routed.num_rows_per_expert,
         )
-        return rows, routed
+        return Ready((rows, routed))
 
-    def combine(self, expert_out_MD: Tensor, handle: RoutedRows, own_TD: Tensor | None) -> Tensor:
+    def start_combine(
+        self, expert_out_MD: Tensor, handle: RoutedRows, own_TD: Tensor | None
+    ) -> Pending[Tensor]:
         """Sum per token, then over the ranks; see `TokenDispatcher`."""
-        return self._ep_group.all_reduce(sum_per_token(expert_out_MD, handle, own_TD))
+        return self._ep_group.start_all_reduce(sum_per_token(expert_out_MD, handle, own_TD))

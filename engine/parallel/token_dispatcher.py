@@ -1,20 +1,22 @@
 """The seam between routing and experts: bring tokens to the experts they chose, and back.
 
-`dispatch` returns rows for this rank's experts and a handle; `combine` consumes the handle and the
-experts' output. The key idea: the MoE layer is the same whichever way tokens travel, and an
-implementation is chosen once, when the model is built.
+A dispatch returns rows for this rank's experts and a handle; a combine consumes the handle and the
+experts' output. Both are started and waited for, so that other work covers the journey. The key
+idea: the MoE layer is the same whichever way tokens travel, and an implementation is chosen once,
+when the model is built.
 
 Legend: T tokens of this rank, D hidden size, K experts per token, L local physical experts,
 M rows received by them (a token counts once for each of its local experts).
 """
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from engine.kernels.fp8_rows import Activation, Fp8Rows
+from engine.parallel.pending import Pending
 
 Handle = TypeVar("Handle")
 
@@ -37,7 +39,7 @@ class AlignedRows:
     """Tokens at their experts in FP8, in the layout of `engine.kernels.alignment`.
 
     Attributes:
-        rows: [M, D]; M is an upper bound.
+        rows: [M, D]; M is exact or an upper bound.
         expert_M: [M] int32, local expert of each row, -1 for none.
     """
 
@@ -45,43 +47,52 @@ class AlignedRows:
     expert_M: Tensor
 
 
+Rows: TypeAlias = ExpertRows | AlignedRows
+"""What experts are given: in the compute dtype, or in FP8."""
+
+
 class TokenDispatcher(Protocol[Handle]):
-    """One way for tokens to travel. Each dispatch is followed by its combine, in order.
+    """One way for tokens to travel. Each dispatch is followed by its combine.
+
+    Two micro-batches may be under way at a time. Ranks make the same calls in the same order. What
+    has to stop the host is done in `wait`: before it, another micro-batch has launched its work.
 
     Attributes:
-        takes_fp8: whether `dispatch` takes FP8 rows, and returns `AlignedRows`.
+        takes_fp8: whether `start_dispatch` takes FP8 rows.
     """
 
     takes_fp8: bool
 
-    def dispatch(
+    def start_dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
-    ) -> tuple[ExpertRows | AlignedRows, Handle]:
-        """Bring tokens to their experts.
+    ) -> Pending[tuple[Rows, Handle]]:
+        """Start to bring tokens to their experts.
 
         Args:
-            hidden: [T, D]; T may be 0, and the call must still be made. FP8 rows only if the
-                implementation returns `AlignedRows`.
+            hidden: [T, D]; T may be 0, and the call must still be made. FP8 rows if, and only if,
+                `takes_fp8`.
             topk_ids_TK: [T, K] int64 physical experts, no expert twice in a row.
             topk_weights_TK: [T, K] float32.
 
         Returns:
-            The rows for this rank's experts, and what `combine` needs to undo it.
+            The rows for this rank's experts, and what `start_combine` needs to undo it.
         """
         ...
 
-    def combine(self, expert_out_MD: Tensor, handle: Handle, own_TD: Tensor | None) -> Tensor:
-        """Bring the experts' output home and sum it, weighted, per token.
+    def start_combine(
+        self, expert_out_MD: Tensor, handle: Handle, own_TD: Tensor | None
+    ) -> Pending[Tensor]:
+        """Start to bring the experts' output home and sum it, weighted, per token.
 
         Args:
-            expert_out_MD: [M, D], in the order of the rows that `dispatch` returned.
+            expert_out_MD: [M, D], in the order of the rows that the dispatch returned.
             handle: of the dispatch.
-            own_TD: [T, D] or None, a term that this rank adds of itself (the shared expert). On
-                ranks that hold the same tokens it is this rank's part of a sum over the ranks, so
-                that both terms share one reduction.
+            own_TD: [T, D] or None, a term that this rank adds of itself (the shared expert); left
+                unchanged. On ranks that hold the same tokens it is this rank's part of a sum over
+                the ranks, so that both terms share one reduction.
 
         Returns:
-            [T, D], complete on every rank.
+            [T, D], complete.
         """
         ...
 
@@ -106,6 +117,12 @@ class RoutedRows:
 def plain(hidden: Activation) -> Tensor:
     """Return rows in the compute dtype, for dispatchers that carry nothing else."""
     assert isinstance(hidden, Tensor)
+    return hidden
+
+
+def quantized(hidden: Activation) -> Fp8Rows:
+    """Return FP8 rows, for dispatchers that carry nothing else."""
+    assert isinstance(hidden, Fp8Rows)
     return hidden
 
 

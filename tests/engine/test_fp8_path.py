@@ -18,6 +18,7 @@ from engine.config import ModelConfig
 from engine.kernels.portable import PortableKernels
 from engine.layers.mla import MLA
 from engine.layers.moe import MoE
+from engine.layers.norm import FeedFormat
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.weights.fp8 import dequantize_block
@@ -84,8 +85,8 @@ def test_weights_keep_the_bytes_of_the_checkpoint(checkpoint: Path) -> None:
     layer, expected = stored.model.layers[1], plain.model.layers[1]
     assert isinstance(layer.self_attn, MLA)
     assert isinstance(expected.self_attn, MLA)
-    assert layer.self_attn.is_fp8
-    assert not expected.self_attn.is_fp8
+    assert layer.self_attn.feed_format is FeedFormat.FP8
+    assert expected.self_attn.feed_format is FeedFormat.PLAIN
     for name in ("qkv_a_proj", "q_b_proj", "kv_b_proj", "o_proj"):
         matrix = getattr(layer.self_attn, name).matrix
         assert matrix.weight.dtype == torch.float8_e4m3fn

@@ -8,6 +8,8 @@ from engine.layers.context import LayerContext
 from engine.layers.embedding import LMHead, VocabEmbedding
 from engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from engine.layers.mlp import MLP
+from engine.layers.norm import Normed
+from engine.operations import run
 from engine.weights.slices import HoldsWeights, WeightSlice
 from tests.engine.parallel.fake_ranks import rank_context
 
@@ -58,7 +60,7 @@ def test_mlp_parts_add_up(tp: int) -> None:
         mlp = MLP(rank_context(rank, tp=tp), 6, 8)
         fill(mlp.gate_up_proj, "mlp.gate_up_proj", tensors)
         fill(mlp.down_proj, "mlp.down_proj", tensors)
-        parts.append(mlp(x))
+        parts.append(run(mlp(Normed(plain_TD=x, fp8_TD=None))))
     gate, up = (x @ tensors[f"mlp.{name}_proj.weight"].t() for name in ("gate", "up"))
     expected = (torch.nn.functional.silu(gate) * up) @ tensors["mlp.down_proj.weight"].t()
     torch.testing.assert_close(sum(parts), expected)

@@ -13,6 +13,7 @@ from engine.layers.mla import MLA
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.scratch import Scratch
 from engine.memory.kv_pool import KVPool
+from engine.operations import run
 from tests.engine.tiny import tiny_config
 
 BLOCK_SIZE = 8
@@ -66,7 +67,7 @@ class Bench:
             kv_pool=self.pool,
             scratch=Scratch(),
         )
-        out = self.mla(torch.cat([hidden for _, _, hidden in parts]), step)
+        out = run(self.mla(torch.cat([hidden for _, _, hidden in parts]), step))
         return list(out.split_with_sizes(lens.tolist()))
 
 

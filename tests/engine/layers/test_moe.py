@@ -6,7 +6,9 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.layers.context import LayerContext
-from engine.layers.moe import Experts, MoE
+from engine.layers.moe import Experts, MoE, create_expert_dispatcher
+from engine.layers.norm import Normed
+from engine.operations import run
 from engine.parallel.expert_placement import ExpertPlacement
 from tests.engine.layers.test_linear import fill
 from tests.engine.parallel.fake_ranks import rank_context
@@ -14,6 +16,22 @@ from tests.engine.tiny import tiny_config
 
 CONFIG = ModelConfig.from_hf(tiny_config(hidden_size=16, moe_intermediate_size=8))
 IDENTITY = ExpertPlacement.identity(8)
+
+
+def build(
+    tensors: dict[str, Tensor],
+    ctx: LayerContext | None = None,
+    *,
+    config: ModelConfig = CONFIG,
+    placement: ExpertPlacement = IDENTITY,
+) -> MoE:
+    ctx = ctx or LayerContext()
+    moe = MoE(config, ctx, placement, create_expert_dispatcher(config, ctx, placement))
+    return load(moe, tensors)
+
+
+def call(moe: MoE, x: Tensor) -> Tensor:
+    return run(moe(Normed(plain_TD=x, fp8_TD=None)))
 
 
 def load(moe: MoE, tensors: dict[str, Tensor]) -> MoE:
@@ -43,32 +61,29 @@ def expected(moe: MoE, x: Tensor, tensors: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("num_tokens", [0, 1, 13])
 def test_moe_is_its_definition(num_tokens: int) -> None:
     tensors: dict[str, Tensor] = {}
-    moe = load(MoE(CONFIG, LayerContext(), IDENTITY), tensors)
+    moe = build(tensors)
     x = torch.randn(num_tokens, 16, generator=torch.Generator().manual_seed(5))
-    torch.testing.assert_close(moe(x), expected(moe, x, tensors), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(call(moe, x), expected(moe, x, tensors), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 1), (2, 2), (4, 4)])
 def test_ranks_add_up(tp: int, ep: int) -> None:
     tensors: dict[str, Tensor] = {}
     x = torch.randn(9, 16, generator=torch.Generator().manual_seed(6))
-    whole = load(MoE(CONFIG, LayerContext(), IDENTITY), tensors)
-    parts = [
-        load(MoE(CONFIG, rank_context(rank, tp=tp, ep=ep), IDENTITY), tensors)(x)
-        for rank in range(tp)
-    ]
-    torch.testing.assert_close(sum(parts), whole(x), rtol=1e-4, atol=1e-4)
+    whole = build(tensors)
+    parts = [call(build(tensors, rank_context(rank, tp=tp, ep=ep)), x) for rank in range(tp)]
+    torch.testing.assert_close(sum(parts), call(whole, x), rtol=1e-4, atol=1e-4)
 
 
 def test_redundant_slots_change_nothing() -> None:
     tensors: dict[str, Tensor] = {}
     x = torch.randn(20, 16, generator=torch.Generator().manual_seed(7))
-    plain = load(MoE(CONFIG, LayerContext(), IDENTITY), tensors)
+    plain = build(tensors)
     slots = [5, 0, 1, 7, 2, 3, 4, 5, 6, 7, 5, 0]
     placement = ExpertPlacement.from_physical(slots, 8)
-    redundant = load(MoE(CONFIG, LayerContext(), placement), tensors)
+    redundant = build(tensors, placement=placement)
     assert redundant.experts.num_local_experts == 12
-    torch.testing.assert_close(redundant(x), plain(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(call(redundant, x), call(plain, x), rtol=1e-4, atol=1e-4)
 
 
 def test_no_shared_expert() -> None:
@@ -76,9 +91,9 @@ def test_no_shared_expert() -> None:
         tiny_config(hidden_size=16, moe_intermediate_size=8, n_shared_experts=0)
     )
     tensors: dict[str, Tensor] = {}
-    moe = load(MoE(config, LayerContext(), IDENTITY), tensors)
+    moe = build(tensors, config=config)
     assert moe.shared_experts is None
-    assert moe(torch.ones(2, 16)).shape == (2, 16)
+    assert call(moe, torch.ones(2, 16)).shape == (2, 16)
 
 
 def test_a_rank_names_experts_of_others() -> None:

@@ -10,8 +10,10 @@ from torch import Tensor
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.build import build_kv_pool, build_model
 from engine.kernels import reference
+from engine.layers.norm import Normed
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.operations import run
 from runtime.errors import ConfigError
 from tests.engine.tiny import random_tensors, tiny_config, write_checkpoint
 
@@ -90,7 +92,8 @@ def test_is_the_formula(tmp_path: Path) -> None:
     values = (weight("self_attn.kv_b_proj").view(4, 28, 32)[:, 16:] @ kv_c).flatten()
     x = x + weight("self_attn.o_proj") @ values
     moe = model.get_submodule("model.layers.3.mlp")
-    x = x + moe(norm(x, "post_attention_layernorm")[None])[0]
+    normed = norm(x, "post_attention_layernorm")[None]
+    x = x + run(moe(Normed(plain_TD=normed, fp8_TD=None)))[0]
     torch.testing.assert_close(drafted[0], norm(x, "shared_head.norm"), rtol=1e-4, atol=1e-4)
 
 

@@ -1,6 +1,6 @@
 """One rank of a real instance over gloo: run by `test_ranks` as a process of its own.
 
-Usage: python -m tests.engine.parallel.rank_main RANK WORLD PORT CHECKPOINT OUTPUT
+Usage: python -m tests.engine.parallel.rank_main RANK WORLD PORT CHECKPOINT FP8_CHECKPOINT OUTPUT
 
 Runs the modes that WORLD ranks allow, one after another, and writes {mode: result} as JSON. The
 last mode kills a rank, to see that the others notice.
@@ -17,34 +17,42 @@ import torch
 
 from engine.batch import ForwardBatch
 from engine.build import build_kv_pool, build_model
+from engine.execution import Execution
 from engine.generate import generate
+from engine.micro_batches import OverlapRule
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, init_process_groups
+from engine.parallel.token_dispatcher import ExpertRows
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from runtime.errors import PeerLostError
 from runtime.sampling import SamplingParams
+from tests.engine.parallel.layouts import compare_experts, compare_layouts
 
-NUM_STEPS = 24
+NUM_STEPS = 12
 PROMPTS = [[(5 * i * i + 3 * i + s) % 128 for i in range(n)] for s, n in enumerate((19, 40, 3, 70))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS)
 
 
-def same_tokens_on_all(checkpoint: Path, groups: ProcessGroups) -> list[list[int]]:
+def same_tokens_on_all(
+    checkpoint: Path, groups: ProcessGroups, execution: Execution | None = None
+) -> list[list[int]]:
     """Tensor parallel: every rank runs every prompt, in step."""
-    model = build_model(checkpoint, groups)
+    model = build_model(checkpoint, groups, execution=execution)
     return [output.token_ids for output in generate(model, PROMPTS, GREEDY)]
 
 
-def own_tokens(checkpoint: Path, groups: ProcessGroups) -> list[list[int]]:
+def own_tokens(
+    checkpoint: Path, groups: ProcessGroups, execution: Execution | None = None
+) -> list[list[int]]:
     """Data parallel: rank r serves prompts r, r + n, ..., one starting every third step.
 
     Ranks have unlike numbers of tokens in a step, and the last ones idle: rank 3 of 4 has one
-    prompt, and with two ranks both have two.
+    prompt, and with two ranks both have two. With overlap, so are their micro-batches, some empty.
     """
-    model = build_model(checkpoint, groups)
+    model = build_model(checkpoint, groups, execution=execution)
     kv_pool = build_kv_pool(model, 64, block_size=8)
     runner = ModelRunner(model, kv_pool, Sampler(model.config.vocab_size))
     mine = PROMPTS[groups.rank :: groups.dims.dp]
@@ -81,11 +89,12 @@ def all_to_all(groups: ProcessGroups) -> float:
         hidden = torch.randn(num_tokens, 6, generator=generator).to(dtype)
         scores = torch.rand(num_tokens, num_local * group.size, generator=generator)
         weights, ids = scores.topk(2, dim=-1)
-        rows, handle = dispatcher.dispatch(hidden, ids, weights)
+        rows, handle = dispatcher.start_dispatch(hidden, ids, weights).wait()
+        assert isinstance(rows, ExpertRows)
         counts = torch.tensor(rows.num_rows_per_expert)
         first = group.rank * num_local + 1
         factors = torch.arange(first, first + num_local).repeat_interleave(counts)
-        out = dispatcher.combine(rows.rows_MD * factors.unsqueeze(1), handle, None)
+        out = dispatcher.start_combine(rows.rows_MD * factors.unsqueeze(1), handle, None).wait()
         expected = hidden.float() * ((ids + 1) * weights).sum(-1, keepdim=True)
         error = (out.float() - expected).abs() / expected.abs().clamp_min(1.0)
         limit = 1e-5 if dtype == torch.float32 else 0.02
@@ -109,13 +118,34 @@ def lose_a_rank(groups: ProcessGroups) -> str:
 def main() -> None:
     """Run the modes and write the results."""
     rank, world, port = (int(value) for value in sys.argv[1:4])
-    checkpoint, output = Path(sys.argv[4]), Path(sys.argv[5])
+    checkpoint, fp8_checkpoint, output = (Path(value) for value in sys.argv[4:7])
     torch.set_num_threads(1)
+    tp_ep, dp_ep = {"tp": world, "ep": world}, {"dp": world, "ep": world}
+    overlapped = Execution(overlap=OverlapRule(min_tokens=2, lag=1))
     modes: dict[str, tuple[dict[str, int], Callable[[ProcessGroups], Any]]] = {
         "tp": ({"tp": world}, lambda groups: same_tokens_on_all(checkpoint, groups)),
-        "tp+ep": ({"tp": world, "ep": world}, lambda g: same_tokens_on_all(checkpoint, g)),
-        "dp+ep": ({"dp": world, "ep": world}, lambda groups: own_tokens(checkpoint, groups)),
-        "all_to_all": ({"dp": world, "ep": world}, all_to_all),
+        "tp+ep": (
+            tp_ep,
+            lambda groups: [
+                same_tokens_on_all(checkpoint, groups, overlapped),
+                same_tokens_on_all(checkpoint, groups, Execution(scatter_tokens=False)),
+            ],
+        ),
+        "dp+ep": (
+            dp_ep,
+            lambda groups: [
+                own_tokens(checkpoint, groups),
+                own_tokens(checkpoint, groups, overlapped),
+            ],
+        ),
+        "tp layouts": ({"tp": world}, lambda groups: compare_layouts(checkpoint, groups)),
+        "layouts": (tp_ep, lambda groups: compare_layouts(checkpoint, groups)),
+        "dp layouts": (dp_ep, lambda groups: compare_layouts(checkpoint, groups)),
+        "fp8": (tp_ep, lambda groups: compare_layouts(fp8_checkpoint, groups, fp8=True)),
+        "dp fp8": (dp_ep, lambda groups: compare_layouts(fp8_checkpoint, groups, fp8=True)),
+        "experts": (tp_ep, lambda groups: compare_experts(fp8_checkpoint, groups)),
+        "dp experts": (dp_ep, lambda groups: compare_experts(fp8_checkpoint, groups)),
+        "all_to_all": (dp_ep, all_to_all),
         "lost": ({"tp": world}, lose_a_rank),
     }
     results = {}

@@ -14,7 +14,7 @@ from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.replicated_dispatcher import ReplicatedDispatcher
-from engine.parallel.token_dispatcher import TokenDispatcher
+from engine.parallel.token_dispatcher import ExpertRows, TokenDispatcher
 from tests.engine.parallel.fake_ranks import SilentGroup
 
 NUM_EXPERTS = 8
@@ -35,11 +35,12 @@ def run(
     own: Tensor | None = None,
 ) -> Tensor:
     """Expert e multiplies by e + 1."""
-    rows, handle = dispatcher.dispatch(*routing)
+    rows, handle = dispatcher.start_dispatch(*routing).wait()
+    assert isinstance(rows, ExpertRows)
     counts = torch.tensor(rows.num_rows_per_expert)
     assert int(counts.sum()) == rows.rows_MD.shape[0]
     factors = torch.arange(first + 1.0, first + 1 + len(counts)).repeat_interleave(counts)
-    return dispatcher.combine(rows.rows_MD * factors.unsqueeze(1), handle, own)
+    return dispatcher.start_combine(rows.rows_MD * factors.unsqueeze(1), handle, own).wait()
 
 
 def expected(routing: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -81,8 +82,8 @@ def test_sum_is_made_in_float32() -> None:
     weights = torch.full((1, 8), 2.0**-9)
     own = torch.ones(1, 4, dtype=torch.bfloat16)
     dispatcher = LocalDispatcher(8, RankGroup())
-    rows, handle = dispatcher.dispatch(hidden, ids, weights)
-    out = dispatcher.combine(rows.rows_MD, handle, own)
+    rows, handle = dispatcher.start_dispatch(hidden, ids, weights).wait()
+    out = dispatcher.start_combine(rows.rows_MD, handle, own).wait()
     # Each 2^-9 alone would round away beside 1 in bf16; together they are 2^-6.
     assert out.dtype == torch.bfloat16
     assert out[0, 0].item() == 1 + 2.0**-6

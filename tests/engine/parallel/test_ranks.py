@@ -17,15 +17,26 @@ from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import init_process_groups
 from runtime.errors import PeerLostError
 from tests.engine.parallel.rank_main import GREEDY, PROMPTS
+from tests.engine.test_fp8_path import CONFIG as FP8_CONFIG
 from tests.engine.tiny import tiny_config, write_checkpoint
 
-NUM_MODES = 5
+NUM_MODES = 12
 TIMEOUT_S = 100
+MAX_FP8_ERROR = 0.16
+"""As a share of the norm, like that of activations in FP8: other orders of summation and forms of
+attention round to other neighbours. A mistake would differ by everything."""
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), tiny_config(), seed=3)
+
+
+@pytest.fixture(scope="module")
+def fp8_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Wide enough that a quarter of every split matrix is whole blocks of scales.
+    config = {**FP8_CONFIG, "intermediate_size": 512, "moe_intermediate_size": 128}
+    return write_checkpoint(tmp_path_factory.mktemp("fp8"), config, fp8=True)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +60,7 @@ def _free_ports(count: int) -> int:
     raise AssertionError("no free ports")
 
 
-def run_ranks(world: int, checkpoint: Path, folder: Path) -> list[dict[str, Any]]:
+def run_ranks(world: int, checkpoints: tuple[Path, Path], folder: Path) -> list[dict[str, Any]]:
     """Start the processes, wait, and return each rank's results by mode."""
     port = _free_ports(NUM_MODES)
     processes = [
@@ -58,7 +69,7 @@ def run_ranks(world: int, checkpoint: Path, folder: Path) -> list[dict[str, Any]
                 sys.executable,
                 "-m",
                 "tests.engine.parallel.rank_main",
-                *map(str, (rank, world, port, checkpoint, folder / f"{rank}.json")),
+                *map(str, (rank, world, port, *checkpoints, folder / f"{rank}.json")),
             ],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
@@ -79,13 +90,19 @@ def run_ranks(world: int, checkpoint: Path, folder: Path) -> list[dict[str, Any]
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_give_the_tokens_of_one(
-    world: int, checkpoint: Path, one_rank: list[list[int]], tmp_path: Path
+    world: int, checkpoint: Path, fp8_checkpoint: Path, one_rank: list[list[int]], tmp_path: Path
 ) -> None:
-    results = run_ranks(world, checkpoint, tmp_path)
+    results = run_ranks(world, (checkpoint, fp8_checkpoint), tmp_path)
     for rank, result in enumerate(results):
         assert result["tp"] == one_rank
-        assert result["tp+ep"] == one_rank
-        assert result["dp+ep"] == one_rank[rank::world]
+        assert result["tp+ep"] == [one_rank] * 2
+        assert result["dp+ep"] == [one_rank[rank::world]] * 2
+        for mode in ("tp layouts", "layouts", "dp layouts"):
+            assert max(result[mode].values()) < 1e-5, (mode, result[mode])
+        for mode in ("fp8", "dp fp8"):
+            assert max(result[mode].values()) < MAX_FP8_ERROR, (mode, result[mode])
+        for mode in ("experts", "dp experts"):
+            assert result[mode] < 0.01, mode  # of sums in bfloat16
         assert result["all_to_all"] <= 1.0
         assert result["lost"] == ("died" if rank == world - 1 else "noticed")
 

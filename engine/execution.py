@@ -1,0 +1,30 @@
+"""How a rank runs its steps together with the others: choices that change no result.
+
+Made once, before the model is built. Everything has a default that fits the axes in use.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine.micro_batches import OverlapRule
+from engine.parallel.groups import Collectives
+from engine.parallel.token_dispatcher import TokenDispatcher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """See the module.
+
+    Attributes:
+        scatter_tokens: whether each tp rank keeps its share of the hidden states, or all of them;
+            None for shares where tp > 1 and ep > 1.
+        collectives: over the tp ranks, for scattered tokens; None for those of the process group.
+        dispatcher: of all MoE layers; None for one that fits the axes.
+        overlap: when a step runs as two micro-batches; None for never. With dp > 1 and ep > 1
+            every step does, because the ranks have to make the same calls.
+    """
+
+    scatter_tokens: bool | None = None
+    collectives: Collectives | None = None
+    dispatcher: TokenDispatcher[Any] | None = None
+    overlap: OverlapRule | None = None

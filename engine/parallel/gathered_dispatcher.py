@@ -1,0 +1,156 @@
+"""Every rank has its own rows of a step, and some of the experts or a slice of all of them.
+
+For a residual stream that is scattered over the tp ranks. Rows go to every rank, and each picks
+those of its experts: with 8 experts a token and 8 ranks, most ranks need most rows, and a gather
+needs no counts. Routing is gathered first, because it is small and the places of the rows can be
+chosen while the rows fly. The way back is a sum per token and a reduce-scatter, that is one
+message, and each rank gets the rows it came with.
+
+Legend: t rows of this rank, P rows of all ranks (padding included), D hidden size, K experts per
+token, B bytes of a packed row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels.alignment import Alignment
+from engine.kernels.base import Kernels
+from engine.kernels.fp8_rows import Activation, Fp8Rows
+from engine.parallel.aligned_dispatcher import AlignedHandle
+from engine.parallel.groups import Collectives
+from engine.parallel.packed_rows import packed_bytes
+from engine.parallel.pending import Pending, Then
+from engine.parallel.row_placer import RowPlacer
+from engine.parallel.token_dispatcher import (
+    AlignedRows,
+    ExpertRows,
+    RoutedRows,
+    plain,
+    quantized,
+    sort_by_expert,
+    sum_per_token,
+)
+
+
+class GatheredDispatcher:
+    """Rows in the compute dtype; this rank holds experts [first, first + num_local_experts)."""
+
+    takes_fp8 = False
+
+    def __init__(self, num_local_experts: int, first: int, group: Collectives) -> None:
+        self._num_local_experts, self._first = num_local_experts, first
+        self._group = group
+
+    def start_dispatch(
+        self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+    ) -> Pending[tuple[ExpertRows, RoutedRows]]:
+        """Gather routing and rows, and pick those of the local experts; see `TokenDispatcher`."""
+        routing = self._group.start_all_gather(pack_routing(topk_ids_TK, topk_weights_TK))
+        rows = self._group.start_all_gather(plain(hidden))
+
+        def pick(rows_PD: Tensor) -> tuple[ExpertRows, RoutedRows]:
+            ids_PK, weights_PK = unpack_routing(routing.wait())
+            routed = sort_by_expert(ids_PK, weights_PK, self._first, self._num_local_experts)
+            picked = ExpertRows(
+                rows_MD=rows_PD.index_select(0, routed.token_M),
+                num_rows_per_expert=routed.num_rows_per_expert,
+            )
+            return picked, routed
+
+        return Then(rows, pick)
+
+    def start_combine(
+        self, expert_out_MD: Tensor, handle: RoutedRows, own_TD: Tensor | None
+    ) -> Pending[Tensor]:
+        """Sum per token, then over the ranks; see `TokenDispatcher`."""
+        summed_PD = sum_per_token(expert_out_MD, handle, None)
+        return _add_own(self._group.start_reduce_scatter(summed_PD), own_TD)
+
+
+class GatheredFp8Dispatcher:
+    """Rows in FP8; this rank holds experts [first, first + num_local_experts)."""
+
+    takes_fp8 = True
+
+    def __init__(
+        self, kernels: Kernels, num_local_experts: int, first: int, group: Collectives
+    ) -> None:
+        self._kernels = kernels
+        self._placer = RowPlacer(kernels, first, num_local_experts)
+        self._group = group
+
+    def start_dispatch(
+        self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+    ) -> Pending[tuple[AlignedRows, AlignedHandle]]:
+        """Gather routing, then rows; place them meanwhile; see `TokenDispatcher`."""
+        send = quantized(hidden)
+        routing = self._group.start_all_gather(pack_routing(topk_ids_TK, topk_weights_TK))
+        rows = self._group.start_all_gather(packed_bytes(send))
+        arrived = _Arrived(routing)
+        placing = self._placer.start(Then(arrived, lambda pair: pair[0]), topk_ids_TK.device)
+        return _Dispatch(self._kernels, rows, placing, arrived, send.data_TK.shape[1])
+
+    def start_combine(
+        self, expert_out_MD: Tensor, handle: AlignedHandle, own_TD: Tensor | None
+    ) -> Pending[Tensor]:
+        """Sum per token, then over the ranks; see `TokenDispatcher`."""
+        summed_PD = self._kernels.gather_rows(
+            expert_out_MD, handle.alignment, handle.topk_weights_TK, None
+        )
+        return _add_own(self._group.start_reduce_scatter(summed_PD), own_TD)
+
+
+class _Arrived:
+    """Routing of all ranks: the placer waits for it on its own stream, the weights are used later.
+
+    Attributes:
+        weights_PK: [P, K] float32, valid once `wait` was called.
+    """
+
+    def __init__(self, routing: Pending[Tensor]) -> None:
+        self._routing = routing
+        self.weights_PK: Tensor | None = None
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        ids_PK, self.weights_PK = unpack_routing(self._routing.wait())
+        return ids_PK, self.weights_PK
+
+
+@dataclass(frozen=True, slots=True)
+class _Dispatch:
+    """Rows and places on their way."""
+
+    kernels: Kernels
+    rows: Pending[Tensor]
+    placing: Pending[Alignment]
+    arrived: _Arrived
+    num_columns: int
+
+    def wait(self) -> tuple[AlignedRows, AlignedHandle]:
+        alignment = self.placing.wait()
+        weights_PK = self.arrived.weights_PK
+        assert weights_PK is not None
+        gathered = Fp8Rows.packed(self.rows.wait(), self.num_columns)
+        aligned = AlignedRows(
+            rows=self.kernels.spread_rows(gathered, alignment), expert_M=alignment.expert_M
+        )
+        return aligned, AlignedHandle(alignment=alignment, topk_weights_TK=weights_PK)
+
+
+def pack_routing(topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+    """Return [T, 2K] int32: ids, then the bits of the weights; one message for both."""
+    return torch.cat((topk_ids_TK.int(), topk_weights_TK.view(torch.int32)), dim=1)
+
+
+def unpack_routing(routing_T2K: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ids [T, K] int64 and weights [T, K] float32."""
+    ids_TK, weights_TK = routing_T2K.chunk(2, dim=1)
+    return ids_TK.long(), weights_TK.contiguous().view(torch.float32)
+
+
+def _add_own(reducing: Pending[Tensor], own_TD: Tensor | None) -> Pending[Tensor]:
+    if own_TD is None:
+        return reducing
+    return Then(reducing, lambda sum_TD: sum_TD.add_(own_TD))
