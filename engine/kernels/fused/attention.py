@@ -3,6 +3,7 @@
 Bound by memory: both parts are read once, and the result replaces the first.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,7 +14,7 @@ TOKENS = 32
 
 @triton.jit
 def _merge(
-    out, lse, other, other_lse, num_tokens, row_stride, head_stride, width,
+    out, lse, other, other_lse, merged_lse, num_tokens, row_stride, head_stride, width,
     B: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
@@ -31,7 +32,9 @@ def _merge(
     total = first + second
     is_empty = total == 0.0
     total = tl.where(is_empty, 1.0, total)
-    tl.store(lse + place, tl.where(is_empty, low, tl.log(total) + shift), mask=is_token)
+    # Not in place: the warps of a program hold copies of `lse`, and one may store before another
+    # has loaded.
+    tl.store(merged_lse + place, tl.where(is_empty, low, tl.log(total) + shift), mask=is_token)
     offset = tokens.to(tl.int64)[:, None] * row_stride + head * head_stride + columns[None, :]
     mask = is_token[:, None] & (columns < width)[None, :]
     mine = tl.load(out + offset, mask=mask, other=0.0).to(tl.float32)
@@ -43,13 +46,14 @@ def _merge(
 def merge_attention(
     out_THV: Tensor, lse_HT: Tensor, other_THV: Tensor, other_lse_HT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Merge the second part into the first, in place; all are contiguous. See `reference`."""
+    """Merge the second part into the first's values, in place; all contiguous. See `reference`."""
     tensors = (out_THV, lse_HT, other_THV, other_lse_HT)
     assert all(tensor.is_contiguous() for tensor in tensors)
     num_tokens, num_heads, width = out_THV.shape
+    merged_HT = torch.empty_like(lse_HT)
     if num_tokens:
         _merge[(triton.cdiv(num_tokens, TOKENS), num_heads)](
-            *tensors, num_tokens, out_THV.stride(0), out_THV.stride(1), width,
+            *tensors, merged_HT, num_tokens, out_THV.stride(0), out_THV.stride(1), width,
             B=TOKENS, V=triton.next_power_of_2(width),
         )  # fmt: skip
-    return out_THV, lse_HT
+    return out_THV, merged_HT
