@@ -301,6 +301,7 @@ class DecodeBound:
         batch: requests of this GPU.
         experts_s: routed experts.
         linear_s: everything else that multiplies with weights, the head included.
+        head_s: of that, the head, in proportion to its bytes or operations.
         attention_s: absorbed attention over the contexts.
         all_to_all_s: one copy per remote expert, FP8 there and bfloat16 back.
         bytes: that the step reads: weights and contexts.
@@ -309,6 +310,7 @@ class DecodeBound:
     batch: int
     experts_s: float
     linear_s: float
+    head_s: float
     attention_s: float
     all_to_all_s: float
     bytes: float
@@ -327,6 +329,11 @@ class DecodeBound:
     def compute_s(self) -> float:
         """Seconds without traffic."""
         return self.experts_s + self.linear_s + self.attention_s
+
+    @property
+    def layers_s(self) -> float:
+        """Seconds of the layers alone, without traffic."""
+        return self.compute_s - self.head_s
 
     def tokens_per_s(self, num_gpus: int, *, serial: bool = False) -> float:
         """Return the output tokens per second of `num_gpus` such ranks."""
@@ -356,11 +363,15 @@ def decode_bound(
     latents = batch * context * config.num_hidden_layers
     kv = latents * (2.0 * config.latent_dim if kv_bytes is None else kv_bytes)
     linear = flops.total - flops.routed + flops.head
+    is_read = weights.linear / hardware.memory > batch * linear / hardware.fp8
+    head_share = weights.embedding / weights.linear if is_read else flops.head / linear
+    linear_s = max(weights.linear / hardware.memory, batch * linear / hardware.fp8)
     sent = batch * config.num_experts_per_tok * (ep - 1) / ep * config.num_moe_layers
     return DecodeBound(
         batch=batch,
         experts_s=max(weights.experts / hardware.memory, batch * flops.routed / hardware.fp8),
-        linear_s=max(weights.linear / hardware.memory, batch * linear / hardware.fp8),
+        linear_s=linear_s,
+        head_s=linear_s * head_share,
         attention_s=max(
             kv / hardware.memory,
             latents * pair_flops(config, absorbed=True) / hardware.attention,

@@ -8,7 +8,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.engine_bench.command import add_prefill_arguments, run_prefill_command
+from deploy.engine_bench.command import (
+    add_decode_arguments,
+    add_prefill_arguments,
+    run_decode_command,
+    run_prefill_command,
+)
 from deploy.kv_bench.command import add_arguments as add_kv_arguments
 from deploy.kv_bench.command import run as run_kv
 from runtime.config_file import load_config
@@ -32,6 +37,9 @@ def add_parser(commands: Subparsers) -> None:
     prefill = subjects.add_parser("prefill", help="tokens per second of prompts on these GPUs")
     add_prefill_arguments(prefill)
     prefill.set_defaults(command=run_prefill_command)
+    decode = subjects.add_parser("decode", help="tokens per second of decode steps on these GPUs")
+    add_decode_arguments(decode)
+    decode.set_defaults(command=run_decode_command)
 
 
 def run_startup(arguments: argparse.Namespace) -> int:

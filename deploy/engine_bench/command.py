@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deploy.engine_bench.options import PrefillOptions, Setup
+    from deploy.engine_bench.launcher import RankPlace
+    from deploy.engine_bench.options import DecodeOptions, PrefillOptions, Setup
+    from deploy.engine_bench.report import Report
+
+OptionsT = TypeVar("OptionsT")
 
 
 def add_prefill_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,33 +35,54 @@ def add_prefill_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare those of ``bench decode``."""
+    _add_setup(parser)
+    parser.add_argument("--batch", type=int, default=128, help="requests of each rank")
+    parser.add_argument(
+        "--context", default="1500-1660", metavar="N-M", help="tokens at the first measured step"
+    )
+    parser.add_argument("--kv-dtype", choices=("bf16", "fp8"), default="bf16")
+    parser.add_argument("--graphs", type=_switch, default=True, help="CUDA graphs: on, off")
+    parser.add_argument(
+        "--overlap", type=_switch, default=True, help="launch a step ahead: on, off"
+    )
+
+
 def run_prefill_command(arguments: argparse.Namespace) -> int:
     """Measure, write the report, show a summary on stderr."""
     # Imported late: every `tandem` command reads this file, few need torch.
-    from deploy.engine_bench.launcher import Job, launch
     from deploy.engine_bench.prefill import run_prefill
-    from deploy.engine_bench.shapes import choose_model
-    from deploy.engine_bench.summary import show_prefill
 
     options = _prefill_options(arguments)
-    choose_model(options.setup)  # refuses what cannot be run before any process starts
-    job = Job(
-        run=run_prefill,
-        options=options,
-        world_size=options.setup.world_size,
-        device=options.setup.device,
-    )
-    report = launch(job)
-    if report is not None:
-        show_prefill(report, trace=arguments.trace)
-        _write(report, arguments.json)
-    return 0
+    return _measure(arguments, options.setup, run_prefill, options)
 
 
-def _write(report: dict[str, object], path: Path | None) -> None:
+def run_decode_command(arguments: argparse.Namespace) -> int:
+    """The same for decode steps."""
+    from deploy.engine_bench.decode import run_decode
+
+    options = _decode_options(arguments)
+    return _measure(arguments, options.setup, run_decode, options)
+
+
+def _measure(
+    arguments: argparse.Namespace,
+    setup: Setup,
+    run: Callable[[OptionsT, RankPlace], Report | None],
+    options: OptionsT,
+) -> int:
+    from deploy.engine_bench.launcher import Job, launch
     from deploy.engine_bench.report import write_report
+    from deploy.engine_bench.shapes import choose_model
+    from deploy.engine_bench.summary import show
 
-    write_report(report, path)
+    choose_model(setup)  # refuses what cannot be run before any process starts
+    report = launch(Job(run=run, options=options, world_size=setup.world_size, device=setup.device))
+    if report is not None:
+        show(report, trace=arguments.trace)
+        write_report(report, arguments.json)
+    return 0
 
 
 def _add_setup(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +156,19 @@ def _prefill_options(arguments: argparse.Namespace) -> PrefillOptions:
         scatter=arguments.scatter,
         collectives=Collectives(arguments.collectives),
         ttft=arguments.ttft,
+    )
+
+
+def _decode_options(arguments: argparse.Namespace) -> DecodeOptions:
+    from deploy.engine_bench.options import DecodeOptions, KVDtype
+
+    return DecodeOptions(
+        setup=_setup(arguments, "dp"),
+        batch=arguments.batch,
+        context=parse_range(arguments.context, "context"),
+        kv_dtype=KVDtype(arguments.kv_dtype),
+        graphs=arguments.graphs,
+        overlap=arguments.overlap,
     )
 
 

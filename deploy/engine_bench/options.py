@@ -161,8 +161,7 @@ class DecodeOptions:
     @property
     def mean_context(self) -> float:
         """Tokens that a request attends to, in the mean over requests and measured steps."""
-        steps = self.setup.warm_ups + (self.setup.repeats - 1) / 2
-        return sum(self.context) / 2 + steps
+        return (sum(self.context) + self.setup.repeats) / 2
 
 
 def _check_least(name: str, value: int, least: int) -> None:

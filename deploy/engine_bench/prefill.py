@@ -9,7 +9,6 @@ worker does besides is left out: queues, the plan that rank 0 sends to the other
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 import time
 
@@ -19,11 +18,14 @@ from deploy.engine_bench.launcher import RankPlace
 from deploy.engine_bench.machine import describe_command, describe_machine, read_clocks
 from deploy.engine_bench.options import PrefillOptions
 from deploy.engine_bench.profiling import profile_batch
+from deploy.engine_bench.rates import HARDWARE, Bounds, RateBound, describe_rates
 from deploy.engine_bench.report import Quantiles, Report, say
 from deploy.engine_bench.session import BLOCK_SIZE, Session, open_session
 from deploy.engine_bench.shapes import MeasuredModel
+from deploy.engine_bench.timing import distances, idle_between
 from engine.batch import build_forward_batch
-from engine.bounds import H200, H200_REACHED, PrefillBound, PrefillTraffic, prefill_bound
+from engine.bounds import PrefillTraffic, prefill_bound
+from engine.config import ModelConfig
 from engine.request import Request, ScheduledRequest, num_blocks_for
 from engine.runner import PendingStep
 from runtime.sampling import SamplingParams
@@ -63,7 +65,7 @@ def run_prefill(options: PrefillOptions, place: RankPlace) -> Report | None:
         "notes": session.measured.notes,
         "options": dataclasses.asdict(options),
         "batch_ms": dataclasses.asdict(batch_ms),
-        "rates": describe_rates(session.measured, options, batch_ms.median / 1e3),
+        "rates": prefill_rates(session.measured, options, batch_ms.median / 1e3),
         "ttft_ms": dataclasses.asdict(Quantiles.of(ttft)) if ttft else None,
         "idle_between_batches_ms": dataclasses.asdict(Quantiles.of(idle)) if idle else None,
         "profile": dataclasses.asdict(profile) if profile is not None else None,
@@ -74,70 +76,37 @@ def run_prefill(options: PrefillOptions, place: RankPlace) -> Report | None:
     }
 
 
-def describe_rates(measured: MeasuredModel, options: PrefillOptions, batch_s: float) -> Report:
-    """Tokens per second as they were measured, what they stand for, and the bounds of both.
-
-    ``as_run`` is what the ranks here did. ``node`` is the same for all layers and for all GPUs
-    that the ranks stand for, under its label; where nothing was left out the two are equal.
-    """
+def prefill_rates(measured: MeasuredModel, options: PrefillOptions, batch_s: float) -> Report:
+    """The rates of batches that take so long; see `rates`."""
     own_tokens = options.setup.dp > 1
-    tokens = options.batch_tokens * options.setup.dp
-    as_run = tokens / batch_s
-    gpus = measured.virtual_gpus
     # Ranks that share heads run the batch of the whole node; ranks with own tokens only theirs.
-    node = as_run * (gpus / measured.num_gpus if own_tokens else 1) / measured.layer_scale
-    here = _bound(measured, options, is_node=False)
-    there = _bound(measured, options, is_node=True)
-    scaled = f", times scaled by {measured.layer_scale:.3f}" if measured.layer_scale != 1 else ""
-    return {
-        "as_run": {
-            "label": measured.label,
-            "num_gpus": measured.num_gpus,
-            "tokens_per_batch": tokens,
-            "tokens_per_s": as_run,
-            "tokens_per_s_per_gpu": as_run / measured.num_gpus,
-            **_shares(here, as_run, options),
-        },
-        "node": {
-            "label": f"{measured.label}{scaled}; stands for {gpus} GPUs and all layers"
-            if not measured.is_whole
-            else measured.label,
-            "num_gpus": gpus,
-            "tokens_per_s": node,
-            "tokens_per_s_per_gpu": node / gpus,
-            **_shares(there, node, options),
-        },
-    }
+    factor = measured.virtual_gpus / measured.num_gpus if own_tokens else 1.0
+    return describe_rates(
+        measured,
+        tokens=options.batch_tokens * options.setup.dp,
+        seconds=batch_s,
+        ranks_factor=factor,
+        bounds=(
+            _bounds(measured.config, options, measured.num_gpus),
+            _bounds(measured.whole, options, measured.virtual_gpus),
+        ),
+        is_gpu=options.setup.device == "cuda",
+    )
 
 
-def _bound(
-    measured: MeasuredModel, options: PrefillOptions, *, is_node: bool
-) -> dict[str, PrefillBound]:
+def _bounds(config: ModelConfig, options: PrefillOptions, num_gpus: int) -> Bounds:
     traffic = PrefillTraffic.LATENTS_FP8 if options.scatter else PrefillTraffic.ALL_REDUCE
     if options.setup.dp > 1:
         traffic = PrefillTraffic.ALL_TO_ALL
-    return {
+    bounds = {
         name: prefill_bound(
-            measured.whole if is_node else measured.config,
-            options.prompt_len,
-            num_gpus=measured.virtual_gpus if is_node else measured.num_gpus,
-            traffic=traffic,
-            hardware=hardware,
+            config, options.prompt_len, num_gpus=num_gpus, traffic=traffic, hardware=hardware
         )
-        for name, hardware in (("data_sheet", H200), ("reached", H200_REACHED))
+        for name, hardware in HARDWARE.items()
     }
-
-
-def _shares(
-    bounds: dict[str, PrefillBound], tokens_per_s: float, options: PrefillOptions
-) -> Report:
-    """The bounds of GPUs, and on GPUs the shares of them."""
-    is_gpu = options.setup.device == "cuda"
-    shares = {name: tokens_per_s / bound.overlapped for name, bound in bounds.items()}
     return {
-        "bound_tokens_per_s": {name: bound.overlapped for name, bound in bounds.items()},
-        "serial_bound_tokens_per_s": {name: bound.serial for name, bound in bounds.items()},
-        "share_of_bound": shares if is_gpu else None,
+        name: RateBound(overlapped=bound.overlapped, serial=bound.serial)
+        for name, bound in bounds.items()
     }
 
 
@@ -179,8 +148,7 @@ class _PrefillBench:
             previous.wait()
             ends.append(time.perf_counter())
         session.meet()
-        times = [after - before for before, after in itertools.pairwise(ends)]
-        return times, _idle(steps)
+        return distances(ends), idle_between(steps)
 
     def run_alone(self) -> list[float]:
         """Run single prompts on an idle node: seconds from the tokens to the sampled token."""
@@ -247,9 +215,3 @@ class _Launched:
             self.step.collect()
         if self.end is not None:
             self.end.synchronize()
-
-
-def _idle(steps: list[PendingStep | None]) -> list[float]:
-    """Of each step but the first, whose predecessor belongs to another measurement."""
-    idle = [step.idle_s for step in steps[1:] if step is not None]
-    return [seconds for seconds in idle if seconds is not None]

@@ -15,46 +15,58 @@ import torch
 
 from deploy.engine_bench.session import Session
 from deploy.engine_bench.stages import BatchProfile, summarise
-from deploy.engine_bench.trace import read_spans
+from deploy.engine_bench.trace import read_spans, stage_names
 from engine.stage_timer import TimerMode
 
-_MEASURED = "measured batch"
+_NAMED, _MEASURED = "named batch", "measured batch"
 
 
-def profile_batch(session: Session, run: Callable[[], object]) -> BatchProfile | None:
+def profile_batch(
+    session: Session, run: Callable[[], object], *, named: Callable[[], object] | None = None
+) -> BatchProfile | None:
     """Run a batch on all ranks under the profiler of rank 0, and say where its time went.
 
     Args:
         session: of this rank.
         run: a batch, waited for.
+        named: the same work one kernel at a time, if ``run`` replays graphs: it tells which
+            kernels belong to which stage.
 
     Returns:
         None on other ranks.
     """
-    timer = session.timer
-    if session.device.type == "cuda":  # bounds are those of a GPU
-        timer.mode = TimerMode.BOUNDS
-        run()
-    bounds = {name: stage.bound_s for name, stage in timer.stages.items()}
-    timer.reset()
+    bounds = _measure_bounds(session, named or run)
     if session.place.rank:
-        timer.mode = TimerMode.OFF
-        for _ in range(2):
-            run()
+        for call in (named or run, run):
+            call()
         return None
-    timer.mode = TimerMode.RANGES
+    session.timer.mode = TimerMode.RANGES
     activities = [torch.profiler.ProfilerActivity.CPU]
     if session.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profiler:
-        run()  # the profiler's own start is paid here
-        session.synchronize()
-        with torch.profiler.record_function(_MEASURED):
-            run()
-            session.synchronize()
+        # The first run also pays for the profiler's own start.
+        for name, call in ((_NAMED, named or run), (_MEASURED, run)):
+            with torch.profiler.record_function(name):
+                call()
+                session.synchronize()
+    session.timer.mode = TimerMode.OFF
+    events = _read_trace(profiler)
+    names = stage_names(read_spans(events, _NAMED)) if named is not None else {}
+    return summarise(read_spans(events, _MEASURED, names), bounds)
+
+
+def _measure_bounds(session: Session, run: Callable[[], object]) -> dict[str, float]:
+    """Least seconds of each stage; none on a CPU, because bounds are those of a GPU."""
+    if session.device.type != "cuda":
+        return {}
+    timer = session.timer
+    timer.mode = TimerMode.BOUNDS
+    run()
     timer.mode = TimerMode.OFF
-    spans = read_spans(_read_trace(profiler), _MEASURED)
-    return summarise(spans, bounds)
+    bounds = {name: stage.bound_s for name, stage in timer.stages.items()}
+    timer.reset()
+    return bounds
 
 
 def _read_trace(profiler: torch.profiler.profile) -> list[dict[str, object]]:

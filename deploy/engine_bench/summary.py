@@ -10,19 +10,34 @@ from deploy.engine_bench.report import say
 from deploy.engine_bench.stages import BatchProfile, StageRow, format_table
 
 _NUM_ROWS = 25
+_TIMES = {
+    "batch_ms": "batch",
+    "step_ms": "step",
+    "ttft_ms": "first token of one prompt",
+    "idle_between_batches_ms": "device idle between batches",
+    "idle_between_steps_ms": "device idle between steps",
+}
 
 
-def show_prefill(report: Mapping[str, Any], *, trace: Path | None = None) -> None:
-    """Show the rates and the longest stages; the whole table goes to ``trace``."""
-    times, ttft = report["batch_ms"], report["ttft_ms"]
-    say(f"{report['label']}")
-    say(
-        f"batch {times['median']:.3f} ms (p10 {times['p10']:.3f}, p90 {times['p90']:.3f}"
-        f" of {times['count']})"
-    )
-    if ttft:
-        say(f"first token of one prompt {ttft['median']:.3f} ms")
-    _show_common(report, trace)
+def show(report: Mapping[str, Any], *, trace: Path | None = None) -> None:
+    """Show times, rates and the longest stages; the whole table goes to ``trace``."""
+    say(f"{report['benchmark']}: {report['label']}")
+    for name, what in _TIMES.items():
+        times = report.get(name)
+        if times:
+            say(
+                f"{what} {times['median']:.3f} ms"
+                f" (p10 {times['p10']:.3f}, p90 {times['p90']:.3f} of {times['count']})"
+            )
+    layers = report.get("layers_us")
+    if layers:
+        share = layers["share_of_bound"]["data_sheet"]
+        say(f"layer {layers['us_per_layer']:.1f} us, {share:.1%} of the data sheet's bound")
+    show_rates(report["rates"])
+    for note in report["notes"]:
+        say(f"note: {note}")
+    if report["profile"]:
+        _show_profile(report, trace)
 
 
 def show_rates(rates: Mapping[str, Any]) -> None:
@@ -39,12 +54,7 @@ def show_rates(rates: Mapping[str, Any]) -> None:
         say(f"{kind:6} {rate['tokens_per_s']:12.1f} tok/s{of_bound}  [{rate['label']}]")
 
 
-def _show_common(report: Mapping[str, Any], trace: Path | None) -> None:
-    show_rates(report["rates"])
-    for note in report["notes"]:
-        say(f"note: {note}")
-    if not report["profile"]:
-        return
+def _show_profile(report: Mapping[str, Any], trace: Path | None) -> None:
     fields = dict(report["profile"])
     fields["stages"] = [StageRow(**row) for row in fields["stages"]]
     profile = BatchProfile(**fields)

@@ -39,9 +39,10 @@ class SpanKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One kernel or copy on the device."""
+    """One kernel or copy on the device; ``kernel`` is its whole name, empty for a range."""
 
     stage: str
+    kernel: str = ""
     kind: SpanKind
     start: float
     end: float
@@ -58,8 +59,15 @@ class Gap:
     before: str
 
 
-def read_spans(events: Sequence[Event], within: str) -> list[Span]:
+def read_spans(
+    events: Sequence[Event], within: str, names: Mapping[str, str] | None = None
+) -> list[Span]:
     """Return what was launched inside the range named ``within``, by start.
+
+    Args:
+        events: of the trace.
+        within: name of a range, which is open once.
+        names: stages of kernels that no range names, because a graph has launched them.
 
     Raises:
         ValueError: there is no such range.
@@ -82,13 +90,21 @@ def read_spans(events: Sequence[Event], within: str) -> list[Span]:
     launches = [
         event for event in events if event.get("cat") in _LAUNCHES and first <= event["ts"] <= last
     ]
-    names = _innermost(inner, launches)
+    found, known = _innermost(inner, launches), names or {}
     spans = [
-        _kernel_span(event, names[correlation])
+        _kernel_span(event, found[correlation] or known.get(event["name"]))
         for event in kernels
-        if (correlation := event.get("args", {}).get("correlation")) in names
+        if (correlation := event.get("args", {}).get("correlation")) in found
     ]
     return sorted(spans, key=lambda span: span.start)
+
+
+def stage_names(spans: Iterable[Span]) -> dict[str, str]:
+    """The stage of each kernel that belongs to one stage alone, by its whole name."""
+    stages: dict[str, set[str]] = {}
+    for span in spans:
+        stages.setdefault(span.kernel, set()).add(span.stage)
+    return {kernel: found.pop() for kernel, found in stages.items() if len(found) == 1}
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -152,6 +168,7 @@ def _kernel_span(event: Event, stage: str | None) -> Span:
     start, end = _interval(event)
     return Span(
         stage=stage or short_name(event["name"]),
+        kernel=event["name"],
         kind=_kind(stage or "", event["name"]),
         start=start,
         end=end,

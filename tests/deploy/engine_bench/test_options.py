@@ -8,7 +8,7 @@ import pytest
 from deploy.cli import build_parser, main
 from deploy.engine_bench.command import parse_range
 from deploy.engine_bench.options import Axis, DecodeOptions, PrefillOptions, Setup
-from deploy.engine_bench.prefill import describe_rates
+from deploy.engine_bench.prefill import prefill_rates
 from deploy.engine_bench.shapes import choose_model
 from runtime.errors import ConfigError
 
@@ -54,11 +54,11 @@ def test_the_whole_model_carries_its_own_name() -> None:
     measured = choose_model(Setup(tp=8, ep=8))
     assert measured.is_whole
     assert measured.label == "deepseek-v3 on 8 GPUs"
-    rates = describe_rates(measured, PrefillOptions(setup=Setup(tp=8, ep=8)), 0.5)
+    rates = prefill_rates(measured, PrefillOptions(setup=Setup(tp=8, ep=8)), 0.5)
     as_run, node = rates["as_run"], rates["node"]
     assert isinstance(as_run, dict)
     assert isinstance(node, dict)
-    assert as_run == {**node, "tokens_per_batch": 16384}
+    assert as_run == {**node, "tokens": 16384}
     assert node["tokens_per_s"] == 32768
 
 
@@ -69,7 +69,7 @@ def test_a_proxy_says_what_it_is() -> None:
     notes = " ".join(measured.notes)
     for said in ("16 of the 128 heads", "32 of 256 experts", "0.750", "0.875", "4 of 128 experts"):
         assert said in notes
-    rates = describe_rates(measured, PrefillOptions(setup=setup), 0.5)
+    rates = prefill_rates(measured, PrefillOptions(setup=setup), 0.5)
     node = rates["node"]
     assert isinstance(node, dict)
     assert node["tokens_per_s"] == 32768, "the batch is the one of the whole node"
@@ -79,11 +79,11 @@ def test_a_proxy_says_what_it_is() -> None:
 
 def test_ranks_with_their_own_tokens_are_multiplied() -> None:
     setup = Setup(dp=4, ep=4, shard_of=8, shard_axis=Axis.DP)
-    rates = describe_rates(choose_model(setup), PrefillOptions(setup=setup), 0.5)
+    rates = prefill_rates(choose_model(setup), PrefillOptions(setup=setup), 0.5)
     as_run, node = rates["as_run"], rates["node"]
     assert isinstance(as_run, dict)
     assert isinstance(node, dict)
-    assert as_run["tokens_per_batch"] == 4 * 16384
+    assert as_run["tokens"] == 4 * 16384
     assert node["tokens_per_s"] == 2 * as_run["tokens_per_s"]
 
 
@@ -92,7 +92,7 @@ def test_fewer_layers_are_scaled_beside_what_was_measured() -> None:
     measured = choose_model(setup)
     assert (measured.config.num_hidden_layers, measured.config.first_k_dense_replace) == (24, 1)
     assert not measured.is_whole
-    rates = describe_rates(measured, PrefillOptions(setup=setup), 0.5)
+    rates = prefill_rates(measured, PrefillOptions(setup=setup), 0.5)
     as_run, node = rates["as_run"], rates["node"]
     assert isinstance(as_run, dict)
     assert isinstance(node, dict)

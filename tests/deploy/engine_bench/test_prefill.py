@@ -51,7 +51,7 @@ def test_ranks_with_their_own_tokens_as_a_proxy(tmp_path: Path) -> None:
     assert report["label"] == "per-rank proxy on 2 CPU ranks, 2 of 3 layers"
     assert report["profile"] is None
     assert report["ttft_ms"] is None
-    assert report["rates"]["as_run"]["tokens_per_batch"] == 128
+    assert report["rates"]["as_run"]["tokens"] == 128
 
 
 def test_quantiles_lie_between_times() -> None:

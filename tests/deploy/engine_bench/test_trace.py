@@ -15,6 +15,7 @@ from deploy.engine_bench.trace import (
     gaps,
     read_spans,
     short_name,
+    stage_names,
     union,
 )
 
@@ -54,6 +55,33 @@ def test_a_kernel_belongs_to_the_innermost_range_of_its_launch() -> None:
     assert [span.stage for span in spans] == ["outer", "inner", "outer", "at::native::add"]
     assert [span.kind for span in spans] == [*[SpanKind.COMPUTE] * 2, SpanKind.TRAFFIC, "compute"]
     assert (spans[1].start, spans[1].end, spans[1].stream) == (205, 210, 7)
+
+
+def test_kernels_of_a_graph_take_the_names_of_an_earlier_run() -> None:
+    events = [
+        ranged("named", 0, 10),
+        ranged("norm", 1, 1),
+        ranged("product", 3, 1),
+        launch(1, 1.5),
+        launch(2, 3.5),
+        launch(3, 3.6),
+        launch(4, 5),
+        kernel("f<1>(int)", 1, 2, 1),
+        kernel("g<1>", 2, 4, 1),
+        kernel("f<2>", 3, 5, 1),
+        kernel("shared", 4, 6, 1),
+        ranged("measured", 20, 10),
+        launch(9, 21),
+        kernel("f<1>(int)", 9, 22, 1),
+        kernel("f<2>", 9, 23, 1),
+        kernel("new<3>", 9, 24, 1),
+    ]
+    names = stage_names(read_spans(events, "named"))
+    assert names == {"f<1>(int)": "norm", "g<1>": "product", "f<2>": "product", "shared": "shared"}
+    spans = read_spans(events, "measured", names)
+    assert [span.stage for span in spans] == ["norm", "product", "new"]
+    twice = [Span(stage=s, kernel="k", kind=SpanKind.COMPUTE, start=0, end=1) for s in "ab"]
+    assert stage_names(twice) == {}
 
 
 def test_ranges_are_the_spans_where_there_is_no_device() -> None:
