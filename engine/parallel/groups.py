@@ -70,6 +70,11 @@ class RankGroup:
     size: int = 1
     _group: dist.ProcessGroup | None = None
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The library's group, for libraries that want it; None where there is one rank."""
+        return self._group
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks, in place, of a tensor of equal shape on all of them."""
         return self.start_all_reduce(tensor).wait()

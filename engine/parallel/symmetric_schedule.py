@@ -5,9 +5,9 @@ n-th collective of that kind, stream by stream; `symmetric.py` gives the list to
 test plays all ranks' lists in any order and looks for overwritten buffers and for deadlocks.
 
 A *slot* is one of `num_slots` places for a collective's data in every rank's symmetric buffer. The
-n-th collective of a kind takes slot n mod `num_slots`; its *generation*, n // `num_slots` + 1, counts
-the uses of the slot. A signal is a counter in the receiver's memory that only its one sender
-writes, and only with ascending generations; a wait is for "this generation or later".
+n-th collective of a kind takes slot n mod `num_slots`; its *generation*, n // `num_slots` + 1, is
+the number of the slot's use. A signal is a counter in the receiver's memory that only its one
+sender writes, and only with ascending generations; a wait is for "this generation or later".
 
 All-gather by pulling. A rank copies its rows into its own slot, and peers read them from there
 straight into their results, which are ordinary tensors: a caller may keep a result for ever.
@@ -25,11 +25,11 @@ Reduce-scatter by pushing. A rank writes slice j of its partial sums into rank j
 of its own; rank j sums what arrived. The source is an ordinary tensor.
 
     transfer  per peer: wait FREE(peer, generation - 1); slice -> peer's slot; put ARRIVED(peer)
-    reduce    own slice -> slot; wait ARRIVED(all peers, generation); sum; put FREE(all)
+    reduce    wait ARRIVED(all peers, generation); slot + own slice -> result; put FREE(all)
 
     Why no place is overwritten before it was summed: its one writer writes after the owner's FREE
-    of the generation before, which the owner puts on the stream of the sum, behind it. The owner's
-    own place is written on the stream of the sum itself.
+    of the generation before, which the owner puts on the stream of the sum, behind it. The own
+    slice is summed where it is.
     Why the sum reads no old slice: ARRIVED is put on the stream of the write, behind it.
 
 Why nothing waits for ever: all ranks start their collectives in one order (program order), and each
@@ -58,13 +58,13 @@ class Kind(IntEnum):
     FILL = 2
     """All-gather: own rows into the own slot."""
     KEEP = 3
-    """Own rows into the result (all-gather), own slice into the own slot (reduce-scatter)."""
+    """All-gather: own rows into the result."""
     PULL = 4
     """A peer's slot into the result."""
     PUSH = 5
     """A slice into a peer's slot."""
     SUM = 6
-    """The own slot's slices into the result."""
+    """The own slot's slices and the own slice into the result."""
 
 
 class Signal(IntEnum):
@@ -110,6 +110,11 @@ class Schedule:
         return FIRST_TRANSFER + self.num_transfers
 
     @property
+    def transfers(self) -> range:
+        """Numbers of the transfer streams."""
+        return range(FIRST_TRANSFER, self.num_streams)
+
+    @property
     def num_channels(self) -> int:
         """Counters that a rank has for each peer."""
         return len(Signal) * self.num_slots
@@ -137,7 +142,6 @@ class Schedule:
             yield from self._wait_for_slot(stream, Signal.FREE, number, (peer,))
             yield Step(kind=Kind.PUSH, stream=stream, peers=(peer,))
             yield self._signal(Kind.PUT, stream, Signal.ARRIVED, number, (peer,))
-        yield Step(kind=Kind.KEEP, stream=REDUCE)
         yield self._signal(Kind.WAIT, REDUCE, Signal.ARRIVED, number, peers)
         yield Step(kind=Kind.SUM, stream=REDUCE)
         yield self._signal(Kind.PUT, REDUCE, Signal.FREE, number, peers)
@@ -173,7 +177,7 @@ class BufferPlan:
     """Where things lie in every rank's symmetric buffer; offsets and sizes in bytes.
 
     Counters first, then the slots of reduce-scatter, then those of all-gather: a slot of the first
-    holds a slice of every rank, a slot of the second the rows of one.
+    holds a slice of every peer, a slot of the second the rows of one rank.
 
     Attributes:
         size: ranks.
@@ -208,7 +212,11 @@ class BufferPlan:
 
     def reduce_slot(self, slot: int) -> int:
         """Return the offset of a slot of reduce-scatter."""
-        return self.counter_bytes + slot * self._aligned_slice * self.size
+        return self.counter_bytes + slot * self._aligned_slice * (self.size - 1)
+
+    def place(self, sender: int, owner: int) -> int:
+        """Return which of the places in an `owner`'s slot is the `sender`'s, from 0."""
+        return sender - (sender > owner)
 
     def all_gather_slot(self, slot: int) -> int:
         """Return the offset of a slot of all-gather."""

@@ -48,10 +48,9 @@ class Work:
                 return [(self.step.peers[0], "gather", self.slot, 0)], []
             case Kind.PUSH:
                 return [], [(self.step.peers[0], "reduce", self.slot, own)]
-            case Kind.KEEP if self.kind == "reduce":
-                return [], [(own, "reduce", self.slot, own)]
             case Kind.SUM:
-                return [(own, "reduce", self.slot, rank) for rank in range(size)], []
+                places = [(own, "reduce", self.slot, rank) for rank in range(size) if rank != own]
+                return places, []
         return [], []
 
 
@@ -233,7 +232,7 @@ def test_parts_of_the_buffer_do_not_overlap(size: int, num_slots: int, max_bytes
     }
     assert len(counters) == schedule.num_channels * size
     assert max(counters) + 4 <= plan.counter_bytes
-    parts = [(plan.reduce_slot(slot), plan.slice_bytes * size) for slot in range(num_slots)]
+    parts = [(plan.reduce_slot(slot), plan.slice_bytes * (size - 1)) for slot in range(num_slots)]
     parts += [(plan.all_gather_slot(slot), plan.slice_bytes) for slot in range(num_slots)]
     end = plan.counter_bytes
     for offset, nbytes in sorted(parts):
@@ -241,5 +240,8 @@ def test_parts_of_the_buffer_do_not_overlap(size: int, num_slots: int, max_bytes
         assert offset % 256 == 0
         end = offset + nbytes
     assert end <= plan.nbytes
+    for owner in range(size):
+        senders = [rank for rank in range(size) if rank != owner]
+        assert [plan.place(sender, owner) for sender in senders] == list(range(size - 1))
     channels = {step.channel for number in range(9) for step in schedule.all_gather(number)}
     assert max(channels) < schedule.num_channels
