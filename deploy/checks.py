@@ -13,6 +13,7 @@ import socket
 from pathlib import Path
 
 import deploy
+from deploy.decode_memory import plan_decode_memory
 from deploy.plan import num_devices_needed, plan_instances
 from engine.config import ModelConfig
 from engine.parallel.dims import ParallelDims
@@ -52,9 +53,10 @@ def check_config(config: ClusterConfig, *, num_devices: int) -> None:
     if not _NAME.fullmatch(name):
         fix = "1 to 63 letters, digits, '.', '_' or '-', a letter or digit first"
         raise ConfigError("cluster.name", name, "also names a folder", fix)
-    model = _read_model(config)
+    model = read_model(config)
     _check_files(config)
     _check_parallel(config, model)
+    plan_decode_memory(config, model)
     _check_lengths(config, model)
     _check_devices(config, num_devices)
 
@@ -116,7 +118,12 @@ def _listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _read_model(config: ClusterConfig) -> ModelConfig:
+def read_model(config: ClusterConfig) -> ModelConfig:
+    """The shape of the model that ``config``, resolved, names.
+
+    Raises:
+        ConfigError: no checkpoint there, or one that cannot be served.
+    """
     path = config.model.path
     try:
         return ModelConfig.from_dir(path)
@@ -141,12 +148,13 @@ def _check_parallel(config: ClusterConfig, model: ModelConfig) -> None:
     prefill, decode = config.prefill, config.decode
     prefill_dims = ParallelDims(tp=prefill.tp, ep=prefill.tp if prefill.expert_parallel else 1)
     decode_dims = ParallelDims(dp=decode.dp, ep=decode.dp)
-    for field, value, dims in (
-        ("prefill.tp", prefill.tp, prefill_dims),
-        ("decode.dp", decode.dp, decode_dims),
+    experts = model.n_routed_experts
+    for field, value, dims, num_slots in (
+        ("prefill.tp", prefill.tp, prefill_dims, experts),
+        ("decode.dp", decode.dp, decode_dims, experts + decode.num_redundant_experts),
     ):
         try:
-            dims.check_model(model)
+            dims.check_model(model, num_physical_experts=num_slots)
         except ConfigError as error:
             raise ConfigError(field, value, error.problem, error.fix) from error
 

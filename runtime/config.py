@@ -154,6 +154,12 @@ class DecodeSection:
     overlap_steps: str = "auto"
     """Launch a step before the tokens of the one before it are read: "on", "off", or "auto" (on
     with "cuda")."""
+    num_redundant_experts: int = 0
+    """Slots for second copies of experts, of all ranks together."""
+    max_tokens_per_rank: int = 128
+    """Most tokens that a GPU rank sends to experts in a step; sizes the buffers of all ranks."""
+    device_memory_gib: float = 0.0
+    """Memory of one GPU, to check before the start that a rank fits; 0: not checked."""
 
     @property
     def max_ahead(self) -> int:
@@ -165,6 +171,9 @@ class DecodeSection:
         _at_least("decode.dp", self.dp, 1)
         _at_least("decode.max_num_reserved", self.max_num_reserved, 1)
         _at_least("decode.preemption_host_blocks", self.preemption_host_blocks, 0)
+        _at_least("decode.num_redundant_experts", self.num_redundant_experts, 0)
+        _at_least("decode.max_tokens_per_rank", self.max_tokens_per_rank, 1)
+        _at_least("decode.device_memory_gib", self.device_memory_gib, 0.0)
 
 
 def _check_worker(role: str, section: PrefillSection | DecodeSection) -> None:

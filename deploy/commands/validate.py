@@ -16,21 +16,32 @@ def add_parser(commands: Subparsers) -> None:
     """Declare ``validate``."""
     parser = commands.add_parser("validate", help="check a configuration file")
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
+    parser.add_argument(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="check for a cluster of N CUDA devices instead of this machine's",
+    )
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what would be started; a ConfigError says what is wrong."""
-    from deploy.checks import check_config, count_devices, resolve_config
+    from deploy.checks import check_config, count_devices, read_model, resolve_config
+    from deploy.decode_memory import describe_decode_memory, plan_decode_memory
     from deploy.plan import num_devices_needed, plan_instances
 
     config = resolve_config(load_config(arguments.config))
-    check_config(config, num_devices=count_devices())
+    num_devices = count_devices() if arguments.devices is None else arguments.devices
+    check_config(config, num_devices=num_devices)
     plans = plan_instances(config)
     for plan in plans:
         ranks = "1 rank" if plan.num_ranks == 1 else f"{plan.num_ranks} ranks"
         print(f"{plan.name:<12} {ranks} on {plan.device}")
     print(f"model        {config.model.name} ({config.model.path})")
-    print(f"devices      {num_devices_needed(plans)} of {count_devices()} CUDA devices")
+    print(f"devices      {num_devices_needed(plans)} of {num_devices} CUDA devices")
+    budget = plan_decode_memory(config, read_model(config))
+    if budget is not None:
+        print("\n".join(describe_decode_memory(budget)))
     print(f"{arguments.config} is valid")
     return 0

@@ -188,11 +188,22 @@ def weights_per_rank(
 
 
 def budget_decode(config: ModelConfig, plan: DecodePlan) -> DecodeBudget:
-    """Divide a decode rank's memory.
+    """Divide a decode rank's memory, and see that the requests' KV fits.
+
+    Raises:
+        ConfigError: see `divide_memory`; or less KV than the requests need.
+    """
+    budget = divide_memory(config, plan)
+    _check_requests(plan, budget.num_blocks)
+    return budget
+
+
+def divide_memory(config: ModelConfig, plan: DecodePlan) -> DecodeBudget:
+    """Divide a decode rank's memory; how long requests are does not matter.
 
     Raises:
         ConfigError: experts that cannot be dealt to the ranks, more tokens than the buffers take,
-            weights that do not fit, or less KV than the requests need.
+            or weights that do not fit.
     """
     shape = check_placement(config, plan)
     weights = weights_per_rank(
@@ -213,7 +224,6 @@ def budget_decode(config: ModelConfig, plan: DecodePlan) -> DecodeBudget:
         )
     block_bytes = layers * plan.block_size * plan.latent_bytes
     num_blocks = room // block_bytes
-    _check_requests(plan, num_blocks)
     return DecodeBudget(
         weights=weights,
         transfer_buffer=shape.buffer_bytes,

@@ -1,0 +1,80 @@
+"""Whether a decode rank fits on its GPU, and what of the GPU is left for KV.
+
+Joins the configuration of a cluster with the arithmetic of ``engine.parallel.ep_budget``; nothing
+is started, and no GPU is asked.
+"""
+
+from __future__ import annotations
+
+from engine.config import ModelConfig
+from engine.graphs.buckets import batch_buckets
+from engine.parallel.ep_budget import DecodeBudget, DecodePlan, divide_memory
+from runtime.config import ClusterConfig
+from runtime.errors import ConfigError
+
+_FIELDS = {
+    "dp": "decode.dp",
+    "ep": "decode.dp",
+    "num_physical_experts": "decode.num_redundant_experts",
+    "hidden_size": "model.path",
+    "num_experts_per_tok": "model.path",
+}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1}
+
+
+def plan_decode_memory(config: ClusterConfig, model: ModelConfig) -> DecodeBudget | None:
+    """Divide the memory of a decode rank; None where ``decode.device_memory_gib`` is not given.
+
+    Args:
+        config: of the cluster.
+        model: that it serves, with weights in FP8.
+
+    Raises:
+        ConfigError: a rank does not fit; with the field's path, and what fits.
+    """
+    decode = config.decode
+    if decode.device != "cuda" or not decode.device_memory_gib:
+        return None
+    dtype = config.model.dtype if decode.kv_dtype == "auto" else decode.kv_dtype
+    plan = DecodePlan(
+        num_ranks=decode.dp,
+        num_redundant_experts=decode.num_redundant_experts,
+        max_tokens_per_rank=decode.max_tokens_per_rank,
+        max_num_seqs=decode.max_num_seqs,
+        block_size=decode.block_size,
+        latent_bytes=model.latent_dim * _ITEM_BYTES[dtype],
+        num_graphs=len(batch_buckets(decode.max_num_seqs)),
+        device_bytes=int(decode.device_memory_gib * 2**30),
+    )
+    try:
+        budget = divide_memory(model, plan)
+    except ConfigError as error:
+        path = _FIELDS.get(error.path, f"decode.{error.path}")
+        raise ConfigError(path, error.value, error.problem, error.fix) from error
+    if decode.num_blocks > budget.num_blocks:
+        raise ConfigError(
+            "decode.num_blocks",
+            decode.num_blocks,
+            f"a GPU of {decode.device_memory_gib:g} GiB has room for {budget.num_blocks} beside "
+            f"{budget.weights / 1e9:.1f} GB of weights",
+            f"{budget.num_blocks} or less, or more ranks",
+        )
+    return budget
+
+
+def describe_decode_memory(budget: DecodeBudget) -> list[str]:
+    """One line per part of the memory, the largest known parts first."""
+    parts = {
+        "weights": budget.weights,
+        "KV": budget.kv,
+        "transfer buffer": budget.transfer_buffer,
+        "workspace": budget.workspace,
+        "CUDA graphs": budget.graphs,
+        "CUDA and libraries": budget.context,
+    }
+    lines = [f"  {name:<19} {size / 1e9:7.2f} GB" for name, size in parts.items()]
+    return [
+        f"decode rank  {budget.num_local_experts} experts, at most {budget.num_blocks} KV blocks "
+        f"in {budget.device / 1e9:.1f} GB:",
+        *lines,
+    ]

@@ -1,0 +1,117 @@
+"""The files for H200 fit, and what does not fit is refused with the field and what would."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import deploy
+from deploy.checks import check_config, resolve_config
+from deploy.cli import main
+from deploy.decode_memory import describe_decode_memory, plan_decode_memory
+from engine.shapes import DEEPSEEK_V3
+from runtime.config import ClusterConfig
+from runtime.config_file import load_config
+from runtime.errors import ConfigError
+
+H200 = Path(deploy.__file__).parent / "configs" / "h200"
+FILES = {"ep16": (24, 16), "ep72": (96, 4)}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like the published checkpoint."""
+    folder = tmp_path_factory.mktemp("DeepSeek-V3")
+    fields = {
+        field.name: getattr(DEEPSEEK_V3, field.name)
+        for field in dataclasses.fields(DEEPSEEK_V3)
+        if field.name not in ("yarn", "fp8_block_size", "eos_token_ids")
+    }
+    fields["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "tokenizer.json").touch()
+    (folder / "model-00001-of-000163.safetensors").touch()
+    return folder
+
+
+def load(name: str, checkpoint: Path, **decode: object) -> ClusterConfig:
+    config = load_config(H200 / f"{name}.toml")
+    return resolve_config(
+        dataclasses.replace(
+            config,
+            model=dataclasses.replace(config.model, path=str(checkpoint)),
+            decode=dataclasses.replace(config.decode, **decode),
+        )
+    )
+
+
+def test_every_file_is_tested() -> None:
+    assert sorted(path.stem for path in H200.glob("*.toml")) == sorted(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_files_are_valid(
+    name: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    num_devices, num_local_experts = FILES[name]
+    text = (H200 / f"{name}.toml").read_text(encoding="utf-8")
+    path = tmp_path / f"{name}.toml"
+    path.write_text(text.replace("/models/DeepSeek-V3", str(checkpoint)), encoding="utf-8")
+    assert main(["validate", str(path), "--devices", str(num_devices)]) == 0
+    output = capsys.readouterr().out
+    assert f"{num_devices} of {num_devices} CUDA devices" in output
+    assert f"decode rank  {num_local_experts} experts" in output
+    assert main(["validate", str(path), "--devices", str(num_devices - 1)]) != 0
+    # The command and the tokens that the comments state.
+    assert f"--devices {num_devices}`" in text.replace("\n# ", " ")
+    config = load(name, checkpoint)
+    tokens = config.decode.num_blocks * config.decode.block_size
+    stated = re.search(r"# ([\d,]+) tokens of KV a rank: (\d+) requests of (\d+) tokens", text)
+    assert stated is not None
+    assert int(stated[1].replace(",", "")) == pytest.approx(tokens, abs=64)
+    assert int(stated[2]) == config.decode.max_num_seqs
+    assert int(stated[3]) == int(stated[1].replace(",", "")) // int(stated[2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "fix"),
+    [
+        ({"num_redundant_experts": 16}, "decode.num_redundant_experts", "32"),
+        ({"max_tokens_per_rank": 128}, "decode.max_num_seqs", "128, or"),
+        ({"max_tokens_per_rank": 2048}, "decode.max_tokens_per_rank", "1024 or less"),
+        ({"num_blocks": 40000}, "decode.num_blocks", "or less, or more ranks"),
+        ({"dp": 4, "num_redundant_experts": 0}, "decode.dp", "more ranks"),
+        ({"dp": 12, "num_redundant_experts": 32}, "decode.dp", "8"),
+    ],
+)
+def test_refusals(changes: dict[str, object], field: str, fix: str, checkpoint: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_decode_memory(load("ep72", checkpoint, **changes), DEEPSEEK_V3)
+    assert caught.value.path == field
+    assert fix in caught.value.fix
+
+
+def test_following_the_fix_helps(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config(load("ep16", checkpoint, num_blocks=40000), num_devices=24)
+    fits = int(caught.value.fix.split()[0])
+    check_config(load("ep16", checkpoint, num_blocks=fits), num_devices=24)
+
+
+def test_nothing_is_checked_without_the_devices_memory(checkpoint: Path) -> None:
+    config = load("ep16", checkpoint, device_memory_gib=0.0, num_blocks=10**6)
+    assert plan_decode_memory(config, DEEPSEEK_V3) is None
+    check_config(config, num_devices=24)
+
+
+def test_the_description_adds_up(checkpoint: Path) -> None:
+    budget = plan_decode_memory(load("ep16", checkpoint), DEEPSEEK_V3)
+    assert budget is not None
+    head, *lines = describe_decode_memory(budget)
+    assert "149.3 GB" in head
+    total = sum(float(line.split()[-2]) for line in lines)
+    assert total == pytest.approx(149.3, abs=0.15)
