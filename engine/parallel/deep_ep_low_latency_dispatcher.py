@@ -1,0 +1,72 @@
+"""Decode: few tokens travel to the ranks of their experts by DeepEP, in fixed shapes.
+
+What arrives already stands in the masked layout, quantised on the way, and the way home sums a
+token's rows weighted: nothing is placed or weighted here. The key idea: no number of rows ever
+reaches the host, so a whole step can be captured in a CUDA graph; and between a start and its wait
+nothing runs for the transfer, so the shared expert, or another micro-batch, has the GPU to itself.
+
+Every rank calls every start and wait, also with no token at all. A start must follow the wait of
+the transfer before it (see `LowLatencyBuffer`).
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.kernels.fp8_rows import Activation
+from engine.kernels.masked_rows import MaskedRows
+from engine.parallel.deep_ep_buffers import LibraryHandle, LowLatencyBuffer, Masked
+from engine.parallel.pending import Pending, Then
+from engine.parallel.token_dispatcher import plain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowLatencyHandle:
+    """The way back: routing of this rank's tokens [T, K], and the library's handle."""
+
+    topk_ids_TK: Tensor
+    topk_weights_TK: Tensor
+    handle: LibraryHandle
+
+
+class DeepEPLowLatencyDispatcher:
+    """See the module; all layers share one buffer."""
+
+    takes_fp8 = False
+
+    def __init__(self, buffer: LowLatencyBuffer) -> None:
+        self._buffer = buffer
+
+    def start_dispatch(
+        self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+    ) -> Pending[tuple[MaskedRows, LowLatencyHandle]]:
+        """See `TokenDispatcher`; at most `max_tokens_per_rank` tokens in bfloat16."""
+        hidden_TD = plain(hidden)
+        num_tokens, top_k = topk_ids_TK.shape
+        shape = self._buffer.shape
+        assert num_tokens <= shape.max_tokens_per_rank, (num_tokens, shape)
+        arriving = self._buffer.start_dispatch(hidden_TD, topk_ids_TK)
+
+        def receive(masked: Masked) -> tuple[MaskedRows, LowLatencyHandle]:
+            rows = MaskedRows(
+                data_LMD=masked.data_LMD,
+                scale_LMG=masked.scale_LMG,
+                num_rows_L=masked.num_rows_L,
+                expected_rows=shape.expected_rows(num_tokens, top_k),
+            )
+            handle = LowLatencyHandle(
+                topk_ids_TK=topk_ids_TK, topk_weights_TK=topk_weights_TK, handle=masked.handle
+            )
+            return rows, handle
+
+        return Then(arriving, receive)
+
+    def start_combine(
+        self, expert_out_LMD: Tensor, handle: LowLatencyHandle, own_TD: Tensor | None
+    ) -> Pending[Tensor]:
+        """See `TokenDispatcher`; `own_TD` is complete for this rank's tokens."""
+        arriving = self._buffer.start_combine(
+            expert_out_LMD, handle.topk_ids_TK, handle.topk_weights_TK, handle.handle
+        )
+
+        return arriving if own_TD is None else Then(arriving, lambda out_TD: out_TD.add_(own_TD))

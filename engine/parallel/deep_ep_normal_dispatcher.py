@@ -1,0 +1,83 @@
+"""Prefill with data-parallel attention: tokens travel to the ranks of their experts by DeepEP.
+
+A token is sent once to every rank that holds any of its experts, in FP8. What arrives is one row
+per token; here it is copied to the rows of its local experts, and the experts' results are summed,
+weighted, into one row per token before they travel home, where the library adds up the ranks' rows
+and the rank's own term. The key idea: the library's counts of received rows are exact and reach the
+host while another micro-batch computes, so the products are as large as the work, and no larger.
+
+`wait` of a dispatch blocks the host: launch the other micro-batch's work before it.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.kernels.alignment import ROW_BLOCK, Alignment
+from engine.kernels.base import Kernels
+from engine.kernels.fp8_rows import Activation, Fp8Rows
+from engine.parallel.deep_ep_buffers import Arrived, LibraryHandle, NormalBuffer
+from engine.parallel.pending import Pending, Then
+from engine.parallel.token_dispatcher import AlignedRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormalHandle:
+    """The way back.
+
+    Attributes:
+        alignment: places of the received tokens' rows.
+        topk_weights_NK: [N, K] float32 of the received tokens.
+        handle: of the library.
+    """
+
+    alignment: Alignment
+    topk_weights_NK: Tensor
+    handle: LibraryHandle
+
+
+class DeepEPNormalDispatcher:
+    """See the module; all layers share one buffer."""
+
+    takes_fp8 = True
+
+    def __init__(self, kernels: Kernels, buffer: NormalBuffer) -> None:
+        self._kernels = kernels
+        self._buffer = buffer
+
+    @property
+    def comm_sms(self) -> int:
+        """Multiprocessors that a transfer under way takes from overlapped products."""
+        return self._buffer.shape.num_sms
+
+    def start_dispatch(
+        self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+    ) -> Pending[tuple[AlignedRows, NormalHandle]]:
+        """See `TokenDispatcher`."""
+        rows = hidden if isinstance(hidden, Fp8Rows) else self._kernels.quantize_rows(hidden)
+        arriving = self._buffer.start_dispatch(
+            rows, topk_ids_TK, topk_weights_TK, alignment=ROW_BLOCK
+        )
+        return Then(arriving, self._align)
+
+    def start_combine(
+        self, expert_out_MD: Tensor, handle: NormalHandle, own_TD: Tensor | None
+    ) -> Pending[Tensor]:
+        """See `TokenDispatcher`; `own_TD` is complete for this rank's tokens."""
+        out_ND = self._kernels.gather_rows(
+            expert_out_MD, handle.alignment, handle.topk_weights_NK, None
+        )
+        return self._buffer.start_combine(out_ND, handle.handle, own_TD)
+
+    def _align(self, arrived: Arrived) -> tuple[AlignedRows, NormalHandle]:
+        counts = self._kernels.count_rows(
+            arrived.topk_ids_NK, 0, self._buffer.shape.num_local_experts
+        )
+        alignment = self._kernels.place_rows(counts, sum(arrived.num_rows_per_expert))
+        aligned = AlignedRows(
+            rows=self._kernels.spread_rows(arrived.rows, alignment), expert_M=alignment.expert_M
+        )
+        handle = NormalHandle(
+            alignment=alignment, topk_weights_NK=arrived.topk_weights_NK, handle=arrived.handle
+        )
+        return aligned, handle

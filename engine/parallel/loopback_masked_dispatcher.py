@@ -1,0 +1,71 @@
+"""One rank alone that does the work of one of many: for measurements, not for serving.
+
+It plays a rank of an expert-parallel instance at balanced routing. Each of R ranks brings T tokens
+and holds 1 / R of the experts, so this rank's experts get T * K rows from all ranks together: as
+many as its own T tokens choose. So all its own pairs go to its own experts, physical expert e to
+local expert e modulo L, in the masked layout with room for the tokens of all R ranks. The key idea:
+products, placement and sums are those of the real rank; only the wire is missing (and the results
+mean nothing).
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.kernels.base import Kernels
+from engine.kernels.fp8_rows import Activation, Fp8Rows
+from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows, max_masked_rows
+from engine.parallel.pending import Pending, Ready
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopbackHandle:
+    """The way back: places of the pairs, and their weights [T, K] float32."""
+
+    places: MaskedPlaces
+    topk_weights_TK: Tensor
+
+
+class LoopbackMaskedDispatcher:
+    """See the module."""
+
+    takes_fp8 = True
+
+    def __init__(self, kernels: Kernels, num_local_experts: int, num_ranks: int) -> None:
+        """Play one rank.
+
+        Args:
+            kernels: that place and sum.
+            num_local_experts: L, experts that this rank holds.
+            num_ranks: R, ranks of the instance that is played.
+        """
+        self._kernels = kernels
+        self._num_local_experts = num_local_experts
+        self._num_ranks = num_ranks
+
+    def start_dispatch(
+        self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+    ) -> Pending[tuple[MaskedRows, LoopbackHandle]]:
+        """See `TokenDispatcher`."""
+        rows = hidden if isinstance(hidden, Fp8Rows) else self._kernels.quantize_rows(hidden)
+        num_tokens, top_k = topk_ids_TK.shape
+        num_local = self._num_local_experts
+        places = self._kernels.mask_to_experts(
+            topk_ids_TK % num_local,
+            0,
+            num_local,
+            max_masked_rows(num_tokens * max(self._num_ranks, top_k)),
+            expected_rows=guess_rows(num_tokens, top_k, num_local),
+        )
+        masked = self._kernels.spread_masked_rows(rows, places)
+        handle = LoopbackHandle(places=places, topk_weights_TK=topk_weights_TK)
+        return Ready((masked, handle))
+
+    def start_combine(
+        self, expert_out_LMD: Tensor, handle: LoopbackHandle, own_TD: Tensor | None
+    ) -> Pending[Tensor]:
+        """See `TokenDispatcher`."""
+        summed_TD = self._kernels.gather_rows(
+            expert_out_LMD.flatten(0, 1), handle.places, handle.topk_weights_TK, own_TD
+        )
+        return Ready(summed_TD)

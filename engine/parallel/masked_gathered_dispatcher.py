@@ -1,0 +1,139 @@
+"""Decode without DeepEP: every rank sees all tokens, takes those of its experts, and sums go back.
+
+For CPUs, and for GPUs that DeepEP cannot run on. Ranks pad to the same number of tokens and gather
+rows and routing in one message; rows are placed into the masked layout, and what comes home is one
+sum per token and rank, added up by a reduce-scatter. The key idea: all shapes follow from the batch
+bucket, so with NCCL the whole exchange can be captured in a CUDA graph. It moves R - 1 copies of a
+token, where DeepEP moves one per chosen expert, and as many partial sums back.
+
+A message row: the token in FP8 with its scales, padded to 16 bytes; its K physical experts int64;
+their weights float32; and padding to 16 bytes again.
+
+Letters: R ranks, T tokens of a rank after padding, D hidden size, K experts per token, L local
+experts, M rows per local expert.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels.base import Kernels
+from engine.kernels.fp8_rows import Activation, Fp8Rows, packed_row_bytes
+from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows, max_masked_rows
+from engine.parallel.groups import RankGroup
+from engine.parallel.pending import Pending, Then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedGatheredHandle:
+    """The way back.
+
+    Attributes:
+        places: of the pairs of all ranks' tokens.
+        topk_weights: [R * T, K] float32, of all ranks' tokens.
+        num_tokens: of this rank, without padding.
+    """
+
+    places: MaskedPlaces
+    topk_weights: Tensor
+    num_tokens: int
+
+
+class MaskedGatheredDispatcher:
+    """See the module; `num_local_experts` is the same on all ranks of `ep_group`."""
+
+    takes_fp8 = True
+
+    def __init__(self, kernels: Kernels, num_local_experts: int, ep_group: RankGroup) -> None:
+        self._kernels = kernels
+        self._num_local_experts = num_local_experts
+        self._group = ep_group
+
+    def start_dispatch(
+        self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+    ) -> Pending[tuple[MaskedRows, MaskedGatheredHandle]]:
+        """See `TokenDispatcher`; while a graph is captured, ranks bring equally many tokens."""
+        rows = hidden if isinstance(hidden, Fp8Rows) else self._kernels.quantize_rows(hidden)
+        num_tokens, top_k = topk_ids_TK.shape
+        message = _pack(rows, topk_ids_TK, topk_weights_TK, self._padded(topk_ids_TK))
+        gathering = self._group.start_all_gather(message)
+        num_columns = rows.data_TK.shape[1]
+
+        def receive(gathered: Tensor) -> tuple[MaskedRows, MaskedGatheredHandle]:
+            all_rows, ids, weights = _unpack(gathered, num_columns, top_k)
+            places = self._place(ids)
+            handle = MaskedGatheredHandle(
+                places=places, topk_weights=weights, num_tokens=num_tokens
+            )
+            return self._kernels.spread_masked_rows(all_rows, places), handle
+
+        return Then(gathering, receive)
+
+    def start_combine(
+        self, expert_out_LMD: Tensor, handle: MaskedGatheredHandle, own_TD: Tensor | None
+    ) -> Pending[Tensor]:
+        """See `TokenDispatcher`; `own_TD` is complete for this rank's tokens."""
+        partial = self._kernels.gather_rows(
+            expert_out_LMD.flatten(0, 1), handle.places, handle.topk_weights, None
+        )
+        reducing = self._group.start_reduce_scatter(partial)
+
+        def receive(all_TD: Tensor) -> Tensor:
+            summed_TD = all_TD[: handle.num_tokens]
+            return summed_TD if own_TD is None else summed_TD + own_TD
+
+        return Then(reducing, receive)
+
+    def _place(self, ids: Tensor) -> MaskedPlaces:
+        num_local = self._num_local_experts
+        num_tokens, top_k = ids.shape
+        return self._kernels.mask_to_experts(
+            ids,
+            self._group.rank * num_local,
+            num_local,
+            max_masked_rows(num_tokens),
+            expected_rows=guess_rows(num_tokens, top_k, num_local * self._group.size),
+        )
+
+    def _padded(self, topk_ids_TK: Tensor) -> int:
+        """Return the most tokens of a rank; a graph's shapes are the batch bucket's already."""
+        num_tokens = topk_ids_TK.shape[0]
+        if self._group.size == 1 or (
+            topk_ids_TK.is_cuda and torch.cuda.is_current_stream_capturing()
+        ):
+            return num_tokens
+        mine = torch.tensor([num_tokens], dtype=torch.int64, device=topk_ids_TK.device)
+        return int(self._group.all_gather(mine).max())
+
+
+def _pack(rows: Fp8Rows, topk_ids_TK: Tensor, topk_weights_TK: Tensor, num_rows: int) -> Tensor:
+    """Return the message [num_rows, bytes] uint8; rows beyond the tokens choose no expert."""
+    num_tokens, top_k = topk_ids_TK.shape
+    num_columns = rows.data_TK.shape[1]
+    message = torch.empty(
+        (num_rows, _message_bytes(num_columns, top_k)), dtype=torch.uint8, device=topk_ids_TK.device
+    )
+    packed, ids, weights = _unpack(message, num_columns, top_k)
+    packed.data_TK.view(torch.uint8)[:num_tokens] = rows.data_TK.view(torch.uint8)
+    packed.scale_TG[:num_tokens] = rows.scale_TG
+    ids[:num_tokens] = topk_ids_TK
+    weights[:num_tokens] = topk_weights_TK
+    ids[num_tokens:] = -1
+    weights[num_tokens:] = 0.0
+    return message
+
+
+def _unpack(message: Tensor, num_columns: int, top_k: int) -> tuple[Fp8Rows, Tensor, Tensor]:
+    """Return views: rows, physical experts [T, K] and weights [T, K]."""
+    ids = packed_row_bytes(num_columns)
+    weights, end = ids + 8 * top_k, ids + 12 * top_k
+    return (
+        Fp8Rows.packed(message[:, :ids], num_columns),
+        message[:, ids:weights].view(torch.int64),
+        message[:, weights:end].view(torch.float32),
+    )
+
+
+def _message_bytes(num_columns: int, top_k: int) -> int:
+    return -(-(packed_row_bytes(num_columns) + 12 * top_k) // 16) * 16

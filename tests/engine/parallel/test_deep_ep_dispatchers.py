@@ -1,0 +1,289 @@
+"""Dispatch, experts, combine over 1 to 72 ranks equal a plain loop over tokens and experts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.masked_rows import MaskedRows
+from engine.kernels.portable import PortableKernels
+from engine.kernels.reference import quantize_rows
+from engine.parallel.deep_ep_buffers import LowLatencyBuffer, NormalBuffer, NormalConfigs
+from engine.parallel.deep_ep_low_latency_dispatcher import DeepEPLowLatencyDispatcher
+from engine.parallel.deep_ep_normal_dispatcher import DeepEPNormalDispatcher
+from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
+from engine.parallel.expert_placement import ExpertPlacement
+from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
+from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
+from engine.parallel.token_dispatcher import AlignedRows
+from tests.engine.parallel.fake_deep_ep import FakeLibraryBuffer
+from tests.engine.parallel.thread_ranks import Meetings, ThreadGroup, run_ranks
+
+HIDDEN, TOP_K = 128, 8
+KERNELS = PortableKernels(has_fp8=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Ranks with slots, and the tokens of each."""
+
+    num_ranks: int
+    slots: tuple[int, ...]
+    num_tokens: list[int]
+    num_experts: int = 256
+    max_tokens: int = 16
+    placement: ExpertPlacement = field(init=False)
+
+    def __post_init__(self) -> None:
+        placement = ExpertPlacement.from_physical(self.slots, self.num_experts)
+        object.__setattr__(self, "placement", placement)
+
+    @property
+    def share(self) -> int:
+        return len(self.slots) // self.num_ranks
+
+    def tokens(self, rank: int, step: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Hidden states, physical experts, weights, and the rank's own term."""
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        count = self.num_tokens[rank]
+        hidden = torch.randn(count, HIDDEN, generator=generator).bfloat16()
+        scores = torch.rand(count, self.num_experts, generator=generator)
+        # Some experts are far more popular than others, and some are never chosen.
+        weights, ids = (scores + torch.linspace(0, 0.6, self.num_experts)).topk(TOP_K, dim=-1)
+        own = torch.randn(count, HIDDEN, generator=generator).bfloat16()
+        return hidden, self.placement.to_physical(ids), weights, own
+
+    def factor(self, slots: Tensor) -> Tensor:
+        """What an expert multiplies by: a property of the logical expert."""
+        logical = torch.tensor(self.slots)[slots]
+        return 1.0 + (logical * 37 % 256) / 256
+
+    def expected(self, rank: int, step: int = 0) -> Tensor:
+        hidden, ids, weights, own = self.tokens(rank, step)
+        rows = quantize_rows(hidden).dequantize()
+        return rows * (self.factor(ids) * weights).sum(1, keepdim=True) + own.float()
+
+
+def run_experts(rows: AlignedRows | MaskedRows, world: World, rank: int) -> Tensor:
+    """Multiply each row by its expert's factor; rows not in use come out as NaN."""
+    factors = world.factor(torch.arange(rank * world.share, (rank + 1) * world.share))
+    if isinstance(rows, AlignedRows):
+        out = rows.rows.dequantize() * factors[rows.expert_M.clamp_min(0)].unsqueeze(1)
+        return out.bfloat16()
+    num_local, num_rows, _ = rows.data_LMD.shape
+    out = torch.full((num_local, num_rows, HIDDEN), torch.nan, dtype=torch.bfloat16)
+    assert rows.num_rows_L.dtype == torch.int32
+    assert rows.scale_LMG.stride(1) == 1
+    assert 1 <= rows.expected_rows <= num_rows
+    for expert, count in enumerate(rows.num_rows_L.tolist()):
+        part = Fp8Rows(
+            data_TK=rows.data_LMD[expert, :count], scale_TG=rows.scale_LMG[expert, :count]
+        )
+        out[expert, :count] = (part.dequantize() * factors[expert]).bfloat16()
+    return out
+
+
+Make = Callable[[World, int, Meetings], Any]
+
+
+def make_normal(world: World, rank: int, meetings: Meetings) -> DeepEPNormalDispatcher:
+    shape = NormalShape(num_ranks=world.num_ranks, num_experts=len(world.slots), hidden_size=HIDDEN)
+    library = FakeLibraryBuffer(rank, meetings, shape)
+    configs = NormalConfigs(dispatch="dispatch", combine="combine")
+    return DeepEPNormalDispatcher(KERNELS, NormalBuffer(library, shape, configs))
+
+
+def low_latency_shape(world: World) -> LowLatencyShape:
+    return LowLatencyShape(
+        num_ranks=world.num_ranks,
+        num_experts=len(world.slots),
+        max_tokens_per_rank=world.max_tokens,
+        hidden_size=HIDDEN,
+    )
+
+
+def make_low_latency(world: World, rank: int, meetings: Meetings) -> DeepEPLowLatencyDispatcher:
+    shape = low_latency_shape(world)
+    library = FakeLibraryBuffer(rank, meetings, shape)
+    return DeepEPLowLatencyDispatcher(LowLatencyBuffer(library, shape))
+
+
+def make_gathered(world: World, rank: int, meetings: Meetings) -> MaskedGatheredDispatcher:
+    group = ThreadGroup(rank=rank, size=world.num_ranks, meetings=meetings)
+    return MaskedGatheredDispatcher(KERNELS, world.share, group)
+
+
+def spread_slots(num_slots: int, num_experts: int = 256) -> tuple[int, ...]:
+    """Every expert once, the first ones twice, in an order that mixes them."""
+    slots = [expert % num_experts for expert in range(num_slots)]
+    order = torch.randperm(num_slots, generator=torch.Generator().manual_seed(7)).tolist()
+    return tuple(slots[i] for i in order)
+
+
+def compare(world: World, make: Make, *, num_steps: int = 2, fp8: bool | None = None) -> None:
+    def body(rank: int, meetings: Meetings) -> tuple[float, int]:
+        dispatcher = make(world, rank, meetings)
+        worst, num_rows = 0.0, 0
+        for step in range(num_steps):
+            hidden, ids, weights, own = world.tokens(rank, step)
+            use_fp8 = dispatcher.takes_fp8 if fp8 is None else fp8
+            feed = quantize_rows(hidden) if use_fp8 else hidden
+            kept = own.clone()
+            rows, handle = dispatcher.start_dispatch(feed, ids, weights).wait()
+            out = dispatcher.start_combine(run_experts(rows, world, rank), handle, own).wait()
+            if isinstance(rows, MaskedRows):
+                num_rows += int(rows.num_rows_L.sum())
+            assert own.equal(kept), "the caller's term is left alone"
+            assert out.dtype == torch.bfloat16
+            assert out.shape == hidden.shape
+            error = (out.float() - world.expected(rank, step)).abs()
+            if out.numel():
+                worst = max(worst, float((error / (1 + world.expected(rank, step).abs())).max()))
+        return worst, num_rows
+
+    errors, num_rows = zip(*run_ranks(world.num_ranks, body), strict=True)
+    # bfloat16 once per expert, once per rank, once at the end
+    assert max(errors) < 0.03
+    assert sum(num_rows) in (0, num_steps * TOP_K * sum(world.num_tokens)), "no row for padding"
+
+
+WIDTHS = [
+    pytest.param(World(num_ranks=2, slots=spread_slots(256), num_tokens=[64, 5], max_tokens=64)),
+    pytest.param(
+        World(num_ranks=8, slots=spread_slots(288), num_tokens=[16, 0, 3, 16, 9, 1, 0, 12])
+    ),
+    pytest.param(World(num_ranks=16, slots=spread_slots(288), num_tokens=[3, 0, 8, 5] * 4)),
+    pytest.param(World(num_ranks=72, slots=spread_slots(288), num_tokens=[2, 0, 3] * 24)),
+]
+MAKERS = [make_low_latency, make_gathered, make_normal]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("world", WIDTHS, ids=lambda world: f"ep{world.num_ranks}")
+def test_equals_the_plain_sum(world: World, make: Make) -> None:
+    compare(world, make)
+
+
+@pytest.mark.parametrize("make", [make_gathered, make_normal])
+def test_rows_in_the_compute_dtype_are_quantised(make: Make) -> None:
+    compare(WIDTHS[1].values[0], make, fp8=False)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_nobody_has_a_token(make: Make) -> None:
+    compare(World(num_ranks=4, slots=spread_slots(256), num_tokens=[0] * 4, max_tokens=32), make)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_all_tokens_want_the_experts_of_one_rank(make: Make) -> None:
+    class OneRank(World):
+        def tokens(self, rank: int, step: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            hidden, ids, weights, own = super().tokens(rank, step)
+            return hidden, torch.arange(TOP_K).expand_as(ids) + self.share, weights, own
+
+    compare(OneRank(num_ranks=4, slots=spread_slots(256), num_tokens=[32] * 4, max_tokens=32), make)
+
+
+def test_without_a_term_of_ones_own() -> None:
+    world = World(num_ranks=2, slots=spread_slots(256), num_tokens=[4, 2], max_tokens=64)
+
+    def body(make: Make, rank: int, meetings: Meetings) -> tuple[Tensor, Tensor]:
+        dispatcher = make(world, rank, meetings)
+        hidden, ids, weights, own = world.tokens(rank)
+        rows, handle = dispatcher.start_dispatch(hidden, ids, weights).wait()
+        out = dispatcher.start_combine(run_experts(rows, world, rank), handle, None).wait()
+        return out.float(), world.expected(rank) - own.float()
+
+    for make in MAKERS:
+        results = run_ranks(2, lambda rank, meetings, make=make: body(make, rank, meetings))
+        for out, expected in results:
+            torch.testing.assert_close(out, expected, rtol=0.02, atol=0.03)
+
+
+def test_too_many_tokens_for_the_buffer() -> None:
+    world = World(num_ranks=2, slots=spread_slots(256), num_tokens=[65, 0], max_tokens=64)
+    with pytest.raises(AssertionError, match="65"):
+        make_low_latency(world, 0, Meetings(2)).start_dispatch(*world.tokens(0)[:3])
+
+
+def test_low_latency_transfers_follow_one_another() -> None:
+    """Two micro-batches: a sending before the other's receiving would hang real ranks."""
+    world = World(num_ranks=1, slots=spread_slots(256), num_tokens=[4], max_tokens=128)
+    dispatcher = make_low_latency(world, 0, Meetings(1))
+    routing = world.tokens(0)[:3]
+    first = dispatcher.start_dispatch(*routing)
+    with pytest.raises(AssertionError, match=r"dispatch started .* dispatch was not received"):
+        dispatcher.start_dispatch(*routing)
+    rows, handle = first.wait()
+    combining = dispatcher.start_combine(run_experts(rows, world, 0), handle, None)
+    with pytest.raises(AssertionError, match="combine was not received"):
+        dispatcher.start_dispatch(*routing)
+    combining.wait()
+    dispatcher.start_dispatch(*routing).wait()
+
+
+def test_normal_dispatch_waits_late() -> None:
+    """Counting tokens is launched at the start; what blocks the host comes with the wait."""
+    world = World(num_ranks=1, slots=spread_slots(256), num_tokens=[4])
+    shape = NormalShape(num_ranks=1, num_experts=256, hidden_size=HIDDEN, num_sms=24)
+    library = FakeLibraryBuffer(0, Meetings(1), shape)
+    buffer = NormalBuffer(library, shape, NormalConfigs(dispatch=None, combine=None))
+    dispatcher = DeepEPNormalDispatcher(KERNELS, buffer)
+    assert dispatcher.comm_sms == 24
+    first = dispatcher.start_dispatch(*world.tokens(0)[:3])
+    second = dispatcher.start_dispatch(*world.tokens(0, 1)[:3])
+    assert library.log == ["layout", "layout"]
+    for step, pending in enumerate((first, second)):
+        rows, handle = pending.wait()
+        assert rows.rows.num_rows == 128 * len(set(world.tokens(0, step)[1].flatten().tolist()))
+        out = dispatcher.start_combine(
+            run_experts(rows, world, 0), handle, world.tokens(0, step)[3]
+        )
+        torch.testing.assert_close(
+            out.wait().float(), world.expected(0, step), rtol=0.02, atol=0.03
+        )
+    buffer.close()
+    assert library.is_destroyed
+
+
+def test_zero_copy() -> None:
+    """The experts may write where the way home begins."""
+    world = World(num_ranks=1, slots=spread_slots(256), num_tokens=[4], max_tokens=128)
+    shape = low_latency_shape(world)
+    buffer = LowLatencyBuffer(FakeLibraryBuffer(0, Meetings(1), shape), shape)
+    hidden, ids, weights, own = world.tokens(0)
+    masked = buffer.start_dispatch(hidden, ids).wait()
+    rows = MaskedRows(
+        data_LMD=masked.data_LMD,
+        scale_LMG=masked.scale_LMG,
+        num_rows_L=masked.num_rows_L,
+        expected_rows=1,
+    )
+    out = buffer.combine_buffer(masked.handle).copy_(run_experts(rows, world, 0))
+    summed = buffer.start_combine(out, ids, weights, masked.handle, zero_copy=True).wait()
+    expected = world.expected(0) - own.float()
+    torch.testing.assert_close(summed.float(), expected, rtol=0.02, atol=0.03)
+    buffer.close()
+
+
+def test_loopback_carries_the_load_of_one_of_eight() -> None:
+    num_tokens, num_local = 128, 32
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16()
+    scores = torch.rand(num_tokens, 256, generator=generator)
+    weights, ids = scores.topk(TOP_K, dim=-1)
+    dispatcher = LoopbackMaskedDispatcher(KERNELS, num_local, num_ranks=8)
+    rows, handle = dispatcher.start_dispatch(quantize_rows(hidden), ids, weights).wait()
+    assert rows.data_LMD.shape == (num_local, 1024, HIDDEN)
+    assert int(rows.num_rows_L.sum()) == num_tokens * TOP_K
+    assert rows.expected_rows == 32
+    factors = torch.arange(1.0, num_local + 1).view(-1, 1, 1)
+    data = rows.data_LMD.float() * rows.scale_LMG.repeat_interleave(128, 2) * factors
+    own = torch.ones(num_tokens, HIDDEN).bfloat16()
+    out = dispatcher.start_combine(data.bfloat16(), handle, own).wait()
+    expected = hidden.float() * ((ids % num_local + 1) * weights).sum(1, keepdim=True) + 1
+    torch.testing.assert_close(out.float(), expected, rtol=0.08, atol=2.0)
