@@ -2,25 +2,29 @@
 
 Usage: python -m tests.engine.gpu_rank_main RANK WORLD PORTS PROMPTS OUTPUT [cpu]
 
-PORTS is a comma list, one for each mode; PROMPTS is a JSON file of token ids. Runs the modes one
-after another and writes {mode: {prompt's index: answer}} as JSON, and lines for people on stdout.
-On a CPU it is float32.
+PORTS is a comma list, one for each of `modes_of(WORLD)`; PROMPTS is a JSON file of token ids. Runs
+the modes one after another and writes {mode: {prompt's index: answer}} as JSON, and lines for
+people on stdout. On a CPU it is float32.
 """
 
 import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from engine.build import build_kv_pool, build_model
+from engine.execution import Execution
 from engine.generate import GenerateOutput, generate
+from engine.kernels.create import create_kernels
+from engine.micro_batches import OverlapRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.dims import ParallelDims
-from engine.parallel.groups import init_process_groups
+from engine.parallel.groups import ProcessGroups, init_process_groups
+from engine.parallel.symmetric import SymmetricOptions, open_symmetric_group
 from engine.request import Request, ScheduledRequest, num_blocks_for
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
@@ -30,11 +34,42 @@ Prompts = list[list[int]]
 Outputs = dict[int, GenerateOutput]
 BLOCK_SIZE = 64
 
-MODES: dict[str, Callable[[int], dict[str, int]]] = {
-    "tp": lambda world: {"tp": world},
-    "tp+ep": lambda world: {"tp": world, "ep": world},
-    "dp+ep": lambda world: {"dp": world, "ep": world},
-}
+OVERLAP = OverlapRule(min_tokens=64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """One way to run the model on several ranks.
+
+    Attributes:
+        axes: of these, each is as long as there are ranks.
+        execution: see `Execution`.
+        is_symmetric: with collectives over symmetric memory.
+    """
+
+    axes: tuple[str, ...]
+    execution: Execution = field(default_factory=Execution)
+    is_symmetric: bool = False
+
+
+def modes_of(world: int) -> dict[str, Mode]:
+    """Return what is run on so many ranks."""
+    alone = {
+        "tp": Mode(axes=("tp",)),
+        "tp, overlapped": Mode(axes=("tp",), execution=Execution(overlap=OVERLAP)),
+    }
+    if world == 1:
+        return alone
+    scattered = Execution(scatter_tokens=True, overlap=OVERLAP)
+    return {
+        **alone,
+        "tp+ep": Mode(axes=("tp", "ep"), execution=Execution(scatter_tokens=False)),
+        "tp+ep, scattered": Mode(axes=("tp", "ep"), execution=Execution(scatter_tokens=True)),
+        "tp+ep, scattered, overlapped": Mode(axes=("tp", "ep"), execution=scattered),
+        "tp+ep, symmetric": Mode(axes=("tp", "ep"), execution=scattered, is_symmetric=True),
+        "dp+ep": Mode(axes=("dp", "ep")),
+        "dp+ep, overlapped": Mode(axes=("dp", "ep"), execution=Execution(overlap=OVERLAP)),
+    }
 
 
 def run_together(model: DeepseekV3ForCausalLM, prompts: Prompts) -> Outputs:
@@ -79,28 +114,41 @@ def step(runner: ModelRunner, request: Request | None, output: GenerateOutput | 
     output.prompt_logprobs += result.prompt_logprobs
 
 
+def run_mode(mode: Mode, groups: ProcessGroups, device: torch.device, prompts: Prompts) -> Outputs:
+    """Build the model in the mode's way and run what this rank runs of the prompts."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    execution, symmetric = mode.execution, None
+    kernels = create_kernels(device, dtype)
+    if mode.is_symmetric:
+        options = SymmetricOptions(max_bytes=2**22, sum_slices=kernels.sum_slices)
+        symmetric = open_symmetric_group(groups.tp_group, device, options)
+        execution = replace(execution, collectives=symmetric)
+    model = build_model(
+        BUNDLED, groups, dtype=dtype, device=device, kernels=kernels, execution=execution
+    )
+    outputs = (run_together if groups.dims.tp > 1 else run_own)(model, prompts)
+    if symmetric is not None:
+        symmetric.close()
+    return outputs
+
+
 def main() -> None:
     """Run every mode and write the results."""
     rank, world = int(sys.argv[1]), int(sys.argv[2])
     ports = sys.argv[3].split(",")
     prompts: Prompts = json.loads(Path(sys.argv[4]).read_text())
-    device, dtype, backend = torch.device("cpu"), torch.float32, "gloo"
+    device, backend = torch.device("cpu"), "gloo"
     if sys.argv[6:] != ["cpu"]:
-        device, dtype, backend = torch.device("cuda", rank), torch.bfloat16, "cpu:gloo,cuda:nccl"
+        device, backend = torch.device("cuda", rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     results: dict[str, dict[int, object]] = {}
-    for (mode, axes), port in zip(MODES.items(), ports, strict=True):
-        groups = init_process_groups(
-            ParallelDims(**axes(world), rank=rank),
-            f"127.0.0.1:{port}",
-            backend=backend,
-        )
+    for (name, mode), port in zip(modes_of(world).items(), ports, strict=True):
+        dims = ParallelDims(**dict.fromkeys(mode.axes, world), rank=rank)
+        groups = init_process_groups(dims, f"127.0.0.1:{port}", backend=backend)
         start = time.monotonic()
-        model = build_model(BUNDLED, groups, dtype=dtype, device=device)
-        run = run_together if groups.dims.tp > 1 else run_own
-        outputs = run(model, prompts)
-        print(f"{mode}: kernels {model.kernels.name}, {time.monotonic() - start:.1f} s", flush=True)
-        results[mode] = {
+        outputs = run_mode(mode, groups, device, prompts)
+        print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
+        results[name] = {
             index: dataclasses.asdict(Answer.of(output)) for index, output in outputs.items()
         }
         groups.tp_group.barrier()

@@ -10,7 +10,7 @@ from deploy.checks import free_port
 from engine.build import build_model
 from engine.generate import generate
 from tests.engine.agreement import BUNDLED, SAMPLING, Answer, compare, read_texts
-from tests.engine.gpu_rank_main import MODES
+from tests.engine.gpu_rank_main import modes_of
 from tests.engine.parallel.processes import run_rank_processes
 
 pytestmark = [
@@ -34,7 +34,7 @@ def on_cpu(prompts: list[list[int]]) -> list[Answer]:
 
 def run_ranks(num_ranks: int, prompts: list[list[int]], folder: Path) -> list[dict[str, object]]:
     """Run all modes; each rank's {mode: {index: answer}}."""
-    ports = ",".join(str(free_port("127.0.0.1")) for _ in MODES)
+    ports = ",".join(str(free_port("127.0.0.1")) for _ in modes_of(num_ranks))
     (folder / "prompts.json").write_text(json.dumps(prompts))
     run_rank_processes(
         "tests.engine.gpu_rank_main",
@@ -54,7 +54,7 @@ def test_ranks_agree_with_the_cpu(
         pytest.skip(f"needs {num_ranks} GPUs")
     results = run_ranks(num_ranks, prompts, tmp_path)
     far = []
-    for mode in MODES:
+    for mode in modes_of(num_ranks):
         answers: dict[int, Answer] = {}
         for result in results:
             for index, fields in result[mode].items():  # type: ignore[attr-defined]

@@ -151,17 +151,16 @@ def schedules_of(size: int, num_slots: int, num_transfers: int) -> list[Schedule
 
 
 @given(
-    size=st.integers(2, 5),
-    num_slots=st.integers(1, 3),
-    num_transfers=st.integers(1, 4),
+    shape=st.tuples(st.integers(2, 5), st.integers(1, 3), st.integers(1, 4)),
     kinds=st.lists(st.sampled_from(["gather", "reduce"]), min_size=1, max_size=12),
     num_queues=st.integers(1, 6),
     seed=st.integers(0, 2**32),
 )
 def test_any_order_is_right(
-    size: int, num_slots: int, num_transfers: int, kinds: list[str], num_queues: int, seed: int
+    shape: tuple[int, int, int], kinds: list[str], num_queues: int, seed: int
 ) -> None:
     draw = random.Random(seed)
+    size, num_slots, num_transfers = shape
     queue_of = [draw.randrange(num_queues) for _ in range(FIRST_TRANSFER + num_transfers)]
     play(schedules_of(size, num_slots, num_transfers), kinds, queue_of, draw)
 
