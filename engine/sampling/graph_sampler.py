@@ -6,11 +6,16 @@ slot for as long as it runs, whichever row of the batch it has. A step is one of
 ends in an argmax; FULL does penalties, truncation and noise for all rows, with neutral numbers for
 the rows that do not ask for them. Bias and minimum length are part of both.
 
+On a GPU a FULL step is one kernel (`engine.kernels.fused.sampling`); the plain operations are the
+path on CPUs and what it is tested against.
+
 Not here: more than `MAX_EDITS` entries of bias and stop tokens in one request (such requests take
 the `Sampler`), and log-probabilities, which are computed beside the graph.
 """
 
-from collections.abc import Sequence
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -91,6 +96,7 @@ class GraphSampler:
         self._edits = torch.zeros((rows, MAX_EDITS), dtype=torch.float32, device=device)
         self._edit_ends = torch.zeros((rows, MAX_EDITS), dtype=torch.int64, device=device)
         self._has_edits = np.zeros(rows, dtype=bool)
+        self._choose_fused = _load_fused(torch.device(device))
 
     @staticmethod
     def takes(params: SamplingParams) -> bool:
@@ -140,11 +146,30 @@ class GraphSampler:
         self._apply_edits(values, rows)
         if stage is SamplingStage.GREEDY:
             return values.argmax(dim=-1)
-        values = self._penalise(values, rows)
-        greedy = values.argmax(dim=-1)
-        tokens = torch.where(rows.temperature == 0.0, greedy, _draw(values, rows))
+        keys = row_keys(rows.mixed_seed, rows.output_index)
+        if self._choose_fused is None:
+            tokens = self._choose_plain(values, rows, keys)
+        else:
+            tokens = self._choose_fused(
+                values,
+                self._seen,
+                rows.slot,
+                keys,
+                temperature=rows.temperature,
+                top_p=rows.top_p,
+                min_p=rows.min_p,
+                top_k=rows.top_k,
+                repetition=rows.repetition,
+                frequency=rows.frequency,
+                presence=rows.presence,
+            )
         self._count(tokens, rows.slot)
         return tokens
+
+    def _choose_plain(self, values: Tensor, rows: SamplingRows, keys: Tensor) -> Tensor:
+        values = self._penalise(values, rows)
+        greedy = values.argmax(dim=-1)
+        return torch.where(rows.temperature == 0.0, greedy, _draw(values, rows, keys))
 
     def _write_edits(self, slot: int, params: SamplingParams) -> None:
         num_edits = _num_edits(params)
@@ -190,7 +215,17 @@ class GraphSampler:
         self._seen.view(-1).scatter_add_(0, slot * self.vocab_size + tokens, twos)
 
 
-def _draw(values: Tensor, rows: SamplingRows) -> Tensor:
+def _load_fused(device: torch.device) -> Callable[..., Tensor] | None:
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    # Imported late: the module needs Triton, which a machine without a GPU lacks.
+    choose: Callable[..., Tensor] = importlib.import_module(
+        "engine.kernels.fused.sampling"
+    ).choose_tokens
+    return choose
+
+
+def _draw(values: Tensor, rows: SamplingRows, keys: Tensor) -> Tensor:
     """Draw one token per row, [B] int64; rows that are greedy get any."""
     temperature = rows.temperature.clamp_min(SMALLEST_TEMPERATURE)[:, None]
     scaled = (values - values.amax(dim=-1, keepdim=True)) / temperature
@@ -198,7 +233,6 @@ def _draw(values: Tensor, rows: SamplingRows) -> Tensor:
     best = scaled.sort(dim=-1, descending=True).values
     threshold = keep_threshold(best, rows.top_k, rows.top_p.clamp_min(SMALLEST_TOP_P))
     scaled.masked_fill_(scaled < threshold[:, None], -torch.inf)
-    keys = row_keys(rows.mixed_seed, rows.output_index)
     return scaled.add_(gumbel(keys, values.shape[1], values.device)).argmax(dim=-1)
 
 
