@@ -279,7 +279,7 @@ def varlen_attention_part(
 def merge_attention(
     out_THV: Tensor, lse_HT: Tensor, other_THV: Tensor, other_lse_HT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Merge attention to other positions into `out_THV` and `lse_HT`, in place.
+    """Merge attention to other positions into `out_THV`, in place.
 
     Each part counts by its share of the exponentials; a logarithm of -inf is a part that saw
     nothing.
@@ -291,13 +291,13 @@ def merge_attention(
         other_lse_HT: [H, T] float32.
 
     Returns:
-        The first two.
+        `out_THV`, and the logarithms of both parts together (the inputs keep theirs).
     """
     total_HT = torch.logaddexp(lse_HT, other_lse_HT)
     shift_HT = total_HT.nan_to_num(neginf=0.0)
     first, second = ((part - shift_HT).exp().t().unsqueeze(-1) for part in (lse_HT, other_lse_HT))
     out_THV.copy_(out_THV.float() * first + other_THV.float() * second)
-    return out_THV, lse_HT.copy_(total_HT)
+    return out_THV, total_HT
 
 
 def rotate_queries(q_THA: Tensor, rotation: Rotation) -> Tensor:

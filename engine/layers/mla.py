@@ -166,7 +166,7 @@ class MLA(nn.Module):
             other = kernels.varlen_attention_part(
                 q_THA, k_PHA, v_PHV, part.seqs, self.scale, is_causal=False
             )
-            kernels.merge_attention(out_THV, lse_HT, *other)
+            out_THV, lse_HT = kernels.merge_attention(out_THV, lse_HT, *other)
         return out_THV
 
     def _expand(

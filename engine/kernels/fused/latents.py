@@ -97,7 +97,8 @@ def rotate_queries(q_THA: Tensor, rotation: Rotation) -> Tensor:
     assert q_THA.is_contiguous()
     num_tokens, num_heads, head_size = q_THA.shape
     half = rotation.cos.shape[1]
-    heads = min(32, triton.next_power_of_2(num_heads))
+    # In place: a tile has a number for every thread, else warps hold copies and race.
+    heads = max(4, min(32, triton.next_power_of_2(num_heads)))
     if num_tokens:
         _rotate_queries[(num_tokens, triton.cdiv(num_heads, heads))](
             q_THA, rotation.cos, rotation.sin, num_heads, head_size, head_size - 2 * half,

@@ -37,13 +37,13 @@ def _count(
 
 
 @triton.jit
-def _sum_blocks(counts, totals, num_blocks, B: tl.constexpr):
-    """Turn one expert's counts per block into those of all blocks before, and their total."""
+def _sum_blocks(counts, before, totals, num_blocks, B: tl.constexpr):
+    """Sum one expert's counts over the blocks before each one, and over all."""
     expert = tl.program_id(0)
     blocks = tl.arange(0, B)
-    place = counts + expert * num_blocks + blocks
-    found = tl.load(place, mask=blocks < num_blocks, other=0)
-    tl.store(place, tl.cumsum(found, axis=0) - found, mask=blocks < num_blocks)
+    place = expert * num_blocks + blocks
+    found = tl.load(counts + place, mask=blocks < num_blocks, other=0)
+    tl.store(before + place, tl.cumsum(found, axis=0) - found, mask=blocks < num_blocks)
     tl.store(totals + expert, tl.sum(found, axis=0))
 
 
@@ -137,14 +137,18 @@ def count_rows(topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
         return RowCounts(rows_TK=rows_TK, ends_E=ends_E)
     bins = triton.next_power_of_2(num_experts + 1)
     num_blocks = triton.cdiv(num_pairs, PAIRS)
-    counts = torch.empty((num_experts, num_blocks), dtype=torch.int32, device=device)
+    # Apart, because the warps of a program hold copies of what they read: none may overwrite it.
+    size = (2, num_experts, num_blocks)
+    counts, before = torch.empty(size, dtype=torch.int32, device=device).unbind()
     totals, ends_E = torch.empty((2, num_experts), dtype=torch.int32, device=device).unbind()
     _count[(num_blocks,)](
         ids, counts, num_pairs, num_blocks, first, num_experts, B=PAIRS, E=bins
     )  # fmt: skip
-    _sum_blocks[(num_experts,)](counts, totals, num_blocks, B=triton.next_power_of_2(num_blocks))
+    _sum_blocks[(num_experts,)](
+        counts, before, totals, num_blocks, B=triton.next_power_of_2(num_blocks)
+    )  # fmt: skip
     _place[(num_blocks,)](
-        ids, counts, totals, rows_TK, ends_E, num_pairs, num_blocks, first, num_experts,
+        ids, before, totals, rows_TK, ends_E, num_pairs, num_blocks, first, num_experts,
         B=PAIRS, E=bins, BLOCK=ROW_BLOCK, num_warps=8,
     )  # fmt: skip
     return RowCounts(rows_TK=rows_TK, ends_E=ends_E)

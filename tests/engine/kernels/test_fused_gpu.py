@@ -325,7 +325,6 @@ def test_merge_attention(num_tokens: int, dtype: torch.dtype) -> None:
     expected, expected_lse = reference.merge_attention(out.clone(), lse.clone(), other, other_lse)
     merged, merged_lse = fused("attention").merge_attention(out, lse, other, other_lse)
     assert merged is out
-    assert merged_lse is lse
     torch.testing.assert_close(merged, expected, rtol=BF16, atol=1e-2)
     torch.testing.assert_close(merged_lse, expected_lse, rtol=1e-4, atol=1e-4)
     assert (merged[:, 0] == 0).all()
@@ -338,7 +337,7 @@ def draw_rotation(num_tokens: int, rope: int, interleave: bool) -> Rotation:
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize("interleave", [True, False])
-@pytest.mark.parametrize("num_heads", [3, 16, 128])
+@pytest.mark.parametrize("num_heads", [1, 3, 16, 128])
 def test_rotate_queries(num_tokens: int, interleave: bool, num_heads: int) -> None:
     q = draw(num_tokens, num_heads, 192)
     rotation = draw_rotation(num_tokens, 64, interleave)

@@ -177,7 +177,8 @@ def test_attention_in_parts_is_attention(seed: int, cuts: list[int]) -> None:
         part, part_lse = reference.varlen_attention_part(
             q, some_k, some_v, [(7, counts[0]), (3, counts[1])], 0.3, is_causal=end is None
         )
-        assert reference.merge_attention(out, lse, part, part_lse)[0] is out
+        merged, lse = reference.merge_attention(out, lse, part, part_lse)
+        assert merged is out
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     assert lse.isfinite().all()
 
