@@ -12,6 +12,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import grpc.aio
 
@@ -29,6 +30,7 @@ from decode.live import WriterOrder
 from decode.loop import EngineLoop
 from decode.revoke import Revoker
 from decode.service import DecodeService, RankFacts
+from engine.boot import use_device
 from kv_transfer.receiver import Arrival
 from runtime.errors import TandemError
 from runtime.logging import fields, get_logger
@@ -129,6 +131,7 @@ class DecodeWorker:
             quarantine_timeout_s=settings.quarantine_timeout_s,
         )
         self._load = rank.load()
+        self._engine.submit(partial(use_device, side.kv_pool.device))
         self._engine.start()
         self._exit.push_async_callback(self._close_channels)
         self._exit.push_async_callback(self._revoker.close)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from decode.live import WriterOrder
 from decode.metrics import DecodeMetrics
-from decode.offload import HostBlockStore
+from decode.offload import BlockCopier, HostBlockStore
 from decode.rank import DecodeRank
 from decode.requests import (
     DecodeRequest,
@@ -41,10 +42,17 @@ class Bench:
     """A rank with fakes around it."""
 
     def __init__(
-        self, num_usable: int = 12, *, max_num_seqs: int = 4, max_num_reserved: int = 20
+        self,
+        num_usable: int = 12,
+        *,
+        max_num_seqs: int = 4,
+        max_num_reserved: int = 20,
+        kv: BlockCopier[Any] | None = None,
+        host_blocks: int = 100,
+        caching: bool = False,
     ) -> None:
         self.clock = FakeClock()
-        self.pool = BlockPool(num_usable + 1, BLOCK_SIZE, enable_prefix_caching=False)
+        self.pool = BlockPool(num_usable + 1, BLOCK_SIZE, enable_prefix_caching=caching)
         slots = FakeSlots(8)
         self.receiver = FakeReceiver(slots)
         desk = TicketDesk(
@@ -55,8 +63,7 @@ class Bench:
             itertools.count(101).__next__,
             fence_generation=lambda writer: 0,
         )
-        self.kv = FakeKV(num_usable + 1)
-        self.host = HostBlockStore(self.kv, 100)
+        self.host = HostBlockStore(kv or FakeKV(num_usable + 1), host_blocks)
         self.scheduler = DecodeScheduler(
             self.pool, self.host, max_num_seqs=max_num_seqs, max_model_len=200
         )
@@ -76,11 +83,17 @@ class Bench:
         self.serials = itertools.count()
         self.updates: dict[str, list[ReserveUpdate]] = {}
 
-    def reserve(self, num_prompt: int = 6, max_tokens: int = 16) -> DecodeRequest:
-        serial = next(self.serials)
+    def make(self, num_prompt: int = 6, max_tokens: int = 16) -> DecodeRequest:
+        """A request whose updates are kept."""
         updates: list[ReserveUpdate] = []
-        request = make_request(serial, num_prompt, max_tokens=max_tokens, tell=updates.append)
+        request = make_request(
+            next(self.serials), num_prompt, max_tokens=max_tokens, tell=updates.append
+        )
         self.updates[request.request_id] = updates
+        return request
+
+    def reserve(self, num_prompt: int = 6, max_tokens: int = 16) -> DecodeRequest:
+        request = self.make(num_prompt, max_tokens)
         self.rank.reserve(request)
         return request
 
@@ -92,12 +105,18 @@ class Bench:
         assert isinstance(update, TicketUpdate)
         return update
 
-    def arrive(self, request: DecodeRequest, error: TransferFailedError | None = None) -> None:
+    def arrive(
+        self,
+        request: DecodeRequest,
+        error: TransferFailedError | None = None,
+        *,
+        first_token: int = 500,
+    ) -> None:
         ticket = self.ticket(request)
         self.receiver.awaited.pop(request.request_id, None)
         record = None
         if error is None:
-            record = MetadataRecord(nonce=ticket.nonce, epoch=1, first_token=500)
+            record = MetadataRecord(nonce=ticket.nonce, epoch=1, first_token=first_token)
         self.rank.arrived(
             Arrival(
                 request_id=request.request_id,

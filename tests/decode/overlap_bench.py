@@ -1,0 +1,312 @@
+"""A decode loop driven by hand on a device that is behind its host, and the plain truth to compare.
+
+The device runs launched steps in order, when it is told to or when somebody waits for one. Its KV
+are the tokens themselves, so what a step reads back is checked against what the request is; and the
+next token is a function of the whole context, so a wrong one changes all that follow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+
+from decode.frames import Delta
+from decode.lockstep import Lockstep, SoloLockstep
+from decode.loop import EngineLoop
+from decode.metrics import DecodeMetrics
+from decode.requests import DecodeRequest, TicketUpdate
+from engine.request import Request, ScheduledRequest
+from engine.runner import StepResult
+from engine.sampling.inputs import SampledToken
+from runtime.errors import TandemError
+from runtime.lifecycle import DecodeStatus
+from runtime.pb import decode_pb2
+from runtime.sampling import FinishReason, SamplingParams, finish_reason_after
+from tests.decode.helpers import BLOCK_SIZE
+from tests.decode.test_rank import Bench
+
+MAX_MODEL_LEN = 200
+UNREAD = -1
+
+
+def next_token(context: Sequence[int]) -> int:
+    """What the model says after `context`: 0 to 9, and never the same for long."""
+    total = 0
+    for token in context:
+        total = (total * 31 + token + 7) % 10007
+    return total % 10
+
+
+def whole_output(
+    prompt: Sequence[int], params: SamplingParams, broken_after: int | None
+) -> tuple[list[int], FinishReason]:
+    """All output tokens, one after another; `broken_after` so many the logits are no numbers."""
+    output: list[int] = []
+    while True:
+        if output and len(output) == broken_after:
+            return output, FinishReason.ERROR
+        output.append(next_token([*prompt, *output]))
+        reason = finish_reason_after(
+            output[-1],
+            num_output_tokens=len(output),
+            num_tokens=len(prompt) + len(output),
+            params=params,
+            max_model_len=MAX_MODEL_LEN,
+        )
+        if reason is not None:
+            return output, reason
+
+
+@dataclass
+class Row:
+    """One request's share of a step, as it was launched."""
+
+    request: Request
+    position: int
+    token: int
+    source: int  # of an unread token, in the step before
+    block_table: list[int]
+
+
+@dataclass(eq=False)
+class DeviceStep:
+    """A launched step; `tokens` once the device has come to it."""
+
+    device: Device
+    rows: list[Row]
+    after: DeviceStep | None
+    tokens: list[int | None] = field(default_factory=list)
+    is_over: bool = False
+    idle_s: float | None = None
+
+    def collect(self) -> list[StepResult]:
+        while not self.is_over:
+            self.device.run_next()
+        return [
+            StepResult(request=row.request, sampled=None if token is None else SampledToken(token))
+            for row, token in zip(self.rows, self.tokens, strict=True)
+        ]
+
+
+class Device:
+    """Its memory by block: the token of each position, None where nothing was written."""
+
+    def __init__(self, num_blocks: int, max_num_seqs: int) -> None:
+        self.blocks: list[list[int | None]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
+        self.queue: deque[DeviceStep] = deque()
+        self.broken: dict[str, int] = {}
+        self.log: list[str] = []
+        self._max_num_seqs = max_num_seqs
+
+    def launch(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        *,
+        after: DeviceStep | None = None,
+        least: int = 0,
+    ) -> DeviceStep:
+        assert 0 < len(scheduled) <= self._max_num_seqs
+        assert least >= len(scheduled)
+        places = {id(row.request): place for place, row in enumerate(after.rows)} if after else {}
+        rows = []
+        for item in scheduled:
+            known = item.request.token_ids(item.start, item.end)
+            rows.append(
+                Row(
+                    request=item.request,
+                    position=item.start,
+                    token=UNREAD if item.num_unread else known[0],
+                    source=places[id(item.request)] if item.num_unread else -1,
+                    block_table=list(item.request.block_table),
+                )
+            )
+        step = DeviceStep(self, rows, after)
+        self.queue.append(step)
+        self.log.append("launch")
+        return step
+
+    def run_dummy(self, *, least: int = 0) -> None:
+        self.log.append("dummy")
+
+    def run_next(self) -> None:
+        """Come to the next step."""
+        step = self.queue.popleft()
+        for row in step.rows:
+            if row.token == UNREAD:
+                assert step.after is not None
+                row.token = step.after.tokens[row.source] or 0
+            self.write(row.block_table, row.position, row.token)
+        step.tokens = [self._next(row) for row in step.rows]
+        step.is_over = True
+
+    def write(self, block_table: Sequence[int], position: int, token: int) -> None:
+        """Store the KV of one position."""
+        self.blocks[block_table[position // BLOCK_SIZE]][position % BLOCK_SIZE] = token
+
+    def copy_out(self, block_ids: Sequence[int]) -> list[list[int | None]]:
+        assert not self.queue, "a copy of blocks that a launched step may write"
+        return [list(self.blocks[block_id]) for block_id in block_ids]
+
+    def copy_in(self, block_ids: Sequence[int], blocks: list[list[int | None]]) -> None:
+        for block_id, content in zip(block_ids, blocks, strict=True):
+            self.blocks[block_id] = list(content)
+
+    def _next(self, row: Row) -> int | None:
+        context = []
+        for position in range(row.position + 1):
+            token = self.blocks[row.block_table[position // BLOCK_SIZE]][position % BLOCK_SIZE]
+            assert token is not None, "reads what nobody wrote"
+            context.append(token)
+        num_output = row.position + 1 - row.request.num_prompt_tokens
+        if self.broken.get(row.request.request_id) == num_output:
+            return None
+        return next_token(context)
+
+
+class OverlapBench:
+    """A loop around a rank; `turn` is one step of it."""
+
+    def __init__(
+        self,
+        max_ahead: int,
+        *,
+        num_usable: int = 12,
+        host_blocks: int = 100,
+        max_num_seqs: int = 4,
+        lockstep: Lockstep | None = None,
+    ) -> None:
+        self.device = Device(num_usable + 1, max_num_seqs)
+        self.bench = Bench(
+            num_usable,
+            max_num_seqs=max_num_seqs,
+            max_num_reserved=100,
+            kv=self.device,
+            host_blocks=host_blocks,
+            caching=True,
+        )
+        self.deltas: defaultdict[str, list[Delta]] = defaultdict(list)
+        self.arriving: list[DecodeRequest] = []
+        self.registry = CollectorRegistry()
+        self.ended: list[TandemError | None] = []
+        self.squeezed: list[int] = []
+        self._check_when_idle = self.bench.rank.check_integrity
+        self.bench.rank.check_integrity = self._check_integrity  # type: ignore[method-assign]
+        self.loop = EngineLoop(
+            self.bench.rank,
+            self.device,
+            lockstep or SoloLockstep(),
+            metrics=DecodeMetrics(self.registry),
+            publish=self._publish,
+            on_end=self.ended.append,
+            max_ahead=max_ahead,
+        )
+
+    def _publish(self, news: Mapping[str, list[Delta]], load: decode_pb2.LoadReport) -> None:
+        for deltas in news.values():
+            for delta in deltas:
+                self.deltas[delta.request_id].append(delta)
+
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams, *, broken_after: int | None = None
+    ) -> DecodeRequest:
+        """Reserve; the KV is written as soon as there are blocks, and arrives with `deliver`."""
+        request = self.bench.make(len(prompt))
+        request.request.prompt_token_ids[:] = prompt
+        request.request.sampling = params
+        if broken_after is not None:
+            self.device.broken[request.request_id] = broken_after
+        self.bench.rank.reserve(request)
+        self.arriving.append(request)
+        self.receive()
+        return request
+
+    def receive(self) -> None:
+        """The writers write at once what they were given a ticket for, whatever the device does."""
+        for request in self.arriving:
+            updates = self.bench.updates[request.request_id]
+            if updates and isinstance(updates[-1], TicketUpdate):
+                ticket, prompt = updates[-1], request.request.prompt_token_ids
+                for offset, token in enumerate(prompt[ticket.num_cached_tokens :]):
+                    self.device.write(ticket.block_ids, offset, token)
+
+    def deliver(self) -> None:
+        """All KV that has room has arrived."""
+        waiting, self.arriving = self.arriving, []
+        for request in waiting:
+            if request.status is DecodeStatus.WAITING_FOR_KV:
+                first = next_token(request.request.prompt_token_ids)
+                self.bench.arrive(request, first_token=first)
+            elif request.status is DecodeStatus.RESERVED:
+                self.arriving.append(request)
+
+    def squeeze(self, num_blocks: int) -> None:
+        """Take away up to so many free blocks, or give back what was taken."""
+        if self.squeezed:
+            self.bench.pool.release(self.squeezed)
+            self.squeezed = []
+            return
+        count = min(num_blocks, self.bench.pool.num_free_blocks)
+        self.squeezed = self.bench.pool.allocate(count)
+
+    def _check_integrity(self) -> None:
+        if self.squeezed:
+            self.squeeze(0)
+        self._check_when_idle()
+
+    def turn(self) -> None:
+        self.bench.clock.now += 0.1
+        self.loop._step()
+        self.receive()
+        self.check()
+
+    def check(self) -> None:
+        """Nobody has a block twice, and what lingers is in a step."""
+        self.bench.pool.check_integrity()
+        self.bench.scheduler.check_integrity()
+        in_flight = len(self.loop._in_flight)
+        assert in_flight == sum(not step.is_over for step in self.device.queue) or in_flight <= 1
+        if not in_flight:
+            assert not self.bench.scheduler.lingering
+
+    def finish(self) -> None:
+        """Let everything run to its end; then nothing is left."""
+        if self.squeezed:
+            self.squeeze(0)
+        for _ in range(3000):
+            self.deliver()
+            self.turn()
+            for order in self.bench.orders:
+                self.bench.rank.drained(order.nonce)
+            self.bench.orders.clear()
+            if self.bench.rank.is_empty and not self.loop._in_flight:
+                break
+        self.bench.check_empty()
+
+    def output(self, request: DecodeRequest) -> list[int]:
+        """What the router has: the first token from prefill, then the deltas in order."""
+        tokens = [next_token(request.request.prompt_token_ids)]
+        deltas = self.deltas[request.request_id]
+        for delta in deltas:
+            assert not delta.token_ids or delta.start_index == len(tokens)
+            tokens += delta.token_ids
+        assert not any(delta.finish_reason for delta in deltas[:-1]), "news after the end"
+        return tokens
+
+    def reason(self, request: DecodeRequest) -> FinishReason | None:
+        """How it ended, as the router knows."""
+        deltas = self.deltas[request.request_id]
+        return deltas[-1].finish_reason if deltas else None
+
+
+def params_of(max_tokens: int, stops: Sequence[int] = (), min_tokens: int = 0) -> SamplingParams:
+    """Sampling as far as it decides about the end."""
+    return dataclasses.replace(
+        SamplingParams(temperature=0.0),
+        max_tokens=max_tokens,
+        stop_token_ids=tuple(stops),
+        min_tokens=min_tokens,
+    )

@@ -1,0 +1,304 @@
+"""Overlapped steps give every request what single steps would, and leak neither token nor block.
+
+Most tests run at both depths: the same outcome is the point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import decode.loop
+from decode.requests import DecodeRequest
+from runtime.errors import ErrorCode, RequestCancelledError
+from runtime.lifecycle import DecodeStatus
+from runtime.sampling import FinishReason
+from tests.decode.overlap_bench import (
+    MAX_MODEL_LEN,
+    OverlapBench,
+    next_token,
+    params_of,
+    whole_output,
+)
+
+BOTH = pytest.mark.parametrize("max_ahead", [0, 1])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_rests() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode.loop, "IDLE_WAIT_S", 0.0)
+        yield
+
+
+def test_a_step_is_launched_before_the_one_before_it_has_run() -> None:
+    bench = OverlapBench(1)
+    bench.add([1, 2, 3], params_of(5))
+    bench.deliver()
+    bench.turn()
+    assert len(bench.device.queue) == 1
+    bench.turn()
+    assert len(bench.device.queue) == 1, "the first has run, the second was launched before"
+    assert bench.device.log == ["launch", "launch"]
+    bench.finish()
+    assert bench.device.log == ["launch"] * 4, "no step for a length that is known"
+
+
+def test_without_overlap_every_step_is_read_at_once() -> None:
+    bench = OverlapBench(0)
+    bench.add([1, 2, 3], params_of(5))
+    bench.deliver()
+    bench.turn()
+    assert not bench.device.queue
+
+
+@BOTH
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 9])
+def test_lengths(max_ahead: int, max_tokens: int) -> None:
+    bench = OverlapBench(max_ahead)
+    request = bench.add([5, 6], params_of(max_tokens))
+    bench.finish()
+    expected, reason = whole_output([5, 6], params_of(max_tokens), None)
+    assert len(expected) == max_tokens
+    assert bench.output(request) == expected
+    assert bench.reason(request) is (None if max_tokens == 1 else reason)
+
+
+@BOTH
+def test_the_context_length_ends_a_request(max_ahead: int) -> None:
+    bench = OverlapBench(max_ahead, num_usable=60)
+    prompt = [index % 7 for index in range(MAX_MODEL_LEN - 5)]
+    request = bench.add(prompt, params_of(100))
+    bench.finish()
+    assert bench.output(request) == whole_output(prompt, params_of(100), None)[0]
+    assert len(bench.output(request)) == 5
+    assert bench.reason(request) is FinishReason.LENGTH
+
+
+@BOTH
+@pytest.mark.parametrize("position", range(1, 9))
+def test_a_stop_token_at_every_position(max_ahead: int, position: int) -> None:
+    prompt = [3, 1]
+    free, _ = whole_output(prompt, params_of(12), None)
+    params = params_of(12, stops=[free[position]], min_tokens=position)
+    expected, reason = whole_output(prompt, params, None)
+    bench = OverlapBench(max_ahead)
+    stopping, other = bench.add(prompt, params), bench.add([8, 8, 8], params_of(12))
+    bench.finish()
+    assert (bench.output(stopping), bench.reason(stopping)) == (expected, reason)
+    assert expected == free[: len(expected)]
+    assert bench.output(other) == whole_output([8, 8, 8], params_of(12), None)[0]
+
+
+def test_a_request_that_stopped_lingers_until_the_late_step_is_over() -> None:
+    prompt = [3, 1]
+    free, _ = whole_output(prompt, params_of(12), None)
+    bench = OverlapBench(1)
+    request = bench.add(prompt, params_of(12, stops=[free[1]]))
+    bench.deliver()
+    bench.turn()
+    bench.turn()  # the token that stops it is read, and another step runs it
+    assert request.status is DecodeStatus.FINISHED
+    assert bench.bench.scheduler.lingering == [request]
+    assert request.request.block_table
+    assert not bench.bench.rank.is_empty
+    bench.turn()
+    assert bench.bench.scheduler.lingering == []
+    assert bench.output(request) == free[:2]
+    bench.finish()
+
+
+@BOTH
+@pytest.mark.parametrize("num_turns", range(1, 5))
+def test_an_abort_in_flight_is_answered_at_once(max_ahead: int, num_turns: int) -> None:
+    bench = OverlapBench(max_ahead)
+    request, other = bench.add([1], params_of(9)), bench.add([2], params_of(9))
+    bench.deliver()
+    for _ in range(num_turns):
+        bench.turn()
+    assert bench.bench.rank.live.abort(request.request_id, RequestCancelledError("gone"))
+    num_tokens = len(bench.output(request))
+    bench.finish()
+    assert bench.reason(request) is FinishReason.ABORT
+    assert len(bench.output(request)) <= num_tokens + 1  # what was read and not told yet
+    assert bench.output(other) == whole_output([2], params_of(9), None)[0]
+
+
+@BOTH
+def test_a_deadline_in_flight(max_ahead: int) -> None:
+    bench = OverlapBench(max_ahead)
+    request = bench.add([1], params_of(50))
+    bench.deliver()
+    bench.turn()
+    bench.turn()
+    bench.bench.clock.now = request.deadline
+    bench.turn()
+    last = bench.deltas[request.request_id][-1]
+    assert last.error is not None
+    assert last.error.code is ErrorCode.DEADLINE_EXCEEDED
+    bench.finish()
+
+
+@BOTH
+def test_logits_that_are_no_numbers_end_one_request(max_ahead: int) -> None:
+    bench = OverlapBench(max_ahead)
+    broken = bench.add([1, 2, 3, 4, 5], params_of(9), broken_after=3)
+    fine = bench.add([2], params_of(9))
+    bench.finish()
+    assert (bench.output(broken), bench.reason(broken)) == whole_output(
+        [1, 2, 3, 4, 5], params_of(9), 3
+    )
+    assert bench.output(fine) == whole_output([2], params_of(9), None)[0]
+    # What may have lost the numbers answers no later prompt.
+    assert bench.bench.pool.count_prefix(broken.request.block_hashes) == 0
+
+
+@BOTH
+def test_preemption_takes_nothing_from_a_step_in_flight(max_ahead: int) -> None:
+    bench = OverlapBench(max_ahead, num_usable=20)
+    prompts = [[index] * 5 for index in range(4)]
+    requests = [bench.add(prompt, params_of(12)) for prompt in prompts]
+    bench.deliver()
+    bench.turn()
+    bench.squeeze(20)
+    for _ in range(6):
+        bench.turn()
+    assert bench.bench.scheduler.preempted
+    assert bench.bench.scheduler.running
+    bench.finish()
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert bench.output(request) == whole_output(prompt, params_of(12), None)[0]
+    assert bench.bench.metric("pd_decode_resumes_total")
+
+
+def test_a_block_that_comes_free_spares_a_preemption() -> None:
+    free, _ = whole_output([3] * 6, params_of(12), None)
+    bench = OverlapBench(1)
+    stopping = bench.add([3] * 6, params_of(12, stops=[free[2]]))
+    growing = bench.add([4] * 6, params_of(12))
+    bench.deliver()
+    bench.turn()
+    bench.squeeze(20)
+    bench.turn()
+    assert bench.bench.scheduler.must_wait  # for a third block each, and one of them stops
+    bench.turn()
+    assert stopping.status is DecodeStatus.FINISHED
+    assert growing.status is DecodeStatus.RUNNING
+    bench.finish()
+    assert bench.output(stopping) == free[:3]
+    assert bench.output(growing) == whole_output([4] * 6, params_of(12), None)[0]
+    assert bench.bench.metric("pd_decode_preemptions_total") == 0
+
+
+def test_tokens_are_counted_once() -> None:
+    free, _ = whole_output([3, 1], params_of(12), None)
+    bench = OverlapBench(1)
+    bench.add([3, 1], params_of(12, stops=[free[4]]))
+    bench.finish()
+    counted = bench.registry.get_sample_value("pd_decode_generated_tokens_total")
+    assert counted == len(whole_output([3, 1], params_of(12, stops=[free[4]]), None)[0]) - 1
+
+
+def test_a_loop_that_leaves_reads_what_is_in_flight() -> None:
+    bench = OverlapBench(1)
+    request = bench.add([1], params_of(3))
+    bench.deliver()
+    bench.turn()
+    bench.loop._leave()
+    bench.loop._run()
+    assert bench.ended == [None]
+    assert not bench.device.queue
+    assert bench.output(request) == whole_output([1], params_of(3), None)[0]
+
+
+class Trace:
+    """Random happenings, so many that blocks change hands while steps are in flight."""
+
+    def __init__(self, bench: OverlapBench, random: Random) -> None:
+        self.bench, self.random = bench, random
+        self.requests: list[tuple[DecodeRequest, int | None]] = []
+        self.ended_early: set[str] = set()
+
+    def run(self, num_events: int) -> None:
+        """Let happen what happens, then let everything run to its end."""
+        events = [self.add, self.turn, self.abort, self.expire, self.squeeze, self.run_device]
+        for _ in range(num_events):
+            self.random.choices(events, weights=[5, 12, 1, 1, 1, 4])[0]()
+            self.bench.deliver()
+        self.bench.finish()
+        for request, broken_after in self.requests:
+            is_early = request.request_id in self.ended_early
+            check_outcome(self.bench, request, broken_after, is_early)
+
+    def add(self) -> None:
+        random = self.random
+        prompt = [random.randrange(3)] * random.randrange(1, 13)
+        stops = random.sample(range(10), random.randrange(4))
+        broken_after = random.randrange(1, 7) if random.random() < 0.1 else None
+        params = params_of(random.randrange(1, 15), stops, random.randrange(3))
+        request = self.bench.add(prompt, params, broken_after=broken_after)
+        self.requests.append((request, broken_after))
+
+    def turn(self) -> None:
+        self.bench.turn()
+
+    def abort(self) -> None:
+        if self.requests:
+            request, _ = self.random.choice(self.requests)
+            if self.bench.bench.rank.live.abort(request.request_id, RequestCancelledError("gone")):
+                self.ended_early.add(request.request_id)
+
+    def expire(self) -> None:
+        if self.requests:
+            request, _ = self.random.choice(self.requests)
+            request.deadline = self.bench.bench.clock.now
+            self.ended_early.add(request.request_id)
+
+    def squeeze(self) -> None:
+        self.bench.squeeze(self.random.randrange(1, 8))
+
+    def run_device(self) -> None:
+        if self.bench.device.queue:
+            self.bench.device.run_next()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.randoms(use_true_random=True),
+    st.integers(0, 1),
+    st.integers(4, 14),
+    st.sampled_from([0, 3, 100]),
+    st.integers(1, 5),
+)
+def test_whatever_happens_everybody_gets_what_is_his(
+    random: Random, max_ahead: int, num_usable: int, host_blocks: int, max_num_seqs: int
+) -> None:
+    bench = OverlapBench(
+        max_ahead, num_usable=num_usable, host_blocks=host_blocks, max_num_seqs=max_num_seqs
+    )
+    Trace(bench, random).run(120)
+
+
+def check_outcome(
+    bench: OverlapBench, request: DecodeRequest, broken_after: int | None, ended_early: bool
+) -> None:
+    inner = request.request
+    expected, reason = whole_output(inner.prompt_token_ids, inner.sampling, broken_after)
+    output = bench.output(request)
+    assert output == expected[: len(output)]
+    deltas = bench.deltas[request.request_id]
+    if not deltas:
+        # Refused, given up before its ticket, or its first token was its last.
+        assert len(output) == 1
+        return
+    error = deltas[-1].error
+    if error is not None and error.code is ErrorCode.OUT_OF_BLOCKS:
+        return
+    if not ended_early:
+        assert (output, bench.reason(request)) == (expected, reason)
+    assert bench.reason(request) is not None
+    assert output[0] == next_token(inner.prompt_token_ids)
