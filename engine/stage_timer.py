@@ -11,7 +11,7 @@ says how far the stage is from what the chip can do.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,10 +19,13 @@ from torch import Tensor
 from engine.bounds import H200
 from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.fp8_rows import Fp8Rows
-from engine.parallel.groups import ProcessGroups, RankGroup
+from engine.kernels.paged_queries import PagedQueries
+from engine.parallel.groups import Collectives, ProcessGroups
 
 TRAFFIC_MARK = "ranks: "
 """Begins the name of a stage in which ranks exchange data."""
+
+GroupT = TypeVar("GroupT", bound=Collectives)
 
 _SIZED = frozenset(("quantize_rows", "rms_norm_fp8", "rms_norm", "silu_and_mul_fp8"))
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
@@ -72,17 +75,18 @@ class StageTimer:
         """Return the same ranks, with their collectives as stages."""
         return ProcessGroups(
             dims=groups.dims,
-            tp_group=self._watch(groups.tp_group),
-            ep_group=self._watch(groups.ep_group),
+            tp_group=self.watch(groups.tp_group),
+            ep_group=self.watch(groups.ep_group),
         )
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._kernels, name)
         return self._wrap(name, value) if callable(value) else value
 
-    def _watch(self, group: RankGroup) -> RankGroup:
+    def watch(self, group: GroupT) -> GroupT:
+        """Return the same group of ranks, with its collectives as stages."""
         # It answers for all that the layers ask of a group; the class itself is a value.
-        return cast(RankGroup, _WatchedGroup(group, self)) if group.size > 1 else group
+        return cast(GroupT, _WatchedGroup(group, self)) if group.size > 1 else group
 
     def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -120,7 +124,7 @@ class StageTimer:
 class _WatchedGroup:
     """A group of ranks whose collectives are stages."""
 
-    def __init__(self, group: RankGroup, timer: StageTimer) -> None:
+    def __init__(self, group: Collectives, timer: StageTimer) -> None:
         self._watched = group
         self._timer = timer
 
@@ -156,6 +160,16 @@ def bound_s(name: str, args: tuple[Any, ...], result: Any) -> float:
         used = int((args[1] >= 0).sum())
         operations = 2.0 * used * (w13[0].numel() + w2[0].numel())
         moved = (moved - _nbytes(rows) - _nbytes(result)) + used * rows.data_TK.shape[1] * 3
+    elif name == "masked_fp8_mlp":
+        (rows, (w13, _), (w2, _)), columns = args, args[0].data_LMD.shape[2]
+        used = int(rows.num_rows_L.sum())
+        operations = 2.0 * used * (w13[0].numel() + w2[0].numel())
+        moved = _nbytes(args[1]) + _nbytes(args[2]) + used * columns * 3
+    elif name == "paged_attention":
+        q_SHL, cache, queries, rank = args[:4]
+        operations, peak = paged_operations(q_SHL, queries, rank), H200.attention
+        pages = int(queries.seq_lens_S.sum()) * cache.shape[-1] * cache.element_size()
+        moved = _nbytes(q_SHL) + _nbytes(result) + pages
     elif name == "varlen_attention":
         operations, peak = attention_operations(args[0], args[2], args[3]), H200.attention
     elif name == "gate_logits":
@@ -175,6 +189,12 @@ def attention_operations(q_THA: Tensor, v_PHV: Tensor, seqs: VarlenLengths) -> f
     """Return the operations of causal attention: 2 per (visible pair, head, number)."""
     pairs = sum(q * (p - q) + q * (q + 1) / 2 for q, p in seqs.lengths)
     return 2.0 * pairs * q_THA.shape[1] * (q_THA.shape[2] + v_PHV.shape[2])
+
+
+def paged_operations(q_SHL: Tensor, queries: PagedQueries, kv_lora_rank: int) -> float:
+    """Return the operations of absorbed attention with one query a sequence."""
+    pairs = int(queries.seq_lens_S.sum())
+    return 2.0 * pairs * q_SHL.shape[1] * (q_SHL.shape[2] + kv_lora_rank)
 
 
 def _nbytes(item: Any) -> int:

@@ -25,9 +25,12 @@ def add_prefill_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-tokens", type=int, default=16384, help="of a batch; with --dp of each rank"
     )
-    parser.add_argument("--overlap", type=_switch, default=False, help="two-batch overlap: on, off")
+    parser.add_argument("--overlap", type=_switch, default=True, help="two-batch overlap: on, off")
     parser.add_argument(
-        "--scatter", type=_switch, default=False, help="tp ranks keep their rows only: on, off"
+        "--lag", type=int, default=1, help="operations that the second micro-batch stays behind"
+    )
+    parser.add_argument(
+        "--scatter", type=_switch, default=True, help="tp ranks keep their rows only: on, off"
     )
     parser.add_argument("--collectives", choices=("nccl", "symmetric"), default="nccl")
     parser.add_argument(
@@ -115,6 +118,12 @@ def _add_setup(parser: argparse.ArgumentParser) -> None:
         default="even",
         help="experts chosen evenly, or by the router with its invented weights",
     )
+    parser.add_argument(
+        "--dispatcher",
+        choices=("auto", "deep-ep", "plain"),
+        default="auto",
+        help="how tokens travel with --dp: DeepEP, or the collectives of the process group",
+    )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--warm-ups", type=int, default=3)
     parser.add_argument(
@@ -127,7 +136,7 @@ def _add_setup(parser: argparse.ArgumentParser) -> None:
 
 
 def _setup(arguments: argparse.Namespace, default_axis: str) -> Setup:
-    from deploy.engine_bench.options import Axis, Routing, Setup
+    from deploy.engine_bench.options import Axis, Dispatcher, Routing, Setup
 
     names = {field.name for field in dataclasses.fields(Setup)}
     values: dict[str, Any] = {
@@ -140,6 +149,7 @@ def _setup(arguments: argparse.Namespace, default_axis: str) -> Setup:
             **values,
             "ep": arguments.ep or max(ranks, 1),
             "routing": Routing(arguments.routing),
+            "dispatcher": Dispatcher(arguments.dispatcher),
             "shard_axis": Axis(arguments.shard_axis or axis),
         }
     )
@@ -153,6 +163,7 @@ def _prefill_options(arguments: argparse.Namespace) -> PrefillOptions:
         prompt_len=arguments.prompt_len,
         batch_tokens=arguments.batch_tokens,
         overlap=arguments.overlap,
+        lag=arguments.lag,
         scatter=arguments.scatter,
         collectives=Collectives(arguments.collectives),
         ttft=arguments.ttft,

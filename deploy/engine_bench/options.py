@@ -16,6 +16,14 @@ class Collectives(StrEnum):
     SYMMETRIC = "symmetric"
 
 
+class Dispatcher(StrEnum):
+    """How tokens travel to experts of ranks with their own tokens."""
+
+    AUTO = "auto"
+    DEEP_EP = "deep-ep"
+    PLAIN = "plain"
+
+
 class Routing(StrEnum):
     """Who chooses experts: a table that is even, or the model's router with invented weights."""
 
@@ -51,6 +59,7 @@ class Setup:
         shard_axis: along which axis those are ranks.
         device: "cuda" or "cpu".
         routing: who chooses experts.
+        dispatcher: how tokens travel with dp; auto is DeepEP where it is installed.
         repeats: measured batches or steps.
         warm_ups: batches or steps before them.
         profile: whether the stages of one batch are measured too.
@@ -66,6 +75,7 @@ class Setup:
     shard_axis: Axis = Axis.TP
     device: str = "cuda"
     routing: Routing = Routing.EVEN
+    dispatcher: Dispatcher = Dispatcher.AUTO
     repeats: int = 10
     warm_ups: int = 3
     profile: bool = True
@@ -106,6 +116,7 @@ class PrefillOptions:
         prompt_len: tokens of each prompt.
         batch_tokens: tokens of a batch; per rank with dp, together with tp.
         overlap: two-batch overlap.
+        lag: operations that the second micro-batch stays behind the first.
         scatter: whether tp ranks keep only their rows between layers.
         collectives: who moves data between tp ranks.
         ttft: whether one prompt alone is timed too.
@@ -114,17 +125,27 @@ class PrefillOptions:
     setup: Setup
     prompt_len: int = 4096
     batch_tokens: int = 16384
-    overlap: bool = False
-    scatter: bool = False
+    overlap: bool = True
+    lag: int = 1
+    scatter: bool = True
     collectives: Collectives = Collectives.NCCL
     ttft: bool = True
 
     def __post_init__(self) -> None:
         _check_least("prompt-len", self.prompt_len, 1)
+        _check_least("lag", self.lag, 0)
+        if self.collectives is Collectives.SYMMETRIC and not self.is_scattered:
+            problem = "symmetric memory serves ranks that keep their own rows"
+            raise ConfigError("collectives", "symmetric", problem, "--tp N --scatter on, or nccl")
         if self.batch_tokens < 1 or self.batch_tokens % self.prompt_len:
             fitting = max(self.batch_tokens // self.prompt_len, 1) * self.prompt_len
             problem = f"is no multiple of --prompt-len {self.prompt_len}"
             raise ConfigError("batch-tokens", self.batch_tokens, problem, f"{fitting}")
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether ranks keep only their rows between layers."""
+        return self.scatter and self.setup.tp > 1
 
     @property
     def num_prompts(self) -> int:

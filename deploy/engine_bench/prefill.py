@@ -11,9 +11,11 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from functools import partial
 
 import torch
 
+from deploy.engine_bench.execution import prefill_execution
 from deploy.engine_bench.launcher import RankPlace
 from deploy.engine_bench.machine import describe_command, describe_machine, read_clocks
 from deploy.engine_bench.options import PrefillOptions
@@ -36,13 +38,11 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 def run_prefill(options: PrefillOptions, place: RankPlace) -> Report | None:
     """Measure on one rank; the report on rank 0, None on the others."""
-    rows = {options.batch_tokens, options.prompt_len}
-    if options.scatter:
-        rows |= {-(-count // options.setup.tp) for count in rows}
     session = open_session(
         options.setup,
         place,
-        rows=sorted(rows),
+        partial(prefill_execution, options),
+        rows=_rows(options),
         kv_tokens=2 * options.num_prompts * _blocks(options) * BLOCK_SIZE,
     )
     bench = _PrefillBench(session, options)
@@ -95,7 +95,7 @@ def prefill_rates(measured: MeasuredModel, options: PrefillOptions, batch_s: flo
 
 
 def _bounds(config: ModelConfig, options: PrefillOptions, num_gpus: int) -> Bounds:
-    traffic = PrefillTraffic.LATENTS_FP8 if options.scatter else PrefillTraffic.ALL_REDUCE
+    traffic = PrefillTraffic.LATENTS_FP8 if options.is_scattered else PrefillTraffic.ALL_REDUCE
     if options.setup.dp > 1:
         traffic = PrefillTraffic.ALL_TO_ALL
     bounds = {
@@ -108,6 +108,16 @@ def _bounds(config: ModelConfig, options: PrefillOptions, num_gpus: int) -> Boun
         name: RateBound(overlapped=bound.overlapped, serial=bound.serial)
         for name, bound in bounds.items()
     }
+
+
+def _rows(options: PrefillOptions) -> list[int]:
+    """Tokens of the steps and micro-batches that come, and each rank's rows of them."""
+    rows = {options.batch_tokens, *([options.prompt_len] if options.ttft else [])}
+    if options.overlap:
+        rows |= {count // 2 for count in rows if count > 1}
+    if options.is_scattered:
+        rows |= {-(-count // options.setup.tp) for count in rows}
+    return sorted(rows)
 
 
 def _blocks(options: PrefillOptions) -> int:

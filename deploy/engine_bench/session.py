@@ -8,12 +8,13 @@ weight shape on one rank, so that no two ranks compile the same.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 
+from deploy.engine_bench.execution import MakeExecution, RankParts
 from deploy.engine_bench.launcher import RankPlace
 from deploy.engine_bench.options import Routing, Setup
 from deploy.engine_bench.report import say
@@ -48,6 +49,7 @@ class Session:
         model: with invented weights.
         runner: of the model, with a KV pool.
         device: of the rank.
+        close_execution: frees what the ranks opened besides.
     """
 
     place: RankPlace
@@ -57,6 +59,7 @@ class Session:
     model: DeepseekV3ForCausalLM
     runner: ModelRunner
     device: torch.device
+    close_execution: Callable[[], None]
 
     @property
     def everyone(self) -> RankGroup:
@@ -87,12 +90,14 @@ class Session:
     def close(self) -> None:
         """Leave the groups, all ranks together."""
         self.meet()
+        self.close_execution()
         self.groups.destroy()
 
 
 def open_session(
     setup: Setup,
     place: RankPlace,
+    make_execution: MakeExecution,
     *,
     rows: Sequence[int],
     kv_tokens: int,
@@ -103,6 +108,7 @@ def open_session(
     Args:
         setup: model and ranks.
         place: which rank.
+        make_execution: opens what the ranks need besides.
         rows: tokens of the steps that will run on this rank, for compiling ahead; the largest is
             the most.
         kv_tokens: that the KV pool must hold, in whole blocks.
@@ -129,6 +135,9 @@ def open_session(
     if setup.routing is Routing.EVEN and config.num_moe_layers:
         table = even_experts(config, max(rows), seed=place.rank if setup.dp > 1 else 0)
         kernels = cast(Kernels, EvenRouting(kernels, table.to(device)))
+    opened = make_execution(
+        RankParts(config=config, groups=groups, kernels=kernels, timer=timer, device=device)
+    )
     model = build_model(
         config,
         timer.watch_groups(groups),
@@ -136,6 +145,7 @@ def open_session(
         device=device,
         load_format="dummy",
         kernels=kernels,
+        execution=opened.execution,
     )
     say(f"weights are there after {time.perf_counter() - start:.1f} s", rank=place.rank)
     compile_kernels(model, rows, _everyone(groups))
@@ -149,6 +159,7 @@ def open_session(
         model=model,
         runner=ModelRunner(model, pool, Sampler(config.vocab_size)),
         device=device,
+        close_execution=opened.close,
     )
 
 

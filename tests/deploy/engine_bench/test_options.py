@@ -7,7 +7,7 @@ import pytest
 
 from deploy.cli import build_parser, main
 from deploy.engine_bench.command import parse_range
-from deploy.engine_bench.options import Axis, DecodeOptions, PrefillOptions, Setup
+from deploy.engine_bench.options import Axis, Collectives, DecodeOptions, PrefillOptions, Setup
 from deploy.engine_bench.prefill import prefill_rates
 from deploy.engine_bench.shapes import choose_model
 from runtime.errors import ConfigError
@@ -22,6 +22,11 @@ from runtime.errors import ConfigError
         (lambda: Setup(repeats=0), "repeats", "at least 1"),
         (lambda: Setup(dp=2, ep=2, shard_of=8), "shard-axis", "dp"),
         (lambda: PrefillOptions(setup=Setup(), batch_tokens=5000), "batch-tokens", "4096"),
+        (
+            lambda: PrefillOptions(setup=Setup(), collectives=Collectives.SYMMETRIC),
+            "collectives",
+            "or nccl",
+        ),
         (lambda: DecodeOptions(setup=Setup(), context=(9, 3)), "context", "1500-1660"),
         (lambda: parse_range("long", "context"), "context", "1500-1660"),
     ],
