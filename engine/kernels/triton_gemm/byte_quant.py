@@ -70,7 +70,9 @@ def quantize_rows(x_TK: Tensor, out: Fp8Rows | None = None) -> Fp8Rows:
     num_rows, num_columns = x_TK.shape
     if out is None:
         out = Fp8Rows.empty(num_rows, num_columns, x_TK.device)
-    _run(x_TK.unsqueeze(0), (out.data_TK.unsqueeze(0), out.scale_TG.unsqueeze(0)), layout=PLAIN)
+    _run(
+        x_TK.unsqueeze(0), (out.data_TK.unsqueeze(0), out.scale_TG.unsqueeze(0)), layout=PLAIN.value
+    )
     return out
 
 
@@ -86,7 +88,7 @@ def silu_and_mul_fp8(gate_up_TF: Tensor, expert_T: Tensor | None = None) -> Fp8R
     _run(
         gate_up_TF.unsqueeze(0),
         (out.data_TK.unsqueeze(0), out.scale_TG.unsqueeze(0)),
-        layout=PLAIN if expert_T is None else ALIGNED,
+        layout=(PLAIN if expert_T is None else ALIGNED).value,
         experts=expert_T,
         activate=True,
     )
@@ -97,7 +99,7 @@ def masked_silu_and_mul_fp8(gate_up_LMF: Tensor, like: MaskedRows) -> MaskedRows
     """Quantise silu(gate) * up of the rows in use of [L, M, 2F]; others are left uninitialised."""
     num_experts, max_rows, double = gate_up_LMF.shape
     data, scale = empty_masked(num_experts, max_rows, double // 2, gate_up_LMF.device)
-    _run(gate_up_LMF, (data, scale), layout=MASKED, experts=like.num_rows_L, activate=True)
+    _run(gate_up_LMF, (data, scale), layout=MASKED.value, experts=like.num_rows_L, activate=True)
     return MaskedRows(
         data_LMD=data,
         scale_LMG=scale,
@@ -110,7 +112,7 @@ def _run(
     x: Tensor,
     out: tuple[Tensor, Tensor],
     *,
-    layout: tl.constexpr,
+    layout: int,
     experts: Tensor | None = None,
     activate: bool = False,
 ) -> None:

@@ -20,9 +20,9 @@ from engine.kernels.triton_gemm.tables import TunedTable, choose
 from engine.kernels.triton_gemm.tiles import ProductShape, RowLayout, TileConfig
 
 _LAYOUTS = {
-    RowLayout.PLAIN: product.PLAIN,
-    RowLayout.ALIGNED: product.ALIGNED,
-    RowLayout.MASKED: product.MASKED,
+    RowLayout.PLAIN: product.PLAIN.value,
+    RowLayout.ALIGNED: product.ALIGNED.value,
+    RowLayout.MASKED: product.MASKED.value,
 }
 
 
@@ -49,22 +49,22 @@ class Product:
         """Write `out`; rows of no expert or not in use are left as they are."""
         self._with(tile, widen, product.multiply.__getitem__)
 
-    def compile(self, tile: TileConfig, *, widen: bool) -> None:
-        """Compile what `launch` would run; raises what the compiler raises."""
+    def compile(self, tile: TileConfig, *, widen: bool) -> object:
+        """Compile what `launch` would run and return it; raises what the compiler raises."""
 
         def warm(grid: tuple[int]) -> Callable[..., object]:
             return lambda *arguments, **options: product.multiply.warmup(
                 *arguments, grid=grid, **options
             )
 
-        self._with(tile, widen, warm)
+        return self._with(tile, widen, warm)
 
     def _with(
         self,
         tile: TileConfig,
         widen: bool,
         runner: Callable[[tuple[int]], Callable[..., object]],
-    ) -> None:
+    ) -> object:
         (data, scale), (weight, weight_scale) = self.rows, self.weight
         num_groups, num_rows, depth = data.shape
         num_columns = weight.shape[1]
@@ -77,7 +77,7 @@ class Product:
         if widen:
             data, weight = data.view(torch.uint8), weight.view(torch.uint8)
         tiles_m = num_groups * triton.cdiv(num_rows, tile.block_m)
-        runner((tiles_m * triton.cdiv(num_columns, tile.block_n),))(
+        return runner((tiles_m * triton.cdiv(num_columns, tile.block_n),))(
             data, scale, weight, weight_scale, self.out, self.experts,
             num_rows, num_groups, num_columns, depth,
             data.stride(0), data.stride(1), scale.stride(0), scale.stride(1), scale.stride(2),

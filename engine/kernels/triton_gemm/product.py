@@ -36,6 +36,16 @@ def _place_tile(num_m, num_n, group_m):
     return first + inside % height, inside // height
 
 
+@triton.jit
+def _find_expert(experts, group, first, LAYOUT: tl.constexpr):
+    """Return the expert of a tile of rows, -1 if none of them is in use."""
+    if LAYOUT == ALIGNED:
+        return tl.load(experts + first).to(tl.int64)
+    if LAYOUT == MASKED:
+        return tl.where(first < tl.load(experts + group), group, -1).to(tl.int64)
+    return group.to(tl.int64)
+
+
 # Values that come in all sizes: the code must not be compiled anew where one is divisible by 16.
 @triton.jit(do_not_specialize=["num_rows", "num_groups", "scale_group", "scale_column", "group_m"])
 def multiply(
@@ -56,12 +66,8 @@ def multiply(
     )
     group = tile_m // tiles_per_group
     first = tile_m % tiles_per_group * BLOCK_M
-    expert = group.to(tl.int64)
-    if LAYOUT == ALIGNED:
-        expert = tl.load(experts + first).to(tl.int64)
-        if expert < 0:
-            return
-    if LAYOUT == MASKED and first >= tl.load(experts + group):
+    expert = _find_expert(experts, group, first, LAYOUT)
+    if LAYOUT != PLAIN and expert < 0:
         return
 
     # Rows and columns past the end read the last one, and are not stored.
@@ -71,10 +77,12 @@ def multiply(
     near_column = tl.minimum(column, num_columns - 1)
     k = tl.arange(0, BLOCK_K)
     groups_of_k = depth // 128
-    wide_group, wide_first = group.to(tl.int64), first.to(tl.int64)
-    a_tile = a + wide_group * a_group + wide_first * a_row + near_row[:, None] * a_row + k[None, :]
+    group, wide_first = group.to(tl.int64), first.to(tl.int64)
+    a += group * a_group + wide_first * a_row
+    a_tile = a + near_row[:, None] * a_row + k[None, :]
     b_tile = b + (expert * num_columns + near_column[None, :]) * depth + k[:, None]
-    a_scales = a_scale + wide_group * scale_group + wide_first * scale_row + near_row * scale_row
+    a_scale += group * scale_group + wide_first * scale_row
+    a_scales = a_scale + near_row * scale_row
     b_scales = b_scale + expert * tl.cdiv(num_columns, 128) * groups_of_k
     if BLOCK_N <= 128:
         b_scales += tile_n * BLOCK_N // 128 * groups_of_k
@@ -97,9 +105,6 @@ def multiply(
     if WIDEN:
         total *= 65536.0  # of both factors' 256
 
-    out_rows = wide_group * num_rows + wide_first + row
-    tl.store(
-        out + out_rows[:, None] * num_columns + column[None, :],
-        total.to(tl.bfloat16),
-        mask=(first + row < num_rows)[:, None] & (column < num_columns)[None, :],
-    )
+    place = (group * num_rows + wide_first + row)[:, None] * num_columns + column[None, :]
+    mask = (first + row < num_rows)[:, None] & (column < num_columns)[None, :]
+    tl.store(out + place, total.to(tl.bfloat16), mask=mask)
