@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from engine.config import ModelConfig
 from engine.kernels.fp8_rows import GROUP
+from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.routing import RoutingRule
 from engine.layers.context import LayerContext
 from engine.layers.matrix import Matrix
@@ -26,7 +27,7 @@ from engine.layers.norm import FeedFormat, Normed
 from engine.operations import Operations
 from engine.parallel.create_dispatcher import create_dispatcher
 from engine.parallel.expert_placement import ExpertPlacement
-from engine.parallel.token_dispatcher import AlignedRows, ExpertRows, TokenDispatcher
+from engine.parallel.token_dispatcher import ExpertRows, Rows, TokenDispatcher
 from engine.weights.slices import WeightSlice, split_evenly
 
 
@@ -95,11 +96,15 @@ class Experts(nn.Module):
         """Whether rows come and weights are in FP8."""
         return self.up.is_fp8
 
-    def forward(self, rows: ExpertRows | AlignedRows) -> Tensor:
-        """Map the rows to [M, D], in the same order."""
+    def forward(self, rows: Rows) -> Tensor:
+        """Map the rows to [M, D] ([L, M, D] in the masked layout), in the same order."""
         if isinstance(rows, ExpertRows):
             return self._kernels.grouped_mlp(
                 rows.rows_MD, rows.num_rows_per_expert, self.w13, self.w2
+            )
+        if isinstance(rows, MaskedRows):
+            return self._kernels.masked_fp8_mlp(
+                rows, self.up.quantized_pair(), self.down.quantized_pair()
             )
         if not rows.rows.num_rows:
             return torch.empty_like(rows.rows.data_TK, dtype=torch.bfloat16)

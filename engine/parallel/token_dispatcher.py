@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.fp8_rows import Activation, Fp8Rows
+from engine.kernels.masked_rows import MaskedRows
 from engine.parallel.pending import Pending
 
 Handle = TypeVar("Handle")
@@ -47,8 +48,8 @@ class AlignedRows:
     expert_M: Tensor
 
 
-Rows: TypeAlias = ExpertRows | AlignedRows
-"""What experts are given: in the compute dtype, or in FP8."""
+Rows: TypeAlias = ExpertRows | AlignedRows | MaskedRows
+"""What experts are given: in the compute dtype, or in FP8 in one of two layouts."""
 
 
 class TokenDispatcher(Protocol[Handle]):
@@ -85,7 +86,8 @@ class TokenDispatcher(Protocol[Handle]):
         """Start to bring the experts' output home and sum it, weighted, per token.
 
         Args:
-            expert_out_MD: [M, D], in the order of the rows that the dispatch returned.
+            expert_out_MD: [M, D], in the order of the rows that the dispatch returned; for
+                `MaskedRows` [L, M, D].
             handle: of the dispatch.
             own_TD: [T, D] or None, a term that this rank adds of itself (the shared expert); left
                 unchanged. On ranks that hold the same tokens it is this rank's part of a sum over
