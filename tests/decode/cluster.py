@@ -467,13 +467,26 @@ class DecodeCluster:
         await self.worker._bridge.check_integrity()
 
 
+class Overlap:
+    """Whether workers of this process overlap their steps; a fixture sets it for whole files."""
+
+    steps = "off"
+
+
 def make_options(router: str, **settings: Any) -> WorkerOptions:
     transfer = {
         name: settings.pop(name)
         for name in ("transfer_timeout_s", "quarantine_timeout_s", "num_metadata_slots")
         if name in settings
     }
-    decode = DecodeSection(**{"num_blocks": 33, "block_size": BLOCK_SIZE, **settings})
+    decode = DecodeSection(
+        **{
+            "num_blocks": 33,
+            "block_size": BLOCK_SIZE,
+            "overlap_steps": Overlap.steps,
+            **settings,
+        }
+    )
     config = ClusterConfig(
         model=ModelSection(path="/nowhere/imagined"),
         prefill=PrefillSection(block_size=BLOCK_SIZE),

@@ -121,12 +121,14 @@ def start_rank(rank: int, rendezvous: str, router: str, folder: Path) -> subproc
 
 
 @contextlib.asynccontextmanager
-async def run_group(folder: Path) -> AsyncIterator[Group]:
+async def run_group(folder: Path, overlap_steps: str) -> AsyncIterator[Group]:
     write_checkpoint(folder / "model", tiny_config(), seed=3)
     config = ClusterConfig(
         model=ModelSection(path=str(folder / "model")),
         prefill=PrefillSection(block_size=BLOCK_SIZE),
-        decode=DecodeSection(dp=NUM_RANKS, num_blocks=64, block_size=BLOCK_SIZE),
+        decode=DecodeSection(
+            dp=NUM_RANKS, num_blocks=64, block_size=BLOCK_SIZE, overlap_steps=overlap_steps
+        ),
         kv_transfer=KVTransferSection(transport="loopback"),  # which the fake prefill speaks
     )
     (folder / "cluster.toml").write_text(dump_config(config))
@@ -169,8 +171,11 @@ async def run_group(folder: Path) -> AsyncIterator[Group]:
             process.wait(10)
 
 
-async def test_two_ranks_give_the_tokens_of_one_process_and_end_together(tmp_path: Path) -> None:
-    async with run_group(tmp_path) as group:
+@pytest.mark.parametrize("overlap_steps", ["off", "on"])
+async def test_two_ranks_give_the_tokens_of_one_process_and_end_together(
+    tmp_path: Path, overlap_steps: str
+) -> None:
+    async with run_group(tmp_path, overlap_steps) as group:
         # One rank works, the other runs dummy batches beside it.
         alone = prompt_of(1, 37)
         assert await group.generate(0, "alone", alone, 24) == group.oracle([alone], 24)[0]
@@ -191,8 +196,11 @@ async def test_two_ranks_give_the_tokens_of_one_process_and_end_together(tmp_pat
             assert status == 0, log.read_text()
 
 
-async def test_the_death_of_a_rank_fails_the_others_within_seconds(tmp_path: Path) -> None:
-    async with run_group(tmp_path) as group:
+@pytest.mark.parametrize("overlap_steps", ["off", "on"])
+async def test_the_death_of_a_rank_fails_the_others_within_seconds(
+    tmp_path: Path, overlap_steps: str
+) -> None:
+    async with run_group(tmp_path, overlap_steps) as group:
         running = asyncio.ensure_future(group.generate(0, "long", prompt_of(2, 30), 400))
         while not group.routers[0].deltas.get("long"):
             await asyncio.sleep(0.01)

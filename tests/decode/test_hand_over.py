@@ -18,6 +18,8 @@ from tests.decode.cluster import (
     run_cluster,
 )
 
+pytestmark = pytest.mark.usefixtures("overlap")
+
 PROMPT = [7, 3, 9, 4, 1, 8, 2, 6, 5, 11]
 SENT = decode_pb2.TICKET_OUTCOME_SENT
 FAILED = decode_pb2.TICKET_OUTCOME_FAILED

@@ -57,7 +57,9 @@ def exchange(states: list[RankState], epochs: list[int]) -> list[GroupState]:
         )
 
 
-STATES = st.builds(RankState, num_tokens=st.integers(0, 512), leaving=st.booleans())
+STATES = st.builds(
+    RankState, num_tokens=st.integers(0, 512), leaving=st.booleans(), in_flight=st.booleans()
+)
 
 
 @settings(max_examples=25, deadline=None)
@@ -69,6 +71,7 @@ def test_all_ranks_conclude_the_same(states: list[RankState]) -> None:
             has_work=any(state.num_tokens for state in states),
             max_num_tokens=max(state.num_tokens for state in states),
             all_leaving=all(state.leaving for state in states),
+            in_flight=any(state.in_flight for state in states),
         )
     ] * len(states)
 

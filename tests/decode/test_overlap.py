@@ -6,6 +6,7 @@ Most tests run at both depths: the same outcome is the point.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import decode.loop
+from decode.lockstep import GroupLockstep
 from decode.requests import DecodeRequest
 from runtime.errors import ErrorCode, RequestCancelledError
 from runtime.lifecycle import DecodeStatus
@@ -24,6 +26,7 @@ from tests.decode.overlap_bench import (
     params_of,
     whole_output,
 )
+from tests.decode.test_lockstep import thread_groups
 
 BOTH = pytest.mark.parametrize("max_ahead", [0, 1])
 
@@ -32,6 +35,7 @@ BOTH = pytest.mark.parametrize("max_ahead", [0, 1])
 def _without_rests() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode.loop, "IDLE_WAIT_S", 0.0)
+        patch.setattr(decode.loop, "GROUP_IDLE_WAIT_S", 0.0)
         yield
 
 
@@ -302,3 +306,31 @@ def check_outcome(
         assert (output, bench.reason(request)) == (expected, reason)
     assert bench.reason(request) is not None
     assert output[0] == next_token(inner.prompt_token_ids)
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_of_a_group_take_the_same_steps(max_ahead: int, seed: int) -> None:
+    groups = thread_groups(2)
+    benches = [
+        OverlapBench(max_ahead, num_usable=10, lockstep=GroupLockstep(group, 7)) for group in groups
+    ]
+
+    def drive(rank: int) -> Trace:
+        trace = Trace(benches[rank], Random(10 * seed + rank))
+        for turn in range(150):
+            # Sometimes neither has work, sometimes one, sometimes both.
+            if turn < 60 and trace.random.random() < 0.2:
+                trace.add()
+            trace.bench.deliver()
+            trace.turn()
+        return trace
+
+    with ThreadPoolExecutor(2) as threads:
+        traces = list(threads.map(drive, range(2)))
+    assert len(benches[0].device.log) == len(benches[1].device.log) > 10
+    assert any("dummy" in bench.device.log for bench in benches)
+    for trace in traces:
+        trace.bench.bench.check_empty()
+        for request, broken_after in trace.requests:
+            check_outcome(trace.bench, request, broken_after, False)

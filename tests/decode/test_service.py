@@ -10,6 +10,8 @@ import pytest
 from runtime.pb import common_pb2, decode_pb2
 from tests.decode.cluster import DecodeCluster, expected_output, run_cluster
 
+pytestmark = pytest.mark.usefixtures("overlap")
+
 PROMPT = [7, 3, 9, 4, 1, 8, 2, 6, 5, 11]
 
 
