@@ -119,16 +119,23 @@ def choose_max_model_len(wanted: int, config: ModelConfig) -> int:
 
 
 def _take_device(device: str, rank: int) -> torch.device:
-    """Ranks of a host take its devices in order; a rank that sees only its own takes that.
-
-    Kernels launch on the process's current device, wherever their arguments are.
-    """
+    """Ranks of a host take its devices in order; a rank that sees only its own takes that."""
     if device == "cpu":
         return torch.device("cpu")
     use_jit_cache()
     chosen = torch.device("cuda", rank % max(torch.cuda.device_count(), 1))
-    torch.cuda.set_device(chosen)
+    use_device(chosen)
     return chosen
+
+
+def use_device(device: torch.device) -> None:
+    """Let the calling thread launch on `device`; every thread that runs steps has to call.
+
+    Kernels and events go to the current device, wherever their tensors are, and a new thread's is
+    the first that the process sees.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _most_tokens(section: PrefillSection | DecodeSection) -> int:

@@ -117,5 +117,7 @@ def build_kv_pool(
 
 
 def _check_device(groups: ProcessGroups, device: torch.device) -> None:
-    if device.type == "cuda":
-        groups.dims.check_devices(torch.cuda.device_count(), "cuda")
+    num_visible = torch.cuda.device_count() if device.type == "cuda" else 0
+    # A rank that sees one device was given it; how many there are is not ours to know then.
+    if device.type == "cuda" and num_visible != 1:
+        groups.dims.check_devices(num_visible, "cuda")

@@ -15,8 +15,10 @@ from collections.abc import Callable
 from functools import partial
 
 import grpc.aio
+import torch
 from prometheus_client import CollectorRegistry
 
+from engine.boot import use_device
 from engine.memory.block_pool import BlockPool
 from prefill.assembly import RankParts, build_rank
 from prefill.closer import TicketCloser
@@ -243,7 +245,10 @@ class FollowerWorker:
         self._ended = loop.create_future()
         # A daemon: a collective that never returns must not keep the process.
         thread = threading.Thread(
-            target=_follow, args=(self._follower, loop, self._ended), name="follower", daemon=True
+            target=_follow,
+            args=(self._follower, parts.model.kv_pool.device, loop, self._ended),
+            name="follower",
+            daemon=True,
         )
         thread.start()
 
@@ -372,11 +377,15 @@ def _emitter(runs: LiveRuns) -> Callable[[Event], None]:
 
 
 def _follow(
-    follower: Follower, event_loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]
+    follower: Follower,
+    device: torch.device,
+    event_loop: asyncio.AbstractEventLoop,
+    ended: asyncio.Future[None],
 ) -> None:
     """The follower's thread: run, then tell the event loop how it ended."""
     error: Exception | None = None
     try:
+        use_device(device)
         follower.run()
     except Exception as caught:
         logger.exception("the follower failed")

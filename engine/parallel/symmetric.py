@@ -22,6 +22,7 @@ Multicast is not used.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import zlib
 from collections.abc import Callable, Sequence
@@ -264,7 +265,11 @@ def open_symmetric_group(
     options = options or SymmetricOptions()
     plan = plan_of(group, options)
     assert group.process_group is not None
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     symm_mem.set_backend("CUDA")
+    if torch.cuda.device_count() == 1:
+        # Each rank sees its own GPU only and calls it 0; torch would take them for one GPU.
+        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     with torch.cuda.device(device):
         buffer = symm_mem.empty(plan.nbytes, dtype=torch.uint8, device=device)
         handle = symm_mem.rendezvous(buffer, group.process_group)

@@ -45,9 +45,9 @@ def test_unknown_format(tmp_path: Path) -> None:
 
 
 def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    groups = ProcessGroups(dims=ParallelDims(tp=2))
-    with pytest.raises(ConfigError, match="1 cuda device") as caught:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    groups = ProcessGroups(dims=ParallelDims(tp=4))
+    with pytest.raises(ConfigError, match="2 cuda device") as caught:
         build_model(ModelConfig.from_hf(tiny_config()), groups, device="cuda", load_format="dummy")
     assert caught.value.path == "tp"
 

@@ -17,7 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,19 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
 
 
 class Cluster:
-    """One running cluster; use it as a context manager."""
+    """One running cluster; use it as a context manager.
 
-    def __init__(self, config: ClusterConfig, folder: Path) -> None:
+    Each rank on a GPU sees one, given out in order and, if there are fewer than ranks, again.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        folder: Path,
+        *,
+        num_devices: int = 0,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
         router = dataclasses.replace(
             config.router, port=free_port("127.0.0.1"), control_port=free_port("127.0.0.1")
         )
@@ -49,6 +59,8 @@ class Cluster:
         self.base_url = f"http://127.0.0.1:{router.port}"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._folder = folder
+        self._num_devices = num_devices
+        self._start_timeout_s = start_timeout_s
         self._mark = secrets.token_hex(8)
         self._file = folder / "cluster.toml"
         self._environment = {
@@ -67,7 +79,7 @@ class Cluster:
                 self.start_instance("prefill", index)
             for index in range(self.config.decode.instances):
                 self.start_instance("decode", index)
-            wait_until(self._is_ready, START_TIMEOUT_S, "the cluster is ready")
+            wait_until(self._is_ready, self._start_timeout_s, "the cluster is ready")
         except BaseException:
             self.kill_all()
             raise
@@ -84,14 +96,27 @@ class Cluster:
             command = [role, "--config", str(self._file), "--instance", f"{role}-{index}"]
             command += ["--rank", str(rank), "--rendezvous", rendezvous]
             command += ["--router", f"127.0.0.1:{self.config.router.control_port}"]
-            self._start(f"{role}-{index}/{rank}", command)
+            self._start(f"{role}-{index}/{rank}", command, self._devices_of(role, index, rank))
 
-    def _start(self, name: str, command: list[str]) -> None:
+    def _devices_of(self, role: str, index: int, rank: int) -> dict[str, str]:
+        prefill, decode = self.config.prefill, self.config.decode
+        section = prefill if role == "prefill" else decode
+        if section.device == "cpu":
+            return {}
+        before = index * prefill.tp
+        if role == "decode":
+            on_devices = prefill.instances * prefill.tp if prefill.device == "cuda" else 0
+            before = on_devices + index * decode.dp
+        return {"CUDA_VISIBLE_DEVICES": str((before + rank) % self._num_devices)}
+
+    def _start(
+        self, name: str, command: list[str], environment: Mapping[str, str] | None = None
+    ) -> None:
         log = (self._folder / f"{name.replace('/', '-')}.log").open("ab")
         with log:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", *command],
-                env=self._environment,
+                env={**self._environment, **(environment or {})},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
