@@ -6,6 +6,7 @@ pool of memory, because only one runs at a time; captured from the largest to th
 fits into what the first one needed.
 """
 
+import contextlib
 import gc
 from collections.abc import Callable
 from typing import Protocol
@@ -60,7 +61,10 @@ class Capture:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()  # says once more what went wrong
+                raise
+            graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         return graph

@@ -77,6 +77,10 @@ class Slots:
             num_logprobs=[item.request.sampling.num_logprobs for item in scheduled],
         )
 
+    def clear(self) -> None:
+        """Take all slots back: what they know misses a step that was run elsewhere."""
+        self._release(set())
+
     def _release(self, running: set[Request]) -> None:
         for request in [request for request in self._slots if request not in running]:
             slot = self._slots.pop(request)

@@ -72,6 +72,7 @@ class StepGraphs:
         vocab_size: int,
         max_num_seqs: int,
         max_model_len: int,
+        buckets: Sequence[int] | None = None,
         use_graphs: bool | None = None,
     ) -> None:
         """Allocate the static buffers; `capture` does the rest.
@@ -82,12 +83,13 @@ class StepGraphs:
             vocab_size: of the model; logits beyond it are padding.
             max_num_seqs: most sequences of a step.
             max_model_len: most tokens of a sequence.
+            buckets: batch sizes to capture, ascending; None for `batch_buckets`.
             use_graphs: None for graphs on a CUDA device and none elsewhere.
         """
         device = kv_pool.device
         self._model, self._kv_pool = model, kv_pool
         self._use_graphs = device.type == "cuda" if use_graphs is None else use_graphs
-        self.buckets = batch_buckets(max_num_seqs)
+        self.buckets = tuple(buckets or batch_buckets(max_num_seqs))
         max_num_blocks = num_blocks_for(max_model_len, kv_pool.block_size)
         self._sampler = GraphSampler(vocab_size, max_num_seqs, device)
         self._slots = Slots(self._sampler, max_num_blocks)
@@ -139,6 +141,10 @@ class StepGraphs:
             and self._sampler.takes(item.request.sampling)
             for item in scheduled
         )
+
+    def forget(self) -> None:
+        """Say that a step was run without the graphs: its tokens are not in their tables."""
+        self._slots.clear()
 
     def launch_step(
         self,

@@ -8,11 +8,14 @@ import torch
 
 from engine.build import build_model
 from engine.graphs.buckets import batch_buckets, bucket_for
+from engine.graphs.graph_budget import extrapolate
+from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.graphs.step_graphs import StepGraphs
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner, PendingStep, StepResult
+from engine.sampling.graph_sampler import MAX_EDITS
 from engine.sampling.sampler import Sampler
 from runtime.sampling import SamplingParams
 from tests.engine.tiny import write_checkpoint
@@ -200,6 +203,37 @@ def test_steps_of_another_kind_are_refused(model: DeepseekV3ForCausalLM) -> None
     assert not graphs.takes([ScheduledRequest(request, 1)] * (MAX_NUM_SEQS + 1))
 
 
+def test_a_step_that_graphs_cannot_take_goes_to_the_runner(model: DeepseekV3ForCausalLM) -> None:
+    """What it sampled counts for the penalties of the steps after it."""
+    tokens = []
+    for with_graphs in (False, True):
+        runner = make_runner(model)
+        worker = Worker(runner, None)
+        requests = draw_requests(0, 2)
+        penalised = SamplingParams(temperature=0.0, presence_penalty=2.0, frequency_penalty=1.0)
+        requests[0].sampling = penalised
+        worker.start(requests)
+        steps = GraphRunner(runner, make_graphs(model, runner.kv_pool)) if with_graphs else runner
+        before: PendingStep | None = None
+        for step in range(8):
+            num_stops = MAX_EDITS + 1 if step in (2, 3, 6) else 0
+            stops = tuple(range(128, 128 + num_stops))
+            requests[1].sampling = SamplingParams(
+                temperature=0.0, min_tokens=9, stop_token_ids=stops
+            )
+            scheduled = [ScheduledRequest(request, 1) for request in requests]
+            pending = steps.launch(scheduled, after=before)
+            for request in requests:
+                request.num_launched_tokens += 1
+            if before is not None:
+                worker.collect(before)
+            before = pending
+        assert before is not None
+        worker.collect(before)
+        tokens.append([request.output_token_ids for request in requests])
+    assert tokens[0] == tokens[1]
+
+
 def test_progress_counts_all_graphs(model: DeepseekV3ForCausalLM) -> None:
     graphs = StepGraphs(
         model, make_pool(model), vocab_size=128, max_num_seqs=9, max_model_len=MAX_MODEL_LEN
@@ -220,3 +254,21 @@ def test_buckets(most: int, sizes: tuple[int, ...]) -> None:
         bucket = bucket_for(count, sizes)
         assert bucket >= count
         assert not [size for size in sizes if count <= size < bucket]
+
+
+def test_steps_of_a_runner_are_captured(model: DeepseekV3ForCausalLM) -> None:
+    runner = make_runner(model)
+    seen: list[int] = []
+    steps = capture_steps(
+        runner,
+        max_num_seqs=3,
+        max_model_len=MAX_MODEL_LEN,
+        progress=lambda done, _: seen.append(done),
+    )
+    assert seen == [3, 6, 9]
+    steps.run_dummy(least=2)
+
+
+def test_what_further_sizes_add_is_extrapolated() -> None:
+    assert extrapolate(100, 110, 5) == 140
+    assert extrapolate(100, 95, 5) == 100

@@ -1,0 +1,68 @@
+"""How much memory the captured steps of a rank will take: asked before the KV pool takes the rest.
+
+It is measured, because nobody can say what libraries allocate: over a pool of a few blocks the
+largest size is captured alone, then with the next smaller one. The first needs the memory of the
+activations, which all sizes share; what the second adds, every further one adds too.
+"""
+
+import gc
+
+import torch
+
+from engine.build import build_kv_pool
+from engine.graphs.buckets import batch_buckets
+from engine.graphs.step_graphs import StepGraphs
+from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+
+
+def measure_graph_bytes(
+    model: DeepseekV3ForCausalLM,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    block_size: int = 64,
+    kv_dtype: torch.dtype | None = None,
+) -> int:
+    """Return the device bytes of static buffers and all graphs; nothing is kept.
+
+    Takes some seconds. Ranks that share experts call it together. Other processes on the same
+    device disturb it.
+
+    Args:
+        model: loaded, on a CUDA device.
+        max_num_seqs: most requests of a step.
+        max_model_len: most tokens of a request.
+        block_size: tokens per block.
+        kv_dtype: of the KV pool; None for the model's.
+    """
+    sizes = batch_buckets(max_num_seqs)
+    pool = build_kv_pool(model, 2, block_size=block_size, dtype=kv_dtype)
+
+    def measure(buckets: tuple[int, ...]) -> int:
+        before = _used_bytes(model.device)
+        graphs = StepGraphs(
+            model,
+            pool,
+            vocab_size=model.config.vocab_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            buckets=buckets,
+        )
+        graphs.capture()
+        return _used_bytes(model.device) - before
+
+    measure(sizes[-1:])  # libraries allocate at first use, and keep it
+    return extrapolate(measure(sizes[-1:]), measure(sizes[-2:]), len(sizes))
+
+
+def extrapolate(of_one: int, of_two: int, count: int) -> int:
+    """Return the bytes of `count` sizes from those of the largest and of the two largest."""
+    return of_one + (count - 1) * max(of_two - of_one, 0)
+
+
+def _used_bytes(device: torch.device) -> int:
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

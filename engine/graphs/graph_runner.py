@@ -1,0 +1,90 @@
+"""Runs decode steps by graphs where it can, and by the plain runner where it cannot.
+
+What a decode loop is given on a GPU. A step goes to the plain runner if one of its requests asks
+for what the graphs do not do (see `StepGraphs.takes`); both kinds may follow each other in any
+order.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from engine.graphs.step_graphs import CaptureProgress, StepGraphs
+from engine.request import ScheduledRequest
+from engine.runner import ModelRunner, PendingStep
+
+logger = logging.getLogger(__name__)
+
+
+class CaptureError(RuntimeError):
+    """The model's step cannot be captured: something in it reads the device."""
+
+
+class GraphRunner:
+    """See the module; `launch` and `run_dummy` mean what they mean for `ModelRunner`."""
+
+    def __init__(self, runner: ModelRunner, graphs: StepGraphs) -> None:
+        """Take both.
+
+        Args:
+            runner: of the same model and KV pool.
+            graphs: captured.
+        """
+        assert graphs.is_captured
+        self._runner = runner
+        self._graphs = graphs
+
+    def launch(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        *,
+        after: PendingStep | None = None,
+        least: int = 0,
+    ) -> PendingStep:
+        """Issue one step to the device and return without waiting for it.
+
+        Args:
+            scheduled: at least one; block tables must cover the scheduled tokens.
+            after: the step that samples the tokens that the host does not know yet.
+            least: the most sequences that a rank of the group runs in this step.
+        """
+        if self._graphs.takes(scheduled):
+            return self._graphs.launch_step(scheduled, after=after, least=least)
+        self._graphs.forget()
+        return self._runner.launch(scheduled, after=after, least=least)
+
+    def run_dummy(self, *, least: int = 0) -> None:
+        """Join the other ranks' step without a request."""
+        self._graphs.launch_step((), least=least)
+
+
+def capture_steps(
+    runner: ModelRunner,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    progress: CaptureProgress | None = None,
+) -> GraphRunner:
+    """Capture the decode steps of a runner; all ranks that share experts do it together.
+
+    Args:
+        runner: of a loaded model.
+        max_num_seqs: most requests of a step.
+        max_model_len: most tokens of a request.
+        progress: told how many graphs are done.
+
+    Raises:
+        CaptureError: the model cannot be captured; the runner still works.
+    """
+    graphs = StepGraphs(
+        runner.model,
+        runner.kv_pool,
+        vocab_size=runner.sampler.vocab_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+    )
+    try:
+        graphs.capture(progress)
+    except RuntimeError as error:
+        raise CaptureError(str(error).partition("\n")[0]) from error
+    logger.info("captured decode steps sizes=%s", graphs.buckets)
+    return GraphRunner(runner, graphs)
