@@ -210,13 +210,13 @@ def test_a_step_that_graphs_cannot_take_goes_to_the_runner(model: DeepseekV3ForC
         runner = make_runner(model)
         worker = Worker(runner, None)
         requests = draw_requests(0, 2)
-        penalised = SamplingParams(temperature=0.0, presence_penalty=2.0, frequency_penalty=1.0)
+        penalised = SamplingParams(temperature=0.0, presence_penalty=90.0)
         requests[0].sampling = penalised
         worker.start(requests)
         steps = GraphRunner(runner, make_graphs(model, runner.kv_pool)) if with_graphs else runner
         before: PendingStep | None = None
-        for step in range(8):
-            num_stops = MAX_EDITS + 1 if step in (2, 3, 6) else 0
+        for step in range(24):
+            num_stops = MAX_EDITS + 1 if step % 3 == 1 else 0
             stops = tuple(range(128, 128 + num_stops))
             requests[1].sampling = SamplingParams(
                 temperature=0.0, min_tokens=9, stop_token_ids=stops
