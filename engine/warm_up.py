@@ -93,11 +93,13 @@ def warm_up(
     start = time.perf_counter()
     group = groups.tp_group if groups.dims.tp > 1 else groups.ep_group
     for is_turn in (groups.rank == 0, groups.rank != 0):
-        if is_turn:
-            for done, product in enumerate(todo, start=1):
+        for done, product in enumerate(todo, start=1):
+            if is_turn:
                 product.run()
                 if progress is not None:
                     progress(done, len(todo))
+            group.barrier()  # each time, because no rank waits for long in a collective
+        if is_turn:
             synchronize()
         group.barrier()
     logger.info("warmed up products=%d seconds=%.2f", len(todo), time.perf_counter() - start)
