@@ -13,6 +13,7 @@ from deploy.errors import ClusterError
 
 if TYPE_CHECKING:
     from deploy.tune.products import RowCounts
+    from engine.kernels.triton_gemm.tables import TunedEntry
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Tune; progress and a table on stderr, the path of the file on stdout.
 
     Raises:
-        ClusterError: no GPU, or no Triton.
+        ClusterError: no GPU, no Triton, or a folder that cannot be written to.
         ConfigError: no such model, or sizes that cannot be divided.
     """
     # Imported late: every `tandem` command reads this file, few need torch.
@@ -57,13 +58,19 @@ def run(arguments: argparse.Namespace) -> int:
     from deploy.tune.tuner import Tuner
 
     folder: Path = arguments.out or PACKAGE_FOLDER
+    _require_writable(folder)
     tuner = Tuner(torch.device("cuda", torch.cuda.current_device()), max(1, arguments.jobs))
     table = tuner.table(folder)
+    file = folder / file_name(table.device)
+    entries: list[TunedEntry] = []
     console = Console(stderr=True)
     with TuneDisplay(console, len(shapes)) as display:
-        entries = tuner.tune(shapes, arguments.budget_s, display.show)
-    file = folder / file_name(table.device)
-    write_table(file, table.with_entries(entries))
+        for shape, entry in tuner.tune(shapes, arguments.budget_s):
+            display.show(shape, entry)
+            if entry is not None:
+                # After each, so that an interrupted run keeps what it found.
+                entries.append(entry)
+                write_table(file, table.with_entries(entries))
     console.print(summary(entries))
     print(file)
     return 0
@@ -87,6 +94,18 @@ def _row_counts(arguments: argparse.Namespace) -> RowCounts:
     return dataclasses.replace(
         RowCounts(), **{name: counts for name, counts in given.items() if counts is not None}
     )
+
+
+def _require_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ClusterError(
+            f"cannot write to {folder} ({error.strerror}); name another folder with --out"
+        ) from error
 
 
 def _require_gpu() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,32 +61,23 @@ class Tuner:
         self.limits = DeviceLimits.of(self.device)
 
     def tune(
-        self,
-        shapes: Sequence[ProductShape],
-        budget_s: float,
-        on_done: Callable[[ProductShape, TunedEntry | None], None],
-    ) -> list[TunedEntry]:
-        """Return the best tile found for each shape; those that fit no memory are left out.
+        self, shapes: Sequence[ProductShape], budget_s: float
+    ) -> Iterator[tuple[ProductShape, TunedEntry | None]]:
+        """Yield the best tile found for each shape; None where no tile runs.
 
         Args:
             shapes: in the order in which they are tuned.
             budget_s: seconds; every shape has one tile timed even when they are over.
-            on_done: told each result, for the display.
         """
         flush = Flush(self.device)
         rivalry = _Rivalry(load_rival(flush), budget_s * RIVAL_SHARE)
         limit = TimeLimit(budget_s, len(shapes))
-        entries = []
         for shape in shapes:
             try:
-                entry = self._tune_one(shape, limit.next_part(), flush, rivalry)
+                yield shape, self._tune_one(shape, limit.next_part(), flush, rivalry)
             except torch.OutOfMemoryError:
                 logger.warning("too large for this GPU's memory shape=%s", shape)
-                entry = None
-            if entry is not None:
-                entries.append(entry)
-            on_done(shape, entry)
-        return entries
+                yield shape, None
 
     def _tune_one(
         self,

@@ -59,10 +59,8 @@ def test_the_check_sees_right_and_wrong_products(shape: ProductShape, widen: boo
 @pytest.mark.skipif(IS_INTERPRETED, reason="compiles and times")
 def test_a_gpu_is_tuned(tmp_path: Any) -> None:
     tuner = load("tuner").Tuner(DEVICE, 4)
-    done = []
-    entries = tuner.tune(SHAPES, 6.0, lambda shape, entry: done.append(shape))
-    assert done == SHAPES
-    assert [entry.shape for entry in entries] == SHAPES
+    shapes, entries = zip(*tuner.tune(SHAPES, 6.0), strict=True)
+    assert list(shapes) == [entry.shape for entry in entries] == SHAPES
     table = tuner.table(tmp_path).with_entries(entries)
     for entry in entries:
         assert entry.microseconds > 0

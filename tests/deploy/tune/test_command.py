@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from deploy.cli import build_parser, main
-from deploy.tune.command import _row_counts
+from deploy.errors import ClusterError
+from deploy.tune.command import _require_writable, _row_counts
 from deploy.tune.display import TuneDisplay, summary
 from deploy.tune.products import RowCounts
 from engine.kernels.triton_gemm.tables import TunedEntry
@@ -81,3 +82,12 @@ def test_the_table_names_tiles_and_the_rival() -> None:
     row = screen.getvalue().splitlines()[-2]
     for part in ("aligned x32 4096x7168x2048", "128x64x128 w4 s3 g8", "123.5", "640.2", "12/90"):
         assert part in row
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ClusterError, match="--out"):
+        _require_writable(file / "folder")
+    _require_writable(tmp_path / "new" / "folder")
+    assert not list((tmp_path / "new" / "folder").iterdir())

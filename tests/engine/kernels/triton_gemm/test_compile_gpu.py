@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from engine.kernels.rotation import Rotation
+from engine.kernels.routing import RoutingRule
+from engine.kernels.torch_attention import TorchAttention
 from engine.kernels.triton_gemm.candidates import candidates, shared_memory
 from engine.kernels.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from engine.kernels.triton_gemm.tiles import ProductShape, RowLayout
@@ -79,3 +83,55 @@ def test_tiles_compile_within_their_memory(
     for tile in (tiles[0], largest, *random.sample(tiles, NUM_TILES)):
         compiled = job.compile(tile, widen=not limits.has_fp8)
         assert compiled.metadata.shared <= shared_memory(tile, limits), tile
+
+
+@pytest.mark.parametrize("limits", [AMPERE, ADA], ids=["ampere", "ada"])
+def test_every_operation_compiles(
+    driver: Any, limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jit = importlib.import_module("triton.runtime.jit").JITFunction
+    run, compiled = jit.run, []
+
+    def compile_only(self: Any, *arguments: Any, **options: Any) -> Any:
+        kernel = run(self, *arguments, **{**options, "warmup": True})
+        compiled.append(kernel)
+        return kernel
+
+    monkeypatch.setattr(jit, "run", compile_only)
+    driver.set_active(Elsewhere(limits))
+    gemm = importlib.import_module("engine.kernels.triton_gemm.gemm").TritonGemm(limits)
+    module = importlib.import_module("engine.kernels.triton_kernels")
+    kernels = module.TritonKernels(gemm=gemm, attention=TorchAttention())
+
+    def bf16(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    ids = torch.zeros(4, 2, dtype=torch.int64)
+    w13 = torch.zeros(2, 512, 256, dtype=torch.float8_e4m3fn), torch.zeros(2, 4, 2)
+    w2 = torch.zeros(2, 256, 256, dtype=torch.float8_e4m3fn), torch.zeros(2, 2, 2)
+    rotation = Rotation(cos=torch.zeros(4, 32), sin=torch.zeros(4, 32))
+    rows = kernels.quantize_rows(bf16(4, 256))
+    places, masked = kernels.align_to_experts(ids, 0, 2), kernels.mask_to_experts(ids, 0, 2, 128)
+    spread, in_runs = kernels.spread_rows(rows, places), kernels.spread_masked_rows(rows, masked)
+    kernels.rms_norm(bf16(4, 256), bf16(256), 1e-6)
+    kernels.rms_norm_fp8(bf16(4, 256), bf16(256), 1e-6)
+    kernels.add_rms_norm(bf16(4, 256), bf16(4, 256), bf16(256), 1e-6)
+    for delta in (None, bf16(4, 256)):
+        kernels.add_rms_norm_fp8(bf16(4, 256), delta, bf16(256), 1e-6, with_plain=True)
+    kernels.fp8_linear(rows, w13[0][0], w13[1][0])
+    kernels.silu_and_mul_fp8(bf16(4, 512))
+    out = kernels.grouped_fp8_mlp(spread, places.expert_M, w13, w2)
+    kernels.gather_rows(out, places, torch.zeros(4, 2), None)
+    kernels.masked_fp8_mlp(in_runs, w13, w2)
+    kernels.rotate_queries(bf16(4, 8, 192), rotation)
+    cache, slots = bf16(2, 64, 576), torch.zeros(4, dtype=torch.int64)
+    kernels.store_latents(bf16(4, 576), bf16(512), 1e-6, rotation, cache=cache, slots_T=slots)
+    kernels.join_keys(bf16(4, 8, 128), bf16(4, 64))
+    lse = torch.zeros(8, 4)
+    kernels.merge_attention(bf16(4, 8, 128), lse, bf16(4, 8, 128), lse)
+    rule = RoutingRule(
+        top_k=2, n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0
+    )
+    kernels.group_limited_topk(torch.zeros(4, 16), torch.zeros(16), rule)
+    assert len(compiled) > 15
+    assert all(kernel is not None for kernel in compiled)

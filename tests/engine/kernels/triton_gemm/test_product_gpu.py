@@ -117,7 +117,7 @@ def tiles_to_try(limits: DeviceLimits) -> list[TileConfig]:
         )
     }
     ordered = sorted(tiles, key=lambda tile: shared_memory(tile, limits))
-    drawn = random.sample(ordered, 2 if IS_INTERPRETED else 24)
+    drawn = random.sample(ordered, 2 if IS_INTERPRETED else 8)
     return [ordered[0], ordered[-1], *drawn]
 
 
