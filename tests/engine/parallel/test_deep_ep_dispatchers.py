@@ -1,14 +1,12 @@
 """Dispatch, experts, combine over 1 to 72 ranks equal a plain loop over tokens and experts."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.portable import PortableKernels
 from engine.kernels.reference import quantize_rows
@@ -16,75 +14,21 @@ from engine.parallel.deep_ep_buffers import LowLatencyBuffer, NormalBuffer, Norm
 from engine.parallel.deep_ep_low_latency_dispatcher import DeepEPLowLatencyDispatcher
 from engine.parallel.deep_ep_normal_dispatcher import DeepEPNormalDispatcher
 from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
-from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
-from engine.parallel.token_dispatcher import AlignedRows
+from tests.engine.parallel.expert_world import (
+    HIDDEN,
+    TOP_K,
+    WORST_ERROR,
+    World,
+    relative_error,
+    run_experts,
+    spread_slots,
+)
 from tests.engine.parallel.fake_deep_ep import FakeLibraryBuffer
 from tests.engine.parallel.thread_ranks import Meetings, ThreadGroup, run_ranks
 
-HIDDEN, TOP_K = 128, 8
 KERNELS = PortableKernels(has_fp8=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """Ranks with slots, and the tokens of each."""
-
-    num_ranks: int
-    slots: tuple[int, ...]
-    num_tokens: list[int]
-    num_experts: int = 256
-    max_tokens: int = 16
-    placement: ExpertPlacement = field(init=False)
-
-    def __post_init__(self) -> None:
-        placement = ExpertPlacement.from_physical(self.slots, self.num_experts)
-        object.__setattr__(self, "placement", placement)
-
-    @property
-    def share(self) -> int:
-        return len(self.slots) // self.num_ranks
-
-    def tokens(self, rank: int, step: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Hidden states, physical experts, weights, and the rank's own term."""
-        generator = torch.Generator().manual_seed(1000 * step + rank)
-        count = self.num_tokens[rank]
-        hidden = torch.randn(count, HIDDEN, generator=generator).bfloat16()
-        scores = torch.rand(count, self.num_experts, generator=generator)
-        # Some experts are far more popular than others, and some are never chosen.
-        weights, ids = (scores + torch.linspace(0, 0.6, self.num_experts)).topk(TOP_K, dim=-1)
-        own = torch.randn(count, HIDDEN, generator=generator).bfloat16()
-        return hidden, self.placement.to_physical(ids), weights, own
-
-    def factor(self, slots: Tensor) -> Tensor:
-        """What an expert multiplies by: a property of the logical expert."""
-        logical = torch.tensor(self.slots)[slots]
-        return 1.0 + (logical * 37 % 256) / 256
-
-    def expected(self, rank: int, step: int = 0) -> Tensor:
-        hidden, ids, weights, own = self.tokens(rank, step)
-        rows = quantize_rows(hidden).dequantize()
-        return rows * (self.factor(ids) * weights).sum(1, keepdim=True) + own.float()
-
-
-def run_experts(rows: AlignedRows | MaskedRows, world: World, rank: int) -> Tensor:
-    """Multiply each row by its expert's factor; rows not in use come out as NaN."""
-    factors = world.factor(torch.arange(rank * world.share, (rank + 1) * world.share))
-    if isinstance(rows, AlignedRows):
-        out = rows.rows.dequantize() * factors[rows.expert_M.clamp_min(0)].unsqueeze(1)
-        return out.bfloat16()
-    num_local, num_rows, _ = rows.data_LMD.shape
-    out = torch.full((num_local, num_rows, HIDDEN), torch.nan, dtype=torch.bfloat16)
-    assert rows.num_rows_L.dtype == torch.int32
-    assert rows.scale_LMG.stride(1) == 1
-    assert 1 <= rows.expected_rows <= num_rows
-    for expert, count in enumerate(rows.num_rows_L.tolist()):
-        part = Fp8Rows(
-            data_TK=rows.data_LMD[expert, :count], scale_TG=rows.scale_LMG[expert, :count]
-        )
-        out[expert, :count] = (part.dequantize() * factors[expert]).bfloat16()
-    return out
 
 
 Make = Callable[[World, int, Meetings], Any]
@@ -117,13 +61,6 @@ def make_gathered(world: World, rank: int, meetings: Meetings) -> MaskedGathered
     return MaskedGatheredDispatcher(KERNELS, world.share, group)
 
 
-def spread_slots(num_slots: int, num_experts: int = 256) -> tuple[int, ...]:
-    """Every expert once, the first ones twice, in an order that mixes them."""
-    slots = [expert % num_experts for expert in range(num_slots)]
-    order = torch.randperm(num_slots, generator=torch.Generator().manual_seed(7)).tolist()
-    return tuple(slots[i] for i in order)
-
-
 def compare(world: World, make: Make, *, num_steps: int = 2, fp8: bool | None = None) -> None:
     def body(rank: int, meetings: Meetings) -> tuple[float, int]:
         dispatcher = make(world, rank, meetings)
@@ -140,14 +77,11 @@ def compare(world: World, make: Make, *, num_steps: int = 2, fp8: bool | None = 
             assert own.equal(kept), "the caller's term is left alone"
             assert out.dtype == torch.bfloat16
             assert out.shape == hidden.shape
-            error = (out.float() - world.expected(rank, step)).abs()
-            if out.numel():
-                worst = max(worst, float((error / (1 + world.expected(rank, step).abs())).max()))
+            worst = max(worst, relative_error(out, world.expected(rank, step)))
         return worst, num_rows
 
     errors, num_rows = zip(*run_ranks(world.num_ranks, body), strict=True)
-    # bfloat16 once per expert, once per rank, once at the end
-    assert max(errors) < 0.03
+    assert max(errors) < WORST_ERROR
     assert sum(num_rows) in (0, num_steps * TOP_K * sum(world.num_tokens)), "no row for padding"
 
 

@@ -68,27 +68,13 @@ class Meetings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadGroup(RankGroup):
-    """One axis of ranks that are threads."""
+    """One axis of ranks that are threads; what dispatchers of fixed shapes call."""
 
     meetings: Meetings = field(default_factory=lambda: Meetings(1))
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        parts = self.meetings.exchange("group", self.rank, f"reduce {tensor.shape}", tensor.clone())
-        return tensor.copy_(torch.stack(parts).sum(0))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         parts = self.meetings.exchange("group", self.rank, f"gather {tensor.shape}", tensor.clone())
         return torch.cat(parts)
-
-    def all_to_all(self, rows: Tensor, num_sent: Any, num_received: Any) -> Tensor:
-        runs = rows.split_with_sizes(list(num_sent))
-        sent = self.meetings.exchange("group", self.rank, "all to all", runs)
-        received = [runs[self.rank] for runs in sent]
-        assert [len(run) for run in received] == list(num_received)
-        return torch.cat(received)
-
-    def barrier(self) -> None:
-        self.meetings.exchange("group", self.rank, "barrier", None)
 
     def start_all_gather(self, x: Tensor) -> Pending[Tensor]:
         number = self.meetings.leave("group", self.rank, f"gather {x.shape}", x.clone())
