@@ -120,9 +120,9 @@ def _add_setup(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dispatcher",
-        choices=("auto", "deep-ep", "plain"),
+        choices=("auto", "deep-ep", "gathered"),
         default="auto",
-        help="how tokens travel with --dp: DeepEP, or the collectives of the process group",
+        help="how tokens travel with --dp: DeepEP, or by collectives of the process group",
     )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--warm-ups", type=int, default=3)
@@ -136,7 +136,8 @@ def _add_setup(parser: argparse.ArgumentParser) -> None:
 
 
 def _setup(arguments: argparse.Namespace, default_axis: str) -> Setup:
-    from deploy.engine_bench.options import Axis, Dispatcher, Routing, Setup
+    from deploy.engine_bench.options import Axis, Routing, Setup
+    from engine.parallel.open_dispatcher import DispatcherKind
 
     names = {field.name for field in dataclasses.fields(Setup)}
     values: dict[str, Any] = {
@@ -149,7 +150,7 @@ def _setup(arguments: argparse.Namespace, default_axis: str) -> Setup:
             **values,
             "ep": arguments.ep or max(ranks, 1),
             "routing": Routing(arguments.routing),
-            "dispatcher": Dispatcher(arguments.dispatcher),
+            "dispatcher": DispatcherKind(arguments.dispatcher),
             "shard_axis": Axis(arguments.shard_axis or axis),
         }
     )

@@ -13,11 +13,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
 
-from deploy.engine_bench.execution import OpenExecution
+from deploy.engine_bench.execution import decode_execution
 from deploy.engine_bench.launcher import RankPlace
 from deploy.engine_bench.machine import describe_command, describe_machine, read_clocks
 from deploy.engine_bench.options import DecodeOptions, KVDtype
@@ -30,7 +31,6 @@ from deploy.engine_bench.timing import distances, idle_between
 from engine.batch import build_forward_batch
 from engine.bounds import DecodeBound, decode_bound
 from engine.config import ModelConfig
-from engine.execution import Execution
 from engine.graphs.capture import Capture
 from engine.graphs.step_graphs import StepGraphs
 from engine.request import Request, ScheduledRequest, num_blocks_for
@@ -51,7 +51,7 @@ def run_decode(options: DecodeOptions, place: RankPlace) -> Report | None:
     session = open_session(
         setup,
         place,
-        lambda parts: OpenExecution(execution=Execution()),
+        partial(decode_execution, options),
         rows=[options.batch],
         kv_tokens=options.batch * _blocks(options) * BLOCK_SIZE,
         kv_dtype=_KV_DTYPES[options.kv_dtype],

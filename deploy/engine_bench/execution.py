@@ -6,21 +6,27 @@ built, and closed by all of them after its last step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from deploy.engine_bench.options import Collectives, Dispatcher, PrefillOptions, Setup
-from deploy.engine_bench.report import say
+from deploy.engine_bench.options import Collectives, DecodeOptions, PrefillOptions
 from engine.config import ModelConfig
 from engine.execution import Execution
 from engine.kernels.base import Kernels
 from engine.micro_batches import OverlapRule
+from engine.parallel.deep_ep_shape import ROW_TILE
 from engine.parallel.groups import ProcessGroups
+from engine.parallel.open_dispatcher import (
+    DispatcherKind,
+    OpenDispatcher,
+    RankExperts,
+    open_decode_dispatcher,
+    open_prefill_dispatcher,
+)
 from engine.parallel.symmetric import SymmetricGroup, SymmetricOptions, open_symmetric_group
-from engine.parallel.token_dispatcher import TokenDispatcher
 from engine.stage_timer import StageTimer
 from runtime.errors import ConfigError
 
@@ -67,25 +73,46 @@ def prefill_execution(options: PrefillOptions, parts: RankParts) -> OpenExecutio
     symmetric = None
     if options.collectives is Collectives.SYMMETRIC:
         symmetric = _open_symmetric(options, parts)
-    dispatcher, close_dispatcher = None, None
-    if options.setup.dp > 1 and _wants_deep_ep(options.setup):
-        dispatcher, close_dispatcher = _open_normal(parts)
+    opened = _open_prefill_dispatcher(options, parts)
 
     def close() -> None:
-        if symmetric is not None:
-            symmetric.close()
-        if close_dispatcher is not None:
-            close_dispatcher()
+        for part in (symmetric, opened):
+            if part is not None:
+                part.close()
 
     return OpenExecution(
         execution=Execution(
             scatter_tokens=options.is_scattered,
             collectives=None if symmetric is None else parts.timer.watch(symmetric),
-            dispatcher=dispatcher,
+            dispatcher=None if opened is None else opened.dispatcher,
             overlap=overlap if options.overlap else None,
         ),
         close=close,
     )
+
+
+def decode_execution(options: DecodeOptions, parts: RankParts) -> OpenExecution:
+    """Open what a decode measurement asks for; all ranks call.
+
+    Raises:
+        ConfigError: a library or a link is missing.
+    """
+    setup, experts = options.setup, _experts(parts)
+    kind = setup.dispatcher
+    if setup.dp == 1:
+        # A rank alone plays one of many, or has nobody to send to.
+        if not (setup.shard_of and experts.are_fp8):
+            return OpenExecution(execution=Execution())
+        kind = DispatcherKind.LOOPBACK
+    opened = open_decode_dispatcher(
+        kind,
+        experts,
+        max_tokens_per_rank=_room(options.batch, setup.dp),
+        played_ranks=setup.shard_of,
+    )
+    if opened is None:
+        return OpenExecution(execution=Execution())
+    return OpenExecution(execution=Execution(dispatcher=opened.dispatcher), close=opened.close)
 
 
 def _min_tokens(options: PrefillOptions) -> int:
@@ -109,26 +136,18 @@ def _open_symmetric(options: PrefillOptions, parts: RankParts) -> SymmetricGroup
     return group
 
 
-def _wants_deep_ep(setup: Setup) -> bool:
-    from engine.parallel import deep_ep
-
-    if setup.dispatcher is Dispatcher.AUTO:
-        is_there = setup.device == "cuda" and deep_ep.is_available()
-        say(f"tokens travel by {'DeepEP' if is_there else 'all-to-all'}")
-        return is_there
-    return setup.dispatcher is Dispatcher.DEEP_EP
+def _open_prefill_dispatcher(options: PrefillOptions, parts: RankParts) -> OpenDispatcher | None:
+    kind = options.setup.dispatcher
+    if options.setup.dp == 1 or kind is DispatcherKind.GATHERED:
+        return None  # the collectives of the process group
+    return open_prefill_dispatcher(kind, _experts(parts))
 
 
-def _open_normal(parts: RankParts) -> tuple[TokenDispatcher[Any], Callable[[], None]]:
-    from engine.parallel.deep_ep import open_normal_buffer
-    from engine.parallel.deep_ep_normal_dispatcher import DeepEPNormalDispatcher
-    from engine.parallel.deep_ep_shape import NormalShape
+def _experts(parts: RankParts) -> RankExperts:
+    return RankExperts(config=parts.config, groups=parts.groups, kernels=parts.kernels)
 
-    config, group = parts.config, parts.groups.ep_group
-    shape = NormalShape(
-        num_ranks=group.size,
-        num_experts=config.n_routed_experts,
-        hidden_size=config.hidden_size,
-    )
-    buffer = open_normal_buffer(group, shape)
-    return DeepEPNormalDispatcher(parts.kernels, buffer), buffer.close
+
+def _room(batch: int, num_ranks: int) -> int:
+    """Most tokens of a rank, such that those of all ranks fill whole tiles."""
+    step = ROW_TILE // math.gcd(num_ranks, ROW_TILE)
+    return -(-batch // step) * step

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from engine.parallel.dims import ParallelDims
+from engine.parallel.open_dispatcher import DispatcherKind
 from runtime.errors import ConfigError
 
 
@@ -14,14 +15,6 @@ class Collectives(StrEnum):
 
     NCCL = "nccl"
     SYMMETRIC = "symmetric"
-
-
-class Dispatcher(StrEnum):
-    """How tokens travel to experts of ranks with their own tokens."""
-
-    AUTO = "auto"
-    DEEP_EP = "deep-ep"
-    PLAIN = "plain"
 
 
 class Routing(StrEnum):
@@ -59,7 +52,7 @@ class Setup:
         shard_axis: along which axis those are ranks.
         device: "cuda" or "cpu".
         routing: who chooses experts.
-        dispatcher: how tokens travel with dp; auto is DeepEP where it is installed.
+        dispatcher: how tokens travel with dp; auto is DeepEP where it runs.
         repeats: measured batches or steps.
         warm_ups: batches or steps before them.
         profile: whether the stages of one batch are measured too.
@@ -75,7 +68,7 @@ class Setup:
     shard_axis: Axis = Axis.TP
     device: str = "cuda"
     routing: Routing = Routing.EVEN
-    dispatcher: Dispatcher = Dispatcher.AUTO
+    dispatcher: DispatcherKind = DispatcherKind.AUTO
     repeats: int = 10
     warm_ups: int = 3
     profile: bool = True

@@ -135,12 +135,13 @@ def open_session(
     if setup.routing is Routing.EVEN and config.num_moe_layers:
         table = even_experts(config, max(rows), seed=place.rank if setup.dp > 1 else 0)
         kernels = cast(Kernels, EvenRouting(kernels, table.to(device)))
+    watched = timer.watch_groups(groups)
     opened = make_execution(
-        RankParts(config=config, groups=groups, kernels=kernels, timer=timer, device=device)
+        RankParts(config=config, groups=watched, kernels=kernels, timer=timer, device=device)
     )
     model = build_model(
         config,
-        timer.watch_groups(groups),
+        watched,
         dtype=torch.bfloat16 if is_fp8 else torch.float32,
         device=device,
         load_format="dummy",
