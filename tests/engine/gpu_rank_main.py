@@ -19,6 +19,7 @@ import torch
 from engine.build import build_kv_pool, build_model
 from engine.execution import Execution
 from engine.generate import GenerateOutput, generate
+from engine.jit_cache import use_jit_cache
 from engine.kernels.create import create_kernels
 from engine.micro_batches import OverlapRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
@@ -28,6 +29,7 @@ from engine.parallel.symmetric import SymmetricOptions, open_symmetric_group
 from engine.request import Request, ScheduledRequest, num_blocks_for
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
+from engine.warm_up import products, warm_up
 from tests.engine.agreement import BUNDLED, SAMPLING, Answer
 
 Prompts = list[list[int]]
@@ -126,6 +128,10 @@ def run_mode(mode: Mode, groups: ProcessGroups, device: torch.device, prompts: P
     model = build_model(
         BUNDLED, groups, dtype=dtype, device=device, kernels=kernels, execution=execution
     )
+    if device.type == "cuda":
+        rows = [2**n for n in range(12)]
+        todo = products(model, model.kernels, max(map(len, prompts)), rows=rows)
+        warm_up(todo, groups, synchronize=torch.cuda.synchronize)
     outputs = (run_together if groups.dims.tp > 1 else run_own)(model, prompts)
     if symmetric is not None:
         symmetric.close()
@@ -141,6 +147,7 @@ def main() -> None:
     if sys.argv[6:] != ["cpu"]:
         device, backend = torch.device("cuda", rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
+        use_jit_cache()
     results: dict[str, dict[int, object]] = {}
     for (name, mode), port in zip(modes_of(world).items(), ports, strict=True):
         dims = ParallelDims(**dict.fromkeys(mode.axes, world), rank=rank)
