@@ -2,7 +2,7 @@
 
 What an Ampere or an Ada GPU would run is run here too, by passing its limits: the widening form
 needs nothing of Ampere, and Ada's tiles fit everywhere. They also run on a CPU in Triton's
-interpreter: TRITON_INTERPRET=1 pytest -m gpu, on small shapes.
+interpreter: TRITON_INTERPRET=1 pytest -m gpu, on small shapes (with a NumPy before 2.4).
 """
 
 import importlib
