@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -23,11 +24,13 @@ from decode.rank import DecodeRank
 from decode.reservations import RankLimits
 from decode.scheduler import DecodeScheduler
 from decode.tickets import TicketDesk
-from engine.boot import boot_rank
+from engine.boot import BootedRank, boot_rank
+from engine.graphs.graph_runner import CaptureError, capture_steps
 from engine.memory.block_pool import BlockPool
 from engine.memory.kv_pool import KVPool
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups
+from engine.weights.progress import Unit, progress_bar
 from kv_transfer.layout import KVDtype, KVLayout
 from kv_transfer.metadata import SlotArray, SlotLayout
 from kv_transfer.ownership import Quarantine
@@ -35,7 +38,12 @@ from kv_transfer.receiver import Arrival, KVReceiver
 from kv_transfer.settings import transport_options
 from kv_transfer.transport import KV_REGION, METADATA_REGION, MemoryRegion, Transport, peer_name
 from kv_transfer.transports import create_transport
+from runtime.config import DecodeSection
+from runtime.errors import ConfigError
+from runtime.logging import fields, get_logger
 from runtime.worker import WorkerOptions
+
+logger = get_logger(__name__)
 
 QUARANTINE_SHARE = 0.5
 """Of the pool: beyond it the oldest writers are shut out without waiting for all of the timeout."""
@@ -83,8 +91,36 @@ def build_model_side(options: WorkerOptions) -> ModelSide:
         vocab_size=booted.config.vocab_size,
         max_model_len=booted.max_model_len,
         kv_pool=booted.kv_pool,
-        runner=booted.runner,
+        runner=choose_runner(options.config.decode, booted, show=options.rank == 0),
     )
+
+
+def choose_runner(section: DecodeSection, booted: BootedRank, *, show: bool) -> StepRunner:
+    """Capture the steps where that is wanted and possible; every rank does the same.
+
+    Args:
+        section: says whether.
+        booted: with the runner that is returned otherwise.
+        show: draw a progress bar.
+
+    Raises:
+        ConfigError: graphs are asked for, and the model's step cannot be captured.
+    """
+    if not section.wants_graphs:
+        return booted.runner
+    with progress_bar("capturing steps", unit=Unit.CALLS) if show else nullcontext() as moved:
+        try:
+            return capture_steps(
+                booted.runner,
+                max_num_seqs=section.max_num_seqs,
+                max_model_len=booted.max_model_len,
+                progress=moved,
+            )
+        except CaptureError as error:
+            if section.cuda_graphs == "on":
+                raise ConfigError("decode.cuda_graphs", "on", str(error), '"off"') from error
+            logger.warning("steps run without graphs %s", fields(reason=error))
+            return booted.runner
 
 
 def build_transfer_side(

@@ -83,6 +83,8 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
         progress=options.rank == 0,
     )
     _compile(model, _most_tokens(section), show=options.rank == 0)
+    if isinstance(section, DecodeSection):
+        model.prepare_absorption()  # before the KV pool takes the memory
     kv_pool = build_kv_pool(
         model,
         section.num_blocks,

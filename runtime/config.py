@@ -154,6 +154,9 @@ class DecodeSection:
     overlap_steps: str = "auto"
     """Launch a step before the tokens of the one before it are read: "on", "off", or "auto" (on
     with "cuda")."""
+    cuda_graphs: str = "auto"
+    """Capture decode steps, one graph per batch size: "on", "off", or "auto" (with "cuda" and a
+    model whose step can be captured)."""
     num_redundant_experts: int = 0
     """Slots for second copies of experts, of all ranks together."""
     max_tokens_per_rank: int = 128
@@ -166,8 +169,14 @@ class DecodeSection:
         """Steps whose results may be unread when another is launched."""
         return _max_ahead(self)
 
+    @property
+    def wants_graphs(self) -> bool:
+        """Whether to try to capture steps."""
+        return self.device == "cuda" and self.cuda_graphs != "off"
+
     def __post_init__(self) -> None:
         _check_worker("decode", self)
+        _one_of("decode.cuda_graphs", self.cuda_graphs, ("auto", "on", "off"))
         _at_least("decode.dp", self.dp, 1)
         _at_least("decode.max_num_reserved", self.max_num_reserved, 1)
         _at_least("decode.preemption_host_blocks", self.preemption_host_blocks, 0)

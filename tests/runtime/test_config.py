@@ -98,3 +98,11 @@ def test_steps_overlap_where_it_helps_or_as_told(
     assert section(device="cuda", overlap_steps="off").max_ahead == 0
     with pytest.raises(ConfigError, match="overlap_steps"):
         section(overlap_steps="1")
+
+
+def test_steps_are_captured_on_gpus_unless_told_otherwise() -> None:
+    assert not DecodeSection(cuda_graphs="on").wants_graphs
+    assert DecodeSection(device="cuda").wants_graphs
+    assert not DecodeSection(device="cuda", cuda_graphs="off").wants_graphs
+    with pytest.raises(ConfigError, match="cuda_graphs"):
+        DecodeSection(cuda_graphs="yes")
