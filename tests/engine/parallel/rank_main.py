@@ -1,6 +1,6 @@
 """One rank of a real instance over gloo: run by `test_ranks` as a process of its own.
 
-Usage: python -m tests.engine.parallel.rank_main RANK WORLD PORT CHECKPOINT FP8_CHECKPOINT OUTPUT
+Usage: python -m tests.engine.parallel.rank_main RANK WORLD PORT CHECKPOINTS OUTPUT
 
 Runs the modes that WORLD ranks allow, one after another, and writes {mode: result} as JSON. The
 last mode kills a rank, to see that the others notice.
@@ -29,7 +29,7 @@ from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from runtime.errors import PeerLostError
 from runtime.sampling import SamplingParams
-from tests.engine.parallel.layouts import compare_experts, compare_layouts
+from tests.engine.parallel.layouts import Trial
 
 NUM_STEPS = 12
 PROMPTS = [[(5 * i * i + 3 * i + s) % 128 for i in range(n)] for s, n in enumerate((19, 40, 3, 70))]
@@ -102,6 +102,11 @@ def all_to_all(groups: ProcessGroups) -> float:
     return worst
 
 
+def in_fp8(trial: Trial) -> dict[str, float]:
+    """Layouts of the whole model, and the experts alone."""
+    return {**trial.compare_layouts(), "experts": trial.compare_experts()}
+
+
 def lose_a_rank(groups: ProcessGroups) -> str:
     """The last rank dies; the others must get an error in seconds instead of hanging."""
     if groups.rank == groups.dims.world_size - 1:
@@ -118,33 +123,41 @@ def lose_a_rank(groups: ProcessGroups) -> str:
 def main() -> None:
     """Run the modes and write the results."""
     rank, world, port = (int(value) for value in sys.argv[1:4])
-    checkpoint, fp8_checkpoint, output = (Path(value) for value in sys.argv[4:7])
+    checkpoints, output = Path(sys.argv[4]), Path(sys.argv[5])
     torch.set_num_threads(1)
+    plain, direct, fp8 = (checkpoints / name for name in ("plain", "direct", "fp8"))
     tp_ep, dp_ep = {"tp": world, "ep": world}, {"dp": world, "ep": world}
     overlapped = Execution(overlap=OverlapRule(min_tokens=2, lag=1))
     modes: dict[str, tuple[dict[str, int], Callable[[ProcessGroups], Any]]] = {
-        "tp": ({"tp": world}, lambda groups: same_tokens_on_all(checkpoint, groups)),
+        "tp": ({"tp": world}, lambda groups: same_tokens_on_all(plain, groups)),
         "tp+ep": (
             tp_ep,
             lambda groups: [
-                same_tokens_on_all(checkpoint, groups, overlapped),
-                same_tokens_on_all(checkpoint, groups, Execution(scatter_tokens=False)),
+                same_tokens_on_all(plain, groups, overlapped),
+                same_tokens_on_all(plain, groups, Execution(scatter_tokens=False)),
             ],
         ),
         "dp+ep": (
             dp_ep,
+            lambda groups: [own_tokens(plain, groups), own_tokens(plain, groups, overlapped)],
+        ),
+        "layouts": (
+            tp_ep,
             lambda groups: [
-                own_tokens(checkpoint, groups),
-                own_tokens(checkpoint, groups, overlapped),
+                Trial(checkpoint=checkpoint, groups=groups).compare_layouts()
+                for checkpoint in (plain, direct)
             ],
         ),
-        "tp layouts": ({"tp": world}, lambda groups: compare_layouts(checkpoint, groups)),
-        "layouts": (tp_ep, lambda groups: compare_layouts(checkpoint, groups)),
-        "dp layouts": (dp_ep, lambda groups: compare_layouts(checkpoint, groups)),
-        "fp8": (tp_ep, lambda groups: compare_layouts(fp8_checkpoint, groups, fp8=True)),
-        "dp fp8": (dp_ep, lambda groups: compare_layouts(fp8_checkpoint, groups, fp8=True)),
-        "experts": (tp_ep, lambda groups: compare_experts(fp8_checkpoint, groups)),
-        "dp experts": (dp_ep, lambda groups: compare_experts(fp8_checkpoint, groups)),
+        "fp8": (tp_ep, lambda groups: in_fp8(Trial(checkpoint=fp8, groups=groups, fp8=True))),
+        "tp layouts": (
+            {"tp": world},
+            lambda groups: [Trial(checkpoint=plain, groups=groups).compare_layouts()],
+        ),
+        "dp layouts": (
+            dp_ep,
+            lambda groups: [Trial(checkpoint=plain, groups=groups).compare_layouts()],
+        ),
+        "dp fp8": (dp_ep, lambda groups: in_fp8(Trial(checkpoint=fp8, groups=groups, fp8=True))),
         "all_to_all": (dp_ep, all_to_all),
         "lost": ({"tp": world}, lose_a_rank),
     }

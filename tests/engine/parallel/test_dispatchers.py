@@ -1,6 +1,6 @@
 """Dispatch then combine is a weighted sum over experts; one process. See also `test_ranks`."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -8,28 +8,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.kernels.portable import PortableKernels
+from engine.parallel.aligned_dispatcher import AlignedDispatcher
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.create_dispatcher import create_dispatcher
 from engine.parallel.dims import ParallelDims
+from engine.parallel.gathered_dispatcher import (
+    GatheredDispatcher,
+    GatheredFp8Dispatcher,
+    pack_routing,
+    unpack_routing,
+)
 from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.replicated_dispatcher import ReplicatedDispatcher
-from engine.parallel.token_dispatcher import ExpertRows, TokenDispatcher
+from engine.parallel.token_dispatcher import AlignedRows, ExpertRows, TokenDispatcher
 from tests.engine.parallel.fake_ranks import SilentGroup
 
 NUM_EXPERTS = 8
 
 
-def draw_routing(seed: int, num_tokens: int, top_k: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+Routing: TypeAlias = tuple[Tensor, Tensor, Tensor]
+KERNELS = PortableKernels(has_fp8=True)
+
+
+def draw_routing(seed: int, num_tokens: int, *, top_k: int = 3, size: int = 5) -> Routing:
     generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(num_tokens, 5, generator=generator)
+    hidden = torch.randn(num_tokens, size, generator=generator)
     scores = torch.rand(num_tokens, NUM_EXPERTS, generator=generator)
     return hidden, scores.topk(top_k, dim=-1).indices, torch.rand(num_tokens, top_k)
 
 
 def run(
     dispatcher: TokenDispatcher[Any],
-    routing: tuple[Tensor, Tensor, Tensor],
+    routing: Routing,
     *,
     first: int = 0,
     own: Tensor | None = None,
@@ -43,7 +55,7 @@ def run(
     return dispatcher.start_combine(rows.rows_MD * factors.unsqueeze(1), handle, own).wait()
 
 
-def expected(routing: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def expected(routing: Routing) -> Tensor:
     hidden, ids, weights = routing
     return hidden * ((ids + 1) * weights).sum(-1, keepdim=True)
 
@@ -55,11 +67,53 @@ def test_one_rank(seed: int, num_tokens: int) -> None:
     for dispatcher in (
         LocalDispatcher(NUM_EXPERTS, RankGroup()),
         ReplicatedDispatcher(NUM_EXPERTS, RankGroup()),
+        GatheredDispatcher(NUM_EXPERTS, 0, RankGroup()),
         AllToAllDispatcher(NUM_EXPERTS, RankGroup()),
     ):
         torch.testing.assert_close(run(dispatcher, routing), expected(routing))
         torch.testing.assert_close(run(dispatcher, routing, own=own), expected(routing) + 1)
     assert own.eq(1).all(), "the caller's term is left alone"
+
+
+def run_fp8(dispatcher: TokenDispatcher[Any], routing: Routing, own: Tensor | None) -> Tensor:
+    """The same with rows in FP8, in the aligned layout."""
+    hidden, ids, weights = routing
+    rows, handle = dispatcher.start_dispatch(KERNELS.quantize_rows(hidden), ids, weights).wait()
+    assert isinstance(rows, AlignedRows)
+    assert rows.rows.num_rows == rows.expert_M.shape[0]
+    assert rows.rows.num_rows == sum(-(-n // 128) * 128 for n in ids.flatten().bincount().tolist())
+    factors = rows.expert_M.unsqueeze(1) + 1.0
+    out = (rows.rows.dequantize() * factors).bfloat16()
+    return dispatcher.start_combine(out, handle, own).wait()
+
+
+@given(seed=st.integers(0, 1000), num_tokens=st.integers(0, 20))
+def test_one_rank_in_fp8(seed: int, num_tokens: int) -> None:
+    routing = draw_routing(seed, num_tokens, size=256)
+    hidden = KERNELS.quantize_rows(routing[0]).dequantize()
+    own = torch.ones(num_tokens, 256, dtype=torch.bfloat16)
+    for dispatcher in (
+        AlignedDispatcher(KERNELS, NUM_EXPERTS, 0, RankGroup()),
+        GatheredFp8Dispatcher(KERNELS, NUM_EXPERTS, 0, RankGroup()),
+        AllToAllDispatcher(NUM_EXPERTS, RankGroup(), KERNELS),
+    ):
+        assert dispatcher.takes_fp8
+        for term in (None, own):
+            actual = run_fp8(dispatcher, routing, term)
+            assert actual.dtype == torch.bfloat16
+            exact = expected((hidden, *routing[1:])) + (0 if term is None else 1)
+            torch.testing.assert_close(actual.float(), exact, rtol=0.02, atol=0.05)
+    assert own.eq(1).all(), "the caller's term is left alone"
+
+
+@given(seed=st.integers(0, 1000), num_tokens=st.integers(0, 9))
+def test_routing_travels_as_one_message(seed: int, num_tokens: int) -> None:
+    _, ids, weights = draw_routing(seed, num_tokens)
+    packed = pack_routing(ids, weights)
+    assert packed.shape == (num_tokens, 6)
+    back = unpack_routing(packed)
+    assert back[0].equal(ids)
+    assert back[1].equal(weights)
 
 
 @given(seed=st.integers(0, 1000), num_ranks=st.sampled_from([2, 4]))
@@ -90,14 +144,20 @@ def test_sum_is_made_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dims", "kind"),
+    ("dims", "plain", "fp8"),
     [
-        (ParallelDims(), LocalDispatcher),
-        (ParallelDims(tp=2), LocalDispatcher),
-        (ParallelDims(dp=2), LocalDispatcher),
-        (ParallelDims(tp=2, ep=2), ReplicatedDispatcher),
-        (ParallelDims(dp=2, ep=2), AllToAllDispatcher),
+        (ParallelDims(), LocalDispatcher, AlignedDispatcher),
+        (ParallelDims(tp=2), LocalDispatcher, AlignedDispatcher),
+        (ParallelDims(dp=2), LocalDispatcher, AlignedDispatcher),
+        (ParallelDims(tp=2, ep=2), ReplicatedDispatcher, AlignedDispatcher),
+        (ParallelDims(dp=2, ep=2), AllToAllDispatcher, AllToAllDispatcher),
     ],
 )
-def test_choice(dims: ParallelDims, kind: type) -> None:
-    assert type(create_dispatcher(ProcessGroups(dims=dims), 4)) is kind
+def test_choice(dims: ParallelDims, plain: type, fp8: type) -> None:
+    groups = ProcessGroups(dims=dims)
+    assert type(create_dispatcher(groups, 4)) is plain
+    assert type(create_dispatcher(groups, 4, KERNELS)) is fp8
+    scattered = create_dispatcher(groups, 4, scattered_over=groups.tp_group)
+    assert type(scattered) is GatheredDispatcher
+    scattered = create_dispatcher(groups, 4, KERNELS, scattered_over=groups.tp_group)
+    assert type(scattered) is GatheredFp8Dispatcher
