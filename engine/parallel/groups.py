@@ -5,6 +5,7 @@ whose collectives return their input, so a layer never asks whether it runs in p
 `torch.distributed` is used here only.
 """
 
+import os
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -195,6 +196,9 @@ def init_process_groups(
     """
     if dims.world_size == 1:
         return ProcessGroups(dims=dims)
+    # A collective that overlaps with products has to get multiprocessors between two of them,
+    # not after all that are queued.
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     with _peers_alive(f"meeting at {rendezvous}"):
         dist.init_process_group(
             backend,
