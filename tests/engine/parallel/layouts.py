@@ -104,8 +104,8 @@ class Trial:
         overlap = [OverlapRule(min_tokens=2, lag=lag) for lag in (0, 3)]
         layouts = {"plain": Execution(), "overlapped": Execution(overlap=overlap[0])}
         if self.groups.dims.tp > 1:
-            layouts = {
-                "replicated": plain,
+            layouts = {} if self.fp8 else {"replicated": plain}
+            layouts |= {
                 "replicated, overlapped": Execution(scatter_tokens=False, overlap=overlap[0]),
                 "scattered": Execution(scatter_tokens=True),
                 "scattered, overlapped": Execution(scatter_tokens=True, overlap=overlap[1]),

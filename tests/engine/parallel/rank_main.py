@@ -130,13 +130,7 @@ def main() -> None:
     overlapped = Execution(overlap=OverlapRule(min_tokens=2, lag=1))
     modes: dict[str, tuple[dict[str, int], Callable[[ProcessGroups], Any]]] = {
         "tp": ({"tp": world}, lambda groups: same_tokens_on_all(plain, groups)),
-        "tp+ep": (
-            tp_ep,
-            lambda groups: [
-                same_tokens_on_all(plain, groups, overlapped),
-                same_tokens_on_all(plain, groups, Execution(scatter_tokens=False)),
-            ],
-        ),
+        "tp+ep": (tp_ep, lambda groups: same_tokens_on_all(plain, groups, overlapped)),
         "dp+ep": (
             dp_ep,
             lambda groups: [own_tokens(plain, groups), own_tokens(plain, groups, overlapped)],
