@@ -78,22 +78,22 @@ def test_deep_gemm_comes_first_and_another_set_can_be_forced(host: FakeHost) -> 
 
 
 @pytest.mark.parametrize(
-    ("limits", "triton", "dtype", "reason"),
+    ("host_is", "dtype", "reason"),
     [
-        (TURING, True, torch.bfloat16, "the GPU is sm75, older than sm80"),
-        (ADA, False, torch.bfloat16, "triton is not installed"),
-        (ADA, True, torch.float32, "activations in torch.float32, not bfloat16"),
+        ((TURING, True), torch.bfloat16, "the GPU is sm75, older than sm80"),
+        ((ADA, False), torch.bfloat16, "triton is not installed"),
+        ((ADA, True), torch.float32, "activations in torch.float32, not bfloat16"),
     ],
 )
 def test_what_else_gets_the_reference(
     host: FakeHost,
     caplog: pytest.LogCaptureFixture,
-    limits: DeviceLimits,
-    triton: bool,
+    host_is: tuple[DeviceLimits, bool],
     dtype: torch.dtype,
     reason: str,
 ) -> None:
-    host.set(limits, triton=triton)
+    limits, has_triton = host_is
+    host.set(limits, triton=has_triton)
     with caplog.at_level(logging.INFO):
         create_kernels("cuda", dtype)
     assert host.built == [KernelSet.PORTABLE]
