@@ -34,16 +34,21 @@ GREEDY = {"temperature": 0}
 SEEDED = {"temperature": 1.0, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1}
 
 
-def requests_for(prompts: list[list[int]], extra: dict[str, Any]) -> list[dict[str, Any]]:
-    common = {"model": "tandem-python", "max_tokens": NUM_TOKENS, "ignore_eos": True}
+def requests_for(
+    prompts: list[list[int]], extra: dict[str, Any], num_tokens: int = NUM_TOKENS
+) -> list[dict[str, Any]]:
+    common = {"model": "tandem-python", "max_tokens": num_tokens, "ignore_eos": True}
     return [{**common, **extra, "seed": 1000 + i} for i in range(len(prompts))]
 
 
 def expected_tokens(
-    oracle: DeepseekV3ForCausalLM, prompts: list[list[int]], extra: dict[str, Any]
+    oracle: DeepseekV3ForCausalLM,
+    prompts: list[list[int]],
+    extra: dict[str, Any],
+    num_tokens: int = NUM_TOKENS,
 ) -> list[list[int]]:
     sampling = [
-        SamplingParams(max_tokens=NUM_TOKENS, seed=1000 + i, **extra) for i in range(len(prompts))
+        SamplingParams(max_tokens=num_tokens, seed=1000 + i, **extra) for i in range(len(prompts))
     ]
     return [output.token_ids for output in generate(oracle, prompts, sampling)]
 
@@ -70,6 +75,13 @@ CONFIGS = {
         model=ModelSection(path=str(MODEL_DIR)),
         prefill=PrefillSection(tp=2, num_blocks=128, max_num_batched_tokens=128),
         decode=DecodeSection(dp=2, num_blocks=128),
+    ),
+    "overlapped-steps": ClusterConfig(
+        model=ModelSection(path=str(MODEL_DIR)),
+        prefill=PrefillSection(
+            tp=2, num_blocks=128, max_num_batched_tokens=128, overlap_steps="on"
+        ),
+        decode=DecodeSection(dp=2, num_blocks=128, overlap_steps="on"),
     ),
 }
 
@@ -103,16 +115,17 @@ def test_split_equals_one_process(
     cluster.wait_idle()
 
 
+@pytest.mark.parametrize("overlap_steps", ["off", "on"])
 def test_preemption_took_part(
-    oracle: DeepseekV3ForCausalLM, prompts: list[list[int]], tmp_path: Path
+    oracle: DeepseekV3ForCausalLM, prompts: list[list[int]], tmp_path: Path, overlap_steps: str
 ) -> None:
-    """A pool so small that the running requests cannot all grow."""
-    decode = DecodeSection(num_blocks=7, enable_prefix_caching=False)
+    """Two requests run that grow to five blocks each, for which admission expects three."""
+    decode = DecodeSection(num_blocks=7, enable_prefix_caching=False, overlap_steps=overlap_steps)
     config = dataclasses.replace(CONFIGS["preemption"], decode=decode)
-    short = [prompt[:60] for prompt in prompts if len(prompt) >= 60]
+    short = [prompt[:60] for prompt in prompts if len(prompt) >= 60][:4]
     with Cluster(config, tmp_path) as running:
-        expected = expected_tokens(oracle, short, GREEDY)
-        got = run_all(running.base_url, short, requests_for(short, GREEDY))
+        expected = expected_tokens(oracle, short, GREEDY, 200)
+        got = run_all(running.base_url, short, requests_for(short, GREEDY, 200))
         assert_same(got, expected)
         running.wait_idle()
         assert running.metric("decode-0", "pd_decode_preemptions_total") > 0
