@@ -181,9 +181,9 @@ class ModelRunner:
             keep_hidden: also return the hidden states of sampled positions.
         """
         device = self.kv_pool.device
-        span_before, self._span = self._span, DeviceSpan.start(device)
         unread = after.unread() if after is not None else None
         batch = build_forward_batch(scheduled, self.kv_pool.block_size, device, unread=unread)
+        span_before, self._span = self._span, DeviceSpan.start(device)
         copies = HostCopies(device)
         hidden = self.model.forward(batch, self.kv_pool, on_layer_done=on_layer_done)
         plan = _plan_rows(scheduled)
@@ -222,8 +222,9 @@ class ModelRunner:
     def run_dummy(self, *, least: int = 0) -> None:
         """Launch one padding token, so that an idle expert-parallel rank joins the collectives."""
         device = self.kv_pool.device
+        batch = ForwardBatch.dummy(device)
         self._span = DeviceSpan.start(device)
-        self.forward_only(ForwardBatch.dummy(device))
+        self.forward_only(batch)
         if self._span is not None:
             self._span.end()
 

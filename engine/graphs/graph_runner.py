@@ -7,7 +7,9 @@ order.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
+from engine.device_span import DeviceSpan
 from engine.graphs.step_graphs import CaptureProgress, StepGraphs
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner, PendingStep
@@ -32,6 +34,7 @@ class GraphRunner:
         assert graphs.is_captured
         self._runner = runner
         self._graphs = graphs
+        self._span: DeviceSpan | None = None  # of the latest step
 
     def launch(
         self,
@@ -48,13 +51,17 @@ class GraphRunner:
             least: the most sequences that a rank of the group runs in this step.
         """
         if self._graphs.takes(scheduled):
-            return self._graphs.launch_step(scheduled, after=after, least=least)
-        self._graphs.forget()
-        return self._runner.launch(scheduled, after=after, least=least)
+            pending = self._graphs.launch_step(scheduled, after=after, least=least)
+        else:
+            self._graphs.forget()
+            pending = self._runner.launch(scheduled, after=after, least=least)
+        pending = replace(pending, span_before=self._span)
+        self._span = pending.span
+        return pending
 
     def run_dummy(self, *, least: int = 0) -> None:
         """Join the other ranks' step without a request."""
-        self._graphs.launch_step((), least=least)
+        self._span = self._graphs.launch_step((), least=least).span
 
 
 def capture_steps(

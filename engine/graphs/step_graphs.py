@@ -43,11 +43,13 @@ class PendingTokens:
         sample: the tokens, and log-probabilities where they are wanted.
         is_usable: [S] bool on the host, false where the logits hold NaN or infinity.
         copies: after which the host has both.
+        span: when the device ran the step; None on a CPU.
     """
 
     sample: PendingSample
     is_usable: Tensor
     copies: HostCopies
+    span: DeviceSpan | None = None
 
     @property
     def token_ids(self) -> Tensor:
@@ -160,12 +162,9 @@ class StepGraphs:
             after: the step that samples the tokens that the host does not know yet.
             least: the most sequences that another rank of the group runs in this step.
         """
-        span = DeviceSpan.start(self._kv_pool.device)
         with torch.inference_mode():
             inputs = self._slots.inputs(scheduled, None if after is None else after.unread())
         pending = self.launch(inputs, least=least)
-        if span is not None:
-            span.end()
         return PendingStep(
             scheduled=scheduled,
             sample=pending.sample,
@@ -173,7 +172,7 @@ class StepGraphs:
             prompts=[()] * len(scheduled),
             hidden=None,
             copies=pending.copies,
-            span=span,
+            span=pending.span,
         )
 
     @torch.inference_mode()
@@ -188,6 +187,7 @@ class StepGraphs:
         num_seqs = inputs.num_seqs
         bucket = bucket_for(max(num_seqs, least), self.buckets)
         self._static.load(inputs, bucket)
+        span = DeviceSpan.start(self._kv_pool.device)
         self._forwards[bucket].replay()
         self._heads[bucket, inputs.stage].replay()
         # Copies, because the next step overwrites the buffers, maybe before these are read.
@@ -202,7 +202,9 @@ class StepGraphs:
         )
         usable_on_host = copies.add(is_usable)
         copies.close()
-        return PendingTokens(sample=sample, is_usable=usable_on_host, copies=copies)
+        if span is not None:
+            span.end()
+        return PendingTokens(sample=sample, is_usable=usable_on_host, copies=copies, span=span)
 
     def _launch_logprobs(
         self, tokens: Tensor, rows: Sequence[int], num_top: Sequence[int], copies: HostCopies
