@@ -86,7 +86,7 @@ class Bench:
             return scaled.bfloat16()
         out = torch.empty(rows.data_LMD.shape, dtype=torch.bfloat16, device="cuda")
         for expert in range(self.share):
-            groups = rows.data_LMD[expert].float().unflatten(1, (-1, 128))
+            groups = rows.data_LMD[expert].float().view(-1, self.hidden_size // 128, 128)
             scaled = groups * rows.scale_LMG[expert].unsqueeze(-1) * factors[expert]
             out[expert] = scaled.flatten(1)
         return out
@@ -155,7 +155,9 @@ def measure_low_latency(bench: Bench, options: argparse.Namespace) -> list[dict[
     )
     buffer = open_low_latency_buffer(bench.group, shape, top_k=TOP_K)
     dispatcher = DeepEPLowLatencyDispatcher(buffer)
-    gathered = MaskedGatheredDispatcher(bench.kernels, bench.share, bench.group)
+    gathered = MaskedGatheredDispatcher(
+        bench.kernels, bench.share, bench.group, max_tokens_per_rank=tokens
+    )
     name = f"low-latency, {bench.group.size} ranks, {bench.num_experts} experts"
     results = [
         bench.check(name, dispatcher, tokens),

@@ -2,9 +2,10 @@
 
 For CPUs, and for GPUs that DeepEP cannot run on. Ranks pad to the same number of tokens and gather
 rows and routing in one message; rows are placed into the masked layout, and what comes home is one
-sum per token and rank, added up by a reduce-scatter. The key idea: all shapes follow from the batch
-bucket, so with NCCL the whole exchange can be captured in a CUDA graph. It moves R - 1 copies of a
-token, where DeepEP moves one per chosen expert, and as many partial sums back.
+sum per token and rank, added up by a reduce-scatter. The key idea: that number is a constant, so
+with NCCL the whole exchange can be captured in a CUDA graph, and it does not matter which ranks
+replay one, or of which batch size. The price: padding travels too, and R - 1 copies of a token,
+where DeepEP moves one per chosen expert.
 
 A message row: the token in FP8 with its scales, padded to 16 bytes; its K physical experts int64;
 their weights float32; and padding to 16 bytes again.
@@ -41,22 +42,40 @@ class MaskedGatheredHandle:
 
 
 class MaskedGatheredDispatcher:
-    """See the module; `num_local_experts` is the same on all ranks of `ep_group`."""
+    """See the module."""
 
     takes_fp8 = True
 
-    def __init__(self, kernels: Kernels, num_local_experts: int, ep_group: RankGroup) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        num_local_experts: int,
+        ep_group: RankGroup,
+        *,
+        max_tokens_per_rank: int,
+    ) -> None:
+        """Take what is the same on all ranks of `ep_group`, but for the kernels.
+
+        Args:
+            kernels: of this rank, with FP8.
+            num_local_experts: L.
+            ep_group: the ranks.
+            max_tokens_per_rank: T; a rank alone does not pad.
+        """
         self._kernels = kernels
         self._num_local_experts = num_local_experts
         self._group = ep_group
+        self._max_tokens_per_rank = max_tokens_per_rank
 
     def start_dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> Pending[tuple[MaskedRows, MaskedGatheredHandle]]:
-        """See `TokenDispatcher`; while a graph is captured, ranks bring equally many tokens."""
+        """See `TokenDispatcher`; at most `max_tokens_per_rank` tokens."""
         rows = hidden if isinstance(hidden, Fp8Rows) else self._kernels.quantize_rows(hidden)
         num_tokens, top_k = topk_ids_TK.shape
-        message = _pack(rows, topk_ids_TK, topk_weights_TK, self._padded(topk_ids_TK))
+        num_rows = num_tokens if self._group.size == 1 else self._max_tokens_per_rank
+        assert num_tokens <= num_rows, (num_tokens, num_rows)
+        message = _pack(rows, topk_ids_TK, topk_weights_TK, num_rows)
         gathering = self._group.start_all_gather(message)
         num_columns = rows.data_TK.shape[1]
 
@@ -95,16 +114,6 @@ class MaskedGatheredDispatcher:
             max_masked_rows(num_tokens),
             expected_rows=guess_rows(num_tokens, top_k, num_local * self._group.size),
         )
-
-    def _padded(self, topk_ids_TK: Tensor) -> int:
-        """Return the most tokens of a rank; a graph's shapes are the batch bucket's already."""
-        num_tokens = topk_ids_TK.shape[0]
-        if self._group.size == 1 or (
-            topk_ids_TK.is_cuda and torch.cuda.is_current_stream_capturing()
-        ):
-            return num_tokens
-        mine = torch.tensor([num_tokens], dtype=torch.int64, device=topk_ids_TK.device)
-        return int(self._group.all_gather(mine).max())
 
 
 def _pack(rows: Fp8Rows, topk_ids_TK: Tensor, topk_weights_TK: Tensor, num_rows: int) -> Tensor:

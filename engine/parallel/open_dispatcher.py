@@ -118,7 +118,10 @@ def open_decode_dispatcher(
         if _takes(kind, lambda: shape.check_library(top_k)):
             buffer = deep_ep.open_low_latency_buffer(group, shape, top_k=top_k)
             return OpenDispatcher(dispatcher=DeepEPLowLatencyDispatcher(buffer), close=buffer.close)
-    return OpenDispatcher(dispatcher=MaskedGatheredDispatcher(experts.kernels, share, group))
+    gathered = MaskedGatheredDispatcher(
+        experts.kernels, share, group, max_tokens_per_rank=max_tokens_per_rank
+    )
+    return OpenDispatcher(dispatcher=gathered)
 
 
 def open_prefill_dispatcher(

@@ -32,7 +32,10 @@ def main() -> None:
     num_tokens = [(5 * number) % 7 for number in range(size)]
     world = World(num_ranks=size, slots=spread_slots(288), num_tokens=num_tokens)
     dispatcher = MaskedGatheredDispatcher(
-        PortableKernels(has_fp8=True), world.share, groups.ep_group
+        PortableKernels(has_fp8=True),
+        world.share,
+        groups.ep_group,
+        max_tokens_per_rank=world.max_tokens,
     )
     for first in (0, 2):
         steps = [world.tokens(rank, first + number) for number in range(2)]

@@ -58,7 +58,9 @@ def make_low_latency(world: World, rank: int, meetings: Meetings) -> DeepEPLowLa
 
 def make_gathered(world: World, rank: int, meetings: Meetings) -> MaskedGatheredDispatcher:
     group = ThreadGroup(rank=rank, size=world.num_ranks, meetings=meetings)
-    return MaskedGatheredDispatcher(KERNELS, world.share, group)
+    return MaskedGatheredDispatcher(
+        KERNELS, world.share, group, max_tokens_per_rank=world.max_tokens
+    )
 
 
 def compare(world: World, make: Make, *, num_steps: int = 2, fp8: bool | None = None) -> None:
@@ -138,10 +140,14 @@ def test_without_a_term_of_ones_own() -> None:
             torch.testing.assert_close(out, expected, rtol=0.02, atol=0.03)
 
 
-def test_too_many_tokens_for_the_buffer() -> None:
+@pytest.mark.parametrize("make", [make_low_latency, make_gathered])
+def test_too_many_tokens(make: Make) -> None:
     world = World(num_ranks=2, slots=spread_slots(256), num_tokens=[65, 0], max_tokens=64)
+    hidden, ids, weights, _ = world.tokens(0)
+    dispatcher = make(world, 0, Meetings(2))
+    feed = quantize_rows(hidden) if dispatcher.takes_fp8 else hidden
     with pytest.raises(AssertionError, match="65"):
-        make_low_latency(world, 0, Meetings(2)).start_dispatch(*world.tokens(0)[:3])
+        dispatcher.start_dispatch(feed, ids, weights)
 
 
 def test_low_latency_transfers_follow_one_another() -> None:

@@ -109,7 +109,8 @@ def make_normal(groups: ProcessGroups, meetings: Meetings) -> DeepEPNormalDispat
 
 
 def make_gathered(groups: ProcessGroups, meetings: Meetings) -> MaskedGatheredDispatcher:
-    return MaskedGatheredDispatcher(KERNELS, NUM_SLOTS // groups.ep_group.size, groups.ep_group)
+    share = NUM_SLOTS // groups.ep_group.size
+    return MaskedGatheredDispatcher(KERNELS, share, groups.ep_group, max_tokens_per_rank=MAX_TOKENS)
 
 
 def draw(rank: int) -> Tensor:
