@@ -80,7 +80,8 @@ def _measure(
     from deploy.engine_bench.shapes import choose_model
     from deploy.engine_bench.summary import show
 
-    choose_model(setup)  # refuses what cannot be run before any process starts
+    # Refuses what cannot be run before any process starts.
+    setup.dims(0).check_model(choose_model(setup).config)
     report = launch(Job(run=run, options=options, world_size=setup.world_size, device=setup.device))
     if report is not None:
         show(report, trace=arguments.trace)

@@ -62,9 +62,7 @@ def run_decode(options: DecodeOptions, place: RankPlace) -> Report | None:
     say("warmed up", rank=place.rank)
     times, idle = bench.run_steps(setup.repeats + 1)
     model_s = bench.time_model()
-    bench.launch_some()
-    clocks = read_clocks() if place.rank == 0 and session.device.type == "cuda" else []
-    session.meet()
+    clocks = bench.read_clocks()
     profile = None
     if setup.profile:
         named = bench.run_eagerly if options.graphs else None
@@ -85,6 +83,7 @@ def run_decode(options: DecodeOptions, place: RankPlace) -> Report | None:
         "layers_us": describe_layers(session.measured, options, model_s),
         "idle_between_steps_ms": dataclasses.asdict(Quantiles.of(idle)) if idle else None,
         "profile": dataclasses.asdict(profile) if profile is not None else None,
+        "bubbles_ms": None if profile is None else profile.bubbles_ms(step_ms.median),
         "memory_gb": memory,
         "machine": describe_machine(setup.device, place.world_size),
         "clocks": clocks,
@@ -193,9 +192,13 @@ class _DecodeBench:
         self._session.meet()
         return distances(ends), idle_between(steps)
 
-    def launch_some(self) -> None:
-        """Keep the device busy for a while; the tokens are read at the end."""
-        self.run_steps(_NUM_EXTRA // 3)
+    def read_clocks(self) -> dict[str, int] | None:
+        """Clocks of the device while it runs a step, after some others."""
+        self.run_steps(_NUM_EXTRA // 2)
+        step = self._start(None)
+        clocks = read_clocks() if self._session.device.type == "cuda" else None
+        self._finish(step)
+        return clocks
 
     def run_one(self) -> None:
         """Run a step and wait for it."""

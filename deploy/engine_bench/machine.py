@@ -1,6 +1,6 @@
 """What was measured on: devices, clocks, versions, and the command, so that a figure can be redone.
 
-Clocks are read by ``nvidia-smi`` while the device is busy: a figure at lower clocks is another one.
+Clocks are read while the device is busy: a figure at lower clocks is another one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ _PACKAGES = (
     "nvidia-nccl-cu13",
     "nixl-cu13",
 )
-_QUERY = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu")
 
 
 def describe_machine(device: str, world_size: int) -> dict[str, object]:
@@ -45,13 +44,20 @@ def describe_command() -> dict[str, object]:
     return {"command": shlex.join(["python", "-m", "deploy", *sys.argv[1:]]), "commit": _commit()}
 
 
-def read_clocks() -> list[dict[str, str]]:
-    """Clocks (MHz), power (W) and temperature (C) of each device, now."""
-    lines = _ask_driver(",".join(_QUERY)) or ""
-    return [
-        dict(zip(_QUERY, (value.strip() for value in line.split(",")), strict=False))
-        for line in lines.splitlines()
-    ]
+def read_clocks() -> dict[str, int] | None:
+    """Clock (MHz), power (mW) and temperature (C) of this rank's device now; None on a CPU, or
+    without NVIDIA's management library.
+    """
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return {
+            "sm_mhz": torch.cuda.clock_rate(),
+            "power_mw": torch.cuda.power_draw(),
+            "temperature_c": torch.cuda.temperature(),
+        }
+    except (ModuleNotFoundError, RuntimeError):
+        return None
 
 
 def _versions() -> dict[str, str]:

@@ -50,9 +50,7 @@ def run_prefill(options: PrefillOptions, place: RankPlace) -> Report | None:
     say("warmed up", rank=place.rank)
     times, idle = bench.run_batches(options.setup.repeats + 1)
     ttft = bench.run_alone() if options.ttft else []
-    bench.launch_some()
-    clocks = read_clocks() if place.rank == 0 and session.device.type == "cuda" else []
-    session.meet()
+    clocks = bench.read_clocks()
     profile = profile_batch(session, bench.run_one) if options.setup.profile else None
     memory = session.memory_gb()
     session.close()
@@ -69,6 +67,7 @@ def run_prefill(options: PrefillOptions, place: RankPlace) -> Report | None:
         "ttft_ms": dataclasses.asdict(Quantiles.of(ttft)) if ttft else None,
         "idle_between_batches_ms": dataclasses.asdict(Quantiles.of(idle)) if idle else None,
         "profile": dataclasses.asdict(profile) if profile is not None else None,
+        "bubbles_ms": None if profile is None else profile.bubbles_ms(batch_ms.median),
         "memory_gb": memory,
         "machine": describe_machine(options.setup.device, place.world_size),
         "clocks": clocks,
@@ -171,10 +170,12 @@ class _PrefillBench:
             times.append(time.perf_counter() - began)
         return times[_NUM_TTFT // 3 :]  # the first ones warm this size up
 
-    def launch_some(self) -> None:
-        """Keep the device busy for a while without waiting for it."""
-        for _ in range(3):
-            self._launch(self._schedule(self._options.num_prompts))
+    def read_clocks(self) -> dict[str, int] | None:
+        """Clocks of the device while it runs a batch."""
+        launched = self._launch(self._schedule(self._options.num_prompts))
+        clocks = read_clocks() if self._session.device.type == "cuda" else None
+        launched.wait()
+        return clocks
 
     def run_one(self) -> None:
         """Run a batch and wait for it."""

@@ -61,6 +61,17 @@ class BatchProfile:
     stages: list[StageRow]
     longest_gaps: list[dict[str, str | float]]
 
+    def bubbles_ms(self, batch_ms: float) -> dict[str, float]:
+        """Idle time of the device, as the profiler saw it and without its cost.
+
+        The profiler slows the host down, so its idle time is too long where the host is the limit;
+        what a batch takes without it, less what its kernels take, is the other estimate.
+        """
+        return {
+            "profiled": self.idle_ms,
+            "batch_less_busy": max(batch_ms - (self.window_ms - self.idle_ms), 0.0),
+        }
+
 
 def summarise(spans: Sequence[Span], bounds_s: Mapping[str, float]) -> BatchProfile:
     """Make the table.

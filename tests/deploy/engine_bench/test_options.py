@@ -44,6 +44,8 @@ def test_the_command_line_says_the_same(capsys: pytest.CaptureFixture[str]) -> N
     assert "error: batch-tokens = 5000" in capsys.readouterr().err
     assert main(["bench", "prefill", "--model-shape", "nothing"]) == 2
     assert "model-shape" in capsys.readouterr().err
+    assert main(["bench", "decode", "--model-shape", "tiny", "--dp", "3"]) == 2
+    assert "ep = 3" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         build_parser().parse_args(["bench", "prefill", "--overlap", "maybe"])
     assert "neither on nor off" in capsys.readouterr().err

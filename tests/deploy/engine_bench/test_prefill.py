@@ -39,6 +39,7 @@ def test_two_ranks_that_share_heads(tmp_path: Path) -> None:
     assert stages["ranks: start_all_gather"]["kind"] == "traffic"
     assert profile["compute_ms"] <= profile["window_ms"]
     assert sum(row["calls"] for row in stages.values()) == profile["num_spans"]
+    assert report["bubbles_ms"]["profiled"] == profile["idle_ms"]
     assert report["machine"]["versions"]["torch"]
     assert report["command"].startswith("python -m deploy")
     assert table.read_text(encoding="utf-8").startswith("tiny on 2 CPU ranks")
