@@ -266,7 +266,8 @@ def open_symmetric_group(
     plan = plan_of(group, options)
     assert group.process_group is not None
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    symm_mem.set_backend("CUDA")
+    if symm_mem.get_backend(device) != "CUDA":
+        symm_mem.set_backend("CUDA")  # refused where it already is the default
     if torch.cuda.device_count() == 1:
         # Each rank sees its own GPU only and calls it 0; torch would take them for one GPU.
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
