@@ -9,18 +9,21 @@ only read. Two processes that compile one kernel at the same time would race for
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.kernels.alignment import ROW_BLOCK
-from engine.kernels.base import Kernels
-from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.base import Kernels, VarlenLengths
+from engine.kernels.fp8_rows import GROUP, Fp8Rows
+from engine.kernels.masked_rows import MaskedRows
 from engine.layers.matrix import Matrix
-from engine.layers.moe import Experts
+from engine.layers.moe import Experts, MoE
 from engine.parallel.groups import ProcessGroups
+from engine.parallel.masked_room import MaskedRoom, MaskingDispatcher
 from engine.weights.loader import ProgressCallback
 
 logger = logging.getLogger(__name__)
@@ -64,15 +67,50 @@ def products(
     rows = row_counts(max_tokens) if rows is None else rows
     found: dict[tuple[str, tuple[int, ...]], list[Product]] = {}
     for module in model.modules():
-        if isinstance(module, Experts) and module.is_fp8:
-            key = ("experts", tuple(module.w13.shape))
-            if key not in found:
-                found[key] = list(_expert_products(module, kernels, max_tokens))
+        if isinstance(module, MoE) and module.experts.is_fp8:
+            experts, dispatcher = module.experts, module.dispatcher
+            key = ("experts", tuple(experts.w13.shape))
+            if key in found:
+                continue
+            if isinstance(dispatcher, MaskingDispatcher):
+                top_k = module.gate.top_k
+                rooms = {dispatcher.masked_room(count, top_k) for count in rows}
+                found[key] = list(_masked_products(experts, kernels, rooms))
+            else:
+                found[key] = list(_expert_products(experts, kernels, max_tokens))
         elif isinstance(module, Matrix) and module.is_fp8 and module.weight.dim() == 2:
             key = ("linear", tuple(module.weight.shape))
             if key not in found:
                 found[key] = list(_linear_products(module, kernels, rows))
     return [product for alike in found.values() for product in alike]
+
+
+def masked_products(
+    model: nn.Module, kernels: Kernels, *, max_rows: int, expected_rows: int
+) -> list[Product]:
+    """Return the experts' products in the masked layout, each shape once; none without FP8.
+
+    Args:
+        model: with its weights allocated.
+        kernels: of the model.
+        max_rows: of an expert, a multiple of `masked_rows.MASKED_BLOCK`.
+        expected_rows: of an expert in the mean, by which tiles are chosen.
+    """
+    found: dict[tuple[int, ...], Product] = {}
+    for module in model.modules():
+        if isinstance(module, Experts) and module.is_fp8:
+            shape = tuple(module.w13.shape)
+            run = partial(_run_masked, module, kernels, max_rows, expected_rows)
+            found.setdefault(shape, Product(name=f"masked experts {shape}", run=run))
+    return list(found.values())
+
+
+def attention_products(model: nn.Module, kernels: Kernels) -> list[Product]:
+    """Return decompressed attention over one short sequence, if the model has attention."""
+    layer = next((module for module in model.modules() if isinstance(module, MLA)), None)
+    if layer is None:
+        return []
+    return [Product(name="attention", run=partial(_run_attention, layer, kernels))]
 
 
 def warm_up(
@@ -127,6 +165,58 @@ def _expert_products(experts: Experts, kernels: Kernels, max_tokens: int) -> Ite
         return kernels.grouped_fp8_mlp(rows, blocks.repeat_interleave(ROW_BLOCK), *pairs)
 
     yield Product(name=f"experts {tuple(experts.w13.shape)}", run=run)
+
+
+def _run_masked(experts: Experts, kernels: Kernels, max_rows: int, expected_rows: int) -> Tensor:
+    """Run every expert over `expected_rows` invented rows."""
+    columns, device = experts.w13.shape[2], experts.w13.device
+    num_local, used = experts.num_local_experts, min(expected_rows, max_rows)
+    ids_TK = torch.arange(num_local, device=device).expand(used, num_local)
+    places = kernels.mask_to_experts(ids_TK, 0, num_local, max_rows, expected_rows=expected_rows)
+    rows = kernels.spread_masked_rows(_invent_rows(used, columns, device, kernels), places)
+    return kernels.masked_fp8_mlp(rows, experts.up.quantized_pair(), experts.down.quantized_pair())
+
+
+def _masked_products(
+    experts: Experts, kernels: Kernels, rooms: Iterable[MaskedRoom]
+) -> Iterator[Product]:
+    """Masked products; their tiles depend on how many rows the host expects."""
+    columns, num_experts = experts.w13.shape[2], experts.num_local_experts
+    pairs = experts.up.quantized_pair(), experts.down.quantized_pair()
+
+    def run(room: MaskedRoom) -> Callable[[], object]:
+        return lambda: kernels.masked_fp8_mlp(
+            _invent_masked(num_experts, columns, room, experts.w13.device), *pairs
+        )
+
+    for room in sorted(rooms, key=lambda room: (room.max_rows, room.expected_rows)):
+        name = f"experts {tuple(experts.w13.shape)} masked x {room.expected_rows}"
+        yield Product(name=f"{name} of {room.max_rows}", run=run(room))
+
+
+def _invent_masked(
+    num_experts: int, columns: int, room: MaskedRoom, device: torch.device
+) -> MaskedRows:
+    """Return zeros, one row of each expert in use."""
+    size = (num_experts, room.max_rows, columns)
+    scales = torch.ones((size[0], columns // GROUP, size[1]), device=device)
+    return MaskedRows(
+        data_LMD=torch.zeros(size, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn),
+        scale_LMG=scales.transpose(1, 2),
+        num_rows_L=torch.ones(num_experts, dtype=torch.int32, device=device),
+        expected_rows=room.expected_rows,
+    )
+
+
+def _run_attention(layer: MLA, kernels: Kernels) -> Tensor:
+    """Attend as the layer does: values are a strided part of what keys and values come in."""
+    weight, count = layer.kv_a_layernorm.weight, ROW_BLOCK
+    heads, key_dim = layer.num_heads, layer.nope_dim + layer.rope_dim
+    q_THA, k_PHA = (weight.new_zeros(count, heads, key_dim) for _ in range(2))
+    v_PHV = weight.new_zeros(count, heads, layer.nope_dim + layer.value_dim)[..., layer.nope_dim :]
+    ends = torch.tensor([0, count], dtype=torch.int32, device=weight.device)
+    seqs = VarlenLengths(lengths=[(count, count)], cu_seqlens_q=ends, cu_seqlens_k=ends)
+    return kernels.varlen_attention(q_THA, k_PHA, v_PHV, seqs, layer.scale)
 
 
 def _invent_rows(rows: int, columns: int, device: torch.device, kernels: Kernels) -> Fp8Rows:

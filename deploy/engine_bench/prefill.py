@@ -28,8 +28,10 @@ from deploy.engine_bench.timing import distances, idle_between
 from engine.batch import build_forward_batch
 from engine.bounds import PrefillTraffic, prefill_bound
 from engine.config import ModelConfig
+from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.request import Request, ScheduledRequest, num_blocks_for
 from engine.runner import PendingStep
+from engine.warm_up import Product, attention_products, products
 from runtime.sampling import SamplingParams
 
 _NUM_TTFT = 9
@@ -42,7 +44,8 @@ def run_prefill(options: PrefillOptions, place: RankPlace) -> Report | None:
         options.setup,
         place,
         partial(prefill_execution, options),
-        rows=_rows(options),
+        max_tokens=options.batch_tokens,
+        list_products=partial(_list_products, options),
         kv_tokens=2 * options.num_prompts * _blocks(options) * BLOCK_SIZE,
     )
     bench = _PrefillBench(session, options)
@@ -107,6 +110,11 @@ def _bounds(config: ModelConfig, options: PrefillOptions, num_gpus: int) -> Boun
         name: RateBound(overlapped=bound.overlapped, serial=bound.serial)
         for name, bound in bounds.items()
     }
+
+
+def _list_products(options: PrefillOptions, model: DeepseekV3ForCausalLM) -> list[Product]:
+    found = products(model, model.kernels, options.batch_tokens, rows=_rows(options))
+    return [*attention_products(model, model.kernels), *found]
 
 
 def _rows(options: PrefillOptions) -> list[int]:

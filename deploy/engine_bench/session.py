@@ -31,9 +31,10 @@ from engine.parallel.groups import ProcessGroups, RankGroup, init_process_groups
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.stage_timer import StageTimer
-from engine.warm_up import products
+from engine.warm_up import Product
 
 BLOCK_SIZE = 64
+ListProducts = Callable[[DeepseekV3ForCausalLM], Sequence[Product]]
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -99,7 +100,8 @@ def open_session(
     place: RankPlace,
     make_execution: MakeExecution,
     *,
-    rows: Sequence[int],
+    max_tokens: int,
+    list_products: ListProducts,
     kv_tokens: int,
     kv_dtype: torch.dtype | None = None,
 ) -> Session:
@@ -109,8 +111,8 @@ def open_session(
         setup: model and ranks.
         place: which rank.
         make_execution: opens what the ranks need besides.
-        rows: tokens of the steps that will run on this rank, for compiling ahead; the largest is
-            the most.
+        max_tokens: most tokens of a step on this rank.
+        list_products: products of the model that will come, to compile them ahead.
         kv_tokens: that the KV pool must hold, in whole blocks.
         kv_dtype: of the pool; None for the model's.
 
@@ -133,7 +135,7 @@ def open_session(
     )
     kernels = cast(Kernels, timer)
     if setup.routing is Routing.EVEN and config.num_moe_layers:
-        table = even_experts(config, max(rows), seed=place.rank if setup.dp > 1 else 0)
+        table = even_experts(config, max_tokens, seed=place.rank if setup.dp > 1 else 0)
         kernels = cast(Kernels, EvenRouting(kernels, table.to(device)))
     watched = timer.watch_groups(groups)
     opened = make_execution(
@@ -149,7 +151,8 @@ def open_session(
         execution=opened.execution,
     )
     say(f"weights are there after {time.perf_counter() - start:.1f} s", rank=place.rank)
-    compile_kernels(model, rows, _everyone(groups))
+    if device.type == "cuda":
+        compile_kernels(list_products(model), _everyone(groups))
     say(f"kernels are there after {time.perf_counter() - start:.1f} s", rank=place.rank)
     pool = _fill(build_kv_pool(model, _num_blocks(kv_tokens), dtype=kv_dtype))
     return Session(
@@ -164,21 +167,19 @@ def open_session(
     )
 
 
-def compile_kernels(model: DeepseekV3ForCausalLM, rows: Sequence[int], group: RankGroup) -> None:
-    """Compile the products of the model for steps of these rows; nothing to do on a CPU.
-
-    Each weight shape is compiled by one rank; then every rank runs all of them from the cache.
-    """
-    if model.device.type != "cuda":
-        return
-    todo = products(model, model.kernels, max(rows), rows=sorted(set(rows)))
-    shapes = sorted({product.name.split(" x ")[0] for product in todo})
+def compile_kernels(todo: Sequence[Product], group: RankGroup) -> None:
+    """Run products that compile: each weight shape on one rank, then all from the cache on all."""
+    shapes = sorted({_shape_of(product) for product in todo})
     own = set(shapes[group.rank :: group.size])
-    for chosen in ([p for p in todo if p.name.split(" x ")[0] in own], todo):
+    for chosen in ([product for product in todo if _shape_of(product) in own], todo):
         for product in chosen:
             product.run()
         torch.cuda.synchronize()
         group.barrier()
+
+
+def _shape_of(product: Product) -> str:
+    return product.name.split(" x ")[0]
 
 
 def _everyone(groups: ProcessGroups) -> RankGroup:

@@ -11,13 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import ModelConfig
+from engine.execution import Execution
 from engine.jit_cache import VARIABLE, use_jit_cache
 from engine.kernels.portable import PortableKernels
 from engine.layers.matrix import Matrix
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
-from engine.warm_up import Product, products, row_counts, warm_up
+from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
+from engine.warm_up import (
+    Product,
+    attention_products,
+    masked_products,
+    products,
+    row_counts,
+    warm_up,
+)
 from engine.weights.dummy import fill_with_dummy_weights
 from tests.engine.test_fp8_path import CONFIG
 
@@ -29,10 +38,12 @@ LIBRARY_VARIABLES = (
 )
 
 
-def make_model(*, fp8: bool) -> DeepseekV3ForCausalLM:
+def make_model(*, fp8: bool, execution: Execution | None = None) -> DeepseekV3ForCausalLM:
     config = ModelConfig.from_hf(CONFIG)
     kernels = PortableKernels(has_fp8=fp8)
-    model = DeepseekV3ForCausalLM(config, dtype=torch.bfloat16, kernels=kernels)
+    model = DeepseekV3ForCausalLM(
+        config, dtype=torch.bfloat16, kernels=kernels, execution=execution
+    )
     fill_with_dummy_weights(model)
     return model
 
@@ -58,6 +69,42 @@ def test_every_weight_shape_is_run_once() -> None:
         out = product.run()
         assert isinstance(out, torch.Tensor)
         assert bool(torch.isfinite(out.float()).all()), product.name
+
+
+def test_masked_products_are_run_for_every_size_that_comes() -> None:
+    kernels = PortableKernels(has_fp8=True)
+    experts = ModelConfig.from_hf(CONFIG).n_routed_experts
+    loopback = LoopbackMaskedDispatcher(kernels, experts, num_ranks=8)
+    model = make_model(fp8=True, execution=Execution(dispatcher=loopback))
+    found = products(model, kernels, 64, rows=(1, 16, 64))
+    masked = [product for product in found if product.name.startswith("experts")]
+    sizes = [product.name.split(" x ")[1] for product in masked]
+    assert sizes == ["1 of 128", "16 of 128", "64 of 512"]
+    assert len({product.name.split(" x ")[0] for product in masked}) == 1
+    for product in masked:
+        out = product.run()
+        assert isinstance(out, torch.Tensor)
+        assert out.shape[:2] == (experts, int(product.name.split()[-1]))
+
+
+def test_masked_experts_are_run_once() -> None:
+    model = make_model(fp8=True)
+    (product,) = masked_products(model, model.kernels, max_rows=128, expected_rows=3)
+    out = product.run()
+    assert isinstance(out, torch.Tensor)
+    assert out.shape[1] == 128
+    assert bool(torch.isfinite(out[:, :3].float()).all())
+    plain = make_model(fp8=False)
+    assert masked_products(plain, plain.kernels, max_rows=128, expected_rows=3) == []
+
+
+def test_attention_is_run_as_the_layers_run_it() -> None:
+    model = make_model(fp8=True)
+    (product,) = attention_products(model, model.kernels)
+    out = product.run()
+    assert isinstance(out, torch.Tensor)
+    assert out.shape[1:] == (model.config.num_attention_heads, model.config.v_head_dim)
+    assert attention_products(torch.nn.Linear(2, 2), model.kernels) == []
 
 
 def test_nothing_to_do_without_fp8() -> None:
