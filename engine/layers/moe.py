@@ -43,6 +43,11 @@ class Gate(nn.Module):
         self.weight = ctx.parameter(config.n_routed_experts, config.hidden_size, dtype=dtype)
         self.e_score_correction_bias = ctx.parameter(config.n_routed_experts, dtype=torch.float32)
 
+    @property
+    def top_k(self) -> int:
+        """K."""
+        return self._rule.top_k
+
     def forward(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return logical topk_ids [T, K] int64 and topk_weights [T, K] float32."""
         logits_TE = self._kernels.gate_logits(hidden_TD, self.weight)
@@ -145,6 +150,7 @@ class MoE(nn.Module):
     """Routed plus shared experts of one layer.
 
     Attributes:
+        dispatcher: the one that all layers share.
         feed_format: of the rows that `forward` takes, beside the plain ones.
     """
 
@@ -165,7 +171,7 @@ class MoE(nn.Module):
             width = config.moe_intermediate_size * config.n_shared_experts
             shared_ctx = ctx.unsplit if ctx.scatter_tokens else ctx
             self.shared_experts = MLP(shared_ctx, config.hidden_size, width)
-        self._dispatcher = dispatcher
+        self.dispatcher = dispatcher
         is_shared_fp8 = self.shared_experts is not None and self.shared_experts.is_fp8
         self.feed_format = FeedFormat.of(
             is_fp8=dispatcher.takes_fp8 or is_shared_fp8, is_sent=ctx.sharding.sends_rows
@@ -175,12 +181,12 @@ class MoE(nn.Module):
         """Map [T, D] to [T, D]; T may be 0, and with ep > 1 every rank must call."""
         topk_ids_TK, topk_weights_TK = self.gate(normed.plain)
         topk_ids_TK = self.placement.to_physical(topk_ids_TK)
-        feed = normed.feed if self._dispatcher.takes_fp8 else normed.plain
-        dispatching = self._dispatcher.start_dispatch(feed, topk_ids_TK, topk_weights_TK)
+        feed = normed.feed if self.dispatcher.takes_fp8 else normed.plain
+        dispatching = self.dispatcher.start_dispatch(feed, topk_ids_TK, topk_weights_TK)
         own_TD = self._run_shared(normed)
         yield
         rows, handle = dispatching.wait()
-        combining = self._dispatcher.start_combine(self.experts(rows), handle, own_TD)
+        combining = self.dispatcher.start_combine(self.experts(rows), handle, own_TD)
         yield
         return combining.wait()
 

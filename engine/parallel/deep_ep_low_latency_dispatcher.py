@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.kernels.fp8_rows import Activation
 from engine.kernels.masked_rows import MaskedRows
 from engine.parallel.deep_ep_buffers import LibraryHandle, LowLatencyBuffer, Masked
+from engine.parallel.masked_room import MaskedRoom
 from engine.parallel.pending import Pending, Then
 from engine.parallel.token_dispatcher import plain
 
@@ -37,6 +38,11 @@ class DeepEPLowLatencyDispatcher:
     def __init__(self, buffer: LowLatencyBuffer) -> None:
         self._buffer = buffer
 
+    def masked_room(self, num_tokens: int, top_k: int) -> MaskedRoom:
+        """See `MaskingDispatcher`."""
+        shape = self._buffer.shape
+        return MaskedRoom(shape.rows_per_expert, shape.expected_rows(num_tokens, top_k))
+
     def start_dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> Pending[tuple[MaskedRows, LowLatencyHandle]]:
@@ -52,7 +58,7 @@ class DeepEPLowLatencyDispatcher:
                 data_LMD=masked.data_LMD,
                 scale_LMG=masked.scale_LMG,
                 num_rows_L=masked.num_rows_L,
-                expected_rows=shape.expected_rows(num_tokens, top_k),
+                expected_rows=self.masked_room(num_tokens, top_k).expected_rows,
             )
             handle = LowLatencyHandle(
                 topk_ids_TK=topk_ids_TK, topk_weights_TK=topk_weights_TK, handle=masked.handle

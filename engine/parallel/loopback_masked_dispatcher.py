@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows, max_masked_rows
+from engine.parallel.masked_room import MaskedRoom
 from engine.parallel.pending import Pending, Ready
 
 
@@ -43,19 +44,26 @@ class LoopbackMaskedDispatcher:
         self._num_local_experts = num_local_experts
         self._num_ranks = num_ranks
 
+    def masked_room(self, num_tokens: int, top_k: int) -> MaskedRoom:
+        """See `MaskingDispatcher`."""
+        return MaskedRoom(
+            max_masked_rows(num_tokens * max(self._num_ranks, top_k)),
+            guess_rows(num_tokens, top_k, self._num_local_experts),
+        )
+
     def start_dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> Pending[tuple[MaskedRows, LoopbackHandle]]:
         """See `TokenDispatcher`."""
         rows = hidden if isinstance(hidden, Fp8Rows) else self._kernels.quantize_rows(hidden)
         num_tokens, top_k = topk_ids_TK.shape
-        num_local = self._num_local_experts
+        num_local, room = self._num_local_experts, self.masked_room(num_tokens, top_k)
         places = self._kernels.mask_to_experts(
             topk_ids_TK % num_local,
             0,
             num_local,
-            max_masked_rows(num_tokens * max(self._num_ranks, top_k)),
-            expected_rows=guess_rows(num_tokens, top_k, num_local),
+            room.max_rows,
+            expected_rows=room.expected_rows,
         )
         masked = self._kernels.spread_masked_rows(rows, places)
         handle = LoopbackHandle(places=places, topk_weights_TK=topk_weights_TK)

@@ -23,6 +23,7 @@ from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows, packed_row_bytes
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows, max_masked_rows
 from engine.parallel.groups import RankGroup
+from engine.parallel.masked_room import MaskedRoom
 from engine.parallel.pending import Pending, Then
 
 
@@ -67,21 +68,27 @@ class MaskedGatheredDispatcher:
         self._group = ep_group
         self._max_tokens_per_rank = max_tokens_per_rank
 
+    def masked_room(self, num_tokens: int, top_k: int) -> MaskedRoom:
+        """See `MaskingDispatcher`."""
+        size = self._group.size
+        everyone = size * self._padded(num_tokens)
+        return MaskedRoom(
+            max_masked_rows(everyone), guess_rows(everyone, top_k, size * self._num_local_experts)
+        )
+
     def start_dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> Pending[tuple[MaskedRows, MaskedGatheredHandle]]:
         """See `TokenDispatcher`; at most `max_tokens_per_rank` tokens."""
         rows = hidden if isinstance(hidden, Fp8Rows) else self._kernels.quantize_rows(hidden)
         num_tokens, top_k = topk_ids_TK.shape
-        num_rows = num_tokens if self._group.size == 1 else self._max_tokens_per_rank
-        assert num_tokens <= num_rows, (num_tokens, num_rows)
-        message = _pack(rows, topk_ids_TK, topk_weights_TK, num_rows)
+        message = _pack(rows, topk_ids_TK, topk_weights_TK, self._padded(num_tokens))
         gathering = self._group.start_all_gather(message)
         num_columns = rows.data_TK.shape[1]
 
         def receive(gathered: Tensor) -> tuple[MaskedRows, MaskedGatheredHandle]:
             all_rows, ids, weights = _unpack(gathered, num_columns, top_k)
-            places = self._place(ids)
+            places = self._place(ids, self.masked_room(num_tokens, top_k))
             handle = MaskedGatheredHandle(
                 places=places, topk_weights=weights, num_tokens=num_tokens
             )
@@ -104,15 +111,19 @@ class MaskedGatheredDispatcher:
 
         return Then(reducing, receive)
 
-    def _place(self, ids: Tensor) -> MaskedPlaces:
+    def _padded(self, num_tokens: int) -> int:
+        num_rows = num_tokens if self._group.size == 1 else self._max_tokens_per_rank
+        assert num_tokens <= num_rows, (num_tokens, num_rows)
+        return num_rows
+
+    def _place(self, ids: Tensor, room: MaskedRoom) -> MaskedPlaces:
         num_local = self._num_local_experts
-        num_tokens, top_k = ids.shape
         return self._kernels.mask_to_experts(
             ids,
             self._group.rank * num_local,
             num_local,
-            max_masked_rows(num_tokens),
-            expected_rows=guess_rows(num_tokens, top_k, num_local * self._group.size),
+            room.max_rows,
+            expected_rows=room.expected_rows,
         )
 
 
