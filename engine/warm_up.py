@@ -21,6 +21,7 @@ from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.masked_rows import MaskedRows
 from engine.layers.matrix import Matrix
+from engine.layers.mla import MLA
 from engine.layers.moe import Experts, MoE
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.masked_room import MaskedRoom, MaskingDispatcher
@@ -85,26 +86,6 @@ def products(
     return [product for alike in found.values() for product in alike]
 
 
-def masked_products(
-    model: nn.Module, kernels: Kernels, *, max_rows: int, expected_rows: int
-) -> list[Product]:
-    """Return the experts' products in the masked layout, each shape once; none without FP8.
-
-    Args:
-        model: with its weights allocated.
-        kernels: of the model.
-        max_rows: of an expert, a multiple of `masked_rows.MASKED_BLOCK`.
-        expected_rows: of an expert in the mean, by which tiles are chosen.
-    """
-    found: dict[tuple[int, ...], Product] = {}
-    for module in model.modules():
-        if isinstance(module, Experts) and module.is_fp8:
-            shape = tuple(module.w13.shape)
-            run = partial(_run_masked, module, kernels, max_rows, expected_rows)
-            found.setdefault(shape, Product(name=f"masked experts {shape}", run=run))
-    return list(found.values())
-
-
 def attention_products(model: nn.Module, kernels: Kernels) -> list[Product]:
     """Return decompressed attention over one short sequence, if the model has attention."""
     layer = next((module for module in model.modules() if isinstance(module, MLA)), None)
@@ -165,16 +146,6 @@ def _expert_products(experts: Experts, kernels: Kernels, max_tokens: int) -> Ite
         return kernels.grouped_fp8_mlp(rows, blocks.repeat_interleave(ROW_BLOCK), *pairs)
 
     yield Product(name=f"experts {tuple(experts.w13.shape)}", run=run)
-
-
-def _run_masked(experts: Experts, kernels: Kernels, max_rows: int, expected_rows: int) -> Tensor:
-    """Run every expert over `expected_rows` invented rows."""
-    columns, device = experts.w13.shape[2], experts.w13.device
-    num_local, used = experts.num_local_experts, min(expected_rows, max_rows)
-    ids_TK = torch.arange(num_local, device=device).expand(used, num_local)
-    places = kernels.mask_to_experts(ids_TK, 0, num_local, max_rows, expected_rows=expected_rows)
-    rows = kernels.spread_masked_rows(_invent_rows(used, columns, device, kernels), places)
-    return kernels.masked_fp8_mlp(rows, experts.up.quantized_pair(), experts.down.quantized_pair())
 
 
 def _masked_products(

@@ -33,11 +33,9 @@ from engine.bounds import DecodeBound, decode_bound
 from engine.config import ModelConfig
 from engine.graphs.capture import Capture
 from engine.graphs.step_graphs import StepGraphs
-from engine.kernels.masked_rows import guess_rows, max_masked_rows
-from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.request import Request, ScheduledRequest, num_blocks_for
 from engine.runner import PendingStep
-from engine.warm_up import Product, masked_products, products
+from engine.warm_up import products
 from runtime.sampling import SamplingParams
 
 _NUM_EXTRA = 24
@@ -56,7 +54,9 @@ def run_decode(options: DecodeOptions, place: RankPlace) -> Report | None:
         place,
         partial(decode_execution, options),
         max_tokens=options.batch,
-        list_products=partial(_list_products, options),
+        list_products=lambda model: products(
+            model, model.kernels, options.batch, rows=[options.batch]
+        ),
         kv_tokens=options.batch * _blocks(options) * BLOCK_SIZE,
         kv_dtype=_KV_DTYPES[options.kv_dtype],
     )
@@ -163,23 +163,6 @@ def _blocks(options: DecodeOptions) -> int:
     """Blocks of the longest request at its last step."""
     steps = options.setup.warm_ups + options.setup.repeats + _NUM_EXTRA
     return num_blocks_for(options.context[1] + steps, BLOCK_SIZE)
-
-
-def _list_products(options: DecodeOptions, model: DeepseekV3ForCausalLM) -> list[Product]:
-    """Products of one step; experts in the masked layout where several ranks share them."""
-    found = products(model, model.kernels, options.batch, rows=[options.batch])
-    ranks = max(options.setup.dp, options.setup.shard_of)
-    if ranks == 1:
-        return found
-    config = model.config
-    top_k, num_local = config.num_experts_per_tok, config.n_routed_experts // options.setup.dp
-    masked = masked_products(
-        model,
-        model.kernels,
-        max_rows=max_masked_rows(options.batch * max(ranks, top_k)),
-        expected_rows=guess_rows(options.batch, top_k, num_local),
-    )
-    return [product for product in found if not product.name.startswith("experts")] + masked
 
 
 class _DecodeBench:

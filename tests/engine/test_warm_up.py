@@ -22,7 +22,6 @@ from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.warm_up import (
     Product,
     attention_products,
-    masked_products,
     products,
     row_counts,
     warm_up,
@@ -85,17 +84,6 @@ def test_masked_products_are_run_for_every_size_that_comes() -> None:
         out = product.run()
         assert isinstance(out, torch.Tensor)
         assert out.shape[:2] == (experts, int(product.name.split()[-1]))
-
-
-def test_masked_experts_are_run_once() -> None:
-    model = make_model(fp8=True)
-    (product,) = masked_products(model, model.kernels, max_rows=128, expected_rows=3)
-    out = product.run()
-    assert isinstance(out, torch.Tensor)
-    assert out.shape[1] == 128
-    assert bool(torch.isfinite(out[:, :3].float()).all())
-    plain = make_model(fp8=False)
-    assert masked_products(plain, plain.kernels, max_rows=128, expected_rows=3) == []
 
 
 def test_attention_is_run_as_the_layers_run_it() -> None:

@@ -5,14 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from deploy.cli import main
-from deploy.engine_bench.decode import _list_products, decode_rates, describe_layers
+from deploy.engine_bench.decode import decode_rates, describe_layers
 from deploy.engine_bench.options import Axis, DecodeOptions, Setup
 from deploy.engine_bench.shapes import choose_model
-from engine.build import build_model
-from engine.kernels.portable import PortableKernels
 
 COMMAND = ["bench", "decode", "--device", "cpu", "--model-shape", "tiny", "--layers", "2"]
 
@@ -58,16 +55,3 @@ def test_shares_of_a_gpu_are_those_of_the_arithmetic() -> None:
     layers = describe_layers(measured, options, 0.05)
     assert layers is not None
     assert layers["us_per_layer"] == pytest.approx(50_000 / 61)
-
-
-@pytest.mark.parametrize("shard_of", [0, 8])
-def test_what_is_compiled_ahead_runs(shard_of: int) -> None:
-    setup = Setup(shape="tiny", layers=2, shard_of=shard_of, shard_axis=Axis.DP, device="cpu")
-    config = choose_model(setup).config
-    kernels = PortableKernels(has_fp8=True)
-    model = build_model(config, dtype=torch.bfloat16, load_format="dummy", kernels=kernels)
-    found = _list_products(DecodeOptions(setup=setup, batch=3), model)
-    assert sum("experts" in product.name for product in found) == 1
-    assert any(product.name.startswith("masked") for product in found) == bool(shard_of)
-    for product in found:
-        assert isinstance(product.run(), torch.Tensor)
