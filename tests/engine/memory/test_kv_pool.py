@@ -54,3 +54,15 @@ def test_copying_no_blocks_is_allowed() -> None:
     saved = pool.copy_out([])
     assert saved.shape == (0, 3, 4, 6)
     pool.copy_in([], saved)
+
+
+def test_a_pool_in_e4m3_is_written_and_copied_alike() -> None:
+    pool = KVPool(4, 2, 4, 6, dtype=torch.float8_e4m3fn)
+    latents = torch.tensor([[1.0, -2.0, 0.5, 1e6], [3.0, 0.0, -448.0, 16.0]])
+    pool.write(1, torch.tensor([4, 11]), latents, torch.ones(2, 2))
+    copied = pool.copy_out([1, 2])
+    pool.data.view(torch.uint8).zero_()
+    pool.copy_in([3, 1], copied)
+    assert pool.layer(1)[3, 0].float().tolist() == [1.0, -2.0, 0.5, 448.0, 1.0, 1.0]
+    assert pool.layer(1)[1, 3].float().tolist() == [3.0, 0.0, -448.0, 16.0, 1.0, 1.0]
+    assert pool.block_bytes == 2 * 4 * 6
