@@ -100,6 +100,8 @@ class DecodeScheduler:
     @property
     def must_wait(self) -> bool:
         """Whether the next step cannot be chosen before those that are launched are over."""
+        if self._pool.can_allocate(len(self.running)):
+            return False  # one token each never needs more
         is_any_launched = any(request.request.num_launched_tokens for request in self.running)
         return is_any_launched and not self._pool.can_allocate(
             sum(self._num_needed(request) for request in self._continuing())
@@ -112,18 +114,20 @@ class DecodeScheduler:
         """
         preempted: list[DecodeRequest] = []
         failed: list[DecodeRequest] = []
-        for request in self._continuing():
-            if request.status is DecodeStatus.RUNNING:
+        requests = self._continuing()
+        for request in requests:
+            if request.status is DecodeStatus.RUNNING and self._num_needed(request):
                 self._grow(request, preempted, failed)
         resumed = [] if preempted or failed else self._resume()
         started = self._start()
-        requests = tuple(self._continuing())
-        scheduled = tuple(ScheduledRequest(item.request, 1) for item in requests)
+        if preempted or failed or resumed or started:
+            requests = self._continuing()
+        scheduled = [ScheduledRequest(item.request, 1) for item in requests]
         for item in scheduled:
             item.request.num_launched_tokens += 1
         return StepPlan(
-            requests=requests,
-            scheduled=scheduled,
+            requests=tuple(requests),
+            scheduled=tuple(scheduled),
             started=tuple(started),
             preempted=tuple(preempted),
             resumed=tuple(resumed),
@@ -180,11 +184,12 @@ class DecodeScheduler:
         return [request for request in self.running if self._goes_on(request.request)]
 
     def _goes_on(self, inner: Request) -> bool:
-        num_unread = inner.num_unread_tokens
-        return num_unread == 0 or (
-            inner.num_output_tokens + num_unread < inner.sampling.max_tokens
-            and inner.num_tokens + num_unread < self._max_model_len
-        )
+        if not inner.num_launched_tokens:
+            return True
+        # With the token that the launched step samples.
+        num_tokens = inner.num_computed_tokens + inner.num_launched_tokens + 1
+        num_output = num_tokens - len(inner.prompt_token_ids)
+        return num_output < inner.sampling.max_tokens and num_tokens < self._max_model_len
 
     def _num_needed(self, request: DecodeRequest) -> int:
         return request.request.num_blocks_needed(1, self._pool.block_size)

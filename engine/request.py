@@ -89,8 +89,8 @@ class Request:
     def num_blocks_needed(self, num_scheduled_tokens: int, block_size: int) -> int:
         """Return how many more blocks the next `num_scheduled_tokens` tokens need."""
         num_run = self.num_computed_tokens + self.num_launched_tokens
-        num_tokens = num_run + num_scheduled_tokens
-        return max(num_blocks_for(num_tokens, block_size) - len(self.block_table), 0)
+        num_lacking = num_run + num_scheduled_tokens - len(self.block_table) * block_size
+        return num_blocks_for(num_lacking, block_size) if num_lacking > 0 else 0
 
     def update_block_hashes(self, block_size: int) -> Sequence[bytes]:
         """Hash the whole blocks of computed and uncomputed tokens that lack a hash; return all.
@@ -148,11 +148,11 @@ class ScheduledRequest:
         request = self.request
         self.start = request.num_computed_tokens + request.num_launched_tokens
         self.end = self.start + self.num_scheduled_tokens
-        num_tokens = request.num_tokens
-        self.samples = self.end >= num_tokens
-        self.num_unread = max(self.end - num_tokens, 0)
+        num_beyond = self.end - request.num_tokens
+        self.samples = num_beyond >= 0
+        self.num_unread = num_beyond if num_beyond > 0 else 0
         assert self.num_scheduled_tokens > 0
-        assert self.num_unread <= request.num_unread_tokens
+        assert not self.num_unread or self.num_unread <= request.num_unread_tokens
 
     @property
     def num_prompt_logprob_rows(self) -> int:
