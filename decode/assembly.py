@@ -56,6 +56,7 @@ class ModelSide:
     """The model of this rank, its KV memory, and how it keeps step with the other ranks."""
 
     groups: ProcessGroups
+    close_transfers: Callable[[], None]
     epoch: int
     lockstep: Lockstep
     vocab_size: int
@@ -86,6 +87,7 @@ def build_model_side(options: WorkerOptions) -> ModelSide:
     booted = boot_rank(options, ParallelDims(dp=dp, ep=dp, rank=options.rank))
     return ModelSide(
         groups=booted.groups,
+        close_transfers=booted.close_transfers,
         epoch=booted.epoch,
         lockstep=create_lockstep(booted.groups.ep_group, booted.epoch),
         vocab_size=booted.config.vocab_size,

@@ -199,6 +199,7 @@ class DecodeWorker:
 
     def _leave_groups(self, side: ModelSide) -> None:
         if not self.is_stuck:
+            side.close_transfers()
             side.groups.destroy()
 
     async def _close_channels(self) -> None:

@@ -6,14 +6,18 @@ and blocking, so it runs off the event loop.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
+from engine.boot_experts import closer, open_transfers, place_experts
 from engine.build import build_kv_pool, build_model
 from engine.config import ModelConfig
+from engine.execution import Execution
 from engine.jit_cache import use_jit_cache
+from engine.kernels.create import create_kernels
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.dims import ParallelDims
@@ -47,6 +51,8 @@ class BootedRank:
         max_model_len: most tokens of prompt and output together.
         kv_pool: on the rank's device.
         runner: of the model on that pool.
+        close_transfers: frees what the ranks opened with one another, all together, after the last
+            step and before they leave the groups.
     """
 
     groups: ProcessGroups
@@ -55,6 +61,7 @@ class BootedRank:
     max_model_len: int
     kv_pool: KVPool
     runner: ModelRunner
+    close_transfers: Callable[[], None]
 
 
 def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
@@ -69,18 +76,24 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
     max_model_len = choose_max_model_len(model_section.max_model_len, config)
     torch.set_num_threads(section.num_threads)
     device = _take_device(section.device, options.rank)
-    dims.check_model(config)
+    placement = place_experts(section, config, dims, device)
     groups = init_process_groups(
         dims, options.rendezvous, backend=_BACKENDS[section.device], timeout_s=GROUP_TIMEOUT_S
     )
     epoch = agree_on_epoch(groups.tp_group if dims.tp > 1 else groups.ep_group)
+    dtype = _DTYPES[model_section.dtype]
+    kernels = create_kernels(device, dtype)
+    opened = open_transfers(section, config, groups, kernels, placement)
     model = build_model(
         model_section.path,
         groups,
-        dtype=_DTYPES[model_section.dtype],
+        dtype=dtype,
         device=device,
         load_format=model_section.load_format,
         progress=options.rank == 0,
+        kernels=kernels,
+        placement=placement,
+        execution=Execution(dispatcher=None if opened is None else opened.dispatcher),
     )
     _compile(model, _most_tokens(section), show=options.rank == 0)
     if isinstance(section, DecodeSection):
@@ -104,6 +117,7 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
         max_model_len=max_model_len,
         kv_pool=kv_pool,
         runner=runner,
+        close_transfers=closer(opened, device),
     )
 
 

@@ -15,6 +15,7 @@ from engine.execution import Execution
 from engine.kernels.base import Kernels
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.weights.dummy import fill_with_dummy_weights
 from engine.weights.loader import load_weights
@@ -39,6 +40,7 @@ def build_model(
     with_mtp: bool = False,
     progress: bool = False,
     kernels: Kernels | None = None,
+    placement: ExpertPlacement | None = None,
     execution: Execution | None = None,
 ) -> DeepseekV3ForCausalLM:
     """Build this rank's model and fill it.
@@ -52,6 +54,7 @@ def build_model(
         with_mtp: build the multi-token-prediction layers.
         progress: show a bar on stderr.
         kernels: that the model runs on; None for the fastest of the device.
+        placement: slots of the routed experts; None for one each.
         execution: how steps run on several ranks; None for what fits `groups`.
 
     Raises:
@@ -63,19 +66,14 @@ def build_model(
     config = source if isinstance(source, ModelConfig) else ModelConfig.from_dir(source)
     groups = groups or ProcessGroups()
     _check_device(groups, torch.device(device))
-    if with_mtp and not config.num_nextn_predict_layers:
-        raise ConfigError(
-            "num_nextn_predict_layers",
-            0,
-            "multi-token prediction was asked for, and the checkpoint has no such layer",
-            "turn it off or use a checkpoint that has one",
-        )
+    _check_mtp(config, with_mtp)
     model = DeepseekV3ForCausalLM(
         config,
         groups,
         dtype=dtype,
         device=device,
         with_mtp=with_mtp,
+        placement=placement,
         kernels=kernels,
         execution=execution,
     )
@@ -121,3 +119,13 @@ def _check_device(groups: ProcessGroups, device: torch.device) -> None:
     # A rank that sees one device was given it; how many there are is not ours to know then.
     if device.type == "cuda" and num_visible != 1:
         groups.dims.check_devices(num_visible, "cuda")
+
+
+def _check_mtp(config: ModelConfig, with_mtp: bool) -> None:
+    if with_mtp and not config.num_nextn_predict_layers:
+        raise ConfigError(
+            "num_nextn_predict_layers",
+            0,
+            "multi-token prediction was asked for, and the checkpoint has no such layer",
+            "turn it off or use a checkpoint that has one",
+        )

@@ -520,6 +520,7 @@ async def run_cluster(**settings: Any) -> AsyncIterator[DecodeCluster]:
     runner = ContextRunner(pool)
     side = ModelSide(
         groups=ProcessGroups(),
+        close_transfers=lambda: None,
         epoch=EPOCH,
         lockstep=SoloLockstep(),
         vocab_size=VOCAB_SIZE,

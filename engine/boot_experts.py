@@ -1,0 +1,88 @@
+"""The boot of a rank's experts: in which slots they stand, and how tokens travel to them.
+
+A part of `engine.boot`, by what the configuration of the role says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine.config import ModelConfig
+from engine.kernels.base import Kernels
+from engine.parallel.dims import ParallelDims
+from engine.parallel.expert_balance import balance_experts
+from engine.parallel.expert_placement import ExpertPlacement
+from engine.parallel.groups import ProcessGroups
+from engine.parallel.open_dispatcher import (
+    DispatcherKind,
+    OpenDispatcher,
+    RankExperts,
+    open_decode_dispatcher,
+)
+from runtime.config import DecodeSection, PrefillSection
+from runtime.errors import ConfigError
+
+
+def place_experts(
+    section: PrefillSection | DecodeSection,
+    config: ModelConfig,
+    dims: ParallelDims,
+    device: torch.device,
+) -> ExpertPlacement:
+    """Choose the slots of the experts.
+
+    Nothing is known of their load at the start, so redundant slots are dealt out evenly.
+
+    Raises:
+        ConfigError: the ranks cannot split the model, or hold equally many experts.
+    """
+    num_redundant = section.num_redundant_experts if isinstance(section, DecodeSection) else 0
+    num_experts = config.n_routed_experts
+    num_slots = num_experts + num_redundant
+    dims.check_model(config, num_physical_experts=num_slots)
+    if not num_redundant:
+        return ExpertPlacement.identity(num_experts, device)
+    slots = balance_experts([1.0] * num_experts, num_slots=num_slots, num_ranks=dims.ep)
+    return ExpertPlacement.from_physical(slots, num_experts, device=device)
+
+
+def open_transfers(
+    section: PrefillSection | DecodeSection,
+    config: ModelConfig,
+    groups: ProcessGroups,
+    kernels: Kernels,
+    placement: ExpertPlacement,
+) -> OpenDispatcher | None:
+    """Open the way to experts that a captured step can hold; None where there is no GPU.
+
+    Raises:
+        ConfigError: a step may bring more tokens than the ranks make room for.
+    """
+    if not isinstance(section, DecodeSection) or section.device == "cpu":
+        return None
+    if not config.num_moe_layers:
+        return None
+    most = section.max_tokens_per_rank
+    if section.max_num_seqs > most and groups.dims.ep > 1:
+        problem = f"decode.max_tokens_per_rank is {most}"
+        raise ConfigError("decode.max_num_seqs", section.max_num_seqs, problem, f"{most} or less")
+    experts = RankExperts(
+        config=config,
+        groups=groups,
+        kernels=kernels,
+        num_physical_experts=placement.num_physical_experts,
+    )
+    return open_decode_dispatcher(DispatcherKind.AUTO, experts, max_tokens_per_rank=most)
+
+
+def closer(opened: OpenDispatcher | None, device: torch.device) -> Callable[[], None]:
+    """Return what closes it on the device of the rank, whichever is the calling thread's."""
+
+    def close() -> None:
+        if opened is not None:
+            with torch.cuda.device(device):
+                opened.close()
+
+    return close
