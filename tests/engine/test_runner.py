@@ -250,33 +250,3 @@ def test_results_are_of_the_requests_as_they_were_launched() -> None:
     request.num_computed_tokens, request.block_table = 4, []
     request.output_token_ids.append(9)
     assert pending.collect() == expected
-
-
-@pytest.mark.gpu
-def test_launching_never_makes_the_host_wait() -> None:
-    device = torch.device("cuda")
-    model = FakeModel()
-    model.head = model.head.to(device)
-    hidden = torch.randn(64, LATENT_DIM, device=device)
-    model.forward = lambda batch, pool, *, on_layer_done=None: hidden[: batch.num_tokens]  # type: ignore[method-assign]
-    runner = ModelRunner(
-        model, KVPool(64, 2, BLOCK_SIZE, LATENT_DIM, device=device), Sampler(VOCAB)
-    )
-    every = SamplingParams(
-        temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.2, min_tokens=3,
-        stop_token_ids=(4,), logit_bias={3: 1.0}, num_logprobs=2, num_prompt_logprobs=1,
-    )  # fmt: skip
-    requests = [make_request([1, 2, 3], 1), make_request([4, 5], 9, every)]
-    plan = [ScheduledRequest(request, request.num_prompt_tokens) for request in requests]
-    runner.launch(plan, keep_hidden=True).collect()  # first calls may wait for memory
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        first = runner.launch(plan, keep_hidden=True)
-        for request in requests:
-            request.num_launched_tokens = request.num_prompt_tokens
-        second = runner.launch([ScheduledRequest(request, 1) for request in requests], after=first)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    results = [first.collect(), second.collect()]
-    assert all(result.sampled is not None for step in results for result in step)
-    assert second.idle_s is not None

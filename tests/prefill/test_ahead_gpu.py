@@ -1,0 +1,94 @@
+"""Between two chunks a GPU idles for less than a millisecond, if the loop launches ahead."""
+
+import statistics
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engine.batch import ForwardBatch
+from engine.memory.block_pool import BlockPool
+from engine.memory.kv_pool import KVPool
+from engine.runner import ModelRunner
+from engine.sampling.sampler import Sampler
+from prefill.kv_push import PushSettings
+from prefill.loop import EngineLoop, LoopSettings
+from prefill.messages import AddRequest, Event, FirstTokenSampled, RankClosed
+from prefill.scheduler import Scheduler
+from prefill.sender_group import SenderGroup
+from tests.prefill.fakes import BLOCK_SIZE, FakeTicketSender, make_item
+
+pytestmark = pytest.mark.gpu
+
+WIDTH = 4096
+NUM_PRODUCTS = 100  # some 20 ms of a large GPU
+CHUNK = 256
+NUM_REQUESTS = 6
+NUM_CHUNKS = 4
+
+
+class BusyModel:
+    """Keeps the device busy with products, and the host for as long as their launches take."""
+
+    def __init__(self) -> None:
+        self.weight = torch.randn(WIDTH, WIDTH, device="cuda", dtype=torch.bfloat16) / 64
+        self.head = torch.randn(32, 64, device="cuda")
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv_pool: KVPool,
+        *,
+        on_layer_done: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        hidden = self.weight
+        for _ in range(NUM_PRODUCTS):
+            hidden = hidden @ self.weight
+        return hidden[: batch.num_tokens, :64].float()
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.head.T
+
+
+def measure_gaps(max_ahead: int) -> list[float]:
+    """Idle seconds between the steps of a queue of prompts."""
+    events: list[Event] = []
+    gaps: list[float] = []
+    num_blocks = NUM_REQUESTS * NUM_CHUNKS * CHUNK // BLOCK_SIZE + 1
+    scheduler = Scheduler(
+        BlockPool(num_blocks, BLOCK_SIZE), max_num_seqs=4, max_num_batched_tokens=CHUNK
+    )
+    sender = FakeTicketSender(lambda closure: loop.submit(RankClosed(0, closure)))
+    pool = KVPool(num_blocks, 1, BLOCK_SIZE, 8, device="cuda")
+    loop = EngineLoop(
+        scheduler,
+        ModelRunner(BusyModel(), pool, Sampler(32)),
+        SenderGroup(sender),
+        events.append,
+        LoopSettings(
+            max_model_len=4096, push=PushSettings(num_layers=1), max_ahead=max_ahead, idle_s=0.01
+        ),
+        observe_gap=gaps.append,
+    )
+    for nonce in range(1, NUM_REQUESTS + 1):
+        loop.submit(AddRequest(make_item(nonce, NUM_CHUNKS * CHUNK)))
+    loop.take_commands()
+    while scheduler.num_requests:
+        loop.step()
+        sender.close_all()
+        loop.take_commands()
+    scheduler.check_integrity()
+    assert sum(isinstance(event, FirstTokenSampled) for event in events) == NUM_REQUESTS
+    assert len(gaps) == NUM_REQUESTS * NUM_CHUNKS - 1
+    return gaps
+
+
+def test_chunks_follow_each_other_without_a_gap(capsys: pytest.CaptureFixture[str]) -> None:
+    measure_gaps(1)  # first calls wait for memory and kernels
+    one_by_one, ahead = measure_gaps(0), measure_gaps(1)
+    with capsys.disabled():
+        for name, gaps in (("one by one", one_by_one), ("launched ahead", ahead)):
+            typical, worst = statistics.median(gaps) * 1e3, max(gaps) * 1e3
+            print(f"\n{name}: idle between steps {typical:.3f} ms, at most {worst:.3f} ms")
+    assert max(ahead) < 0.001
+    assert statistics.median(ahead) < statistics.median(one_by_one)
