@@ -95,7 +95,8 @@ class StageTimer:
             label = stage_name(name, args)
             if self.mode is TimerMode.BOUNDS:
                 result = call(*args, **kwargs)
-                self._stage(label).bound_s += bound_s(name, args, result)
+                everything = (*args, *kwargs.values())
+                self._stage(label).bound_s += bound_s(name, everything, result)
                 return result
             return self._measure(label, call, args, kwargs)
 
@@ -172,6 +173,10 @@ def bound_s(name: str, args: tuple[Any, ...], result: Any) -> float:
         moved = _nbytes(q_SHL) + _nbytes(result) + pages
     elif name == "varlen_attention":
         operations, peak = attention_operations(args[0], args[2], args[3]), H200.attention
+    elif name == "varlen_attention_part":
+        operations, peak = attention_operations(args[0], args[2], args[3]), H200.attention
+        if not args[5]:
+            operations = full_attention_operations(args[0], args[2], args[3])
     elif name == "gate_logits":
         operations, peak = 2.0 * args[0].shape[0] * args[1].numel(), H200.attention
     elif name == "gather_rows":
@@ -188,6 +193,12 @@ def bound_s(name: str, args: tuple[Any, ...], result: Any) -> float:
 def attention_operations(q_THA: Tensor, v_PHV: Tensor, seqs: VarlenLengths) -> float:
     """Return the operations of causal attention: 2 per (visible pair, head, number)."""
     pairs = sum(q * (p - q) + q * (q + 1) / 2 for q, p in seqs.lengths)
+    return 2.0 * pairs * q_THA.shape[1] * (q_THA.shape[2] + v_PHV.shape[2])
+
+
+def full_attention_operations(q_THA: Tensor, v_PHV: Tensor, seqs: VarlenLengths) -> float:
+    """Return the operations of attention in which every query sees every position."""
+    pairs = sum(queries * positions for queries, positions in seqs.lengths)
     return 2.0 * pairs * q_THA.shape[1] * (q_THA.shape[2] + v_PHV.shape[2])
 
 

@@ -25,7 +25,9 @@ def add_prefill_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-tokens", type=int, default=16384, help="of a batch; with --dp of each rank"
     )
-    parser.add_argument("--overlap", type=_switch, default=True, help="two-batch overlap: on, off")
+    parser.add_argument(
+        "--overlap", type=_switch, help="two-batch overlap: on, off (default: on for several ranks)"
+    )
     parser.add_argument(
         "--lag", type=int, default=1, help="operations that the second micro-batch stays behind"
     )
@@ -160,11 +162,12 @@ def _setup(arguments: argparse.Namespace, default_axis: str) -> Setup:
 def _prefill_options(arguments: argparse.Namespace) -> PrefillOptions:
     from deploy.engine_bench.options import Collectives, PrefillOptions
 
+    setup = _setup(arguments, "tp")
     return PrefillOptions(
-        setup=_setup(arguments, "tp"),
+        setup=setup,
         prompt_len=arguments.prompt_len,
         batch_tokens=arguments.batch_tokens,
-        overlap=arguments.overlap,
+        overlap=setup.world_size > 1 if arguments.overlap is None else arguments.overlap,
         lag=arguments.lag,
         scatter=arguments.scatter,
         collectives=Collectives(arguments.collectives),

@@ -150,6 +150,8 @@ def open_session(
         kernels=kernels,
         execution=opened.execution,
     )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what drawing the weights took; the KV pool wants one piece
     say(f"weights are there after {time.perf_counter() - start:.1f} s", rank=place.rank)
     if device.type == "cuda":
         compile_kernels(list_products(model), _everyone(groups))

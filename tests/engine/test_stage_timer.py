@@ -8,7 +8,13 @@ from engine.kernels.base import VarlenLengths
 from engine.kernels.portable import PortableKernels
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
-from engine.stage_timer import TRAFFIC_MARK, StageTimer, TimerMode, attention_operations
+from engine.stage_timer import (
+    TRAFFIC_MARK,
+    StageTimer,
+    TimerMode,
+    attention_operations,
+    full_attention_operations,
+)
 from engine.weights.fp8 import quantize_block
 
 
@@ -44,6 +50,34 @@ def test_causal_attention_counts_visible_pairs() -> None:
     timer.mode = TimerMode.BOUNDS
     timer.varlen_attention(q, k, v, seqs, 1.0)
     assert timer.stages["varlen_attention"].bound_s > 2 * pairs * 2 * 40 / H200.attention * 0.99
+
+
+def test_parts_of_a_context_count_what_they_see() -> None:
+    q, k, v = torch.randn(2, 2, 24), torch.randn(6, 2, 24), torch.randn(6, 2, 16)
+    ends = torch.tensor([0, 2], dtype=torch.int32)
+    seqs = VarlenLengths(lengths=[(2, 6)], cu_seqlens_q=ends, cu_seqlens_k=3 * ends)
+    assert full_attention_operations(q, v, seqs) == 2 * 12 * 2 * (24 + 16)
+    bounds = []
+    for is_causal in (True, False):
+        timer = StageTimer(PortableKernels())
+        timer.mode = TimerMode.BOUNDS
+        timer.varlen_attention_part(q, k, v, seqs, 1.0, is_causal=is_causal)
+        bounds.append(timer.stages["varlen_attention_part"].bound_s)
+    assert bounds[1] >= bounds[0] > 0
+
+
+def test_masked_experts_count_rows_in_use() -> None:
+    kernels = PortableKernels(has_fp8=True)
+    timer = StageTimer(kernels)
+    ids = torch.tensor([[0, 1], [0, 1], [1, 0]])
+    places = kernels.mask_to_experts(ids, 0, 2, 128)
+    rows = kernels.spread_masked_rows(kernels.quantize_rows(torch.randn(3, 128)), places)
+    weights = [quantize_block(torch.randn(2 * 256, 128)), quantize_block(torch.randn(256, 128))]
+    w13, w2 = ((weight.view(2, -1, 128), scale.view(2, -1, 1)) for weight, scale in weights)
+    timer.mode = TimerMode.BOUNDS
+    timer.masked_fp8_mlp(rows, w13, w2)
+    moved = sum(weight.numel() + 4 * scale.numel() for weight, scale in weights) + 6 * 128 * 3
+    assert timer.stages["masked_fp8_mlp"].bound_s == pytest.approx(moved / H200.memory)
 
 
 class EchoGroup(RankGroup):
