@@ -72,7 +72,7 @@ class Setup:
     repeats: int = 10
     warm_ups: int = 3
     profile: bool = True
-    timeout_s: float = 300.0
+    timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         self.dims(0)

@@ -21,6 +21,7 @@ from deploy.engine_bench.report import say
 from deploy.engine_bench.routing import EvenRouting, even_experts
 from deploy.engine_bench.shapes import MeasuredModel, choose_model
 from engine.build import build_kv_pool, build_model
+from engine.config import ModelConfig
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.kernels.fp8_rows import GROUP
@@ -129,14 +130,8 @@ def open_session(
         backend=_BACKENDS[setup.device],
         timeout_s=setup.timeout_s,
     )
-    config, is_fp8 = measured.config, measured.config.fp8_block_size == GROUP
-    timer = StageTimer(
-        create_kernels(device) if device.type == "cuda" else PortableKernels(has_fp8=is_fp8)
-    )
-    kernels = cast(Kernels, timer)
-    if setup.routing is Routing.EVEN and config.num_moe_layers:
-        table = even_experts(config, max_tokens, seed=place.rank if setup.dp > 1 else 0)
-        kernels = cast(Kernels, EvenRouting(kernels, table.to(device)))
+    config = measured.config
+    timer, kernels = _make_kernels(setup, config, device, max_tokens, place.rank)
     watched = timer.watch_groups(groups)
     opened = make_execution(
         RankParts(config=config, groups=watched, kernels=kernels, timer=timer, device=device)
@@ -144,7 +139,7 @@ def open_session(
     model = build_model(
         config,
         watched,
-        dtype=torch.bfloat16 if is_fp8 else torch.float32,
+        dtype=torch.bfloat16 if _is_fp8(config) else torch.float32,
         device=device,
         load_format="dummy",
         kernels=kernels,
@@ -167,6 +162,27 @@ def open_session(
         device=device,
         close_execution=opened.close,
     )
+
+
+def _make_kernels(
+    setup: Setup, config: ModelConfig, device: torch.device, max_tokens: int, rank: int
+) -> tuple[StageTimer, Kernels]:
+    """Return the timer of the device's kernels, and the kernels that the model is given."""
+    timer = StageTimer(
+        create_kernels(device)
+        if device.type == "cuda"
+        else PortableKernels(has_fp8=_is_fp8(config))
+    )
+    kernels = cast(Kernels, timer)
+    if setup.routing is Routing.EVEN and config.num_moe_layers:
+        # Ranks that share tokens have to agree on their experts.
+        table = even_experts(config, max_tokens, seed=rank if setup.dp > 1 else 0)
+        kernels = cast(Kernels, EvenRouting(kernels, table.to(device)))
+    return timer, kernels
+
+
+def _is_fp8(config: ModelConfig) -> bool:
+    return config.fp8_block_size == GROUP
 
 
 def compile_kernels(todo: Sequence[Product], group: RankGroup) -> None:
