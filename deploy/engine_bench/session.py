@@ -22,6 +22,7 @@ from deploy.engine_bench.routing import EvenRouting, even_experts
 from deploy.engine_bench.shapes import MeasuredModel, choose_model
 from engine.build import build_kv_pool, build_model
 from engine.config import ModelConfig
+from engine.execution import Execution
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.kernels.fp8_rows import GROUP
@@ -133,20 +134,9 @@ def open_session(
     config = measured.config
     timer, kernels = _make_kernels(setup, config, device, max_tokens, place.rank)
     watched = timer.watch_groups(groups)
-    opened = make_execution(
-        RankParts(config=config, groups=watched, kernels=kernels, timer=timer, device=device)
-    )
-    model = build_model(
-        config,
-        watched,
-        dtype=torch.bfloat16 if _is_fp8(config) else torch.float32,
-        device=device,
-        load_format="dummy",
-        kernels=kernels,
-        execution=opened.execution,
-    )
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what drawing the weights took; the KV pool wants one piece
+    parts = RankParts(config=config, groups=watched, kernels=kernels, timer=timer, device=device)
+    opened = make_execution(parts)
+    model = _build_model(parts, opened.execution)
     say(f"weights are there after {time.perf_counter() - start:.1f} s", rank=place.rank)
     if device.type == "cuda":
         compile_kernels(list_products(model), _everyone(groups))
@@ -179,6 +169,21 @@ def _make_kernels(
         table = even_experts(config, max_tokens, seed=rank if setup.dp > 1 else 0)
         kernels = cast(Kernels, EvenRouting(kernels, table.to(device)))
     return timer, kernels
+
+
+def _build_model(parts: RankParts, execution: Execution) -> DeepseekV3ForCausalLM:
+    model = build_model(
+        parts.config,
+        parts.groups,
+        dtype=torch.bfloat16 if _is_fp8(parts.config) else torch.float32,
+        device=parts.device,
+        load_format="dummy",
+        kernels=parts.kernels,
+        execution=execution,
+    )
+    if parts.device.type == "cuda":
+        torch.cuda.empty_cache()  # what drawing the weights took; the KV pool wants one piece
+    return model
 
 
 def _is_fp8(config: ModelConfig) -> bool:

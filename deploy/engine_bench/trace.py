@@ -88,7 +88,11 @@ def read_spans(
     if not kernels:
         return [_range_span(event) for event in _outermost(inner)]
     launches = [
-        event for event in events if event.get("cat") in _LAUNCHES and first <= event["ts"] <= last
+        event
+        for event in events
+        if event.get("cat") in _LAUNCHES
+        and first <= event["ts"] <= last
+        and "correlation" in event.get("args", {})
     ]
     found, known = _innermost(inner, launches), names or {}
     spans = [
