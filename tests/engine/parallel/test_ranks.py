@@ -1,6 +1,7 @@
 """Real ranks over gloo: 2 and 4 processes give the tokens of one, and notice a lost peer."""
 
 import json
+import os
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -46,8 +47,11 @@ def one_rank(checkpoints: Path) -> list[list[int]]:
 
 
 def _free_ports(count: int) -> int:
-    """Return the first of `count` neighbouring ports that are free now."""
-    for first in range(20011, 60000, 97):
+    """Return the first of `count` neighbouring ports that are free now.
+
+    The search begins elsewhere in every process: test runs side by side must not meet.
+    """
+    for first in range(20011 + os.getpid() % 350 * 34, 60000, 97):
         with ExitStack() as stack:
             try:
                 for port in range(first, first + count):
