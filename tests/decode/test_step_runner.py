@@ -32,6 +32,7 @@ def boot(model: FakeModel) -> BootedRank:
         max_model_len=32,
         kv_pool=pool,
         runner=ModelRunner(model, pool, Sampler(model.config.vocab_size)),
+        close_transfers=lambda: None,
     )
 
 
