@@ -36,6 +36,9 @@ class DecodeMetrics:
         self._quarantined = Gauge(
             "pd_decode_quarantined_blocks", "KV blocks in quarantine", registry=registry
         )
+        self._offloaded = Gauge(
+            "pd_decode_offloaded_blocks", "KV blocks in host memory", registry=registry
+        )
         self._preemptions = Counter(
             "pd_decode_preemptions", "Requests whose KV went to host memory", registry=registry
         )
@@ -122,6 +125,10 @@ class DecodeMetrics:
     def fenced(self) -> None:
         """A writer was shut out."""
         self._fences.inc()
+
+    def set_offloaded(self, num_blocks: int) -> None:
+        """So many blocks of preempted requests are in host memory."""
+        self._offloaded.set(num_blocks)
 
     def set_load(self, counts: Mapping[DecodeStatus, int], load: decode_pb2.LoadReport) -> None:
         """Mirror the books."""

@@ -29,6 +29,11 @@ class BlockCopier(Protocol[CopyT]):
 class HostStore(Protocol):
     """What the scheduler needs of an offload store."""
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are held now."""
+        ...
+
     def can_hold(self, num_blocks: int) -> bool:
         """Whether so many more blocks fit."""
 
@@ -40,6 +45,9 @@ class HostStore(Protocol):
 
     def drop(self, request_id: str) -> None:
         """Forget what was saved."""
+
+    def check_integrity(self) -> None:
+        """Raise InternalError if the books disagree."""
 
 
 class HostBlockStore(Generic[CopyT]):

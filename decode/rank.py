@@ -198,6 +198,7 @@ class DecodeRank:
             num_quarantined_blocks=self.desk.num_quarantined_blocks,
         )
         self._metrics.set_load(self.counts(), report)
+        self._metrics.set_offloaded(self._scheduler.num_offloaded_blocks)
         self._metrics.transfers.set_quarantined(self.desk.quarantined_blocks())
         return report
 

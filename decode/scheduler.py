@@ -77,6 +77,11 @@ class DecodeScheduler:
         """All requests that are here."""
         return [*self.running, *self.preempted, *self.waiting]
 
+    @property
+    def num_offloaded_blocks(self) -> int:
+        """Blocks of preempted requests in host memory."""
+        return self._host.num_blocks
+
     def add(self, request: DecodeRequest) -> None:
         """Take over a request in WAITING: KV of the prompt complete, first token known."""
         assert request.status is DecodeStatus.WAITING
@@ -160,7 +165,17 @@ class DecodeScheduler:
         )
 
     def check_integrity(self) -> None:
-        """Raise InternalError if a queue holds a request of another status or order."""
+        """Raise InternalError if a queue holds a request of another status or order.
+
+        Or if host memory holds other KV than that of the preempted requests.
+        """
+        self._host.check_integrity()
+        num_offloaded = sum(self._num_valid_blocks(request) for request in self.preempted)
+        if num_offloaded != self._host.num_blocks:
+            raise InternalError(
+                f"host memory holds {self._host.num_blocks} blocks, preempted requests "
+                f"{num_offloaded}"
+            )
         for request in self.lingering:
             if request.status is not DecodeStatus.FINISHED or not request.request.block_table:
                 raise InternalError("a request lingers without a reason")
