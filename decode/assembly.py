@@ -172,7 +172,7 @@ def build_rank(
     """The books: block pool, tickets, scheduler, and the rank that conducts them."""
     decode, settings = options.config.decode, options.config.kv_transfer
     pool = BlockPool(
-        decode.num_blocks,
+        side.kv_pool.num_blocks,
         decode.block_size,
         enable_prefix_caching=decode.enable_prefix_caching,
     )

@@ -172,6 +172,8 @@ def _check_lengths(config: ClusterConfig, model: ModelConfig) -> None:
     length = wanted or most
     for role in ("prefill", "decode"):
         section = getattr(config, role)
+        if not section.num_blocks:
+            continue  # known when the rank has measured its GPU
         num_tokens = (section.num_blocks - 1) * section.block_size
         if num_tokens < length:
             needed = -(-length // section.block_size) + 1

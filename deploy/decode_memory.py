@@ -9,7 +9,7 @@ from __future__ import annotations
 from engine.config import ModelConfig
 from engine.graphs.buckets import batch_buckets
 from engine.parallel.ep_budget import DecodeBudget, DecodePlan, divide_memory
-from runtime.config import ClusterConfig
+from runtime.config import ClusterConfig, DecodeSection
 from runtime.errors import ConfigError
 
 _FIELDS = {
@@ -44,7 +44,7 @@ def plan_decode_memory(config: ClusterConfig, model: ModelConfig) -> DecodeBudge
         block_size=decode.block_size,
         latent_bytes=model.latent_dim * _ITEM_BYTES[dtype],
         num_graphs=len(batch_buckets(decode.max_num_seqs)),
-        device_bytes=int(decode.device_memory_gib * 2**30),
+        device_bytes=int(decode.device_memory_gib * decode_share(decode) * 2**30),
     )
     try:
         budget = divide_memory(model, plan)
@@ -60,6 +60,11 @@ def plan_decode_memory(config: ClusterConfig, model: ModelConfig) -> DecodeBudge
             f"{budget.num_blocks} or less, or more ranks",
         )
     return budget
+
+
+def decode_share(decode: DecodeSection) -> float:
+    """What of a GPU is divided: all of it, or the share within which blocks are to be chosen."""
+    return 1.0 if decode.num_blocks else decode.gpu_memory_fraction
 
 
 def describe_decode_memory(budget: DecodeBudget) -> list[str]:

@@ -18,6 +18,7 @@ from engine.config import ModelConfig
 from engine.execution import Execution
 from engine.jit_cache import use_jit_cache
 from engine.kernels.create import create_kernels
+from engine.kv_size import choose_num_blocks
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.dims import ParallelDims
@@ -98,12 +99,9 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
     _compile(model, _most_tokens(section), show=options.rank == 0)
     if isinstance(section, DecodeSection):
         model.prepare_absorption()  # before the KV pool takes the memory
-    kv_pool = build_kv_pool(
-        model,
-        section.num_blocks,
-        block_size=section.block_size,
-        dtype=None if section.kv_dtype == "auto" else _DTYPES[section.kv_dtype],
-    )
+    kv_dtype = None if section.kv_dtype == "auto" else _DTYPES[section.kv_dtype]
+    num_blocks = choose_num_blocks(section, model, max_model_len=max_model_len, kv_dtype=kv_dtype)
+    kv_pool = build_kv_pool(model, num_blocks, block_size=section.block_size, dtype=kv_dtype)
     runner = ModelRunner(model, kv_pool, Sampler(config.vocab_size))
     runner.run_dummy()  # every rank takes part, so that the first request does not pay for it
     logger.info(

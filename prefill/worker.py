@@ -294,7 +294,7 @@ def make_loop(
     """
     section, model = options.config.prefill, parts.model
     pool = BlockPool(
-        section.num_blocks,
+        model.kv_pool.num_blocks,
         section.block_size,
         enable_prefix_caching=section.enable_prefix_caching,
     )

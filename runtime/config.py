@@ -111,7 +111,9 @@ class PrefillSection:
     max_num_batched_tokens: int = 1024
     """Most prompt tokens of one step; longer prompts are computed in chunks."""
     num_blocks: int = 256
-    """Blocks of the KV pool, block 0 (padding) included."""
+    """Blocks of the KV pool, block 0 (padding) included; 0 with "cuda": as many as fit."""
+    gpu_memory_fraction: float = 0.92
+    """Of a GPU's memory, what a worker may take with everything; decides what 0 blocks are."""
     block_size: int = 64
     """Tokens of one block; the same in both roles."""
     enable_prefix_caching: bool = True
@@ -144,6 +146,7 @@ class DecodeSection:
     max_num_seqs: int = 32
     """Most requests of one step and rank."""
     num_blocks: int = 384
+    gpu_memory_fraction: float = 0.92
     block_size: int = 64
     max_num_reserved: int = 256
     """Most requests per rank that hold or await blocks; one more is rejected as overload."""
@@ -190,10 +193,22 @@ def _check_worker(role: str, section: PrefillSection | DecodeSection) -> None:
     _one_of(f"{role}.device", section.device, ("cpu", "cuda"))
     _at_least(f"{role}.num_threads", section.num_threads, 1)
     _at_least(f"{role}.max_num_seqs", section.max_num_seqs, 1)
-    _at_least(f"{role}.num_blocks", section.num_blocks, 2)
+    _check_memory(role, section)
     _at_least(f"{role}.block_size", section.block_size, 1)
     _one_of(f"{role}.kv_dtype", section.kv_dtype, ("auto", "float32", "bfloat16", "fp8"))
     _one_of(f"{role}.overlap_steps", section.overlap_steps, ("auto", "on", "off"))
+
+
+def _check_memory(role: str, section: PrefillSection | DecodeSection) -> None:
+    path, fraction = f"{role}.gpu_memory_fraction", section.gpu_memory_fraction
+    if not 0.0 < fraction <= 1.0:
+        raise ConfigError(path, fraction, "is no share of a memory", "above 0, at most 1")
+    path = f"{role}.num_blocks"
+    if section.num_blocks == 0 and section.device == "cpu":
+        problem = "is chosen by the memory of a GPU, and the device is a CPU"
+        raise ConfigError(path, 0, problem, "2 or more")
+    if section.num_blocks:
+        _at_least(path, section.num_blocks, 2)
 
 
 def _max_ahead(section: PrefillSection | DecodeSection) -> int:

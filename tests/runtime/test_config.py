@@ -106,3 +106,20 @@ def test_steps_are_captured_on_gpus_unless_told_otherwise() -> None:
     assert not DecodeSection(device="cuda", cuda_graphs="off").wants_graphs
     with pytest.raises(ConfigError, match="cuda_graphs"):
         DecodeSection(cuda_graphs="yes")
+
+
+@pytest.mark.parametrize("section", [PrefillSection, DecodeSection])
+def test_blocks_are_counted_by_hand_or_by_a_gpu(
+    section: type[PrefillSection] | type[DecodeSection],
+) -> None:
+    assert section(device="cuda", num_blocks=0).num_blocks == 0
+    for changes, field in (
+        ({"num_blocks": 0}, "num_blocks"),
+        ({"num_blocks": 1}, "num_blocks"),
+        ({"num_blocks": -1, "device": "cuda"}, "num_blocks"),
+        ({"gpu_memory_fraction": 0.0}, "gpu_memory_fraction"),
+        ({"gpu_memory_fraction": 1.1}, "gpu_memory_fraction"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            section(**changes)  # type: ignore[arg-type]
+        assert caught.value.path.endswith(f".{field}")

@@ -1,0 +1,109 @@
+"""Steps that nobody asked for, before the first request: the largest one that can come.
+
+They find out how much memory a step needs, and make kernels compile that would otherwise do so
+under the first request that needs them: attention over a context in parts, and sampling of every
+kind. The key idea: such a step is made of ordinary requests whose blocks are all the dummy block,
+so it runs over a pool of any size and leaves no trace.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.batch import build_forward_batch
+from engine.request import Request, ScheduledRequest, num_blocks_for
+from engine.runner import ModelRunner
+from runtime.sampling import SamplingParams
+
+_PLAIN = SamplingParams(temperature=0.0)
+_FULL = SamplingParams(
+    temperature=0.7,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={0: 1.0},
+    seed=1,
+    min_tokens=1,
+    stop_token_ids=(0,),
+    num_logprobs=1,
+)
+_SCORED = SamplingParams(temperature=0.0, num_prompt_logprobs=1)
+
+
+def largest_prefill(
+    *, max_num_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int
+) -> list[ScheduledRequest]:
+    """Return a step of `max_num_tokens` tokens, the first request at the end of a full context.
+
+    Args:
+        max_num_tokens: of a step.
+        max_num_seqs: most requests of a step.
+        max_model_len: most tokens of a request.
+        block_size: tokens per block.
+    """
+    scheduled: list[ScheduledRequest] = []
+    left = max_num_tokens
+    while left and len(scheduled) < max_num_seqs:
+        count = min(left, max_model_len)
+        length = count if scheduled else max_model_len
+        sampling = _FULL if scheduled else _SCORED
+        scheduled.append(_schedule(length, count, block_size, sampling))
+        left -= count
+    return scheduled
+
+
+def largest_decode(
+    *, max_num_seqs: int, max_model_len: int, block_size: int
+) -> list[ScheduledRequest]:
+    """Return a step of `max_num_seqs` requests with full contexts and one token each.
+
+    Args:
+        max_num_seqs: most requests of a step.
+        max_model_len: most tokens of a request.
+        block_size: tokens per block.
+    """
+    return [
+        _schedule(max_model_len, 1, block_size, _PLAIN if index else _FULL)
+        for index in range(max_num_seqs)
+    ]
+
+
+def sampled_prefill(block_size: int) -> list[ScheduledRequest]:
+    """Return a short step that samples in every way: the kinds alone would leave kernels out."""
+    return [_schedule(2, 2, block_size, sampling) for sampling in (_PLAIN, _FULL, _SCORED)]
+
+
+def rehearse(
+    runner: ModelRunner, scheduled: Sequence[ScheduledRequest], *, follows: bool = False
+) -> None:
+    """Run a step and wait for it; every rank of the instance calls.
+
+    Args:
+        runner: of the rank.
+        scheduled: the same on all ranks of a tensor-parallel group.
+        follows: whether another rank of that group samples.
+    """
+    if not follows:
+        runner.launch(scheduled).collect()
+        return
+    pool = runner.kv_pool
+    with torch.inference_mode():
+        batch = build_forward_batch(scheduled, pool.block_size, pool.device)
+    runner.forward_only(batch)
+
+
+def _schedule(
+    length: int, count: int, block_size: int, sampling: SamplingParams
+) -> ScheduledRequest:
+    """The last `count` tokens of a context of `length` tokens, in the dummy block."""
+    request = Request(
+        request_id="rehearsal",
+        prompt_token_ids=[0] * length,
+        sampling=sampling,
+        block_table=[0] * num_blocks_for(length, block_size),
+        num_computed_tokens=length - count,
+    )
+    return ScheduledRequest(request, count)

@@ -1,0 +1,58 @@
+"""What fits beside the rest: the terms add up, and what does not fit is refused with them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.memory.kv_budget import MemorySums, check_num_blocks
+from runtime.errors import ConfigError
+
+GIB = 2**30
+SIZES = st.integers(0, 200 * GIB)
+
+
+def sums(**changes: float) -> MemorySums:
+    terms = {
+        "total": 140 * GIB,
+        "used": 100 * GIB,
+        "graphs": 2 * GIB,
+        "activations": 6 * GIB,
+        "block_bytes": 5 * 2**20,
+        "fraction": 0.9,
+    }
+    return MemorySums(**(terms | changes))  # type: ignore[arg-type]
+
+
+def test_what_is_left_of_the_share_is_kv() -> None:
+    assert sums().room == 126 * GIB - 108 * GIB
+    assert sums().num_blocks == 18 * 1024 // 5
+
+
+@given(SIZES, SIZES, SIZES, SIZES, st.integers(1, GIB), st.floats(0.01, 1.0))
+def test_blocks_never_exceed_the_share(
+    total: int, used: int, graphs: int, activations: int, block_bytes: int, fraction: float
+) -> None:
+    drawn = MemorySums(
+        total=total,
+        used=used,
+        graphs=graphs,
+        activations=activations,
+        block_bytes=block_bytes,
+        fraction=fraction,
+    )
+    taken = used + graphs + activations
+    if drawn.num_blocks:
+        assert taken + drawn.num_blocks * block_bytes <= total * fraction
+    assert taken + (drawn.num_blocks + 1) * block_bytes > int(total * fraction)
+
+
+@pytest.mark.parametrize(("role", "field"), [("prefill", "batched_tokens"), ("decode", "seqs")])
+def test_less_than_one_request_is_refused_with_the_sums(role: str, field: str) -> None:
+    assert check_num_blocks(role, 3, sums(), block_size=64, max_model_len=128) == 3
+    with pytest.raises(ConfigError) as caught:
+        check_num_blocks(role, 2, sums(used=138 * GIB), block_size=64, max_model_len=128)
+    assert (caught.value.path, caught.value.value) == (f"{role}.num_blocks", 0)
+    assert "used=138.00" in caught.value.problem
+    assert "left=-20.00" in caught.value.problem
+    assert f"{role}.max_num_{field}" in caught.value.fix
+    assert f"{role}.gpu_memory_fraction" in caught.value.fix
