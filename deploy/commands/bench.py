@@ -16,6 +16,8 @@ from deploy.engine_bench.command import (
 )
 from deploy.kv_bench.command import add_arguments as add_kv_arguments
 from deploy.kv_bench.command import run as run_kv
+from deploy.pair_bench.command import add_arguments as add_pair_arguments
+from deploy.pair_bench.command import run as run_pair
 from deploy.tune.command import add_arguments as add_tune_arguments
 from deploy.tune.command import run as run_tune
 from runtime.config_file import load_config
@@ -42,6 +44,9 @@ def add_parser(commands: Subparsers) -> None:
     decode = subjects.add_parser("decode", help="tokens per second of decode steps on these GPUs")
     add_decode_arguments(decode)
     decode.set_defaults(command=run_decode_command)
+    pair = subjects.add_parser("pair", help="a prefill and a decode instance, and each alone")
+    add_pair_arguments(pair)
+    pair.set_defaults(command=run_pair)
     tune = subjects.add_parser("tune", help="find the fastest tiles of FP8 products on this GPU")
     add_tune_arguments(tune)
     tune.set_defaults(command=run_tune)

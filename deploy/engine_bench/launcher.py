@@ -24,11 +24,12 @@ from runtime.errors import ConfigError, TandemError
 from runtime.process import die_with_parent
 
 _HOST = "127.0.0.1"
-_NO_MULTICAST = {
+NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
+"""Environment of processes with GPUs: multicast is never used."""
 
 Options = TypeVar("Options")
 Result = TypeVar("Result")
@@ -90,7 +91,7 @@ def launch(job: Job[Options, Result]) -> Result | None:
 def _prepare_environment() -> None:
     """Before the kernel libraries are imported, here or in a process that we start."""
     use_jit_cache()
-    for name, value in _NO_MULTICAST.items():
+    for name, value in NO_MULTICAST.items():
         os.environ.setdefault(name, value)
 
 

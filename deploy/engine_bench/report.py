@@ -25,9 +25,9 @@ class Quantiles:
         """Those of at least one time; between two of them, by their distance."""
         ordered = sorted(seconds)
         return cls(
-            median=_quantile(ordered, 0.5) * 1e3,
-            p10=_quantile(ordered, 0.1) * 1e3,
-            p90=_quantile(ordered, 0.9) * 1e3,
+            median=quantile(ordered, 0.5) * 1e3,
+            p10=quantile(ordered, 0.1) * 1e3,
+            p90=quantile(ordered, 0.9) * 1e3,
             count=len(ordered),
         )
 
@@ -48,7 +48,8 @@ def write_report(report: Mapping[str, object], path: Path | None) -> None:
         path.write_text(text + "\n", encoding="utf-8")
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float:
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The value below which ``share`` of at least one lies; between two, by their distance."""
     place = share * (len(ordered) - 1)
     below = int(place)
     above = min(below + 1, len(ordered) - 1)

@@ -1,0 +1,201 @@
+"""The phases of a measurement on one cluster: prefill alone, decode alone, both. And its report."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import uvloop
+
+from deploy.engine_bench.machine import describe_command, describe_machine
+from deploy.engine_bench.report import Report, say
+from deploy.pair_bench.client import Target
+from deploy.pair_bench.cluster import PairCluster
+from deploy.pair_bench.figures import (
+    count_failed,
+    describe_decode,
+    describe_pair,
+    describe_prefill,
+)
+from deploy.pair_bench.load import Load
+from deploy.pair_bench.model_folder import write_model_folder
+from deploy.pair_bench.options import MODEL_NAME, PairOptions
+from engine.config import ModelConfig
+
+NOTES = (
+    "weights are invented; experts are chosen by the invented router, so they are not balanced",
+    "the model is drawn at temperature 1: every request goes a way of its own",
+    "requests/s of decode alone are its tokens/s over the tokens of an answer but the first",
+    "requests/s of the pair are its output tokens/s over the tokens of an answer",
+)
+_NUM_FIRST = 4
+_FIRST_TOKENS = 8
+
+
+def run_pair(options: PairOptions, log_dir: Path | None = None) -> Report:
+    """Measure.
+
+    Args:
+        options: what.
+        log_dir: keeps the logs of the processes; None for a temporary folder.
+
+    Raises:
+        ConfigError: a value that cannot work here.
+        ClusterError: a process ended, or blocks were not given back.
+    """
+    config = options.model()
+    with tempfile.TemporaryDirectory(prefix="tandem-pair-") as temporary:
+        folder = Path(temporary) if log_dir is None else log_dir
+        model = folder / "model"
+        write_model_folder(model, config)
+        began = time.perf_counter()
+        cluster = PairCluster(
+            options.cluster(model), folder, start_timeout_s=options.start_timeout_s
+        )
+        with cluster:
+            start_s = time.perf_counter() - began
+            say(f"ready after {start_s:.1f} s")
+            phases = _Phases(options, config, cluster)
+            phases.run()
+    return {
+        "benchmark": "pair",
+        "label": options.label,
+        "notes": [*NOTES, *phases.notes],
+        "options": dataclasses.asdict(options),
+        "start_s": start_s,
+        **compare(phases.reports),
+        **phases.reports,
+        "num_failed": phases.num_failed,
+        "pools_empty": True,  # else the phase would have failed
+        "machine": describe_machine(options.device, options.prefill_tp + options.decode_dp),
+        **describe_command(),
+    }
+
+
+def compare(reports: dict[str, Report]) -> Report:
+    """The pair's rate over that of the slower side alone."""
+    rates = {side: _rate(reports[f"{side}_alone"]) for side in ("prefill", "decode")}
+    slower = min(rates, key=rates.__getitem__)
+    return {
+        "slower_side": slower,
+        "ratio": _rate(reports["pair"]) / rates[slower] if rates[slower] else None,
+    }
+
+
+def _rate(report: Report) -> float:
+    rate = report["requests_per_s"]
+    assert isinstance(rate, float)
+    return rate
+
+
+class _Phases:
+    """Each phase begins and ends with empty pools."""
+
+    def __init__(self, options: PairOptions, config: ModelConfig, cluster: PairCluster) -> None:
+        self.reports: dict[str, Report] = {}
+        self.notes: list[str] = []
+        self.num_failed = 0
+        self._options = options
+        self._config = config
+        self._cluster = cluster
+        host, port = cluster.config.cluster.host, cluster.config.router.port
+        self._target = Target(host=host, port=port, model=MODEL_NAME)
+        self._num_loads = 0
+
+    def run(self) -> None:
+        """All of them. The pair comes last, when nothing is new to any process."""
+        options = self._options
+        self._phase("first", self._first)
+        self._phase("prefill_alone", self._prefill)
+        self._phase("decode_alone", self._decode)
+        self._phase("pair", self._pair)
+        decode = self.reports["decode_alone"]
+        if decode["num_running"] != options.num_running:
+            self.notes.append(
+                f"decode alone ran {decode['num_running']} of {options.num_running} requests at"
+                " once: answers were over before all had begun; raise --decode-len"
+            )
+        if options.rate:
+            self.notes.append(
+                f"the pair was given {options.rate:g} requests/s: its ratio is no limit"
+            )
+
+    def _phase(self, name: str, measure: Callable[[], Awaitable[Report]]) -> None:
+        began, cpu_s = time.perf_counter(), time.process_time()
+        router_s = self._cluster.router_cpu_s()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            report = runner.run(self._watched(measure))
+        seconds = time.perf_counter() - began
+        self.reports[name] = {
+            **report,
+            "client_cpu_share": (time.process_time() - cpu_s) / seconds,
+            "router_cpu_share": (self._cluster.router_cpu_s() - router_s) / seconds,
+        }
+        self._cluster.wait_idle()
+        say(f"{name}: {seconds:.1f} s, {report.get('requests_per_s', 0.0):.2f} requests/s")
+
+    async def _watched(self, measure: Callable[[], Awaitable[Report]]) -> Report:
+        """Give up when a process ends, instead of waiting for its answers."""
+        work = asyncio.ensure_future(measure())
+        try:
+            while not work.done():
+                await asyncio.wait({work}, timeout=0.5)
+                self._cluster.check()
+            return work.result()
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+    async def _first(self) -> Report:
+        """What is done once: connections, handshakes, buffers."""
+        load = self._load(min(_FIRST_TOKENS, self._options.output_len))
+        await load.burst(_NUM_FIRST * self._options.decode_dp)
+        self._count_failed(load)
+        return {}
+
+    async def _prefill(self) -> Report:
+        load = self._load(1)
+        window = await self._window(load, rate=0.0)
+        return describe_prefill(load.logs, window)
+
+    async def _decode(self) -> Report:
+        load = self._load(self._options.decode_alone_len)
+        await load.burst(self._options.num_running)
+        self._count_failed(load)
+        return describe_decode(load.logs, self._options.output_len)
+
+    async def _pair(self) -> Report:
+        load = self._load(self._options.output_len)
+        window = await self._window(load, rate=self._options.rate)
+        return describe_pair(load.logs, window)
+
+    async def _window(self, load: Load, *, rate: float) -> tuple[float, float]:
+        options = self._options
+        window = await load.window(
+            in_flight=options.num_in_flight,
+            rate=rate,
+            warm_up_s=options.warm_up_s,
+            seconds=options.seconds,
+        )
+        self._count_failed(load)
+        return window
+
+    def _load(self, max_tokens: int) -> Load:
+        self._num_loads += 1
+        return Load(
+            target=self._target,
+            vocab_size=self._config.vocab_size,
+            prompt_len=self._options.prompt_len,
+            max_tokens=max_tokens,
+            seed=1000 * self._options.seed + self._num_loads,
+        )
+
+    def _count_failed(self, load: Load) -> None:
+        self.num_failed += count_failed(load.logs)
+        for error in sorted({log.error for log in load.logs if log.error})[:3]:
+            say(f"a request failed: {error}")
+            self.notes.append(f"a request failed: {error}")
