@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.boot_experts import closer, open_transfers, place_experts
+from engine.boot_execution import open_execution
+from engine.boot_experts import place_experts
 from engine.build import build_kv_pool, build_model
 from engine.config import ModelConfig
-from engine.execution import Execution
 from engine.jit_cache import use_jit_cache
 from engine.kernels.create import create_kernels
 from engine.kv_size import choose_num_blocks
@@ -25,7 +25,7 @@ from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, agree_on_epoch, init_process_groups
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
-from engine.warm_up import products, warm_up
+from engine.warm_up import attention_products, products, warm_up
 from engine.weights.progress import Unit, progress_bar
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
@@ -84,7 +84,9 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
     epoch = agree_on_epoch(groups.tp_group if dims.tp > 1 else groups.ep_group)
     dtype = _DTYPES[model_section.dtype]
     kernels = create_kernels(device, dtype)
-    opened = open_transfers(section, config, groups, kernels, placement)
+    opened = open_execution(
+        section, config, groups, kernels=kernels, placement=placement, device=device
+    )
     model = build_model(
         model_section.path,
         groups,
@@ -94,9 +96,9 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
         progress=options.rank == 0,
         kernels=kernels,
         placement=placement,
-        execution=Execution(dispatcher=None if opened is None else opened.dispatcher),
+        execution=opened.execution,
     )
-    _compile(model, _most_tokens(section), show=options.rank == 0)
+    _compile(model, section, show=options.rank == 0)
     if isinstance(section, DecodeSection):
         model.prepare_absorption()  # before the KV pool takes the memory
     kv_dtype = None if section.kv_dtype == "auto" else _DTYPES[section.kv_dtype]
@@ -115,7 +117,7 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
         max_model_len=max_model_len,
         kv_pool=kv_pool,
         runner=runner,
-        close_transfers=closer(opened, device),
+        close_transfers=opened.close,
     )
 
 
@@ -159,10 +161,14 @@ def _most_tokens(section: PrefillSection | DecodeSection) -> int:
     return section.max_num_seqs
 
 
-def _compile(model: DeepseekV3ForCausalLM, max_tokens: int, *, show: bool) -> None:
-    """Compile on rank 0, then let the others read its cache; nothing to do on a CPU."""
+def _compile(
+    model: DeepseekV3ForCausalLM, section: PrefillSection | DecodeSection, *, show: bool
+) -> None:
+    """Compile, divided over the ranks; nothing to do on a CPU."""
     if model.device.type != "cuda":
         return
-    todo = products(model, model.kernels, max_tokens)
+    todo = products(model, model.kernels, _most_tokens(section))
+    if isinstance(section, PrefillSection):
+        todo = [*attention_products(model, model.kernels), *todo]
     with progress_bar("compiling kernels", unit=Unit.CALLS) if show else nullcontext() as moved:
         warm_up(todo, model.groups, synchronize=torch.cuda.synchronize, progress=moved)

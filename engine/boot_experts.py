@@ -5,8 +5,6 @@ A part of `engine.boot`, by what the configuration of the role says.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from engine.config import ModelConfig
@@ -75,14 +73,3 @@ def open_transfers(
         num_physical_experts=placement.num_physical_experts,
     )
     return open_decode_dispatcher(DispatcherKind.AUTO, experts, max_tokens_per_rank=most)
-
-
-def closer(opened: OpenDispatcher | None, device: torch.device) -> Callable[[], None]:
-    """Return what closes it on the device of the rank, whichever is the calling thread's."""
-
-    def close() -> None:
-        if opened is not None:
-            with torch.cuda.device(device):
-                opened.close()
-
-    return close

@@ -17,7 +17,8 @@ def make_service(options: WorkerOptions) -> RankService:
     """The service of this rank."""
     # Imported late: torch reads the thread counts when it is imported.
     from kv_transfer.settings import with_resolved_transport
-    from prefill.worker import FollowerWorker, LeaderWorker
+    from prefill.follower_worker import FollowerWorker
+    from prefill.worker import LeaderWorker
 
     options = replace(options, config=with_resolved_transport(options.config))
     return FollowerWorker(options) if options.rank else LeaderWorker(options)

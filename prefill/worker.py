@@ -1,7 +1,6 @@
-"""The processes of a prefill worker, as `runtime.service.run_service` drives them.
+"""Rank 0 of a prefill worker, as `runtime.service.run_service` drives it.
 
-`LeaderWorker` is rank 0: gRPC server, engine loop, registration. `FollowerWorker` is any other
-rank: it has nothing but its loop, and ends when rank 0 says so or the group breaks.
+It has the gRPC server, the engine loop and the registration; any other rank is a `FollowerWorker`.
 """
 
 from __future__ import annotations
@@ -9,27 +8,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
 
 import grpc.aio
-import torch
 from prometheus_client import CollectorRegistry
 
-from engine.boot import use_device
 from engine.memory.block_pool import BlockPool
 from prefill.assembly import RankParts, build_rank
 from prefill.closer import TicketCloser
-from prefill.follower import Follower
 from prefill.live_runs import LiveRuns
 from prefill.loop import EngineLoop, LoopSettings
 from prefill.messages import Event, LoopLoad, RankClosed, StopLoop
 from prefill.metrics import PrefillMetrics
 from prefill.nonces import NonceMemory
 from prefill.peers import ChannelCache, Greeting, PeerDirectory
-from prefill.rank_link import FollowerLink, LeaderLink
+from prefill.rank_link import LeaderLink
 from prefill.rank_plan import Closure
 from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
@@ -53,7 +48,7 @@ logger = get_logger(__name__)
 
 
 class LeaderWorker:
-    """Rank 0."""
+    """See the module."""
 
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
@@ -194,6 +189,7 @@ class LeaderWorker:
 
     def _leave_groups(self, parts: RankParts) -> None:
         if not self.is_stuck:
+            parts.model.close_transfers()
             parts.model.groups.destroy()
 
     async def _close_tickets(self, parts: RankParts) -> None:
@@ -216,68 +212,6 @@ class LeaderWorker:
     def _worker_load(self) -> registry_pb2.WorkerLoad:
         assert self._loop is not None
         return worker_load(self._loop.load)
-
-
-class FollowerWorker:
-    """Any rank but 0."""
-
-    def __init__(self, options: WorkerOptions) -> None:
-        self._options = options
-        self._follower: Follower | None = None
-        self._parts: RankParts | None = None
-        self._ended: asyncio.Future[None] | None = None
-        self.is_stuck = False
-        """The loop hangs in a collective: the process must not wait for its thread."""
-
-    async def startup(self) -> None:
-        """Build the rank and start to follow."""
-        parts = await asyncio.to_thread(build_rank, self._options, self._ticket_closed)
-        self._parts = parts
-        self._follower = Follower(
-            FollowerLink(parts.model.groups.tp_group, parts.plan_shape, parts.model.epoch),
-            parts.model.runner,
-            parts.send.sender,
-            parts.send.push,
-            block_size=parts.model.kv_pool.block_size,
-            device=parts.model.kv_pool.device,
-        )
-        loop = asyncio.get_running_loop()
-        self._ended = loop.create_future()
-        # A daemon: a collective that never returns must not keep the process.
-        thread = threading.Thread(
-            target=_follow,
-            args=(self._follower, parts.model.kv_pool.device, loop, self._ended),
-            name="follower",
-            daemon=True,
-        )
-        thread.start()
-
-    async def main_loop(self) -> None:
-        """Run until rank 0 says stop.
-
-        Raises:
-            PeerLostError: the group broke.
-        """
-        assert self._ended is not None
-        await asyncio.shield(self._ended)
-
-    async def drain(self) -> None:
-        """Go on until rank 0 has drained and says stop."""
-        assert self._ended is not None
-        await asyncio.shield(self._ended)
-
-    async def shutdown(self) -> None:
-        """Stop sending."""
-        if self._parts is None:
-            return
-        await asyncio.to_thread(self._parts.send.close)
-        self.is_stuck = self._ended is None or not self._ended.done()
-        if not self.is_stuck:
-            self._parts.model.groups.destroy()
-
-    def _ticket_closed(self, closure: Closure) -> None:
-        assert self._follower is not None
-        self._follower.ticket_closed(closure)
 
 
 def make_loop(
@@ -374,26 +308,3 @@ def _emitter(runs: LiveRuns) -> Callable[[Event], None]:
             event_loop.call_soon_threadsafe(runs.handle, event)
 
     return emit
-
-
-def _follow(
-    follower: Follower,
-    device: torch.device,
-    event_loop: asyncio.AbstractEventLoop,
-    ended: asyncio.Future[None],
-) -> None:
-    """The follower's thread: run, then tell the event loop how it ended."""
-    error: Exception | None = None
-    try:
-        use_device(device)
-        follower.run()
-    except Exception as caught:
-        logger.exception("the follower failed")
-        error = caught
-
-    def tell() -> None:
-        if not ended.done():
-            ended.set_exception(error) if error else ended.set_result(None)
-
-    with contextlib.suppress(RuntimeError):
-        event_loop.call_soon_threadsafe(tell)

@@ -122,16 +122,48 @@ class PrefillSection:
     in both roles."""
     overlap_steps: str = "auto"
     """Launch a step while the one before it runs: "on", "off", or "auto" (on with "cuda")."""
+    two_batch_overlap: str = "auto"
+    """Run a large step as two micro-batches, one computing while the other communicates: "on",
+    "off", or "auto" (where measurements say that it pays: see ``engine.boot_execution``)."""
+    collectives: str = "auto"
+    """Who moves rows between GPU ranks: "nccl", "symmetric" (copy engines, within one host), or
+    "auto" (by measurements, too). On a CPU it is gloo."""
+    scatter_tokens: str = "auto"
+    """Each rank keeps only its share of the hidden states between layers: "on", "off", or "auto"
+    (with several ranks and ``expert_parallel``)."""
 
     @property
     def max_ahead(self) -> int:
         """Steps whose results may be unread when another is launched."""
         return _max_ahead(self)
 
+    @property
+    def is_scattered(self) -> bool:
+        """Whether each rank keeps its share of the hidden states."""
+        return self.scatter_tokens != "off" and self.tp > 1 and self.expert_parallel
+
     def __post_init__(self) -> None:
         _check_worker("prefill", self)
         _at_least("prefill.tp", self.tp, 1)
         _at_least("prefill.max_num_batched_tokens", self.max_num_batched_tokens, 16)
+        self._check_exchange()
+
+    def _check_exchange(self) -> None:
+        """Refuse what the ranks cannot do, rather than leave it out in silence."""
+        for name in ("two_batch_overlap", "scatter_tokens"):
+            _one_of(f"prefill.{name}", getattr(self, name), ("auto", "on", "off"))
+        _one_of("prefill.collectives", self.collectives, ("auto", "nccl", "symmetric"))
+        path, problem = "prefill.two_batch_overlap", "one rank has nobody to communicate with"
+        if self.two_batch_overlap == "on" and self.tp == 1:
+            raise ConfigError(path, "on", problem, '"auto", or prefill.tp above 1')
+        path, problem = "prefill.scatter_tokens", "needs several ranks with whole experts each"
+        if self.scatter_tokens == "on" and not self.is_scattered:
+            fix = '"auto", or prefill.tp above 1 with prefill.expert_parallel'
+            raise ConfigError(path, "on", problem, fix)
+        path, problem = "prefill.collectives", "moves scattered rows between GPUs"
+        if self.collectives == "symmetric" and not (self.is_scattered and self.device == "cuda"):
+            fix = '"auto", or device "cuda" and ranks that scatter tokens'
+            raise ConfigError(path, "symmetric", problem, fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

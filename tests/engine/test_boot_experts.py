@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.boot_experts import closer, open_transfers, place_experts
+from engine.boot_experts import open_transfers, place_experts
 from engine.config import ModelConfig
 from engine.kernels.portable import PortableKernels
 from engine.parallel.dims import ParallelDims
@@ -59,7 +59,3 @@ def test_more_requests_than_room() -> None:
     assert (caught.value.path, caught.value.fix) == ("decode.max_num_seqs", "64 or less")
     alone = ProcessGroups()
     assert isinstance(open_with(crowded, groups=alone), MaskedGatheredDispatcher)
-
-
-def test_nothing_to_close() -> None:
-    closer(None, CPU)()

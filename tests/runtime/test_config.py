@@ -123,3 +123,36 @@ def test_blocks_are_counted_by_hand_or_by_a_gpu(
         with pytest.raises(ConfigError) as caught:
             section(**changes)  # type: ignore[arg-type]
         assert caught.value.path.endswith(f".{field}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"two_batch_overlap": "yes", "tp": 2}, "two_batch_overlap"),
+        ({"two_batch_overlap": "on"}, "two_batch_overlap"),
+        ({"scatter_tokens": "true"}, "scatter_tokens"),
+        ({"scatter_tokens": "on"}, "scatter_tokens"),
+        ({"scatter_tokens": "on", "tp": 2, "expert_parallel": False}, "scatter_tokens"),
+        ({"collectives": "gloo"}, "collectives"),
+        ({"collectives": "symmetric", "tp": 2}, "collectives"),
+        ({"collectives": "symmetric", "device": "cuda"}, "collectives"),
+        (
+            {"collectives": "symmetric", "device": "cuda", "tp": 2, "scatter_tokens": "off"},
+            "collectives",
+        ),
+    ],
+)
+def test_ranks_are_not_asked_for_what_they_cannot_exchange(
+    changes: dict[str, object], field: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PrefillSection(**changes)  # type: ignore[arg-type]
+    assert caught.value.path == f"prefill.{field}"
+
+
+def test_tokens_are_scattered_over_ranks_with_whole_experts() -> None:
+    assert PrefillSection(tp=2).is_scattered
+    assert PrefillSection(tp=2, scatter_tokens="on").is_scattered
+    assert not PrefillSection(tp=2, scatter_tokens="off").is_scattered
+    assert not PrefillSection(tp=2, expert_parallel=False).is_scattered
+    assert not PrefillSection().is_scattered

@@ -1,0 +1,125 @@
+"""How a booted rank runs its steps, by what the configuration of its role says.
+
+One function turns a section into an `Execution` and opens what that holds: a dispatcher, buffers of
+collectives. All ranks call it before the model is built, and close what it opened after the last
+step. What "auto" means is in the constants here, and is decided by measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from engine.boot_experts import open_transfers
+from engine.config import ModelConfig
+from engine.execution import Execution
+from engine.kernels.base import Kernels
+from engine.micro_batches import OverlapRule
+from engine.parallel.expert_placement import ExpertPlacement
+from engine.parallel.groups import ProcessGroups
+from engine.parallel.symmetric import SymmetricGroup, SymmetricOptions, open_symmetric_group
+from runtime.config import DecodeSection, PrefillSection
+from runtime.errors import ConfigError
+
+AUTO_COLLECTIVES: Final = "nccl"
+"""What `prefill.collectives = "auto"` is on GPUs."""
+
+AUTO_OVERLAP: Final = {"nccl": False, "symmetric": False}
+"""Whether `prefill.two_batch_overlap = "auto"` overlaps, by collectives.
+
+With NCCL nothing was gained on 4 GPUs: its kernels take multiprocessors from the products that are
+to cover them, and the host launches twice as much. Symmetric ones are not measured yet."""
+
+_MIN_SYMMETRIC_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenExecution:
+    """An execution, and how to close what it holds, whichever is the calling thread's device."""
+
+    execution: Execution
+    close: Callable[[], None] = lambda: None
+
+
+def open_execution(
+    section: PrefillSection | DecodeSection,
+    config: ModelConfig,
+    groups: ProcessGroups,
+    *,
+    kernels: Kernels,
+    placement: ExpertPlacement,
+    device: torch.device,
+) -> OpenExecution:
+    """Open what the section asks for; all ranks of the instance call.
+
+    Args:
+        section: of the role.
+        config: of the model.
+        groups: the ranks.
+        kernels: of the model.
+        placement: of its experts.
+        device: of this rank.
+
+    Raises:
+        ConfigError: what is asked for does not run here.
+    """
+    opened = open_transfers(section, config, groups, kernels, placement)
+    symmetric = None
+    if isinstance(section, PrefillSection):
+        symmetric = _open_symmetric(section, config, groups, kernels, device)
+    execution = Execution(
+        scatter_tokens=section.is_scattered if isinstance(section, PrefillSection) else None,
+        collectives=symmetric,
+        dispatcher=None if opened is None else opened.dispatcher,
+        overlap=choose_overlap(section, is_symmetric=symmetric is not None),
+    )
+
+    def close() -> None:
+        for part in (symmetric, opened):
+            if part is not None:
+                with torch.cuda.device(device):
+                    part.close()
+
+    return OpenExecution(execution=execution, close=close)
+
+
+def choose_overlap(
+    section: PrefillSection | DecodeSection, *, is_symmetric: bool
+) -> OverlapRule | None:
+    """Return when steps run as two micro-batches; None for never."""
+    if isinstance(section, DecodeSection):
+        return None
+    if section.two_batch_overlap == "auto":
+        is_on = section.tp > 1 and AUTO_OVERLAP["symmetric" if is_symmetric else "nccl"]
+    else:
+        is_on = section.two_batch_overlap == "on"
+    return OverlapRule() if is_on else None
+
+
+def _open_symmetric(
+    section: PrefillSection,
+    config: ModelConfig,
+    groups: ProcessGroups,
+    kernels: Kernels,
+    device: torch.device,
+) -> SymmetricGroup | None:
+    """Open collectives with room for the largest sum of a step, where they are wanted."""
+    wanted = section.collectives
+    if wanted == "auto" and section.device == "cuda" and section.is_scattered:
+        wanted = AUTO_COLLECTIVES
+    if wanted != "symmetric":
+        return None
+    # Rows are padded to a multiple of the ranks; sums travel in the compute dtype.
+    num_rows = section.max_num_batched_tokens + groups.dims.tp
+    largest = num_rows * config.hidden_size * torch.bfloat16.itemsize
+    options = SymmetricOptions(
+        max_bytes=max(largest, _MIN_SYMMETRIC_BYTES), sum_slices=kernels.sum_slices
+    )
+    group = open_symmetric_group(groups.tp_group, device, options)
+    if group is None and section.collectives == "symmetric":
+        problem = "the ranks cannot read each other's memory"
+        raise ConfigError("prefill.collectives", "symmetric", problem, '"nccl" or "auto"')
+    return group

@@ -1,0 +1,76 @@
+"""A section becomes an execution: rows, collectives, overlap, and who closes what was opened."""
+
+import pytest
+import torch
+
+from engine import boot_execution
+from engine.boot_execution import OpenExecution, choose_overlap, open_execution
+from engine.kernels.portable import PortableKernels
+from engine.parallel.expert_placement import ExpertPlacement
+from engine.parallel.groups import ProcessGroups
+from engine.parallel.symmetric import SymmetricOptions
+from engine.shapes import TINY
+from runtime.config import DecodeSection, PrefillSection
+from runtime.errors import ConfigError
+
+SYMMETRIC = {"device": "cuda", "tp": 2, "collectives": "symmetric"}
+
+
+def open_with(section: PrefillSection | DecodeSection) -> OpenExecution:
+    return open_execution(
+        section,
+        TINY,
+        ProcessGroups(),
+        kernels=PortableKernels(has_fp8=True),
+        placement=ExpertPlacement.identity(64),
+        device=torch.device("cpu"),
+    )
+
+
+def test_the_default_is_what_fits_the_axes() -> None:
+    opened = open_with(PrefillSection())
+    assert opened.execution.scatter_tokens is False
+    assert opened.execution.collectives is None
+    assert opened.execution.dispatcher is None
+    assert opened.execution.overlap is None
+    opened.close()
+    assert open_with(PrefillSection(tp=2)).execution.scatter_tokens
+    assert open_with(DecodeSection()).execution.scatter_tokens is None
+
+
+def test_overlap_as_told_or_as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def overlaps(wanted: str, *, is_symmetric: bool = False, tp: int = 2) -> bool:
+        section = PrefillSection(tp=tp, two_batch_overlap=wanted)
+        return choose_overlap(section, is_symmetric=is_symmetric) is not None
+
+    assert overlaps("on")
+    assert not overlaps("off")
+    assert not overlaps("auto"), "not measured to pay with NCCL"
+    monkeypatch.setattr(boot_execution, "AUTO_OVERLAP", {"nccl": False, "symmetric": True})
+    assert overlaps("auto", is_symmetric=True)
+    assert not overlaps("auto")
+    assert not overlaps("auto", is_symmetric=True, tp=1)
+
+
+def test_symmetric_collectives_have_room_for_a_step_or_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_with(PrefillSection(**SYMMETRIC))
+    assert (caught.value.path, caught.value.value) == ("prefill.collectives", "symmetric")
+
+    class Opened:
+        """What a GPU would open."""
+
+    seen: list[SymmetricOptions] = []
+
+    def open_group(group: object, device: object, options: SymmetricOptions) -> Opened:
+        seen.append(options)
+        return Opened()
+
+    monkeypatch.setattr(boot_execution, "open_symmetric_group", open_group)
+    opened = open_with(PrefillSection(**SYMMETRIC, max_num_batched_tokens=2**20))
+    assert isinstance(opened.execution.collectives, Opened)
+    assert seen[0].max_bytes >= 2**20 * TINY.hidden_size * 2
+    auto = PrefillSection(**(SYMMETRIC | {"collectives": "auto"}))
+    assert open_with(auto).execution.collectives is None, "NCCL until measured otherwise"
