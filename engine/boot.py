@@ -6,6 +6,7 @@ and blocking, so it runs off the event loop.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, agree_on_epoch, init_process_groups
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
-from engine.warm_up import attention_products, products, warm_up
+from engine.warm_up import attention_products, chosen_rows, products, warm_up
 from engine.weights.progress import Unit, progress_bar
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
@@ -167,7 +168,8 @@ def _compile(
     """Compile, divided over the ranks; nothing to do on a CPU."""
     if model.device.type != "cuda":
         return
-    todo = products(model, model.kernels, _most_tokens(section))
+    most = _most_tokens(section)
+    todo = products(model, model.kernels, most, rows=chosen_rows(os.environ, most))
     if isinstance(section, PrefillSection):
         todo = [*attention_products(model, model.kernels), *todo]
     with progress_bar("compiling kernels", unit=Unit.CALLS) if show else nullcontext() as moved:

@@ -2,14 +2,14 @@
 
 Libraries that compile at run time pick a kernel by the weight's shape and by how many rows come, so
 the first batch of a new size would wait seconds for a compiler, and in a group the others would
-wait for it inside a collective. The key idea: one rank runs each product alone, with invented rows,
-while the others stay away; what it compiled lies in a cache (`engine.jit_cache`) that they then
-only read. Two processes that compile one kernel at the same time would race for its cache entry.
+wait for it inside a collective. The key idea: the ranks divide the weight shapes among themselves
+and run their products, with invented rows, side by side; what they compiled lies in a cache
+(`engine.jit_cache`) that all then only read. Two ranks never compile one kernel at the same time.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +27,11 @@ from engine.parallel.groups import ProcessGroups
 from engine.parallel.masked_room import MaskedRoom, MaskingDispatcher
 from engine.weights.loader import ProgressCallback
 
+ROWS_VARIABLE = "TANDEM_COMPILE_ROWS"
+"""Names the numbers of rows to compile for, a comma list, where all would take too long.
+
+For measurements and tests that know which steps will come; any other compiles when it comes."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -42,6 +47,11 @@ class Product:
     name: str
     run: Callable[[], object]
 
+    @property
+    def shape(self) -> str:
+        """Kind and weight shape: products that differ in it share no kernel."""
+        return self.name.split(" x ")[0]
+
 
 def row_counts(max_tokens: int) -> list[int]:
     """Return the numbers of rows to try, ascending: tiles change at most once between two.
@@ -52,6 +62,13 @@ def row_counts(max_tokens: int) -> list[int]:
     small = [1, *range(16, 128, 16), *range(128, 1024, 128)]
     large = [1024 << n for n in range(max_tokens.bit_length()) if 1024 << n < max_tokens]
     return [rows for rows in (*small, *large) if rows < max_tokens] + [max_tokens]
+
+
+def chosen_rows(environment: Mapping[str, str], max_tokens: int) -> list[int]:
+    """Return the numbers of rows to try: those that `ROWS_VARIABLE` names, or `row_counts`."""
+    chosen = environment.get(ROWS_VARIABLE, "")
+    named = {int(text) for text in chosen.split(",") if text.strip()}
+    return sorted(rows for rows in named if rows <= max_tokens) or row_counts(max_tokens)
 
 
 def products(
@@ -101,27 +118,42 @@ def warm_up(
     synchronize: Callable[[], None] = lambda: None,
     progress: ProgressCallback | None = None,
 ) -> None:
-    """Run every product once: rank 0 while the others wait, then the others from the cache.
+    """Run every product once: each weight shape on one rank, then all on all, from the cache.
 
     Args:
         todo: the same products on every rank.
         groups: the ranks of the instance.
         synchronize: waits for the device, so that failures belong to their product.
-        progress: told (products done, products) on rank 0.
+        progress: told (rounds done, rounds).
     """
     start = time.perf_counter()
     group = groups.tp_group if groups.dims.tp > 1 else groups.ep_group
-    for is_turn in (groups.rank == 0, groups.rank != 0):
-        for done, product in enumerate(todo, start=1):
-            if is_turn:
-                product.run()
-                if progress is not None:
-                    progress(done, len(todo))
-            group.barrier()  # each time, because no rank waits for long in a collective
-        if is_turn:
+    shares = divide(todo, group.size)
+    own, num_rounds = shares[group.rank], max(map(len, shares))
+    for done in range(num_rounds):
+        if done < len(own):
+            own[done].run()
             synchronize()
+        group.barrier()  # each time, because no rank waits for long in a collective
+        if progress is not None:
+            progress(done + 1, num_rounds)
+    if group.size > 1:
+        for product in todo:
+            product.run()
+        synchronize()
         group.barrier()
     logger.info("warmed up products=%d seconds=%.2f", len(todo), time.perf_counter() - start)
+
+
+def divide(todo: Sequence[Product], num_ranks: int) -> list[list[Product]]:
+    """Return each rank's share: all products of a shape go to one, the longest lists first."""
+    alike: dict[str, list[Product]] = {}
+    for product in todo:
+        alike.setdefault(product.shape, []).append(product)
+    shares: list[list[Product]] = [[] for _ in range(num_ranks)]
+    for products_of_shape in sorted(alike.values(), key=len, reverse=True):
+        min(shares, key=len).extend(products_of_shape)
+    return shares
 
 
 def _linear_products(matrix: Matrix, kernels: Kernels, rows: Sequence[int]) -> Iterator[Product]:

@@ -3,6 +3,7 @@
 import os
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,11 @@ from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.warm_up import (
+    ROWS_VARIABLE,
     Product,
     attention_products,
+    chosen_rows,
+    divide,
     products,
     row_counts,
     warm_up,
@@ -53,6 +57,12 @@ def test_row_counts_ascend_to_the_maximum(max_tokens: int) -> None:
     assert counts == sorted(set(counts))
     assert counts[0] >= 1
     assert counts[-1] == max_tokens
+
+
+def test_whoever_knows_the_rows_names_them() -> None:
+    assert chosen_rows({ROWS_VARIABLE: "64, 8,4096"}, 1024) == [8, 64]
+    for environment in ({}, {ROWS_VARIABLE: ""}, {ROWS_VARIABLE: "4096"}):
+        assert chosen_rows(environment, 1024) == row_counts(1024)
 
 
 def test_every_weight_shape_is_run_once() -> None:
@@ -110,15 +120,23 @@ class ThreadGroup(RankGroup):
         self.meeting.wait(10)
 
 
-def test_other_ranks_wait_for_the_first() -> None:
-    meeting, order = threading.Barrier(3), []
+@dataclass(frozen=True, slots=True)
+class Run:
+    rank: int
+    name: str
+
+
+def test_a_shape_is_compiled_by_one_rank_then_read_by_all() -> None:
+    meeting = threading.Barrier(3)
+    order: list[Run] = []
+    names = [f"{shape} x {rows}" for shape in "abcd" for rows in (1, 16)]
     moved: list[tuple[int, int]] = []
 
     def run_rank(rank: int) -> None:
         dims = ParallelDims(tp=3, rank=rank)
         group = ThreadGroup(rank=rank, size=3, meeting=meeting)
         groups = ProcessGroups(dims=dims, tp_group=group)
-        todo = [Product(name=str(n), run=lambda: order.append(rank)) for n in range(4)]
+        todo = [Product(name=n, run=partial(order.append, Run(rank, n))) for n in names]
         note = (lambda done, total: moved.append((done, total))) if rank == 0 else None
         warm_up(todo, groups, progress=note)
 
@@ -127,9 +145,34 @@ def test_other_ranks_wait_for_the_first() -> None:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert order[:4] == [0] * 4
-    assert sorted(order[4:]) == [1] * 4 + [2] * 4
+    first, then = order[: len(names)], order[len(names) :]
+    assert sorted(run.name for run in first) == names, "each is compiled once"
+    owners = {(run.name[0], run.rank) for run in first}
+    assert len(owners) == 4, "all products of a shape are with one rank"
+    assert {rank for _, rank in owners} == {0, 1, 2}
+    assert {(run.rank, run.name) for run in then} == {(r, n) for r in range(3) for n in names}
     assert moved == [(n, 4) for n in range(1, 5)]
+
+
+def test_a_rank_alone_runs_each_product_once() -> None:
+    order: list[str] = []
+    names = [f"a x {rows}" for rows in range(3)]
+    warm_up([Product(name=n, run=partial(order.append, n)) for n in names], ProcessGroups())
+    assert order == names
+
+
+@given(st.lists(st.integers(1, 9)), st.integers(1, 8))
+def test_shares_are_whole_shapes_and_all_of_them(counts: list[int], num_ranks: int) -> None:
+    todo = [
+        Product(name=f"{shape} x {rows}", run=int)
+        for shape, count in enumerate(counts)
+        for rows in range(count)
+    ]
+    shares = divide(todo, num_ranks)
+    assert len(shares) == num_ranks
+    assert sorted(p.name for share in shares for p in share) == sorted(p.name for p in todo)
+    shapes = [{product.shape for product in share} for share in shares]
+    assert sum(map(len, shapes)) == len(counts), "no shape is with two ranks"
 
 
 def test_caches_lie_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
