@@ -27,7 +27,7 @@ from deploy.errors import ClusterError, ProcessDiedError
 from deploy.instance import Death, last_stage
 from deploy.plan import (
     InstancePlan,
-    ProcessSpec,
+    Role,
     RunContext,
     default_entrypoints,
     plan_instances,
@@ -46,13 +46,21 @@ _IDLE_S = 60.0
 class PairCluster:
     """A running cluster; use it as a context manager."""
 
-    def __init__(self, config: ClusterConfig, folder: Path, *, start_timeout_s: float) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        folder: Path,
+        *,
+        start_timeout_s: float,
+        environments: Mapping[Role, Mapping[str, str]] | None = None,
+    ) -> None:
         """Check, and start nothing yet.
 
         Args:
             config: of the cluster.
             folder: where its configuration and logs go.
             start_timeout_s: for all processes to be ready.
+            environments: further variables of the processes of a role.
 
         Raises:
             ConfigError: a value that cannot work on this machine.
@@ -60,6 +68,7 @@ class PairCluster:
         self.config = resolve_config(config)
         check_config(self.config, num_devices=count_devices())
         self._start_timeout_s = start_timeout_s
+        self._environments = environments or {}
         self._context = RunContext(
             run_id=secrets.token_hex(8),
             config=self.config,
@@ -135,8 +144,10 @@ class PairCluster:
         host, first_device = self.config.cluster.host, 0
         for plan in plan_instances(self.config):
             specs = process_specs(plan, self._context, f"{host}:{free_port(host)}")
+            added = {**self._environments.get(plan.role, {}), **_devices(plan, first_device)}
             for spec in specs:
-                self._children.append(Child(_on_devices(spec, plan, first_device)))
+                child = Child(dataclasses.replace(spec, env={**spec.env, **added}))
+                self._children.append(child)
             first_device += plan.num_ranks if plan.device == "cuda" else 0
 
     def _is_ready(self) -> bool:
@@ -192,13 +203,12 @@ class PairCluster:
         clean_up(self._context.run_id)
 
 
-def _on_devices(spec: ProcessSpec, plan: InstancePlan, first_device: int) -> ProcessSpec:
-    """``spec`` for a process of ``plan``, whose rank r is on device ``first_device + r``."""
+def _devices(plan: InstancePlan, first_device: int) -> dict[str, str]:
+    """Variables of the ranks of ``plan``, of which rank r is on device ``first_device + r``."""
     if plan.device != "cuda":
-        return spec
+        return {}
     order = rotate(visible_devices(os.environ, count_devices()), first_device)
-    environment = {**NO_MULTICAST, **spec.env, "CUDA_VISIBLE_DEVICES": ",".join(order)}
-    return dataclasses.replace(spec, env=environment)
+    return {**NO_MULTICAST, "CUDA_VISIBLE_DEVICES": ",".join(order)}
 
 
 def visible_devices(environment: Mapping[str, str], count: int) -> list[str]:

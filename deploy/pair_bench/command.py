@@ -46,6 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transport", choices=transports, default="auto", help="of KV")
     parser.add_argument("--kv-dtype", choices=("auto", "bfloat16", "fp8"), default="auto")
     parser.add_argument("--cuda-graphs", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="any other field of the configuration, as prefill.collectives=symmetric",
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="default: stdout")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the processes' logs")
 
@@ -61,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     values: dict[str, Any] = {
         _FIELDS.get(name, name): value for name, value in vars(arguments).items()
     }
+    values["settings"] = tuple(arguments.settings)
     options = PairOptions(**{name: value for name, value in values.items() if name in names})
     logs = arguments.logs
     if logs is not None:

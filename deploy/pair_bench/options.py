@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from runtime.config import (
     PrefillSection,
     RouterSection,
 )
+from runtime.config_file import dump_config, parse_config
 from runtime.errors import ConfigError
 
 BLOCK_SIZE = 64
@@ -51,6 +54,7 @@ class PairOptions:
         http_processes: of the router.
         start_timeout_s: for all processes to be ready; the first start on a machine compiles.
         seed: of prompts and of moments.
+        settings: of the cluster's configuration, "SECTION.FIELD=VALUE" each, over all the others.
     """
 
     shape: str = "deepseek-v3"
@@ -74,6 +78,7 @@ class PairOptions:
     http_processes: int = 1
     start_timeout_s: float = 300.0
     seed: int = 0
+    settings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         least = {
@@ -146,7 +151,7 @@ class PairOptions:
         transfers, not admission.
         """
         in_flight = max(self.num_in_flight, self.num_running)
-        return ClusterConfig(
+        config = ClusterConfig(
             model=ModelSection(
                 path=str(folder),
                 name=MODEL_NAME,
@@ -170,6 +175,13 @@ class PairOptions:
                 transfer_timeout_s=_TIMEOUT_S,
             ),
         )
+        return functools.reduce(with_setting, self.settings, config)
+
+    @property
+    def prefill_rows(self) -> list[int]:
+        """Rows of the products of full steps and of single prompts, on all ranks and on one."""
+        whole = (self.batch_tokens, min(self.prompt_len, self.batch_tokens))
+        return sorted({-(-rows // share) for rows in whole for share in (1, self.prefill_tp)})
 
     def _prefill(self) -> PrefillSection:
         prompts_of_step = -(-self.batch_tokens // self.prompt_len)
@@ -201,6 +213,23 @@ class PairOptions:
             kv_dtype=self.kv_dtype,
             cuda_graphs=self.cuda_graphs,
         )
+
+
+def with_setting(config: ClusterConfig, setting: str) -> ClusterConfig:
+    """``config`` with one field changed, as "prefill.collectives=symmetric" says.
+
+    Raises:
+        ConfigError: no such field, or no such value.
+    """
+    path, _, text = setting.partition("=")
+    section, _, field = path.partition(".")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a word without quotes
+    table = tomllib.loads(dump_config(config))
+    table.setdefault(section, {})[field] = value
+    return parse_config(table)
 
 
 def _flag(name: str) -> str:

@@ -24,7 +24,9 @@ from deploy.pair_bench.figures import (
 from deploy.pair_bench.load import Load
 from deploy.pair_bench.model_folder import write_model_folder
 from deploy.pair_bench.options import MODEL_NAME, PairOptions
+from deploy.plan import Role
 from engine.config import ModelConfig
+from engine.warm_up import ROWS_VARIABLE
 
 NOTES = (
     "weights are invented; experts are chosen by the invented router, so they are not balanced",
@@ -53,8 +55,12 @@ def run_pair(options: PairOptions, log_dir: Path | None = None) -> Report:
         model = folder / "model"
         write_model_folder(model, config)
         began = time.perf_counter()
+        rows = {ROWS_VARIABLE: ",".join(map(str, options.prefill_rows))}
         cluster = PairCluster(
-            options.cluster(model), folder, start_timeout_s=options.start_timeout_s
+            options.cluster(model),
+            folder,
+            start_timeout_s=options.start_timeout_s,
+            environments={Role.PREFILL: rows},
         )
         with cluster:
             start_s = time.perf_counter() - began

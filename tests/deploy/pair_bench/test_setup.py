@@ -9,12 +9,12 @@ import pytest
 from deploy.checks import check_config, resolve_config
 from deploy.pair_bench.cluster import rotate, visible_devices
 from deploy.pair_bench.model_folder import count_tokens, hf_config, write_model_folder
-from deploy.pair_bench.options import PairOptions
+from deploy.pair_bench.options import PairOptions, with_setting
 from engine.config import ModelConfig
 from engine.shapes import SHAPES, with_layers
 from router.detokenizer import Detokenizer
 from router.model import load_served_model
-from runtime.config import ModelSection
+from runtime.config import ClusterConfig, ModelSection
 from runtime.errors import ConfigError
 
 
@@ -75,6 +75,32 @@ def test_impossible_options_are_refused(options: dict[str, float], flag: str) ->
     with pytest.raises(ConfigError) as caught:
         PairOptions(**options)  # type: ignore[arg-type]
     assert caught.value.path == flag
+
+
+def test_any_field_can_be_set(tmp_path: Path) -> None:
+    settings = (
+        "prefill.enable_prefix_caching=false", "decode.max_num_seqs=3", "router.lease_ttl_s=9",
+        "kv_transfer.transport=loopback",
+    )  # fmt: skip
+    config = PairOptions(shape="tiny", device="cpu", settings=settings).cluster(tmp_path)
+    assert config.prefill.enable_prefix_caching is False
+    assert config.decode.max_num_seqs == 3
+    assert config.router.lease_ttl_s == 9.0
+    assert config.kv_transfer.transport == "loopback"
+
+
+@pytest.mark.parametrize(
+    "setting", ["x.y=1", "prefill.nothing=1", "prefill", "decode.dp=two", "decode.dp=0"]
+)
+def test_a_setting_that_cannot_be_is_refused(setting: str) -> None:
+    with pytest.raises(ConfigError):
+        with_setting(ClusterConfig(), setting)
+
+
+def test_rows_of_full_steps_and_single_prompts_are_compiled_ahead() -> None:
+    options = PairOptions(prefill_tp=4, prompt_len=1024, batch_tokens=8192)
+    assert options.prefill_rows == [256, 1024, 2048, 8192]
+    assert PairOptions(prompt_len=4096, batch_tokens=512).prefill_rows == [512]
 
 
 def test_lengths_beyond_the_context_are_refused() -> None:
