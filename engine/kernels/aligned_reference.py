@@ -16,7 +16,7 @@ def count_rows(topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
     """Choose the row of every (token, expert) pair, and count how many rows there are.
 
     Args:
-        topk_ids_TK: [T, K] int64 physical experts; those outside of
+        topk_ids_TK: [T, K] int64 or int32 physical experts, unit stride along K; those outside of
             [first, first + num_experts) get no row.
         first: lowest expert of this rank.
         num_experts: experts of this rank.
@@ -25,29 +25,35 @@ def count_rows(topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
     rows = torch.full_like(ids, -1, dtype=torch.int32)
     ends = []
     start = 0
-    for expert in range(num_experts):
-        pairs = (ids == expert).nonzero().squeeze(1)
+    for index in range(num_experts):
+        pairs = (ids == index).nonzero().squeeze(1)
         places = torch.arange(start, start + len(pairs), dtype=torch.int32, device=ids.device)
         rows[pairs] = places
         start = -(-(start + len(pairs)) // ROW_BLOCK) * ROW_BLOCK
         ends.append(start)
     ends_E = torch.tensor(ends, dtype=torch.int32, device=ids.device)
-    return RowCounts(rows_TK=rows.view(topk_ids_TK.shape), ends_E=ends_E)
+    num_blocks = max_aligned_rows(len(ids), num_experts) // ROW_BLOCK
+    blocks = torch.arange(num_blocks, dtype=torch.int32, device=ids.device) * ROW_BLOCK
+    expert = torch.searchsorted(ends_E, blocks, right=True, out_int32=True)
+    expert = expert.masked_fill(expert == num_experts, -1)
+    return RowCounts(
+        rows_TK=rows.view(topk_ids_TK.shape),
+        ends_E=ends_E,
+        expert_M=expert.repeat_interleave(ROW_BLOCK),
+    )
 
 
 def place_rows(counts: RowCounts, num_rows: int) -> Alignment:
     """Lay out `num_rows` rows, a multiple of 128 and at least `counts.num_rows`."""
     assert num_rows % ROW_BLOCK == 0, num_rows
-    blocks = torch.arange(0, num_rows, ROW_BLOCK, dtype=torch.int32, device=counts.ends_E.device)
-    expert = torch.searchsorted(counts.ends_E, blocks, right=True, out_int32=True)
-    expert = expert.masked_fill(expert == counts.ends_E.shape[0], -1)
-    return Alignment(rows_TK=counts.rows_TK, expert_M=expert.repeat_interleave(ROW_BLOCK))
+    assert num_rows <= counts.expert_M.shape[0], num_rows
+    return Alignment(rows_TK=counts.rows_TK, expert_M=counts.expert_M[:num_rows])
 
 
 def align_to_experts(topk_ids_TK: Tensor, first: int, num_experts: int) -> Alignment:
     """Do both steps, with as many rows as any routing could need; the host learns nothing."""
-    num_rows = max_aligned_rows(topk_ids_TK.numel(), num_experts)
-    return place_rows(count_rows(topk_ids_TK, first, num_experts), num_rows)
+    counts = count_rows(topk_ids_TK, first, num_experts)
+    return Alignment(rows_TK=counts.rows_TK, expert_M=counts.expert_M)
 
 
 def gather_rows(

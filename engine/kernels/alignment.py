@@ -3,8 +3,8 @@
 The layout: rows sorted by expert, every expert's run padded to a multiple of 128, unused rows at
 the end. Grouped products read one expert per block of 128 rows and skip blocks that name none, but
 not for free: whoever can learn the exact number of rows on the host lays out no more than that.
-The key idea: only the list of the rows' experts depends on how many rows there are, so all else can
-be computed before that number has reached the host.
+The key idea: the list of fewer rows' experts is the beginning of the list of more, so all is
+computed before the number has reached the host, which then only says where to cut.
 """
 
 from dataclasses import dataclass
@@ -36,10 +36,12 @@ class RowCounts:
     Attributes:
         rows_TK: [T, K] int32, as in `Alignment`.
         ends_E: [E] int32, where each expert's padded run ends; a running sum.
+        expert_M: [M] int32, as in `Alignment`; M is what any routing could need.
     """
 
     rows_TK: Tensor
     ends_E: Tensor
+    expert_M: Tensor
 
     @property
     def num_rows(self) -> Tensor:

@@ -4,17 +4,18 @@ Bound by memory: both parts are read once, and the result replaces the first.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
+
+from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 
 TOKENS = 32
 """Tokens of one head that a program merges."""
 
 
-@triton.jit
+@launched("num_tokens")
 def _merge(
-    out, lse, other, other_lse, merged_lse, num_tokens, row_stride, head_stride, width,
+    out, lse, other, other_lse, merged_lse, row_stride, head_stride, width, num_tokens,
     B: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
@@ -52,8 +53,11 @@ def merge_attention(
     num_tokens, num_heads, width = out_THV.shape
     merged_HT = torch.empty_like(lse_HT)
     if num_tokens:
-        _merge[(triton.cdiv(num_tokens, TOKENS), num_heads)](
-            *tensors, merged_HT, num_tokens, out_THV.stride(0), out_THV.stride(1), width,
-            B=TOKENS, V=triton.next_power_of_2(width),
-        )  # fmt: skip
+        _merge(
+            (ceil_div(num_tokens, TOKENS), num_heads),
+            (*tensors, merged_HT),
+            (num_heads * width, width, width),
+            (num_tokens,),
+            (TOKENS, next_power_of_2(width)),
+        )
     return out_THV, merged_HT

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.rotation import Rotation
 
 
@@ -20,7 +21,7 @@ def _pair_offsets(index, HALF: tl.constexpr, INTERLEAVE: tl.constexpr):
     return index, index + HALF
 
 
-@triton.jit
+@launched()
 def _rotate_queries(
     q, cos, sin, num_heads, head_size, offset,
     H: tl.constexpr, HALF: tl.constexpr, INTERLEAVE: tl.constexpr,
@@ -45,9 +46,9 @@ def _rotate_queries(
     tl.store(place, rotated.to(q.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@launched()
 def _store_latents(
-    latents, stride, weight, cos, sin, slots, cache, block_stride, row_stride, block_size, eps,
+    latents, weight, cos, sin, slots, cache, stride, block_stride, row_stride, block_size, eps,
     rank, C: tl.constexpr, HALF: tl.constexpr, INTERLEAVE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -75,9 +76,9 @@ def _store_latents(
     tl.store(page + rank + right, second.to(cache.dtype.element_ty))
 
 
-@triton.jit
+@launched()
 def _join_keys(
-    expanded, row_stride, head_stride, k_pe, pe_stride, out, num_heads,
+    expanded, k_pe, out, row_stride, head_stride, pe_stride, num_heads,
     H: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     position = tl.program_id(0).to(tl.int64)
@@ -98,12 +99,14 @@ def rotate_queries(q_THA: Tensor, rotation: Rotation) -> Tensor:
     num_tokens, num_heads, head_size = q_THA.shape
     half = rotation.cos.shape[1]
     # In place: a tile has a number for every thread, else warps hold copies and race.
-    heads = max(4, min(32, triton.next_power_of_2(num_heads)))
+    heads = max(4, min(32, next_power_of_2(num_heads)))
     if num_tokens:
-        _rotate_queries[(num_tokens, triton.cdiv(num_heads, heads))](
-            q_THA, rotation.cos, rotation.sin, num_heads, head_size, head_size - 2 * half,
-            H=heads, HALF=half, INTERLEAVE=rotation.interleave,
-        )  # fmt: skip
+        _rotate_queries(
+            (num_tokens, ceil_div(num_heads, heads)),
+            (q_THA, rotation.cos, rotation.sin),
+            (num_heads, head_size, head_size - 2 * half),
+            constants=(heads, half, rotation.interleave),
+        )
     return q_THA
 
 
@@ -125,12 +128,13 @@ def store_latents(
     assert cache.stride(2) == 1
     if latents_TL.shape[0]:
         rank = weight_C.shape[0]
-        _store_latents[(latents_TL.shape[0],)](
-            latents_TL, latents_TL.stride(0), weight_C, rotation.cos, rotation.sin, slots_T,
-            cache, cache.stride(0), cache.stride(1), cache.shape[1], eps, rank,
-            C=triton.next_power_of_2(rank), HALF=rotation.cos.shape[1],
-            INTERLEAVE=rotation.interleave,
-        )  # fmt: skip
+        block_stride, row_stride, _ = cache.stride()
+        _store_latents(
+            (latents_TL.shape[0],),
+            (latents_TL, weight_C, rotation.cos, rotation.sin, slots_T, cache),
+            (latents_TL.stride(0), block_stride, row_stride, cache.shape[1], eps, rank),
+            constants=(next_power_of_2(rank), rotation.cos.shape[1], rotation.interleave),
+        )
 
 
 def join_keys(k_nope_PHN: Tensor, k_pe_PR: Tensor) -> Tensor:
@@ -143,10 +147,13 @@ def join_keys(k_nope_PHN: Tensor, k_pe_PR: Tensor) -> Tensor:
     out = torch.empty(
         (num_positions, num_heads, nope + rope), dtype=k_nope_PHN.dtype, device=k_nope_PHN.device
     )
-    heads = min(16, triton.next_power_of_2(num_heads))
+    heads = min(16, next_power_of_2(num_heads))
     if num_positions:
-        _join_keys[(num_positions, triton.cdiv(num_heads, heads))](
-            k_nope_PHN, k_nope_PHN.stride(0), k_nope_PHN.stride(1), k_pe_PR, k_pe_PR.stride(0),
-            out, num_heads, H=heads, N=nope, R=rope,
-        )  # fmt: skip
+        row_stride, head_stride, _ = k_nope_PHN.stride()
+        _join_keys(
+            (num_positions, ceil_div(num_heads, heads)),
+            (k_nope_PHN, k_pe_PR, out),
+            (row_stride, head_stride, k_pe_PR.stride(0), num_heads),
+            constants=(heads, nope, rope),
+        )
     return out

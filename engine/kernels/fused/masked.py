@@ -6,11 +6,11 @@ the device says there is, so that room for the worst routing costs memory and no
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.fp8_rows import GROUP, Fp8Rows
+from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.fused.permute import spread_into
 from engine.kernels.fused.quant import _quantize_tile
 from engine.kernels.masked_reference import empty_masked
@@ -26,8 +26,8 @@ MAX_SPLITS = 16
 """Programs that share an expert's rows, at most."""
 
 
-@triton.jit
-def _mask(ids, rows, num_rows, num_pairs, first, num_experts, max_rows, B: tl.constexpr):
+@launched("first")
+def _mask(ids, rows, num_rows, num_pairs, num_experts, max_rows, first, B: tl.constexpr):
     expert = tl.program_id(0)
     count = tl.zeros([1], tl.int32)
     for start in range(0, num_pairs, B):
@@ -45,7 +45,7 @@ def _mask(ids, rows, num_rows, num_pairs, first, num_experts, max_rows, B: tl.co
     tl.store(num_rows + index, count, mask=index < num_experts)
 
 
-@triton.jit
+@launched("num_splits")
 def _silu_and_mul(
     gate_up, counts, data, scale, max_rows, width, num_groups, num_splits, R: tl.constexpr
 ):
@@ -83,10 +83,14 @@ def mask_to_experts(
     ids = topk_ids_TK.contiguous()
     rows = torch.empty((num_tokens, top_k), dtype=torch.int32, device=ids.device)
     num_rows = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
-    block = min(PAIRS, max(128, triton.next_power_of_2(ids.numel())))
-    _mask[(num_experts + 1,)](
-        ids, rows, num_rows, ids.numel(), first, num_experts, max_rows, B=block
-    )  # fmt: skip
+    block = min(PAIRS, max(128, next_power_of_2(max(1, ids.numel()))))
+    _mask(
+        (num_experts + 1,),
+        (ids, rows, num_rows),
+        (ids.numel(), num_experts, max_rows),
+        (first,),
+        (block,),
+    )
     return MaskedPlaces(
         rows_TK=rows,
         num_rows_L=num_rows,
@@ -119,12 +123,15 @@ def masked_silu_and_mul_fp8(gate_up_LMF: Tensor, like: MaskedRows) -> MaskedRows
     num_experts, max_rows, double = gate_up_LMF.shape
     num_groups = double // 2 // GROUP
     data, scale = empty_masked(num_experts, max_rows, double // 2, gate_up_LMF.device)
-    wanted = triton.cdiv(min(like.expected_rows, max_rows), ROWS)
+    wanted = ceil_div(min(like.expected_rows, max_rows), ROWS)
     num_splits = min(MAX_SPLITS, wanted)
-    _silu_and_mul[(num_groups, num_splits, num_experts)](
-        gate_up_LMF, like.num_rows_L, data, scale, max_rows, double // 2, num_groups, num_splits,
-        R=ROWS,
-    )  # fmt: skip
+    _silu_and_mul(
+        (num_groups, num_splits, num_experts),
+        (gate_up_LMF, like.num_rows_L, data, scale),
+        (max_rows, double // 2, num_groups),
+        (num_splits,),
+        (ROWS,),
+    )
     return MaskedRows(
         data_LMD=data,
         scale_LMG=scale,

@@ -4,18 +4,18 @@ Bound by memory: a program holds one row in registers from its first read to its
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.fp8_rows import GROUP, Fp8Rows
+from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.fused.quant import _quantize_tile
 
 
-@triton.jit
+@launched("row_stride", "group_stride")
 def _rms_norm(
-    x, x_stride, delta, total, weight, out, data, data_stride, scale, row_stride, group_stride,
-    eps, size, G: tl.constexpr, W: tl.constexpr,
+    x, delta, total, weight, out, data, scale, x_stride, data_stride, size, eps, row_stride,
+    group_stride, G: tl.constexpr, W: tl.constexpr,
     HAS_DELTA: tl.constexpr, HAS_OUT: tl.constexpr, HAS_FP8: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -105,23 +105,25 @@ def _launch(
     if not num_rows:
         return
     absent = x_TD
-    _rms_norm[(num_rows,)](
-        x_TD,
-        x_TD.stride(0),
-        absent if delta is None else delta,
-        absent if total is None else total,
-        weight_D,
-        absent if out is None else out,
-        absent if fp8 is None else fp8.data_TK,
-        0 if fp8 is None else fp8.data_TK.stride(0),
-        absent if fp8 is None else fp8.scale_TG,
-        *((0, 0) if fp8 is None else fp8.scale_TG.stride()),
-        eps,
-        size,
-        G=triton.next_power_of_2(triton.cdiv(size, GROUP)),
-        W=GROUP,
-        HAS_DELTA=delta is not None,
-        HAS_OUT=out is not None,
-        HAS_FP8=fp8 is not None,
+    _rms_norm(
+        (num_rows,),
+        (
+            x_TD,
+            absent if delta is None else delta,
+            absent if total is None else total,
+            weight_D,
+            absent if out is None else out,
+            absent if fp8 is None else fp8.data_TK,
+            absent if fp8 is None else fp8.scale_TG,
+        ),
+        (x_TD.stride(0), 0 if fp8 is None else fp8.data_TK.stride(0), size, eps),
+        (0, 0) if fp8 is None else fp8.scale_TG.stride(),
+        (
+            next_power_of_2(ceil_div(size, GROUP)),
+            GROUP,
+            delta is not None,
+            out is not None,
+            fp8 is not None,
+        ),
         num_warps=8 if size > 2048 else 4,
     )

@@ -13,77 +13,117 @@ from torch import Tensor
 
 from engine.kernels.alignment import ROW_BLOCK, Alignment, RowCounts, max_aligned_rows
 from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.masked_rows import MaskedPlaces
 
 PAIRS = 256
 """Pairs (token, expert) of one program; they are compared with one another."""
+
+COMPARED = 32
+"""Pairs that all of a program's pairs are compared with at a time; they are held in registers."""
+
+NAMED = 8
+"""Blocks of rows to which one program writes their expert."""
 
 COLUMNS = 1024
 """Columns of one program of `gather_rows`."""
 
 
 @triton.jit
+def _local_expert(ids, pairs, num_pairs, id_stride, first, num_experts, K: tl.constexpr):
+    """Return the pairs' experts, counted from `first`; -1 for other ranks' and beyond the end."""
+    place = pairs // K * id_stride + pairs % K
+    local = tl.load(ids + place, mask=pairs < num_pairs, other=-1).to(tl.int32) - first
+    return tl.where((local >= 0) & (local < num_experts), local, -1)
+
+
+# What the three steps of `count_rows` leave for one another lies in one scratch, by expert and
+# block: counts, their sums over the blocks before, and by expert: totals. Counts and sums are
+# apart, because the warps of a program hold copies of what they read: none may overwrite it.
+
+
+@launched("num_pairs", "num_blocks", "first")
 def _count(
-    ids, counts, num_pairs, num_blocks, first, num_experts, B: tl.constexpr, E: tl.constexpr
-):
+    ids, scratch, id_stride, num_experts, num_pairs, num_blocks, first,
+    K: tl.constexpr, B: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     pairs = block * B + tl.arange(0, B)
-    local = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1).to(tl.int32) - first
-    is_local = (local >= 0) & (local < num_experts) & (pairs < num_pairs)
+    local = _local_expert(ids, pairs, num_pairs, id_stride, first, num_experts, K)
     # Bin E - 1 is no expert's: num_experts < E.
     bins = tl.arange(0, E)
-    found = tl.histogram(tl.where(is_local, local, E - 1), E)
-    tl.store(counts + bins * num_blocks + block, found, mask=bins < num_experts)
+    found = tl.histogram(tl.where(local >= 0, local, E - 1), E)
+    tl.store(scratch + bins * num_blocks + block, found, mask=bins < num_experts)
 
 
-@triton.jit
-def _sum_blocks(counts, before, totals, num_blocks, B: tl.constexpr):
+@launched("num_blocks")
+def _sum_blocks(scratch, num_experts, num_blocks, B: tl.constexpr):
     """Sum one expert's counts over the blocks before each one, and over all."""
     expert = tl.program_id(0)
     blocks = tl.arange(0, B)
     place = expert * num_blocks + blocks
-    found = tl.load(counts + place, mask=blocks < num_blocks, other=0)
-    tl.store(before + place, tl.cumsum(found, axis=0) - found, mask=blocks < num_blocks)
-    tl.store(totals + expert, tl.sum(found, axis=0))
+    found = tl.load(scratch + place, mask=blocks < num_blocks, other=0)
+    sums = scratch + num_experts * num_blocks
+    tl.store(sums + place, tl.cumsum(found, axis=0) - found, mask=blocks < num_blocks)
+    tl.store(sums + num_experts * num_blocks + expert, tl.sum(found, axis=0))
 
 
 @triton.jit
-def _place(
-    ids, before, totals, rows, ends, num_pairs, num_blocks, first, num_experts,
-    B: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
+def _rank_pairs(
+    ids, pairs, local, first_pair, num_pairs, id_stride, first, num_experts,
+    K: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
+    """Return how many pairs of the block come before each one and have its expert."""
+    rank = tl.zeros([B], tl.int32)
+    for start in range(0, B, S):
+        others = first_pair + start + tl.arange(0, S)
+        expert = _local_expert(ids, others, num_pairs, id_stride, first, num_experts, K)
+        # [S, B] and not [B, S]: a thread sums what it has compared itself.
+        is_before = (expert[:, None] == local[None, :]) & (others[:, None] < pairs[None, :])
+        rank += tl.sum(is_before.to(tl.int32), axis=0)
+    return rank
+
+
+@launched("num_pairs", "num_blocks", "first", "num_row_blocks")
+def _place(
+    ids, scratch, rows, ends, expert, id_stride, num_experts, num_pairs, num_blocks, first,
+    num_row_blocks, K: tl.constexpr, B: tl.constexpr, S: tl.constexpr, E: tl.constexpr,
+    BLOCK: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Place a block of pairs, or (programs beyond those) name the experts of N blocks of rows."""
     block = tl.program_id(0)
-    index = tl.arange(0, B)
-    pairs = block * B + index
-    local = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1).to(tl.int32) - first
-    is_local = (local >= 0) & (local < num_experts) & (pairs < num_pairs)
-    local = tl.where(is_local, local, 0)
-    same = (local[:, None] == local[None, :]) & is_local[None, :]
-    rank = tl.sum((same & (index[None, :] < index[:, None])).to(tl.int32), axis=1)
     bins = tl.arange(0, E)
+    sums = scratch + num_experts * num_blocks
+    totals = sums + num_experts * num_blocks
     padded = tl.load(totals + bins, mask=bins < num_experts, other=0)
     padded = (padded + (BLOCK - 1)) // BLOCK * BLOCK
-    start = tl.sum(tl.where(bins[None, :] < local[:, None], padded[None, :], 0), axis=1)
-    row = start + tl.load(before + local * num_blocks + block) + rank
-    tl.store(rows + pairs, tl.where(is_local, row, -1), mask=pairs < num_pairs)
-    if block == 0:
-        tl.store(ends + bins, tl.cumsum(padded, axis=0), mask=bins < num_experts)
+    end = tl.cumsum(padded, axis=0)
+    if block < num_blocks:
+        pairs = block * B + tl.arange(0, B)
+        local = _local_expert(ids, pairs, num_pairs, id_stride, first, num_experts, K)
+        rank = _rank_pairs(
+            ids, pairs, local, block * B, num_pairs, id_stride, first, num_experts, K, B, S
+        )
+        mine = tl.maximum(local, 0)
+        row = tl.gather(end - padded, mine, 0) + tl.load(sums + mine * num_blocks + block) + rank
+        tl.store(rows + pairs, tl.where(local >= 0, row, -1), mask=pairs < num_pairs)
+        if block == 0:
+            tl.store(ends + bins, end, mask=bins < num_experts)
+    else:
+        row_blocks = (block - num_blocks) * N + tl.arange(0, N)
+        has_passed = (end[None, :] <= row_blocks[:, None] * BLOCK) & (bins < num_experts)[None, :]
+        passed = tl.sum(has_passed.to(tl.int32), axis=1)
+        name = tl.where(passed < num_experts, passed, -1)
+        place = row_blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        names = tl.broadcast_to(name[:, None], [N, BLOCK])
+        tl.store(expert + place, names, mask=(row_blocks < num_row_blocks)[:, None])
 
 
-@triton.jit
-def _name_blocks(ends, expert, num_experts, B: tl.constexpr, E: tl.constexpr):
-    block = tl.program_id(0)
-    bins = tl.arange(0, E)
-    end = tl.load(ends + bins, mask=bins < num_experts, other=0)
-    passed = tl.sum(((end <= block * B) & (bins < num_experts)).to(tl.int32), axis=0)
-    name = tl.where(passed < num_experts, passed, -1)
-    tl.store(expert + block * B + tl.arange(0, B), tl.full([B], 0, tl.int32) + name)
-
-
-@triton.jit
+@launched("row_stride", "group_stride", "out_stride", "max_rows")
 def _spread(
-    data, data_stride, scale, row_stride, group_stride, rows, out, out_scale, out_stride, max_rows,
-    size, num_groups, K: tl.constexpr, C: tl.constexpr, G: tl.constexpr, IS_MASKED: tl.constexpr,
+    data, scale, rows, out, out_scale, data_stride, size, num_groups, row_stride, group_stride,
+    out_stride, max_rows,
+    K: tl.constexpr, C: tl.constexpr, G: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, C)
@@ -102,10 +142,11 @@ def _spread(
         tl.store(target, scales, mask=(groups < num_groups) & here)
 
 
-@triton.jit
+@launched()
 def _gather(
-    source, rows, weights, own, out, size, K: tl.constexpr, C: tl.constexpr, HAS_OWN: tl.constexpr
-):
+    source, rows, weights, own, out, size, weight_stride,
+    K: tl.constexpr, C: tl.constexpr, HAS_OWN: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * C + tl.arange(0, C)
     mask = columns < size
@@ -114,7 +155,7 @@ def _gather(
         total += tl.load(own + token * size + columns, mask=mask, other=0.0).to(tl.float32)
     for k in tl.static_range(K):
         row = tl.load(rows + token * K + k).to(tl.int64)
-        weight = tl.load(weights + token * K + k)
+        weight = tl.load(weights + token * weight_stride + k)
         part = tl.load(source + row * size + columns, mask=mask & (row >= 0), other=0.0)
         total += part.to(tl.float32) * weight
     tl.store(out + token * size + columns, total.to(out.dtype.element_ty), mask=mask)
@@ -124,53 +165,60 @@ def count_rows(topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
     """Choose the row of every (token, expert) pair, and count how many rows there are.
 
     Args:
-        topk_ids_TK: [T, K] int64 physical experts; those outside of
+        topk_ids_TK: [T, K] int64 or int32 physical experts, unit stride along K; those outside of
             [first, first + num_experts) get no row.
         first: lowest expert of this rank.
         num_experts: experts of this rank.
     """
-    ids = topk_ids_TK.contiguous()
-    num_pairs, device = ids.numel(), ids.device
-    rows_TK = torch.empty(topk_ids_TK.shape, dtype=torch.int32, device=device)
+    (num_tokens, top_k), device = topk_ids_TK.shape, topk_ids_TK.device
+    num_pairs = num_tokens * top_k
+    num_rows = max_aligned_rows(num_pairs, num_experts)
+    rows_TK = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
+    expert_M = torch.empty(num_rows, dtype=torch.int32, device=device)
     if not num_pairs:
         ends_E = torch.zeros(num_experts, dtype=torch.int32, device=device)
-        return RowCounts(rows_TK=rows_TK, ends_E=ends_E)
-    bins = triton.next_power_of_2(num_experts + 1)
-    num_blocks = triton.cdiv(num_pairs, PAIRS)
-    # Apart, because the warps of a program hold copies of what they read: none may overwrite it.
-    size = (2, num_experts, num_blocks)
-    counts, before = torch.empty(size, dtype=torch.int32, device=device).unbind()
-    totals, ends_E = torch.empty((2, num_experts), dtype=torch.int32, device=device).unbind()
-    _count[(num_blocks,)](
-        ids, counts, num_pairs, num_blocks, first, num_experts, B=PAIRS, E=bins
-    )  # fmt: skip
-    _sum_blocks[(num_experts,)](
-        counts, before, totals, num_blocks, B=triton.next_power_of_2(num_blocks)
-    )  # fmt: skip
-    _place[(num_blocks,)](
-        ids, before, totals, rows_TK, ends_E, num_pairs, num_blocks, first, num_experts,
-        B=PAIRS, E=bins, BLOCK=ROW_BLOCK, num_warps=8,
-    )  # fmt: skip
-    return RowCounts(rows_TK=rows_TK, ends_E=ends_E)
+        return RowCounts(rows_TK=rows_TK, ends_E=ends_E, expert_M=expert_M)
+    ids = topk_ids_TK if topk_ids_TK.stride(1) == 1 else topk_ids_TK.contiguous()
+    ends_E = torch.empty(num_experts, dtype=torch.int32, device=device)
+    num_blocks, num_row_blocks = ceil_div(num_pairs, PAIRS), num_rows // ROW_BLOCK
+    scratch = torch.empty((2 * num_blocks + 1) * num_experts, dtype=torch.int32, device=device)
+    sizes = (ids.stride(0), num_experts)
+    _count(
+        (num_blocks,),
+        (ids, scratch),
+        sizes,
+        (num_pairs, num_blocks, first),
+        (top_k, PAIRS, next_power_of_2(num_experts + 1)),
+    )
+    _sum_blocks(
+        (num_experts,),
+        (scratch,),
+        (num_experts,),
+        (num_blocks,),
+        (next_power_of_2(num_blocks),),
+    )
+    _place(
+        (num_blocks + ceil_div(num_row_blocks, NAMED),),
+        (ids, scratch, rows_TK, ends_E, expert_M),
+        sizes,
+        (num_pairs, num_blocks, first, num_row_blocks),
+        (top_k, PAIRS, COMPARED, next_power_of_2(num_experts), ROW_BLOCK, NAMED),
+        num_warps=8,
+    )
+    return RowCounts(rows_TK=rows_TK, ends_E=ends_E, expert_M=expert_M)
 
 
 def place_rows(counts: RowCounts, num_rows: int) -> Alignment:
     """Lay out `num_rows` rows, a multiple of 128 and at least `counts.num_rows`."""
     assert num_rows % ROW_BLOCK == 0, num_rows
-    num_experts = counts.ends_E.shape[0]
-    expert_M = torch.empty(num_rows, dtype=torch.int32, device=counts.ends_E.device)
-    if num_rows:
-        _name_blocks[(num_rows // ROW_BLOCK,)](
-            counts.ends_E, expert_M, num_experts,
-            B=ROW_BLOCK, E=triton.next_power_of_2(num_experts),
-        )  # fmt: skip
-    return Alignment(rows_TK=counts.rows_TK, expert_M=expert_M)
+    assert num_rows <= counts.expert_M.shape[0], num_rows
+    return Alignment(rows_TK=counts.rows_TK, expert_M=counts.expert_M[:num_rows])
 
 
 def align_to_experts(topk_ids_TK: Tensor, first: int, num_experts: int) -> Alignment:
     """Do both steps, with as many rows as any routing could need; the host learns nothing."""
-    num_rows = max_aligned_rows(topk_ids_TK.numel(), num_experts)
-    return place_rows(count_rows(topk_ids_TK, first, num_experts), num_rows)
+    counts = count_rows(topk_ids_TK, first, num_experts)
+    return Alignment(rows_TK=counts.rows_TK, expert_M=counts.expert_M)
 
 
 def spread_rows(rows: Fp8Rows, alignment: Alignment) -> Fp8Rows:
@@ -196,22 +244,17 @@ def spread_into(data: Tensor, scale: Tensor, rows: Fp8Rows, rows_TK: Tensor) -> 
     # Bytes as 32-bit words, so that a thread moves four at a time.
     words = rows.data_TK.view(torch.int32)
     num_groups = rows.scale_TG.shape[1]
-    _spread[(num_tokens,)](
-        words,
-        words.stride(0),
-        rows.scale_TG,
-        *rows.scale_TG.stride(),
-        rows_TK,
-        data.view(torch.int32),
-        scale,
-        scale.stride(-1),
-        data.shape[-2],
-        size // 4,
-        num_groups,
-        K=top_k,
-        C=triton.next_power_of_2(size // 4),
-        G=triton.next_power_of_2(num_groups),
-        IS_MASKED=data.dim() == 3,
+    _spread(
+        (num_tokens,),
+        (words, rows.scale_TG, rows_TK, data.view(torch.int32), scale),
+        (words.stride(0), size // 4, num_groups),
+        (*rows.scale_TG.stride(), scale.stride(-1), data.shape[-2]),
+        (
+            top_k,
+            next_power_of_2(size // 4),
+            next_power_of_2(num_groups),
+            data.dim() == 3,
+        ),
     )
 
 
@@ -227,15 +270,18 @@ def gather_rows(
     out = torch.empty((num_tokens, size), dtype=source_MD.dtype, device=source_MD.device)
     if not num_tokens:
         return out
-    _gather[(num_tokens, triton.cdiv(size, COLUMNS))](
-        source_MD,
-        places.rows_TK,
-        weights_TK.contiguous(),
-        out if own_TD is None else own_TD.contiguous(),
-        out,
-        size,
-        K=top_k,
-        C=COLUMNS,
-        HAS_OWN=own_TD is not None,
+    if weights_TK.stride(1) != 1:
+        weights_TK = weights_TK.contiguous()
+    _gather(
+        (num_tokens, ceil_div(size, COLUMNS)),
+        (
+            source_MD,
+            places.rows_TK,
+            weights_TK,
+            out if own_TD is None else own_TD.contiguous(),
+            out,
+        ),
+        (size, weights_TK.stride(0)),
+        constants=(top_k, COLUMNS, own_TD is not None),
     )
     return out

@@ -4,12 +4,12 @@ Bound by memory: every element is read once and written once. A program takes 32
 of 128, so that the scales it writes are one run of the column-major scales.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.fp8_rows import GROUP, MIN_AMAX, Fp8Rows
+from engine.kernels.fused.launch import ceil_div, launched
 
 BLOCK_T = 32
 E4M3_MAX = tl.constexpr(448.0)
@@ -24,9 +24,9 @@ def _quantize_tile(x):
     return quantized.to(tl.float8e4nv), scale
 
 
-@triton.jit
+@launched("row_stride", "group_stride", "num_rows")
 def _quantize_rows(
-    x, x_stride, data, data_stride, scale, row_stride, group_stride, num_rows, B: tl.constexpr
+    x, data, scale, x_stride, data_stride, row_stride, group_stride, num_rows, B: tl.constexpr
 ):
     group = tl.program_id(1)
     rows = tl.program_id(0) * B + tl.arange(0, B)
@@ -40,9 +40,9 @@ def _quantize_rows(
     tl.store(place, scales, mask=rows < num_rows)
 
 
-@triton.jit
+@launched("scale_stride", "num_rows")
 def _silu_and_mul(
-    gate_up, expert, data, scale, scale_stride, num_rows, width,
+    gate_up, expert, data, scale, width, scale_stride, num_rows,
     B: tl.constexpr, HAS_EXPERT: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(1).to(tl.int64)
@@ -70,16 +70,12 @@ def quantize_rows(x_TK: Tensor, out: Fp8Rows | None = None) -> Fp8Rows:
     if out is None:
         out = Fp8Rows.empty(num_rows, num_columns, x_TK.device)
     if num_rows:
-        grid = (triton.cdiv(num_rows, BLOCK_T), num_columns // GROUP)
-        _quantize_rows[grid](
-            x_TK,
-            x_TK.stride(0),
-            out.data_TK,
-            out.data_TK.stride(0),
-            out.scale_TG,
-            *out.scale_TG.stride(),
-            num_rows,
-            B=BLOCK_T,
+        _quantize_rows(
+            (ceil_div(num_rows, BLOCK_T), num_columns // GROUP),
+            (x_TK, out.data_TK, out.scale_TG),
+            (x_TK.stride(0), out.data_TK.stride(0)),
+            (*out.scale_TG.stride(), num_rows),
+            (BLOCK_T,),
         )
     return out
 
@@ -96,16 +92,16 @@ def silu_and_mul_fp8(gate_up_TF: Tensor, expert_T: Tensor | None = None) -> Fp8R
     num_rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
     out = Fp8Rows.empty(num_rows, width, gate_up_TF.device)
     if num_rows:
-        grid = (triton.cdiv(num_rows, BLOCK_T), width // GROUP)
-        _silu_and_mul[grid](
-            gate_up_TF,
-            torch.empty(0, device=gate_up_TF.device) if expert_T is None else expert_T,
-            out.data_TK,
-            out.scale_TG,
-            out.scale_TG.stride(1),
-            num_rows,
-            width,
-            B=BLOCK_T,
-            HAS_EXPERT=expert_T is not None,
+        _silu_and_mul(
+            (ceil_div(num_rows, BLOCK_T), width // GROUP),
+            (
+                gate_up_TF,
+                gate_up_TF if expert_T is None else expert_T,
+                out.data_TK,
+                out.scale_TG,
+            ),
+            (width,),
+            (out.scale_TG.stride(1), num_rows),
+            (BLOCK_T, expert_T is not None),
         )
     return out

@@ -4,14 +4,14 @@ Otherwise a dozen small operations over [T, E] each. See `reference.group_limite
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.fused.launch import launched, next_power_of_2
 from engine.kernels.routing import RoutingRule
 
 
-@triton.jit
+@launched()
 def _choose(
     logits, bias, ids, weights, scaling,
     E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
@@ -69,11 +69,15 @@ def group_limited_topk(
     ids = torch.empty((num_tokens, rule.top_k), dtype=torch.int64, device=logits_TE.device)
     weights = torch.empty((num_tokens, rule.top_k), dtype=torch.float32, device=logits_TE.device)
     if num_tokens:
-        _choose[(num_tokens,)](
-            logits_TE.contiguous(), bias_E, ids, weights, rule.routed_scaling_factor,
-            E=num_experts, GROUPS=rule.n_group, KEPT=rule.topk_group, K=rule.top_k,
-            KP=triton.next_power_of_2(rule.top_k), NORM=rule.norm_topk_prob, num_warps=1,
-        )  # fmt: skip
+        groups = (rule.n_group, rule.topk_group)
+        chosen = (rule.top_k, next_power_of_2(rule.top_k))
+        _choose(
+            (num_tokens,),
+            (logits_TE.contiguous(), bias_E, ids, weights),
+            (rule.routed_scaling_factor,),
+            constants=(num_experts, *groups, *chosen, rule.norm_topk_prob),
+            num_warps=1,
+        )
     return ids, weights
 
 

@@ -4,17 +4,18 @@ Bound by memory: every slice is read once, and the sum is rounded and written on
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
+
+from engine.kernels.fused.launch import ceil_div, launched
 
 BLOCK = 2048
 """Numbers of the sum that a program makes."""
 
 
-@triton.jit
+@launched()
 def _sum_slices(
-    slices, stride, residual, out, size, R: tl.constexpr, B: tl.constexpr,
+    slices, residual, out, stride, size, R: tl.constexpr, B: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
@@ -41,14 +42,10 @@ def sum_slices(
     assert out_TD.is_contiguous()
     size = out_TD.numel()
     if size:
-        _sum_slices[(triton.cdiv(size, BLOCK),)](
-            slices_RTD,
-            slices_RTD.stride(0),
-            out_TD if residual_TD is None else residual_TD,
-            out_TD,
-            size,
-            R=slices_RTD.shape[0],
-            B=BLOCK,
-            HAS_RESIDUAL=residual_TD is not None,
+        _sum_slices(
+            (ceil_div(size, BLOCK),),
+            (slices_RTD, out_TD if residual_TD is None else residual_TD, out_TD),
+            (slices_RTD.stride(0), size),
+            constants=(slices_RTD.shape[0], BLOCK, residual_TD is not None),
         )
     return out_TD

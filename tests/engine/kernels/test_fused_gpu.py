@@ -189,9 +189,27 @@ def test_count_rows_and_place_them(num_tokens: int, first: int, num_local: int) 
     expected = aligned_reference.count_rows(ids, first, num_local)
     assert torch.equal(counts.rows_TK, expected.rows_TK)
     assert torch.equal(counts.ends_E, expected.ends_E)
+    assert torch.equal(counts.expert_M, expected.expert_M)
     num_rows = int(counts.num_rows)
     actual = permute.place_rows(counts, num_rows)
     assert torch.equal(actual.expert_M, aligned_reference.place_rows(expected, num_rows).expert_M)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 70])
+def test_routing_is_read_where_it_arrived(num_tokens: int) -> None:
+    """Ids and weights as neighbouring columns of one message."""
+    permute = fused("permute")
+    ids, weights = draw_routing(num_tokens, 256, 8), torch.rand(num_tokens, 8, device=DEVICE)
+    message = torch.cat((ids.int(), weights.view(torch.int32)), dim=1)
+    counts = permute.count_rows(message[:, :8], 32, 32)
+    expected = aligned_reference.count_rows(ids, 32, 32)
+    assert torch.equal(counts.rows_TK, expected.rows_TK)
+    assert torch.equal(counts.expert_M, expected.expert_M)
+    alignment = permute.place_rows(counts, int(counts.num_rows))
+    out = draw(alignment.expert_M.shape[0], HIDDEN)
+    arrived = message[:, 8:].view(torch.float32)
+    actual = permute.gather_rows(out, alignment, arrived, None)
+    assert torch.equal(actual, permute.gather_rows(out, alignment, weights, None))
 
 
 def test_no_token_and_no_row() -> None:
