@@ -20,6 +20,7 @@ import torch
 from engine.generate import generate
 from engine.kernels import reference
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.warm_up import ROWS_VARIABLE
 from runtime.config import (
     ClusterConfig,
     DecodeSection,
@@ -44,14 +45,28 @@ LEAST_SAME_BEST = 0.92
 START_TIMEOUT_S = 400.0
 """The first start on a machine compiles kernels."""
 
+ROWS_OF_A_TILE = 64
+"""Up to so many rows a product has one tile, and compiles once: steps here have no more."""
+
 
 def config_of(dtype: str, num_ranks: int) -> ClusterConfig:
+    """Small steps, so that few kernels compile and few graphs are captured, and chunks are many."""
     return ClusterConfig(
         model=ModelSection(path=str(MODEL_DIR), dtype=dtype),
         prefill=PrefillSection(
-            tp=num_ranks, device="cuda", num_blocks=128, max_num_batched_tokens=256
+            tp=num_ranks,
+            device="cuda",
+            num_blocks=128,
+            max_num_batched_tokens=ROWS_OF_A_TILE,
         ),
-        decode=DecodeSection(dp=num_ranks, device="cuda", num_blocks=128),
+        decode=DecodeSection(
+            dp=num_ranks,
+            device="cuda",
+            num_blocks=128,
+            max_num_seqs=8,
+            # The reference's routing reads the device: such a step cannot be captured.
+            cuda_graphs="on" if dtype == "bfloat16" else "off",
+        ),
         kv_transfer=KVTransferSection(transport="nixl", layers_per_group=2),
     )
 
@@ -68,6 +83,8 @@ def cluster(
     num_devices = torch.cuda.device_count()
     if num_devices < num_ranks:
         pytest.skip(f"needs {num_ranks} GPUs")
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setenv(ROWS_VARIABLE, f"8,{ROWS_OF_A_TILE}")
     folder: Path = tmp_path_factory.mktemp("gpu")
     running = Cluster(
         config_of(dtype, num_ranks),
@@ -75,6 +92,7 @@ def cluster(
         num_devices=num_devices,
         start_timeout_s=START_TIMEOUT_S,
     )
+    monkeypatch.undo()
     with running:
         yield running
     assert running.marked_processes() == []
