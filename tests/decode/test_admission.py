@@ -88,6 +88,34 @@ def test_bypasses_are_bounded_and_every_pick_fits(
     assert rest == [request for request in requests if request not in picked]
 
 
+@given(
+    large=st.integers(2, 10),
+    arrivals=st.lists(st.lists(st.integers(1, 10), max_size=3), min_size=60, max_size=60),
+    max_bypasses=st.integers(0, 4),
+)
+def test_a_large_request_is_let_in_whatever_keeps_arriving(
+    large: int, arrivals: list[list[int]], max_bypasses: int
+) -> None:
+    """Requests hold their blocks for two turns; a head that nobody passes any more drains them."""
+    queue = AdmissionQueue(max_bypasses=max_bypasses)
+    (first,) = fill(queue, large)
+    num_free, held = 1, [(2, 9)]  # (turns left, blocks)
+    for turn, costs in enumerate(arrivals):
+        for index, cost in enumerate(costs):
+            queue.push(make_request(100 + 10 * turn + index, cost))
+        picked = queue.pick(prompt_blocks, num_free)
+        if picked is first:
+            assert turn <= 3 * max_bypasses + 3
+            return
+        if picked is not None:
+            num_free -= prompt_blocks(picked)
+            held.append((3, prompt_blocks(picked)))
+        held = [(turns - 1, blocks) for turns, blocks in held]
+        num_free += sum(blocks for turns, blocks in held if not turns)
+        held = [item for item in held if item[0]]
+    raise AssertionError("it starves")
+
+
 def growing(max_tokens: int, num_prompt: int = 64, num_output: int = 0) -> Request:
     return Request(
         request_id="r",

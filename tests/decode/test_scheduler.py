@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -261,3 +261,59 @@ SchedulerMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 14), st.integers(2, 20)), min_size=1, max_size=8),
+    num_usable=st.integers(9, 14),
+    max_num_seqs=st.integers(1, 4),
+)
+def test_nobody_fails_who_fits_alone_while_host_memory_lasts(
+    sizes: list[tuple[int, int]], num_usable: int, max_num_seqs: int
+) -> None:
+    bench = Bench(num_usable, max_num_seqs=max_num_seqs)
+    waiting = list(sizes)
+    requests: list[DecodeRequest] = []
+    for _ in range(600):
+        request = bench.add(*waiting[0]) if waiting else None
+        if request is not None:
+            requests.append(request)
+            waiting.pop(0)
+        bench.step()
+    assert not bench.failed
+    assert [request.request.num_output_tokens for request in requests] == [
+        most for _, most in sizes
+    ]
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 14), st.integers(2, 40)), min_size=1, max_size=8),
+    num_usable=st.integers(4, 12),
+    host_blocks=st.integers(0, 6),
+)
+def test_who_is_exhausted_fails_alone(
+    sizes: list[tuple[int, int]], num_usable: int, host_blocks: int
+) -> None:
+    """It is the youngest, its KV does not fit into host memory, and the others go on."""
+    bench = Bench(num_usable, host_blocks=host_blocks)
+    requests = [bench.add(*size) for size in sizes]
+    while bench.scheduler.has_work:
+        running = {
+            request: request.request.num_computed_tokens for request in bench.scheduler.running
+        }
+        held_by_host = bench.host.num_blocks
+        plan = bench.step()
+        for index, request in enumerate(plan.failed):
+            elder = [other for other in running if other.serial < request.serial]
+            younger = set(running) - {*elder, request}
+            assert younger <= {*plan.preempted, *plan.failed}
+            num_blocks = num_blocks_for(running[request], BLOCK_SIZE)
+            is_alone = not elder and index == len(plan.failed) - 1
+            assert is_alone or held_by_host + num_blocks > host_blocks or plan.preempted
+            assert request.status is DecodeStatus.FINISHED
+            assert not request.request.block_table
+        bench.check()
+    for added in requests:
+        if added is not None and added not in bench.failed:
+            inner = added.request
+            assert inner.num_output_tokens == inner.sampling.max_tokens

@@ -1,0 +1,121 @@
+"""Room is kept for the growth of those inside, rank by rank, and no more than that."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode.admission import GrowthEstimator
+from decode.requests import DecodeRequest, TicketUpdate
+from decode.reservations import RankLimits, Reservations
+from decode.tickets import TicketDesk
+from engine.memory.block_pool import BlockPool
+from engine.request import num_blocks_for
+from kv_transfer.ownership import Quarantine
+from runtime.lifecycle import DecodeStatus
+from tests.decode.helpers import BLOCK_SIZE, FakeClock, make_request
+from tests.decode.test_tickets import FakeReceiver, FakeSlots
+
+MAX_MODEL_LEN = 60
+SIZES = st.tuples(st.integers(1, 30), st.integers(1, 40))
+
+
+class Bench:
+    """The reservation desk of one rank, and who was let in."""
+
+    def __init__(self, num_usable: int, share: float = 0.5, num_slots: int = 30) -> None:
+        clock = FakeClock()
+        self.pool = BlockPool(num_usable + 1, BLOCK_SIZE)
+        self.slots = FakeSlots(num_slots)
+        self.growth = GrowthEstimator(BLOCK_SIZE, MAX_MODEL_LEN, initial_share=share)
+        self.desk = TicketDesk(
+            self.pool,
+            self.slots,
+            FakeReceiver(self.slots),
+            Quarantine(clock, timeout_s=30.0, max_blocks=num_usable),
+            itertools.count(1).__next__,
+            fence_generation=lambda writer: 0,
+        )
+        limits = RankLimits(
+            max_model_len=MAX_MODEL_LEN, max_num_reserved=100, transfer_timeout_s=60.0
+        )
+        self.reservations = Reservations(self.pool, self.desk, self.growth, limits, clock)
+        self.queued: list[DecodeRequest] = []
+        self.inside: list[DecodeRequest] = []
+
+    def admit(self, *, is_open: bool = True) -> int:
+        """How many were let in."""
+        self.reservations.admit(self.inside, is_open=is_open)
+        entered = [r for r in self.queued if r.status is DecodeStatus.WAITING_FOR_KV]
+        self.queued = [r for r in self.queued if r not in entered]
+        self.inside += entered
+        return len(entered)
+
+    @property
+    def headroom(self) -> int:
+        """Blocks that those inside are expected to grow by."""
+        return sum(self.growth.expected_blocks(request.request) for request in self.inside)
+
+
+@given(
+    sizes=st.lists(SIZES, min_size=1, max_size=20),
+    num_usable=st.integers(8, 60),
+    share=st.floats(0, 1),
+)
+def test_who_enters_leaves_room_for_the_growth_of_all(
+    sizes: list[tuple[int, int]], num_usable: int, share: float
+) -> None:
+    bench = Bench(num_usable, share)
+    for serial, (num_prompt, max_tokens) in enumerate(sizes):
+        request = make_request(serial, num_prompt, max_tokens=max_tokens)
+        bench.reservations.add(request)
+        bench.queued.append(request)
+        num_entered = bench.admit()
+        if num_entered and len(bench.inside) > 1:
+            assert bench.pool.num_free_blocks >= bench.headroom
+        for waiting in bench.queued[:1]:  # nobody idles the pool: the head really does not fit
+            cost = bench.desk.num_blocks_to_take(waiting)
+            budget = bench.pool.num_free_blocks - bench.headroom
+            alone = not bench.inside
+            grown = 0 if alone else bench.growth.expected_blocks(waiting.request)
+            assert cost + grown > budget
+
+
+@given(size=SIZES, num_usable=st.integers(8, 12), share=st.floats(0, 1))
+def test_a_request_that_fits_enters_an_empty_rank(
+    size: tuple[int, int], num_usable: int, share: float
+) -> None:
+    """Whatever its growth: with nobody else in, the pool is its own."""
+    bench = Bench(num_usable, share)
+    request = make_request(0, size[0], max_tokens=size[1])
+    bench.reservations.add(request)
+    bench.queued.append(request)
+    fits = num_blocks_for(size[0] + 1, BLOCK_SIZE) <= num_usable
+    assert bench.admit() == fits
+
+
+def test_the_ranks_decide_each_for_itself() -> None:
+    full, empty = Bench(8, share=1.0), Bench(8, share=1.0)
+    for bench, count in ((full, 2), (empty, 1)):
+        for serial in range(count):
+            request = make_request(serial, 6, max_tokens=20)
+            bench.reservations.add(request)
+            bench.queued.append(request)
+        bench.admit()
+    assert [len(bench.inside) for bench in (full, empty)] == [1, 1]
+    assert [len(bench.queued) for bench in (full, empty)] == [1, 0]
+
+
+def test_nobody_enters_while_a_preempted_request_waits_or_without_a_slot() -> None:
+    bench = Bench(30, num_slots=1)
+    updates: list[object] = []
+    for serial in range(2):
+        request = make_request(serial, 3, max_tokens=2, tell=updates.append)
+        bench.reservations.add(request)
+        bench.queued.append(request)
+    assert bench.admit(is_open=False) == 0
+    assert bench.admit() == 1
+    assert bench.admit() == 0
+    assert sum(isinstance(update, TicketUpdate) for update in updates) == 1
