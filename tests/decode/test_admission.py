@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode.admission import AdmissionQueue, GrowthEstimator
@@ -88,6 +88,7 @@ def test_bypasses_are_bounded_and_every_pick_fits(
     assert rest == [request for request in requests if request not in picked]
 
 
+@settings(deadline=None)
 @given(
     large=st.integers(2, 10),
     arrivals=st.lists(st.lists(st.integers(1, 10), max_size=3), min_size=60, max_size=60),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode.admission import GrowthEstimator
@@ -59,6 +59,7 @@ class Bench:
         return sum(self.growth.expected_blocks(request.request) for request in self.inside)
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(SIZES, min_size=1, max_size=20),
     num_usable=st.integers(8, 60),
@@ -83,6 +84,7 @@ def test_who_enters_leaves_room_for_the_growth_of_all(
             assert cost + grown > budget
 
 
+@settings(deadline=None)
 @given(size=SIZES, num_usable=st.integers(8, 12), share=st.floats(0, 1))
 def test_a_request_that_fits_enters_an_empty_rank(
     size: tuple[int, int], num_usable: int, share: float
