@@ -12,7 +12,8 @@ blocks are free when that step is over.
 
 If anything in a step fails, the rank cannot know what state the model or the group is in: every
 request is answered with an error, later commands are refused, and `on_end` tells the process, which
-exits. The failure of one request never comes here; the rank handles it.
+exits. The failure of one request never comes here; the rank handles it. So it does where a step, or
+the meeting before it, never returns: a `Watchdog` then stands in for this thread.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from engine.runner import PendingStep
 from runtime.errors import InternalError, PeerLostError, TandemError
 from runtime.logging import get_logger
 from runtime.pb import decode_pb2
+from runtime.watchdog import AbandonedError, Watchdog, WatchdogOptions
 
 logger = get_logger(__name__)
 
@@ -108,6 +110,8 @@ class EngineLoop:
         publish: Publisher,
         on_end: Callable[[TandemError | None], None],
         max_ahead: int = 0,
+        step_timeout_s: float = 0.0,
+        watchdog: WatchdogOptions | None = None,
     ) -> None:
         """Build; `start` runs it.
 
@@ -117,8 +121,10 @@ class EngineLoop:
             lockstep: the meeting with the other ranks.
             metrics: of the process.
             publish: takes the news of every step.
-            on_end: called last, on the loop's thread; None after `stop`, else what went wrong.
+            on_end: called last; None after `stop`, else what went wrong.
             max_ahead: steps that may run while another is launched: 0 or 1.
+            step_timeout_s: a step that takes longer ends the loop; 0 for no limit.
+            watchdog: how that is noticed.
         """
         self._rank = rank
         self._runner = runner
@@ -127,6 +133,8 @@ class EngineLoop:
         self._publish = publish
         self._on_end = on_end
         self._max_ahead = max_ahead
+        self._step_timeout_s = step_timeout_s
+        self._watchdog = Watchdog(self._end, watchdog)
         self._in_flight: deque[_LaunchedStep] = deque()
         self._is_following = False  # the latest turn launched a step
         self._taken_over_at = 0.0
@@ -140,10 +148,13 @@ class EngineLoop:
 
     def start(self) -> None:
         """Run until `stop` or a failure."""
+        self._watchdog.start()
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End the loop once no rank of the group needs another step; whether it ended in time."""
+        if self._watchdog.is_overdue:
+            return False
         self._commands.put(self._leave)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -182,12 +193,15 @@ class EngineLoop:
             while not self._step():
                 pass
             self._take_over_all_but(0)
+        except AbandonedError:
+            return  # the watchdog has ended the loop
         except Exception as caught:
             if self._leaving and self._rank.is_empty and isinstance(caught, PeerLostError):
                 logger.info("the other ranks left first")
             else:
                 logger.exception("the engine loop failed")
                 error = _as_ours(caught)
+        self._watchdog.close()
         self._end(error)
 
     def _step(self) -> bool:
@@ -199,7 +213,8 @@ class EngineLoop:
             leaving=self._leaving,
             in_flight=bool(self._in_flight),
         )
-        group = self._lockstep.exchange(state)
+        with self._watch("the meeting of the ranks before a decode step"):
+            group = self._lockstep.exchange(state)
         is_launched = self._launch(plan, group)
         self._take_over_all_but(self._max_ahead if is_launched else 0)
         self._tell()
@@ -219,14 +234,16 @@ class EngineLoop:
         follows, self._is_following = self._is_following, group.has_work
         if not plan.requests:
             if group.has_work:
-                self._runner.run_dummy(least=group.max_num_tokens)
+                with self._watch("the launch of a decode step"):
+                    self._runner.run_dummy(least=group.max_num_tokens)
             return False
         launched_at = time.perf_counter()
-        pending = self._runner.launch(
-            plan.scheduled,
-            after=self._in_flight[-1].pending if self._in_flight else None,
-            least=group.max_num_tokens,
-        )
+        with self._watch("the launch of a decode step"):
+            pending = self._runner.launch(
+                plan.scheduled,
+                after=self._in_flight[-1].pending if self._in_flight else None,
+                least=group.max_num_tokens,
+            )
         step = _LaunchedStep(plan=plan, pending=pending, launched_at=launched_at, follows=follows)
         self._in_flight.append(step)
         return True
@@ -240,7 +257,8 @@ class EngineLoop:
 
     def _take_over(self, step: _LaunchedStep) -> None:
         """Wait for a step's tokens and book them."""
-        sampled = [result.sampled for result in step.pending.collect()]
+        with self._watch("a decode step"):
+            sampled = [result.sampled for result in step.pending.collect()]
         now = time.perf_counter()
         seconds = now - max(step.launched_at, self._taken_over_at)
         self._taken_over_at = now
@@ -249,6 +267,10 @@ class EngineLoop:
         idle_s = step.pending.idle_s
         if step.follows and idle_s is not None:
             self._metrics.step_waited(idle_s)
+
+    def _watch(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Limit the time of a call that may never return; nothing of the rank is changed in it."""
+        return self._watchdog.watch(what, self._step_timeout_s)
 
     def _tell(self) -> None:
         self._publish(self._rank.news.take(), self._rank.load())
@@ -274,6 +296,7 @@ class EngineLoop:
         return GROUP_SLEEP_WAIT_S if is_asleep else GROUP_IDLE_WAIT_S
 
     def _end(self, error: TandemError | None) -> None:
+        """Answer everybody; on the loop's thread, or on the watchdog's in its stead."""
         with self._lock:
             self._over = error or InternalError("the worker has stopped")
         self._run_last_commands()

@@ -67,7 +67,7 @@ class DecodeWorker:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._exit = contextlib.AsyncExitStack()
         self.is_stuck = False
-        """The engine loop did not end: the process must not wait for its thread."""
+        """The engine loop did not end, or the device may hang: nobody may wait for either."""
 
     async def startup(self) -> None:
         """Boot; on return the rank is in the router's pool."""
@@ -119,6 +119,7 @@ class DecodeWorker:
             publish=self._publish,
             on_end=self._engine_ended,
             max_ahead=self._options.config.decode.max_ahead,
+            step_timeout_s=self._options.config.decode.step_timeout_s,
         )
         self._bridge = RankBridge(self._engine, rank)
         self._outboxes = Outboxes(self._bridge.abort_router, time.monotonic)
@@ -198,6 +199,9 @@ class DecodeWorker:
         await server.stop(grace=0.5)
 
     def _leave_groups(self, side: ModelSide) -> None:
+        if self._ended.done() and self._ended.result() is not None:
+            # Others may be gone, and leaving in order takes all ranks; kernels may wait for them.
+            self.is_stuck |= side.groups.dims.world_size > 1
         if not self.is_stuck:
             side.close_transfers()
             side.groups.destroy()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +20,9 @@ from prefill.kv_push import PushSettings, StepPusher
 from prefill.rank_plan import CLOSURES_PER_ROW, BatchArrays, Closure, PlanKind, StepPlan
 from prefill.rank_sender import apply_command
 from prefill.sender_group import TicketSender
+
+Watch = Callable[[str, int | None], AbstractContextManager[None]]
+"""Given a name, and the tokens of the step (None: of the largest), limits what runs in it."""
 
 
 class PlanSource(Protocol):
@@ -51,7 +55,20 @@ class Follower:
         *,
         block_size: int,
         device: torch.device | str = "cpu",
+        watch: Watch = lambda what, num_tokens: nullcontext(),
     ) -> None:
+        """Build; `run` follows.
+
+        Args:
+            plans: where they come from.
+            runner: of this rank.
+            sender: of this rank's share.
+            push: how layers are grouped for sending.
+            block_size: tokens per block.
+            device: of the rank.
+            watch: limits the time of what may never return; nothing is changed in it.
+        """
+        self._watch = watch
         self._plans = plans
         self._runner = runner
         self._sender = sender
@@ -77,7 +94,9 @@ class Follower:
 
     def follow(self) -> bool:
         """Obey one plan; whether another one will come."""
-        plan = self._plans.exchange(self._take_closures())
+        closures = self._take_closures()
+        with self._watch("the next plan of rank 0", None):
+            plan = self._plans.exchange(closures)
         for command in self._stream.feed(plan.commands):
             if isinstance(command, PushBlocks):
                 self._pushes.append(command)
@@ -91,7 +110,8 @@ class Follower:
         pushes, self._pushes = self._pushes, []
         pusher = StepPusher(self._sender, pushes, self._push)
         batch = make_batch(arrays, self._block_size, self._device)
-        self._runner.forward_only(batch, on_layer_done=pusher.on_layer_done)
+        with self._watch("a prefill step", batch.num_tokens):
+            self._runner.forward_only(batch, on_layer_done=pusher.on_layer_done)
         pusher.finish()
 
     def _take_closures(self) -> list[Closure]:

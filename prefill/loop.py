@@ -8,7 +8,8 @@ taken back: its result is dropped, and its blocks stay until then.
 The only thread that touches the scheduler, the block pool and the requests in them. It never waits
 for the network: the asyncio side and the sender's threads put commands into its queue, and it
 answers with events. With nothing to run it sleeps on that queue. Followers, if there are any, are
-told of every step, and hear something now and then when there is none.
+told of every step, and hear something now and then when there is none. A step that never returns is
+given up by a `Watchdog`, which answers everybody in this thread's stead.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.request import ScheduledRequest
@@ -42,6 +44,7 @@ from prefill.sender_group import SenderGroup
 from prefill.stall import StallMeter
 from runtime.lifecycle import PrefillStatus
 from runtime.logging import get_logger
+from runtime.watchdog import AbandonedError, Watchdog, WatchdogOptions
 
 logger = get_logger(__name__)
 
@@ -94,6 +97,8 @@ class LoopSettings:
         idle_s: how often a loop that can run nothing looks at deadlines.
         heartbeat_s: followers hear of us at least so often.
         closure_poll_s: how often followers that owe closures are asked.
+        step_limit_s: how long a step of so many tokens may take; 0 for no limit.
+        watchdog: how it is noticed that one takes longer.
     """
 
     max_model_len: int
@@ -103,6 +108,8 @@ class LoopSettings:
     idle_s: float = 0.1
     heartbeat_s: float = 1.0
     closure_poll_s: float = 0.005
+    step_limit_s: Callable[[int], float] = lambda num_tokens: 0.0
+    watchdog: WatchdogOptions = field(default_factory=WatchdogOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +120,11 @@ class _LaunchedStep:
     pending: PendingStep
     launched_at: float
     follows: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it runs."""
+        return sum(chunk.scheduled.num_scheduled_tokens for chunk in self.chunks)
 
 
 class EngineLoop:
@@ -163,7 +175,8 @@ class EngineLoop:
         self._stopping = False
         self._is_checked = False
         self._last_exchange = 0.0
-        self._load = self._measure_load()
+        self._load = _measure_load(scheduler)
+        self._watchdog = Watchdog(self._end, settings.watchdog)
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
 
     @property
@@ -178,7 +191,13 @@ class EngineLoop:
 
     def start(self) -> None:
         """Start the thread."""
+        self._watchdog.start()
         self._thread.start()
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the thread hangs in a step that was given up."""
+        return self._watchdog.is_overdue
 
     def submit(self, command: Command) -> None:
         """Enqueue a command; commands are taken between steps, in order."""
@@ -198,7 +217,7 @@ class EngineLoop:
             self._take_over_all_but(self._settings.max_ahead if is_launched else 0)
         if self._stalls:
             self._stalls.end_step()
-        self._load = self._measure_load()
+        self._load = _measure_load(self._scheduler)
         return is_busy
 
     def take_commands(self, timeout_s: float = 0.0) -> bool:
@@ -223,9 +242,12 @@ class EngineLoop:
                 self.take_commands(0.0 if busy else self._idle_s())
             self._take_over_all_but(0)
             self._senders.stop()
+        except AbandonedError:
+            return  # the watchdog has ended the loop
         except BaseException as caught:
             error = caught
             logger.exception("the engine loop failed")
+        self._watchdog.close()
         self._end(error)
 
     def _idle_s(self) -> float:
@@ -264,7 +286,11 @@ class EngineLoop:
         is_due = now - self._last_exchange >= self._settings.heartbeat_s
         if chunks or is_due or self._senders.wants_exchange:
             self._last_exchange = now
-            for closed in self._senders.announce(chunks, pushes):
+            # The followers may still run what was launched before.
+            num_tokens = max((step.num_tokens for step in self._in_flight), default=0)
+            with self._watch("telling the ranks of a prefill step", num_tokens):
+                closures = self._senders.announce(chunks, pushes)
+            for closed in closures:
                 # Not applied in the middle of a step: one of its requests may have failed.
                 self._commands.put(closed)
 
@@ -289,17 +315,27 @@ class EngineLoop:
 
     def _launch(self, chunks: Sequence[Chunk], pushes: Sequence[PushBlocks]) -> PendingStep:
         pusher = StepPusher(self._senders.local, pushes, self._settings.push)
-        pending = self._runner.launch(
-            [chunk.scheduled for chunk in chunks],
-            on_layer_done=pusher.on_layer_done,
-            keep_hidden=self._settings.keep_hidden,
-        )
+        scheduled = [chunk.scheduled for chunk in chunks]
+        num_tokens = sum(item.num_scheduled_tokens for item in scheduled)
+        with self._watch("the launch of a prefill step", num_tokens):
+            pending = self._runner.launch(
+                scheduled,
+                on_layer_done=pusher.on_layer_done,
+                keep_hidden=self._settings.keep_hidden,
+            )
         pusher.finish()
         return pending
 
     def _await_news(self) -> bool:
-        """While the last step runs, let commands in; whether one came, which may bring a step."""
-        while self._in_flight and not self._in_flight[-1].pending.is_done:
+        """While the last step runs, let commands in; whether one came, which may bring a step.
+
+        Only for as long as it may take: then its results are waited for, under watch.
+        """
+        if not self._in_flight:
+            return False
+        step = self._in_flight[-1]
+        limit_s = self._settings.step_limit_s(step.num_tokens) or float("inf")
+        while not step.pending.is_done and self._clock() < step.launched_at + limit_s:
             if self.take_commands(AHEAD_POLL_S):
                 return True
         return False
@@ -310,7 +346,8 @@ class EngineLoop:
 
     def _take_over(self, step: _LaunchedStep) -> None:
         """Wait for a step's end, and carry on with every request that is not over meanwhile."""
-        results = step.pending.collect()
+        with self._watch("a prefill step", step.num_tokens):
+            results = step.pending.collect()
         now = self._clock()
         duration = now - max(step.launched_at, self._taken_over_at)
         self._taken_over_at = now
@@ -329,13 +366,17 @@ class EngineLoop:
                     self._desk.complete(item, result)
             self._desk.settle(item)
 
-    def _measure_load(self) -> LoopLoad:
-        scheduler = self._scheduler
-        return LoopLoad(
-            num_waiting=len(scheduler.waiting),
-            num_running=len(scheduler.running),
-            num_sending=len(scheduler.sending),
-            num_tokens_waiting=scheduler.num_tokens_waiting,
-            num_free_blocks=scheduler.pool.num_free_blocks,
-            num_total_blocks=scheduler.pool.num_usable_blocks,
-        )
+    def _watch(self, what: str, num_tokens: int) -> AbstractContextManager[None]:
+        """Limit the time of a call that may never return; no request is changed in it."""
+        return self._watchdog.watch(what, self._settings.step_limit_s(num_tokens))
+
+
+def _measure_load(scheduler: Scheduler) -> LoopLoad:
+    return LoopLoad(
+        num_waiting=len(scheduler.waiting),
+        num_running=len(scheduler.running),
+        num_sending=len(scheduler.sending),
+        num_tokens_waiting=scheduler.num_tokens_waiting,
+        num_free_blocks=scheduler.pool.num_free_blocks,
+        num_total_blocks=scheduler.pool.num_usable_blocks,
+    )

@@ -64,7 +64,7 @@ class LeaderWorker:
         self._runs: LiveRuns | None = None
         self._registration: RegistryClient | None = None
         self.is_stuck = False
-        """The engine loop hangs in a collective: the process must not wait for its thread."""
+        """The engine loop did not end, or the device may hang: nobody may wait for either."""
 
     async def startup(self) -> None:
         """Build the rank, serve, register."""
@@ -185,9 +185,13 @@ class LeaderWorker:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(JOIN_TIMEOUT_S):
                     await asyncio.shield(self._runs.loop_ended)
-            self.is_stuck = not self._runs.loop_ended.done()
+            self.is_stuck = self._loop.is_abandoned or not self._runs.loop_ended.done()
 
     def _leave_groups(self, parts: RankParts) -> None:
+        ended = None if self._runs is None else self._runs.loop_ended
+        if ended is not None and ended.done() and ended.result() is not None:
+            # Others may be gone, and leaving in order takes all ranks; kernels may wait for them.
+            self.is_stuck |= parts.model.groups.dims.world_size > 1
         if not self.is_stuck:
             parts.model.close_transfers()
             parts.model.groups.destroy()
@@ -246,7 +250,10 @@ def make_loop(
         SenderGroup(stalls, followers),
         emit,
         LoopSettings(
-            max_model_len=model.max_model_len, push=parts.send.push, max_ahead=section.max_ahead
+            max_model_len=model.max_model_len,
+            push=parts.send.push,
+            max_ahead=section.max_ahead,
+            step_limit_s=section.step_limit_s,
         ),
         stalls=stalls,
         observe_gap=observe_gap,

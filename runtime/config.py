@@ -131,6 +131,13 @@ class PrefillSection:
     scatter_tokens: str = "auto"
     """Each rank keeps only its share of the hidden states between layers: "on", "off", or "auto"
     (with several ranks and ``expert_parallel``)."""
+    step_timeout_s: float = 30.0
+    """A step of up to 4096 tokens that takes longer ends the worker, larger ones have as much more;
+    0: no limit."""
+
+    def step_limit_s(self, num_tokens: int) -> float:
+        """The time that a step of so many tokens may take; 0: no limit."""
+        return self.step_timeout_s * max(1.0, num_tokens / 4096)
 
     @property
     def max_ahead(self) -> int:
@@ -198,6 +205,9 @@ class DecodeSection:
     """Most tokens that a GPU rank sends to experts in a step; sizes the buffers of all ranks."""
     device_memory_gib: float = 0.0
     """Memory of one GPU, to check before the start that a rank fits; 0: not checked."""
+    step_timeout_s: float = 30.0
+    """A step, or the meeting of the ranks before it, that takes longer ends the worker; 0: no
+    limit."""
 
     @property
     def max_ahead(self) -> int:
@@ -226,6 +236,7 @@ def _check_worker(role: str, section: PrefillSection | DecodeSection) -> None:
     _at_least(f"{role}.num_threads", section.num_threads, 1)
     _at_least(f"{role}.max_num_seqs", section.max_num_seqs, 1)
     _check_memory(role, section)
+    _at_least(f"{role}.step_timeout_s", section.step_timeout_s, 0.0)
     _at_least(f"{role}.block_size", section.block_size, 1)
     _one_of(f"{role}.kv_dtype", section.kv_dtype, ("auto", "float32", "bfloat16", "fp8"))
     _one_of(f"{role}.overlap_steps", section.overlap_steps, ("auto", "on", "off"))

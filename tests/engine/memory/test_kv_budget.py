@@ -28,22 +28,24 @@ def test_what_is_left_of_the_share_is_kv() -> None:
     assert sums().num_blocks == 18 * 1024 // 5
 
 
-@given(SIZES, SIZES, SIZES, SIZES, st.integers(1, GIB), st.floats(0.01, 1.0))
-def test_blocks_never_exceed_the_share(
-    total: int, used: int, graphs: int, activations: int, block_bytes: int, fraction: float
-) -> None:
-    drawn = MemorySums(
-        total=total,
-        used=used,
-        graphs=graphs,
-        activations=activations,
-        block_bytes=block_bytes,
-        fraction=fraction,
-    )
-    taken = used + graphs + activations
+DRAWN = st.builds(
+    MemorySums,
+    total=SIZES,
+    used=SIZES,
+    graphs=SIZES,
+    activations=SIZES,
+    block_bytes=st.integers(1, GIB),
+    fraction=st.floats(0.01, 1.0),
+)
+
+
+@given(DRAWN)
+def test_blocks_never_exceed_the_share(drawn: MemorySums) -> None:
+    taken = drawn.used + drawn.graphs + drawn.activations
+    share = int(drawn.total * drawn.fraction)
     if drawn.num_blocks:
-        assert taken + drawn.num_blocks * block_bytes <= total * fraction
-    assert taken + (drawn.num_blocks + 1) * block_bytes > int(total * fraction)
+        assert taken + drawn.num_blocks * drawn.block_bytes <= share
+    assert taken + (drawn.num_blocks + 1) * drawn.block_bytes > share
 
 
 @pytest.mark.parametrize(("role", "field"), [("prefill", "batched_tokens"), ("decode", "seqs")])

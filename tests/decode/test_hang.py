@@ -1,0 +1,114 @@
+"""A decode step that never returns: everybody is answered, the process is told, nobody waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from decode.frames import Delta
+from decode.lockstep import GroupState, RankState, SoloLockstep
+from decode.loop import EngineLoop
+from decode.metrics import DecodeMetrics
+from engine.request import ScheduledRequest
+from engine.runner import StepResult
+from runtime.errors import InternalError, TandemError
+from runtime.pb import decode_pb2
+from runtime.sampling import FinishReason
+from runtime.watchdog import StepOverdueError, WatchdogOptions
+from tests.decode.test_loop import FakePending, FakeRunner
+from tests.decode.test_rank import Bench
+
+TIMEOUT_S = 10
+
+
+class HangingPending(FakePending):
+    """Its results never come: the step waits for a rank that is gone."""
+
+    def collect(self) -> list[StepResult]:
+        assert isinstance(self._runner, HangingRunner)
+        self._runner.release.wait(TIMEOUT_S)
+        return super().collect()
+
+
+class HangingRunner(FakeRunner):
+    """Hangs in a launch or in a collect, until it is released."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.release = threading.Event()
+
+    def launch(
+        self, scheduled: Sequence[ScheduledRequest], *, after: object = None, least: int = 0
+    ) -> FakePending:
+        if self.where == "launch":
+            self.release.wait(TIMEOUT_S)
+        pending = super().launch(scheduled, after=after, least=least)
+        return HangingPending(self, pending._results) if self.where == "collect" else pending
+
+    def run_dummy(self, *, least: int = 0) -> None:
+        if self.where == "dummy":
+            self.release.wait(TIMEOUT_S)
+
+
+class HangingPeer:
+    """A group whose other rank is busy, and at some time does not come."""
+
+    is_group = True
+
+    def __init__(self, runner: HangingRunner) -> None:
+        self._runner = runner
+
+    def exchange(self, state: RankState) -> GroupState:
+        if self._runner.where == "exchange" and state.num_tokens:
+            self._runner.release.wait(TIMEOUT_S)
+        return GroupState(has_work=True, max_num_tokens=1, all_leaving=state.leaving)
+
+
+@pytest.mark.parametrize("where", ["launch", "collect", "dummy", "exchange"])
+def test_a_step_that_never_ends_is_given_up(where: str) -> None:
+    bench, runner = Bench(), HangingRunner(where)
+    deltas: list[Delta] = []
+    ended: Future[TandemError | None] = Future()
+    aborted = threading.Event()
+
+    def publish(news: Mapping[str, list[Delta]], load: decode_pb2.LoadReport) -> None:
+        deltas.extend(delta for some in news.values() for delta in some)
+
+    loop = EngineLoop(
+        bench.rank,
+        runner,
+        HangingPeer(runner) if where in ("dummy", "exchange") else SoloLockstep(),
+        metrics=DecodeMetrics(CollectorRegistry()),
+        publish=publish,
+        on_end=ended.set_result,
+        step_timeout_s=0.1,
+        watchdog=WatchdogOptions(poll_s=0.005, grace_s=0.3, abort=aborted.set),
+    )
+    waiting = loop.submit(lambda: bench.reserve(6, max_tokens=6))
+    if where != "dummy":
+        loop.submit(lambda: bench.arrive(waiting.result()))
+    started = time.monotonic()
+    loop.start()
+    error = ended.result(TIMEOUT_S)
+    assert time.monotonic() - started < 2.0
+    assert isinstance(error, StepOverdueError)
+    assert "did not end within 0.1 s" in str(error)
+    if where != "dummy":
+        assert deltas[-1].finish_reason is FinishReason.ERROR
+        assert "did not end within 0.1 s" in str(deltas[-1].error)
+    assert len(bench.rank.live) == 0
+    with pytest.raises(InternalError):
+        loop.submit(lambda: 1).result(TIMEOUT_S)
+    assert not loop.stop(TIMEOUT_S), "nobody waits for the thread that hangs"
+    # Should the call return after all, its thread changes nothing any more.
+    num_deltas = len(deltas)
+    runner.release.set()
+    loop._thread.join(TIMEOUT_S)
+    assert len(deltas) == num_deltas
+    assert aborted.wait(TIMEOUT_S)

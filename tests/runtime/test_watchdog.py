@@ -1,0 +1,110 @@
+"""A call that hangs is given up once, its thread may touch nothing, and the process does end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from runtime.watchdog import (
+    ABORTED_STATUS,
+    AbandonedError,
+    StepOverdueError,
+    Watchdog,
+    WatchdogOptions,
+)
+
+TIMEOUT_S = 10
+
+
+class Bench:
+    """A watchdog that looks often, and an end by force that is only noted."""
+
+    def __init__(self, grace_s: float = 0.05) -> None:
+        self.errors: list[StepOverdueError] = []
+        self.told, self.aborted = threading.Event(), threading.Event()
+        options = WatchdogOptions(poll_s=0.005, grace_s=grace_s, abort=self.aborted.set)
+        self.watchdog = Watchdog(self._tell, options)
+        self.watchdog.start()
+
+    def _tell(self, error: StepOverdueError) -> None:
+        self.errors.append(error)
+        self.told.set()
+
+
+def test_calls_in_time_are_left_alone() -> None:
+    bench = Bench()
+    for _ in range(20):
+        with bench.watchdog.watch("a call", 5.0):
+            time.sleep(0.002)
+    with bench.watchdog.watch("a call without a limit", 0.0):
+        time.sleep(0.05)
+    time.sleep(0.05)
+    assert not bench.watchdog.is_overdue
+    bench.watchdog.close()
+    assert bench.errors == []
+
+
+def test_time_between_calls_does_not_count() -> None:
+    bench = Bench()
+    with bench.watchdog.watch("a call", 0.05):
+        pass
+    time.sleep(0.2)
+    with bench.watchdog.watch("a call", 0.05):
+        pass
+    assert not bench.watchdog.is_overdue
+    bench.watchdog.close()
+
+
+def test_an_overdue_call_is_told_once_and_its_thread_must_end() -> None:
+    bench = Bench()
+    release = threading.Event()
+
+    def hang() -> None:
+        with bench.watchdog.watch("a decode step", 0.05):
+            release.wait(TIMEOUT_S)
+
+    caught: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            hang()
+        except AbandonedError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert bench.told.wait(TIMEOUT_S)
+    (error,) = bench.errors
+    assert "a decode step did not end within 0.05 s" in error.message
+    assert bench.watchdog.is_overdue
+    release.set()
+    thread.join(TIMEOUT_S)
+    assert len(caught) == 1
+    assert bench.aborted.wait(TIMEOUT_S), "whoever hangs on is ended by force"
+    assert len(bench.errors) == 1
+
+
+def test_a_failing_call_passes_its_error_on() -> None:
+    bench = Bench()
+    with pytest.raises(ZeroDivisionError), bench.watchdog.watch("a call", 5.0):
+        raise ZeroDivisionError
+    bench.watchdog.close()
+
+
+def test_a_process_ends_though_its_shutdown_hangs() -> None:
+    """Nothing but the watchdog's thread is alive enough to end this one."""
+    code = """
+import threading
+from runtime.watchdog import Watchdog, WatchdogOptions
+watchdog = Watchdog(lambda error: None, WatchdogOptions(poll_s=0.01, grace_s=0.2))
+watchdog.start()
+with watchdog.watch("a step", 0.05):
+    threading.Event().wait()
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT_S)
+    assert process.returncode == ABORTED_STATUS
+    assert b"threading.Event().wait()" in process.stderr or b"line 7" in process.stderr
