@@ -7,8 +7,7 @@ whose collectives return their input, so a layer never asks whether it runs in p
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
@@ -16,14 +15,19 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from engine.parallel.dims import ParallelDims
 from engine.parallel.pending import Pending, Ready
 from runtime.errors import PeerLostError
 
+# The two collectives of every layer are asked of the group itself: the library's functions around
+# them look, on every call, for cases that there are none of here.
 # Renamed in torch 2.13, where the old names warn; what they do is the same.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "_allgather_base"
+_REDUCE_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "_reduce_scatter_base"
+)
 
 
 class Collectives(Protocol):
@@ -58,7 +62,7 @@ class _Launched:
     source: Tensor
 
     def wait(self) -> Tensor:
-        with _peers_alive(self.name):
+        with _PeersAlive(self.name):
             self.work.wait()
         return self.result
 
@@ -84,7 +88,7 @@ class RankGroup:
         """Start to sum over the ranks, in place."""
         if self.size == 1:
             return Ready(tensor)
-        with _peers_alive("all_reduce"):
+        with _PeersAlive("all_reduce"):
             work = dist.all_reduce(tensor, group=self._group, async_op=True)
         return _Launched("all_reduce", work, tensor, tensor)
 
@@ -98,8 +102,10 @@ class RankGroup:
             return Ready(tensor)
         source = tensor.contiguous()
         gathered = source.new_empty((self.size * source.shape[0], *source.shape[1:]))
-        with _peers_alive("all_gather"):
-            work = _all_gather_single(gathered, source, group=self._group, async_op=True)
+        options = AllgatherOptions()
+        options.asyncOp = True
+        with _PeersAlive("all_gather"):
+            work = getattr(self._group, _ALL_GATHER)(gathered, source, options)
         return _Launched("all_gather", work, gathered, source)
 
     def start_reduce_scatter(self, tensor: Tensor) -> Pending[Tensor]:
@@ -109,14 +115,16 @@ class RankGroup:
         assert tensor.shape[0] % self.size == 0, tensor.shape
         source = tensor.contiguous()
         share = source.new_empty((source.shape[0] // self.size, *source.shape[1:]))
-        with _peers_alive("reduce_scatter"):
-            work = _reduce_scatter_single(share, source, group=self._group, async_op=True)
+        options = ReduceScatterOptions()  # a sum
+        options.asyncOp = True
+        with _PeersAlive("reduce_scatter"):
+            work = getattr(self._group, _REDUCE_SCATTER)(share, source, options)
         return _Launched("reduce_scatter", work, share, source)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Return rank 0's values, in place, in a tensor of equal shape on all ranks."""
         if self.size > 1:
-            with _peers_alive("broadcast"):
+            with _PeersAlive("broadcast"):
                 dist.broadcast(tensor, src=0, group=self._group)
         return tensor
 
@@ -143,7 +151,7 @@ class RankGroup:
             return Ready(rows)
         source = rows.contiguous()
         received = source.new_empty((sum(num_received), *source.shape[1:]))
-        with _peers_alive("all_to_all"):
+        with _PeersAlive("all_to_all"):
             work = dist.all_to_all_single(
                 received,
                 source,
@@ -157,7 +165,7 @@ class RankGroup:
     def barrier(self) -> None:
         """Return once every rank has called."""
         if self.size > 1:
-            with _peers_alive("barrier"):
+            with _PeersAlive("barrier"):
                 dist.barrier(group=self._group)
 
 
@@ -199,7 +207,7 @@ def init_process_groups(
     # A collective that overlaps with products has to get multiprocessors between two of them,
     # not after all that are queued.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-    with _peers_alive(f"meeting at {rendezvous}"):
+    with _PeersAlive(f"meeting at {rendezvous}"):
         dist.init_process_group(
             backend,
             init_method=f"tcp://{rendezvous}",
@@ -217,15 +225,20 @@ def init_process_groups(
     )
 
 
-@contextmanager
-def _peers_alive(what: str) -> Iterator[None]:
-    """Turn the library's RuntimeError (peer closed, timed out) into ours."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise PeerLostError(f"another rank was lost in {what}: {error}") from error
+class _PeersAlive:
+    """Turns the library's RuntimeError (peer closed, timed out) into ours."""
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        """Do nothing yet."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            raise PeerLostError(f"another rank was lost in {self._what}: {error}") from error
 
 
 def agree_on_epoch(group: RankGroup) -> int:
