@@ -2,16 +2,19 @@
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
 from engine.build import build_model
+from engine.execution import Execution
 from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.graph_budget import extrapolate
 from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.graphs.step_graphs import StepGraphs
 from engine.memory.kv_pool import KVPool
+from engine.micro_batches import OverlapRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner, PendingStep, StepResult
@@ -157,6 +160,17 @@ def test_tokens_and_logprobs_are_those_of_the_runner(
                 assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
+def test_steps_in_two_micro_batches_choose_the_same_tokens(
+    model: DeepseekV3ForCausalLM, tmp_path: Path
+) -> None:
+    halved = build_model(
+        write_checkpoint(tmp_path), execution=Execution(overlap=OverlapRule(min_tokens=0))
+    )
+    expected, _ = outcome(model, 1, with_graphs=True, ahead=True)
+    actual, _ = outcome(halved, 1, with_graphs=True, ahead=True)
+    assert actual == expected
+
+
 def test_a_request_may_return_with_other_blocks(model: DeepseekV3ForCausalLM) -> None:
     tokens = []
     for moves in (False, True):
@@ -203,14 +217,17 @@ def test_steps_of_another_kind_are_refused(model: DeepseekV3ForCausalLM) -> None
     assert not graphs.takes([ScheduledRequest(request, 1)] * (MAX_NUM_SEQS + 1))
 
 
-def test_a_step_that_graphs_cannot_take_goes_to_the_runner(model: DeepseekV3ForCausalLM) -> None:
-    """What it sampled counts for the penalties of the steps after it."""
+@pytest.mark.parametrize("penalty", [{"presence_penalty": 90.0}, {"frequency_penalty": 0.3}])
+def test_a_step_that_graphs_cannot_take_goes_to_the_runner(
+    model: DeepseekV3ForCausalLM, penalty: dict[str, float]
+) -> None:
+    """What it sampled counts for the penalties of the steps after it, and counts once."""
     tokens = []
     for with_graphs in (False, True):
         runner = make_runner(model)
         worker = Worker(runner, None)
         requests = draw_requests(0, 2)
-        penalised = SamplingParams(temperature=0.0, presence_penalty=90.0)
+        penalised = SamplingParams(temperature=0.0, **penalty)
         requests[0].sampling = penalised
         worker.start(requests)
         steps = GraphRunner(runner, make_graphs(model, runner.kv_pool)) if with_graphs else runner
