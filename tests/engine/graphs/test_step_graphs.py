@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 from pathlib import Path
 
 import pytest
@@ -219,7 +220,7 @@ def test_steps_of_another_kind_are_refused(model: DeepseekV3ForCausalLM) -> None
 
 @pytest.mark.parametrize("penalty", [{"presence_penalty": 90.0}, {"frequency_penalty": 0.3}])
 def test_a_step_that_graphs_cannot_take_goes_to_the_runner(
-    model: DeepseekV3ForCausalLM, penalty: dict[str, float]
+    model: DeepseekV3ForCausalLM, penalty: dict[str, Any]
 ) -> None:
     """What it sampled counts for the penalties of the steps after it, and counts once."""
     tokens = []
