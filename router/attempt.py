@@ -218,6 +218,8 @@ class Attempt:
                 cancel()
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+            elif not task.cancelled():
+                task.exception()  # ended as we were cancelled: somebody has to have seen it
 
     def _result_of(self, task: asyncio.Future[T], leg: str, key: WorkerKey) -> T:
         """The result of a finished call; one that gRPC broke is the loss of ``key``."""
