@@ -21,6 +21,7 @@ from engine.micro_batches import OverlapRule
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.symmetric import SymmetricGroup, SymmetricOptions, open_symmetric_group
+from engine.parallel.token_dispatcher import TURNS_LAG
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 
@@ -32,6 +33,10 @@ AUTO_OVERLAP: Final = {"nccl": False, "symmetric": False}
 
 With NCCL nothing was gained on 4 GPUs: its kernels take multiprocessors from the products that are
 to cover them, and the host launches twice as much. Symmetric ones are not measured yet."""
+
+AUTO_DECODE_OVERLAP: Final = False
+"""Whether `decode.two_batch_overlap = "auto"` overlaps. Not measured yet; a step of half of the
+tokens reads as many weights."""
 
 _MIN_SYMMETRIC_BYTES = 64 * 2**20
 
@@ -66,16 +71,26 @@ def open_execution(
     Raises:
         ConfigError: what is asked for does not run here.
     """
-    opened = open_transfers(section, config, groups, kernels, placement)
-    symmetric = None
-    if isinstance(section, PrefillSection):
-        symmetric = _open_symmetric(section, config, groups, kernels, device)
-    execution = Execution(
-        scatter_tokens=section.is_scattered if isinstance(section, PrefillSection) else None,
-        collectives=symmetric,
-        dispatcher=None if opened is None else opened.dispatcher,
-        overlap=choose_overlap(section, is_symmetric=symmetric is not None),
+    opened = open_transfers(
+        section, config, groups, kernels, placement, is_halved=halves_steps(section)
     )
+    dispatcher = None if opened is None else opened.dispatcher
+    takes_turns = dispatcher is not None and dispatcher.takes_turns
+    if isinstance(section, DecodeSection):
+        symmetric = None
+        execution = Execution(
+            dispatcher=dispatcher,
+            overlap=decode_overlap(section, takes_turns=takes_turns),
+            overlap_shared_expert=section.overlap_shared_expert,
+        )
+    else:
+        symmetric = _open_symmetric(section, config, groups, kernels, device)
+        execution = Execution(
+            scatter_tokens=section.is_scattered,
+            collectives=symmetric,
+            dispatcher=dispatcher,
+            overlap=prefill_overlap(section, is_symmetric=symmetric is not None),
+        )
 
     def close() -> None:
         for part in (symmetric, opened):
@@ -86,17 +101,34 @@ def open_execution(
     return OpenExecution(execution=execution, close=close)
 
 
-def choose_overlap(
-    section: PrefillSection | DecodeSection, *, is_symmetric: bool
-) -> OverlapRule | None:
+def prefill_overlap(section: PrefillSection, *, is_symmetric: bool) -> OverlapRule | None:
     """Return when steps run as two micro-batches; None for never."""
-    if isinstance(section, DecodeSection):
-        return None
     if section.two_batch_overlap == "auto":
         is_on = section.tp > 1 and AUTO_OVERLAP["symmetric" if is_symmetric else "nccl"]
     else:
         is_on = section.two_batch_overlap == "on"
     return OverlapRule() if is_on else None
+
+
+def halves_steps(section: PrefillSection | DecodeSection) -> bool:
+    """Return whether every step of a decode rank runs as two micro-batches; never in prefill."""
+    if not isinstance(section, DecodeSection) or section.dp == 1:
+        return False
+    if section.two_batch_overlap == "auto":
+        return AUTO_DECODE_OVERLAP
+    return section.two_batch_overlap == "on"
+
+
+def decode_overlap(section: DecodeSection, *, takes_turns: bool) -> OverlapRule | None:
+    """Return how steps run as two micro-batches; None for as one.
+
+    Args:
+        section: of the role.
+        takes_turns: of the dispatcher (see `TokenDispatcher`).
+    """
+    if not halves_steps(section):
+        return None
+    return OverlapRule(min_tokens=0, lag=TURNS_LAG if takes_turns else 1)
 
 
 def _open_symmetric(

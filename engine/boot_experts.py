@@ -5,10 +5,13 @@ A part of `engine.boot`, by what the configuration of the role says.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from engine.config import ModelConfig
 from engine.kernels.base import Kernels
+from engine.parallel.deep_ep_shape import ROW_TILE
 from engine.parallel.dims import ParallelDims
 from engine.parallel.expert_balance import balance_experts
 from engine.parallel.expert_placement import ExpertPlacement
@@ -52,8 +55,18 @@ def open_transfers(
     groups: ProcessGroups,
     kernels: Kernels,
     placement: ExpertPlacement,
+    *,
+    is_halved: bool = False,
 ) -> OpenDispatcher | None:
     """Open the way to experts that a captured step can hold; None where there is no GPU.
+
+    Args:
+        section: of the role.
+        config: of the model.
+        groups: the ranks.
+        kernels: of the rank.
+        placement: of the experts.
+        is_halved: every step runs as two micro-batches, so a transfer has half of the tokens.
 
     Raises:
         ConfigError: a step may bring more tokens than the ranks make room for.
@@ -72,4 +85,12 @@ def open_transfers(
         kernels=kernels,
         num_physical_experts=placement.num_physical_experts,
     )
-    return open_decode_dispatcher(DispatcherKind.AUTO, experts, max_tokens_per_rank=most)
+    room = half_room(most, groups.ep_group.size) if is_halved else most
+    return open_decode_dispatcher(DispatcherKind.AUTO, experts, max_tokens_per_rank=room)
+
+
+def half_room(num_tokens: int, num_ranks: int) -> int:
+    """Return half of the tokens of a rank, rounded up until those of all ranks fill whole tiles."""
+    step = ROW_TILE // math.gcd(num_ranks, ROW_TILE)
+    half = -(-num_tokens // 2)
+    return min(-(-half // step) * step, num_tokens)

@@ -22,9 +22,12 @@ class Execution:
         dispatcher: of all MoE layers; None for one that fits the axes.
         overlap: when a step runs as two micro-batches; None for never. With dp > 1 and ep > 1
             every step does, because the ranks have to make the same calls.
+        overlap_shared_expert: run the shared expert while tokens travel to the routed ones, or
+            after they have arrived.
     """
 
     scatter_tokens: bool | None = None
     collectives: Collectives | None = None
     dispatcher: TokenDispatcher[Any] | None = None
     overlap: OverlapRule | None = None
+    overlap_shared_expert: bool = True

@@ -199,6 +199,11 @@ class DecodeSection:
     cuda_graphs: str = "auto"
     """Capture decode steps, one graph per batch size: "on", "off", or "auto" (with "cuda" and a
     model whose step can be captured)."""
+    two_batch_overlap: str = "auto"
+    """Run a step as two micro-batches of half of the requests each, one computing while the other's
+    tokens travel: "on", "off", or "auto" (by measurements)."""
+    overlap_shared_expert: bool = True
+    """Run the shared expert while tokens travel to the routed ones."""
     num_redundant_experts: int = 0
     """Slots for second copies of experts, of all ranks together."""
     max_tokens_per_rank: int = 128
@@ -222,7 +227,12 @@ class DecodeSection:
     def __post_init__(self) -> None:
         _check_worker("decode", self)
         _one_of("decode.cuda_graphs", self.cuda_graphs, ("auto", "on", "off"))
+        _one_of("decode.two_batch_overlap", self.two_batch_overlap, ("auto", "on", "off"))
         _at_least("decode.dp", self.dp, 1)
+        if self.two_batch_overlap == "on" and self.dp == 1:
+            problem = "the tokens of one rank do not travel"
+            fix = '"auto", or decode.dp above 1'
+            raise ConfigError("decode.two_batch_overlap", "on", problem, fix)
         _at_least("decode.max_num_reserved", self.max_num_reserved, 1)
         _at_least("decode.preemption_host_blocks", self.preemption_host_blocks, 0)
         _at_least("decode.num_redundant_experts", self.num_redundant_experts, 0)

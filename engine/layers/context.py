@@ -23,6 +23,7 @@ class LayerContext:
         fp8: whether weights that the checkpoint quantises stay in FP8.
         scatter_tokens: whether the tp ranks keep shares of the hidden states, not all of them.
         collectives: for scattered tokens, over the ranks of the tp group; None for the group's.
+        overlap_shared_expert: whether it runs while tokens travel to the routed experts.
     """
 
     dtype: torch.dtype = torch.float32
@@ -32,6 +33,7 @@ class LayerContext:
     fp8: bool = False
     scatter_tokens: bool = False
     collectives: Collectives | None = None
+    overlap_shared_expert: bool = True
 
     @property
     def sharding(self) -> TokenSharding:

@@ -2,9 +2,9 @@
 
 The gate chooses logical experts; the placement says in which physical slots they stand; the
 dispatcher brings tokens there and back. Each of the three can change without the others. The shared
-expert is not routed; it runs while tokens travel. Where all ranks hold all tokens it is split over
-tp, and its partial sum rides on the dispatcher's reduction; otherwise each rank runs it whole, on
-its own rows.
+expert is not routed; it runs while tokens travel, unless that is turned off. Where all ranks hold
+all tokens it is split over tp, and its partial sum rides on the dispatcher's reduction; otherwise
+each rank runs it whole, on its own rows.
 
 Legend: T tokens, D hidden size, E routed experts, K experts per token, L slots of this rank,
 M rows at this rank's experts, F expert width (of this rank, if tp splits it).
@@ -172,6 +172,7 @@ class MoE(nn.Module):
             shared_ctx = ctx.unsplit if ctx.scatter_tokens else ctx
             self.shared_experts = MLP(shared_ctx, config.hidden_size, width)
         self.dispatcher = dispatcher
+        self._overlap_shared = ctx.overlap_shared_expert
         is_shared_fp8 = self.shared_experts is not None and self.shared_experts.is_fp8
         self.feed_format = FeedFormat.of(
             is_fp8=dispatcher.takes_fp8 or is_shared_fp8, is_sent=ctx.sharding.sends_rows
@@ -183,12 +184,17 @@ class MoE(nn.Module):
         topk_ids_TK = self.placement.to_physical(topk_ids_TK)
         feed = normed.feed if self.dispatcher.takes_fp8 else normed.plain
         dispatching = self.dispatcher.start_dispatch(feed, topk_ids_TK, topk_weights_TK)
-        own_TD = self._run_shared(normed)
+        own_TD = self._run_shared(normed) if self._overlap_shared else None
         yield
         rows, handle = dispatching.wait()
+        if not self._overlap_shared:
+            own_TD = self._run_shared(normed)
         combining = self.dispatcher.start_combine(self.experts(rows), handle, own_TD)
         yield
-        return combining.wait()
+        out_TD = combining.wait()
+        if self.dispatcher.takes_turns:
+            yield
+        return out_TD
 
     def _run_shared(self, normed: Normed) -> Tensor | None:
         shared = self.shared_experts

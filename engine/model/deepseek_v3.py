@@ -36,7 +36,7 @@ from engine.layers.norm import FeedFormat, Residual, RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.scratch import Scratch
 from engine.memory.kv_pool import KVPool
-from engine.micro_batches import choose_cut, split_batch
+from engine.micro_batches import choose_cut, split_batch, split_decode
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.mtp import MTPLayer
 from engine.operations import Operations, interleave, run
@@ -128,6 +128,7 @@ class DeepseekV3ForCausalLM(nn.Module):
             fp8=self.kernels.has_fp8 and config.fp8_block_size == GROUP,
             scatter_tokens=dims.tp > 1 and dims.ep > 1 if scatter is None else scatter,
             collectives=execution.collectives,
+            overlap_shared_expert=execution.overlap_shared_expert,
         )
         dispatcher = execution.dispatcher or create_expert_dispatcher(config, ctx, placement)
         self.model = DeepseekV3Model(config, ctx, placement, dispatcher, with_mtp=with_mtp)
@@ -165,7 +166,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         operations = [self._operations(part, kv_pool, layer_done) for part in parts]
         if self._overlap is None or len(operations) == 1:
             return run(operations[0])
-        return torch.cat(interleave(*operations, lag=self._overlap.lag))
+        return torch.cat(interleave(*operations, lag=self._overlap.lag))[: batch.num_tokens]
 
     def _operations(
         self, batch: ForwardBatch, kv_pool: KVPool, layer_done: Callable[[int], None]
@@ -190,6 +191,8 @@ class DeepseekV3ForCausalLM(nn.Module):
         is_collective = dims.dp > 1 and dims.ep > 1
         if batch.num_tokens < self._overlap.min_tokens and not is_collective:
             return (batch,)
+        if batch.max_seqlen_q == 1:
+            return split_decode(batch)
         return split_batch(batch, choose_cut([queries for queries, _ in batch.lengths]))
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ class AlignedDispatcher:
     """See the module; this rank holds experts [first, first + num_local_experts)."""
 
     takes_fp8 = True
+    takes_turns = False
 
     def __init__(
         self, kernels: Kernels, num_local_experts: int, first: int, group: RankGroup

@@ -34,6 +34,7 @@ class DeepEPLowLatencyDispatcher:
     """See the module; all layers share one buffer."""
 
     takes_fp8 = False
+    takes_turns = True
 
     def __init__(self, buffer: LowLatencyBuffer) -> None:
         self._buffer = buffer

@@ -40,6 +40,7 @@ class DeepEPNormalDispatcher:
     """See the module; all layers share one buffer."""
 
     takes_fp8 = True
+    takes_turns = False
 
     def __init__(self, kernels: Kernels, buffer: NormalBuffer) -> None:
         self._kernels = kernels

@@ -38,6 +38,7 @@ class GatheredDispatcher:
     """Rows in the compute dtype; this rank holds experts [first, first + num_local_experts)."""
 
     takes_fp8 = False
+    takes_turns = False
 
     def __init__(self, num_local_experts: int, first: int, group: Collectives) -> None:
         self._num_local_experts, self._first = num_local_experts, first
@@ -73,6 +74,7 @@ class GatheredFp8Dispatcher:
     """Rows in FP8; this rank holds experts [first, first + num_local_experts)."""
 
     takes_fp8 = True
+    takes_turns = False
 
     def __init__(
         self, kernels: Kernels, num_local_experts: int, first: int, group: Collectives

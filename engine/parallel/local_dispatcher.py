@@ -22,6 +22,7 @@ class LocalDispatcher:
     """See the module; `tp_group` is the axis that splits the experts' width."""
 
     takes_fp8 = False
+    takes_turns = False
 
     def __init__(self, num_experts: int, tp_group: RankGroup) -> None:
         self._num_experts = num_experts

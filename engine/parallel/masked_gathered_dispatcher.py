@@ -46,6 +46,7 @@ class MaskedGatheredDispatcher:
     """See the module."""
 
     takes_fp8 = True
+    takes_turns = False
 
     def __init__(
         self,

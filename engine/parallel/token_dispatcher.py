@@ -10,7 +10,7 @@ M rows received by them (a token counts once for each of its local experts).
 """
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Final, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,14 @@ class AlignedRows:
     expert_M: Tensor
 
 
+TURNS_LAG: Final = 2
+"""Yields that the second micro-batch stays behind where transfers take turns.
+
+A layer with experts then has five parts between yields: down to the latents, attention, send to the
+experts, experts and send back, receive. Two parts behind, a micro-batch receives while the first
+attends, and attends while the first sends and computes experts: of two that run after one another,
+one never sends before the other has received."""
+
 Rows: TypeAlias = ExpertRows | AlignedRows | MaskedRows
 """What experts are given: in the compute dtype, or in FP8 in one of two layouts."""
 
@@ -60,9 +68,12 @@ class TokenDispatcher(Protocol[Handle]):
 
     Attributes:
         takes_fp8: whether `start_dispatch` takes FP8 rows.
+        takes_turns: whether a transfer may start only after the one before it was waited for, also
+            that of the other micro-batch: see `TURNS_LAG`.
     """
 
     takes_fp8: bool
+    takes_turns: bool
 
     def start_dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor

@@ -121,13 +121,19 @@ def start_rank(rank: int, rendezvous: str, router: str, folder: Path) -> subproc
 
 
 @contextlib.asynccontextmanager
-async def run_group(folder: Path, overlap_steps: str) -> AsyncIterator[Group]:
+async def run_group(
+    folder: Path, overlap_steps: str, two_batch_overlap: str = "auto"
+) -> AsyncIterator[Group]:
     write_checkpoint(folder / "model", tiny_config(), seed=3)
     config = ClusterConfig(
         model=ModelSection(path=str(folder / "model")),
         prefill=PrefillSection(block_size=BLOCK_SIZE),
         decode=DecodeSection(
-            dp=NUM_RANKS, num_blocks=64, block_size=BLOCK_SIZE, overlap_steps=overlap_steps
+            dp=NUM_RANKS,
+            num_blocks=64,
+            block_size=BLOCK_SIZE,
+            overlap_steps=overlap_steps,
+            two_batch_overlap=two_batch_overlap,
         ),
         kv_transfer=KVTransferSection(transport="loopback"),  # which the fake prefill speaks
     )
@@ -171,11 +177,13 @@ async def run_group(folder: Path, overlap_steps: str) -> AsyncIterator[Group]:
             process.wait(10)
 
 
-@pytest.mark.parametrize("overlap_steps", ["off", "on"])
+@pytest.mark.parametrize(
+    ("overlap_steps", "two_batch_overlap"), [("off", "off"), ("on", "off"), ("on", "on")]
+)
 async def test_two_ranks_give_the_tokens_of_one_process_and_end_together(
-    tmp_path: Path, overlap_steps: str
+    tmp_path: Path, overlap_steps: str, two_batch_overlap: str
 ) -> None:
-    async with run_group(tmp_path, overlap_steps) as group:
+    async with run_group(tmp_path, overlap_steps, two_batch_overlap) as group:
         # One rank works, the other runs dummy batches beside it.
         alone = prompt_of(1, 37)
         assert await group.generate(0, "alone", alone, 24) == group.oracle([alone], 24)[0]

@@ -4,8 +4,15 @@ import pytest
 import torch
 
 from engine import boot_execution
-from engine.boot_execution import OpenExecution, choose_overlap, open_execution
+from engine.boot_execution import (
+    OpenExecution,
+    decode_overlap,
+    halves_steps,
+    open_execution,
+    prefill_overlap,
+)
 from engine.kernels.portable import PortableKernels
+from engine.micro_batches import OverlapRule
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.symmetric import SymmetricOptions
@@ -41,7 +48,7 @@ def test_the_default_is_what_fits_the_axes() -> None:
 def test_overlap_as_told_or_as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def overlaps(wanted: str, *, is_symmetric: bool = False, tp: int = 2) -> bool:
         section = PrefillSection(tp=tp, two_batch_overlap=wanted)
-        return choose_overlap(section, is_symmetric=is_symmetric) is not None
+        return prefill_overlap(section, is_symmetric=is_symmetric) is not None
 
     assert overlaps("on")
     assert not overlaps("off")
@@ -74,3 +81,21 @@ def test_symmetric_collectives_have_room_for_a_step_or_are_refused(
     assert seen[0].max_bytes >= 2**20 * TINY.hidden_size * 2
     auto = PrefillSection(**(SYMMETRIC | {"collectives": "auto"}))
     assert open_with(auto).execution.collectives is None, "NCCL until measured otherwise"
+
+
+def test_decode_overlaps_in_halves_and_in_turns_where_transfers_take_them() -> None:
+    on = DecodeSection(dp=2, two_batch_overlap="on")
+    assert halves_steps(on)
+    assert decode_overlap(on, takes_turns=False) == OverlapRule(min_tokens=0, lag=1)
+    assert decode_overlap(on, takes_turns=True) == OverlapRule(min_tokens=0, lag=2)
+    for section in (DecodeSection(dp=2), DecodeSection(dp=2, two_batch_overlap="off")):
+        assert decode_overlap(section, takes_turns=False) is None
+    assert not halves_steps(PrefillSection(tp=2, two_batch_overlap="on"))
+    with pytest.raises(ConfigError, match="one rank do not travel"):
+        DecodeSection(two_batch_overlap="on")
+
+
+def test_the_shared_expert_overlaps_unless_told_otherwise() -> None:
+    assert open_with(DecodeSection()).execution.overlap_shared_expert
+    off = DecodeSection(overlap_shared_expert=False)
+    assert not open_with(off).execution.overlap_shared_expert

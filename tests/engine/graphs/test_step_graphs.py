@@ -2,8 +2,8 @@
 
 import random
 from collections.abc import Sequence
-from typing import Any
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
