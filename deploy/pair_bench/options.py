@@ -26,6 +26,7 @@ from runtime.errors import ConfigError
 BLOCK_SIZE = 64
 MODEL_NAME = "pair"
 _TIMEOUT_S = 300.0
+_MAX_PROMPTS_AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +180,13 @@ class PairOptions:
 
     @property
     def prefill_rows(self) -> list[int]:
-        """Rows of the products of full steps and of single prompts, on all ranks and on one."""
-        whole = (self.batch_tokens, min(self.prompt_len, self.batch_tokens))
-        return sorted({-(-rows // share) for rows in whole for share in (1, self.prefill_tp)})
+        """Rows of the products of the steps that come, on all ranks and on one.
+
+        Full steps, and a few whole prompts: where decode is the slower side, they come one by one.
+        """
+        prompts = range(1, min(_MAX_PROMPTS_AHEAD, self.batch_tokens // self.prompt_len) + 1)
+        steps = {self.batch_tokens, *(count * self.prompt_len for count in prompts)}
+        return sorted({-(-rows // share) for rows in steps for share in (1, self.prefill_tp)})
 
     def _prefill(self) -> PrefillSection:
         prompts_of_step = -(-self.batch_tokens // self.prompt_len)
@@ -195,6 +200,7 @@ class PairOptions:
             num_blocks=max(blocks, num_blocks_for(self.max_model_len, BLOCK_SIZE)) + 1,
             block_size=BLOCK_SIZE,
             kv_dtype=self.kv_dtype,
+            step_timeout_s=0.0,  # what was not compiled ahead compiles in a step
         )
 
     def _decode(self, in_flight: int) -> DecodeSection:
@@ -212,6 +218,7 @@ class PairOptions:
             max_num_reserved=4 * in_flight,
             kv_dtype=self.kv_dtype,
             cuda_graphs=self.cuda_graphs,
+            step_timeout_s=0.0,
         )
 
 

@@ -97,10 +97,11 @@ def test_a_setting_that_cannot_be_is_refused(setting: str) -> None:
         with_setting(ClusterConfig(), setting)
 
 
-def test_rows_of_full_steps_and_single_prompts_are_compiled_ahead() -> None:
-    options = PairOptions(prefill_tp=4, prompt_len=1024, batch_tokens=8192)
-    assert options.prefill_rows == [256, 1024, 2048, 8192]
+def test_rows_of_full_steps_and_whole_prompts_are_compiled_ahead() -> None:
+    options = PairOptions(prefill_tp=4, prompt_len=1024, batch_tokens=3000)
+    assert options.prefill_rows == [256, 512, 750, 1024, 2048, 3000]
     assert PairOptions(prompt_len=4096, batch_tokens=512).prefill_rows == [512]
+    assert len(PairOptions(prompt_len=1, batch_tokens=512).prefill_rows) == 9
 
 
 def test_lengths_beyond_the_context_are_refused() -> None:
