@@ -247,15 +247,17 @@ class DecodeScheduler:
     def _resume(self) -> list[DecodeRequest]:
         """Bring preempted requests back, oldest first, while they fit with a block to spare each.
 
-        The spare block of every running request keeps a resumed one from being preempted again in
-        the next step.
+        The spare block of every running request, its own included, keeps a resumed one from being
+        preempted again in the next step. Where nothing runs it comes back without: nobody is going
+        to give it more room.
         """
         resumed: list[DecodeRequest] = []
         num_places = self._max_num_seqs - len(self._continuing()) if self.preempted else 0
         while self.preempted and len(resumed) < num_places:
             request = self.preempted[0]
             num_needed = self._num_needed(request)
-            if not self._pool.can_allocate(num_needed + len(self.running)):
+            num_spare = len(self.running) + 1 if self.running else 0
+            if not self._pool.can_allocate(num_needed + num_spare):
                 break
             self.preempted.pop(0)
             self._restore(request, num_needed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -319,3 +319,20 @@ def test_who_is_exhausted_fails_alone(
         if added is not None and added not in bench.failed:
             inner = added.request
             assert inner.num_output_tokens == inner.sampling.max_tokens
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 14), st.integers(2, 20)), min_size=2, max_size=6),
+    num_usable=st.integers(9, 14),
+)
+@example(sizes=[(4, 6), (8, 6), (11, 4), (12, 6), (6, 4)], num_usable=14)
+def test_who_returns_to_others_stays(sizes: list[tuple[int, int]], num_usable: int) -> None:
+    bench = Bench(num_usable)
+    for size in sizes:
+        bench.add(*size)
+    returned: set[DecodeRequest] = set()
+    while bench.scheduler.has_work:
+        plan = bench.step()
+        assert not returned & {*plan.preempted}
+        returned = set(plan.resumed)
