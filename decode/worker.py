@@ -77,6 +77,8 @@ class DecodeWorker:
         side = await asyncio.to_thread(self._build_model, self._options)
         self._exit.callback(self._leave_groups, side)
         transfer = self._open_transfer(side)
+        # Registering memory may take one rank longer than another; from here on steps are watched.
+        await asyncio.to_thread(side.groups.boot_group.barrier)
         self._start_engine(side, transfer)
         address = await self._serve(side, transfer)
         await self._register(side, transfer, address)

@@ -19,11 +19,12 @@ from engine.build import build_kv_pool, build_model
 from engine.config import ModelConfig
 from engine.jit_cache import use_jit_cache
 from engine.kernels.create import create_kernels
-from engine.kv_size import choose_num_blocks
+from engine.kv_size import choose_num_blocks, largest_step
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, agree_on_epoch, init_process_groups
+from engine.rehearsal import rehearse, sampled_prefill
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.warm_up import attention_products, chosen_rows, products, warm_up
@@ -34,7 +35,9 @@ from runtime.logging import fields, get_logger
 from runtime.worker import WorkerOptions
 
 GROUP_TIMEOUT_S = 60.0
-"""A rank that hangs, and whose death the kernel cannot tell, is given up after this."""
+"""A rank that hangs, and whose death the kernel cannot tell, is given up after this.
+
+While a worker boots `cluster.boot_timeout_s` holds: no two disks and compilers are equally fast."""
 # Step plans and lockstep rows are host memory, so a GPU instance needs both backends.
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -80,7 +83,11 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
     device = _take_device(section.device, options.rank)
     placement = place_experts(section, config, dims, device)
     groups = init_process_groups(
-        dims, options.rendezvous, backend=_BACKENDS[section.device], timeout_s=GROUP_TIMEOUT_S
+        dims,
+        options.rendezvous,
+        backend=_BACKENDS[section.device],
+        timeout_s=GROUP_TIMEOUT_S,
+        boot_timeout_s=options.config.cluster.boot_timeout_s,
     )
     epoch = agree_on_epoch(groups.tp_group if dims.tp > 1 else groups.ep_group)
     dtype = _DTYPES[model_section.dtype]
@@ -99,6 +106,7 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
         placement=placement,
         execution=opened.execution,
     )
+    groups.boot_group.barrier()  # from here on ranks take part in one another's steps
     _compile(model, section, show=options.rank == 0)
     if isinstance(section, DecodeSection):
         model.prepare_absorption()  # before the KV pool takes the memory
@@ -106,7 +114,7 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
     num_blocks = choose_num_blocks(section, model, max_model_len=max_model_len, kv_dtype=kv_dtype)
     kv_pool = build_kv_pool(model, num_blocks, block_size=section.block_size, dtype=kv_dtype)
     runner = ModelRunner(model, kv_pool, Sampler(config.vocab_size))
-    runner.run_dummy()  # every rank takes part, so that the first request does not pay for it
+    _rehearse(runner, section, max_model_len, options.rank)
     logger.info(
         "the model is ready %s",
         fields(epoch=f"{epoch:016x}", device=kv_pool.device, kv_pool_bytes=kv_pool.nbytes),
@@ -120,6 +128,32 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
         runner=runner,
         close_transfers=opened.close,
     )
+
+
+def _rehearse(
+    runner: ModelRunner, section: PrefillSection | DecodeSection, max_model_len: int, rank: int
+) -> None:
+    """Run steps that nobody asked for, all ranks together, so that no request pays for it.
+
+    On a GPU also the largest one, and every kind of sampling: kernels compile and memory is taken.
+
+    Raises:
+        ConfigError: the largest step does not fit beside the KV pool.
+    """
+    runner.run_dummy()
+    if runner.kv_pool.device.type == "cpu":
+        return
+    is_prefill = isinstance(section, PrefillSection)
+    steps = [sampled_prefill(section.block_size)] if is_prefill else []
+    try:
+        for scheduled in (*steps, largest_step(section, max_model_len)):
+            rehearse(runner, scheduled, follows=is_prefill and rank > 0)
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError as error:
+        path = f"{'prefill' if is_prefill else 'decode'}.num_blocks"
+        problem = "the largest step does not fit beside the KV pool"
+        fix = "fewer, or 0 for as many as fit"
+        raise ConfigError(path, runner.kv_pool.num_blocks, problem, fix) from error
 
 
 def choose_max_model_len(wanted: int, config: ModelConfig) -> int:

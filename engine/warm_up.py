@@ -104,11 +104,18 @@ def products(
 
 
 def attention_products(model: nn.Module, kernels: Kernels) -> list[Product]:
-    """Return decompressed attention over one short sequence, if the model has attention."""
+    """Return decompressed attention over one short sequence, if the model has attention.
+
+    Over a whole context, and over the parts that a long one is cut into.
+    """
     layer = next((module for module in model.modules() if isinstance(module, MLA)), None)
     if layer is None:
         return []
-    return [Product(name="attention", run=partial(_run_attention, layer, kernels))]
+    kinds = {"whole": None, "own part": True, "earlier part": False}
+    return [
+        Product(name=f"attention {name}", run=partial(_run_attention, layer, kernels, is_causal))
+        for name, is_causal in kinds.items()
+    ]
 
 
 def warm_up(
@@ -127,7 +134,7 @@ def warm_up(
         progress: told (rounds done, rounds).
     """
     start = time.perf_counter()
-    group = groups.tp_group if groups.dims.tp > 1 else groups.ep_group
+    group = groups.boot_group
     shares = divide(todo, group.size)
     own, num_rounds = shares[group.rank], max(map(len, shares))
     for done in range(num_rounds):
@@ -211,15 +218,26 @@ def _invent_masked(
     )
 
 
-def _run_attention(layer: MLA, kernels: Kernels) -> Tensor:
-    """Attend as the layer does: values are a strided part of what keys and values come in."""
+def _run_attention(layer: MLA, kernels: Kernels, is_causal: bool | None) -> Tensor:
+    """Attend as the layer does: values are a strided part of what keys and values come in.
+
+    Args:
+        layer: any.
+        kernels: of the model.
+        is_causal: of one part of a context; None for all of it.
+    """
     weight, count = layer.kv_a_layernorm.weight, ROW_BLOCK
     heads, key_dim = layer.num_heads, layer.nope_dim + layer.rope_dim
     q_THA, k_PHA = (weight.new_zeros(count, heads, key_dim) for _ in range(2))
     v_PHV = weight.new_zeros(count, heads, layer.nope_dim + layer.value_dim)[..., layer.nope_dim :]
     ends = torch.tensor([0, count], dtype=torch.int32, device=weight.device)
     seqs = VarlenLengths(lengths=[(count, count)], cu_seqlens_q=ends, cu_seqlens_k=ends)
-    return kernels.varlen_attention(q_THA, k_PHA, v_PHV, seqs, layer.scale)
+    if is_causal is None:
+        return kernels.varlen_attention(q_THA, k_PHA, v_PHV, seqs, layer.scale)
+    part = kernels.varlen_attention_part(
+        q_THA, k_PHA, v_PHV, seqs, layer.scale, is_causal=is_causal
+    )
+    return kernels.merge_attention(*part, *part)[0]
 
 
 def _invent_rows(rows: int, columns: int, device: torch.device, kernels: Kernels) -> Fp8Rows:

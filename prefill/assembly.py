@@ -106,9 +106,11 @@ def build_rank(options: WorkerOptions, on_closed: Callable[[Closure], None]) -> 
     section = options.config.prefill
     ep = section.tp if section.expert_parallel else 1
     model = boot_rank(options, ParallelDims(tp=section.tp, ep=ep, rank=options.rank))
+    send = build_send_side(options, model, on_closed)
+    model.groups.boot_group.barrier()  # registering memory may take one rank longer than another
     return RankParts(
         model=model,
-        send=build_send_side(options, model, on_closed),
+        send=send,
         plan_shape=plan_shape_of(options.config, model.max_model_len),
     )
 

@@ -40,6 +40,11 @@ class ClusterSection:
     """Shared by all processes; empty: taken from TANDEM_SECRET, which ``tandem up`` generates."""
     run_dir: str = ""
     """Where state and logs go; empty: the user's state folder."""
+    boot_timeout_s: float = 1800.0
+    """How long the ranks of a worker wait for one another while it loads, compiles and captures."""
+
+    def __post_init__(self) -> None:
+        _at_least("cluster.boot_timeout_s", self.boot_timeout_s, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,11 +171,19 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGroups:
-    """The axes of one rank. `ProcessGroups()` is a process that runs alone."""
+    """The axes of one rank. `ProcessGroups()` is a process that runs alone.
+
+    Attributes:
+        dims: of the axes.
+        tp_group: ranks that share heads.
+        ep_group: ranks that share experts.
+        boot_group: all ranks, on the host, and patient: to meet in after work of different length.
+    """
 
     dims: ParallelDims = field(default_factory=ParallelDims)
     tp_group: RankGroup = field(default_factory=RankGroup)
     ep_group: RankGroup = field(default_factory=RankGroup)
+    boot_group: RankGroup = field(default_factory=RankGroup)
 
     @property
     def rank(self) -> int:
@@ -189,7 +197,12 @@ class ProcessGroups:
 
 
 def init_process_groups(
-    dims: ParallelDims, rendezvous: str, *, backend: str = "gloo", timeout_s: float = 60.0
+    dims: ParallelDims,
+    rendezvous: str,
+    *,
+    backend: str = "gloo",
+    timeout_s: float = 60.0,
+    boot_timeout_s: float | None = None,
 ) -> ProcessGroups:
     """Meet the other ranks of the instance; returns when all of them have called.
 
@@ -197,7 +210,9 @@ def init_process_groups(
         dims: axis lengths and this rank's number.
         rendezvous: "host:port" on which rank 0 listens; unused by an instance of one rank.
         backend: "gloo" on CPUs, "nccl" on GPUs.
-        timeout_s: seconds for the meeting and for every later collective.
+        timeout_s: seconds for every later collective.
+        boot_timeout_s: seconds for the meeting, and for those in the boot group; None for the same.
+            The death of a rank is noticed at once all the same, because its sockets close.
 
     Raises:
         PeerLostError: not all ranks came in time, or rank 0 cannot be reached.
@@ -207,14 +222,20 @@ def init_process_groups(
     # A collective that overlaps with products has to get multiprocessors between two of them,
     # not after all that are queued.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+    patience = timedelta(seconds=timeout_s if boot_timeout_s is None else boot_timeout_s)
+    host, _, port = rendezvous.rpartition(":")
     with _PeersAlive(f"meeting at {rendezvous}"):
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host.strip("[]"), int(port), dims.world_size, dims.rank == 0, timeout=patience
+        )
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{rendezvous}",
+            store=store,
             world_size=dims.world_size,
             rank=dims.rank,
             timeout=timedelta(seconds=timeout_s),
         )
+        boot = dist.new_group(backend="gloo", timeout=patience)
     # Every axis that is longer than 1 spans the whole instance (see ParallelDims), so one
     # communicator serves both: tp and ep collectives follow one another in program order.
     everyone = dist.group.WORLD
@@ -222,6 +243,7 @@ def init_process_groups(
         dims=dims,
         tp_group=RankGroup(rank=dims.tp_rank, size=dims.tp, _group=everyone),
         ep_group=RankGroup(rank=dims.ep_rank, size=dims.ep, _group=everyone),
+        boot_group=RankGroup(rank=dims.rank, size=dims.world_size, _group=boot),
     )
 
 

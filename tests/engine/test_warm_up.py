@@ -98,10 +98,16 @@ def test_masked_products_are_run_for_every_size_that_comes() -> None:
 
 def test_attention_is_run_as_the_layers_run_it() -> None:
     model = make_model(fp8=True)
-    (product,) = attention_products(model, model.kernels)
-    out = product.run()
-    assert isinstance(out, torch.Tensor)
-    assert out.shape[1:] == (model.config.num_attention_heads, model.config.v_head_dim)
+    found = attention_products(model, model.kernels)
+    assert [product.name for product in found] == [
+        "attention whole",
+        "attention own part",
+        "attention earlier part",
+    ]
+    for product in found:
+        out = product.run()
+        assert isinstance(out, torch.Tensor)
+        assert out.shape[1:] == (model.config.num_attention_heads, model.config.v_head_dim)
     assert attention_products(torch.nn.Linear(2, 2), model.kernels) == []
 
 
@@ -135,7 +141,7 @@ def test_a_shape_is_compiled_by_one_rank_then_read_by_all() -> None:
     def run_rank(rank: int) -> None:
         dims = ParallelDims(tp=3, rank=rank)
         group = ThreadGroup(rank=rank, size=3, meeting=meeting)
-        groups = ProcessGroups(dims=dims, tp_group=group)
+        groups = ProcessGroups(dims=dims, boot_group=group)
         todo = [Product(name=n, run=partial(order.append, Run(rank, n))) for n in names]
         note = (lambda done, total: moved.append((done, total))) if rank == 0 else None
         warm_up(todo, groups, progress=note)
