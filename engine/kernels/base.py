@@ -133,7 +133,10 @@ class Kernels(Protocol):
         ...
 
     def count_rows(self, topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
-        """Choose the row of every (token, expert) pair; count the rows on the device."""
+        """Choose the row of every (token, expert) pair; count the rows on the device.
+
+        Ids in int64 or int32, with any distance between rows.
+        """
         ...
 
     def place_rows(self, counts: RowCounts, num_rows: int) -> Alignment:

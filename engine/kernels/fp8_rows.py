@@ -43,9 +43,10 @@ class Fp8Rows:
         assert num_columns % GROUP == 0, num_columns
         padded = -(-num_rows // 4) * 4
         scales = torch.empty((num_columns // GROUP, padded), dtype=torch.float32, device=device)
+        scale_TG = scales.t()
         return cls(
             data_TK=torch.empty((num_rows, num_columns), dtype=torch.float8_e4m3fn, device=device),
-            scale_TG=scales.t()[:num_rows],
+            scale_TG=scale_TG if num_rows == padded else scale_TG[:num_rows],
         )
 
     @classmethod

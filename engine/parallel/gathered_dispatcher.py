@@ -53,7 +53,7 @@ class GatheredDispatcher:
 
         def pick(rows_PD: Tensor) -> tuple[ExpertRows, RoutedRows]:
             ids_PK, weights_PK = unpack_routing(routing.wait())
-            routed = sort_by_expert(ids_PK, weights_PK, self._first, self._num_local_experts)
+            routed = sort_by_expert(ids_PK.long(), weights_PK, self._first, self._num_local_experts)
             picked = ExpertRows(
                 rows_MD=rows_PD.index_select(0, routed.token_M),
                 num_rows_per_expert=routed.num_rows_per_expert,
@@ -147,9 +147,9 @@ def pack_routing(topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
 
 
 def unpack_routing(routing_T2K: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ids [T, K] int64 and weights [T, K] float32."""
+    """Return ids [T, K] int32 and weights [T, K] float32: views, so that nothing is launched."""
     ids_TK, weights_TK = routing_T2K.chunk(2, dim=1)
-    return ids_TK.long(), weights_TK.contiguous().view(torch.float32)
+    return ids_TK, weights_TK.view(torch.float32)
 
 
 def _add_own(reducing: Pending[Tensor], own_TD: Tensor | None) -> Pending[Tensor]:

@@ -23,12 +23,14 @@ class RowPlacer:
         self._kernels = kernels
         self._first, self._num_experts = first, num_experts
         self._stream: torch.cuda.Stream | None = None
+        self._unused: list[Tensor] = []  # [1] int32 in pinned memory, to be used again
 
     def start(self, topk_ids_TK: Pending[Tensor], device: torch.device) -> Pending[Alignment]:
         """Start to place the (token, expert) pairs.
 
         Args:
-            topk_ids_TK: [T, K] int64 physical experts, on their way; waited for beside the stream.
+            topk_ids_TK: [T, K] int64 or int32 physical experts, on their way; waited for beside
+                the stream.
             device: that they are on.
         """
         if device.type != "cuda":
@@ -43,10 +45,17 @@ class RowPlacer:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             counts = self._count(topk_ids_TK.wait())
-            num_rows = torch.empty(1, dtype=torch.int32, pin_memory=True)
+            num_rows = self._take_pinned()
             num_rows.copy_(counts.num_rows, non_blocking=True)
             done = self._stream.record_event()
-        return _Counting(self._kernels, counts, num_rows, done)
+        return _Counting(self._kernels, counts, num_rows, done, self._unused)
+
+    def _take_pinned(self) -> Tensor:
+        if self._unused:
+            return self._unused.pop()
+        # Born in inference mode, it could not be written to outside of it.
+        with torch.inference_mode(False):
+            return torch.empty(1, dtype=torch.int32, pin_memory=True)
 
     def _count(self, topk_ids_TK: Tensor) -> RowCounts:
         return self._kernels.count_rows(topk_ids_TK, self._first, self._num_experts)
@@ -61,14 +70,17 @@ class RowPlacer:
 
 @dataclass(frozen=True, slots=True)
 class _Counting:
-    """Counts on their way to the host; `num_rows` is in pinned memory."""
+    """Counts on their way to the host; `num_rows` is in pinned memory, and then in `unused`."""
 
     kernels: Kernels
     counts: RowCounts
     num_rows: Tensor
     done: torch.cuda.Event
+    unused: list[Tensor]
 
     def wait(self) -> Alignment:
         self.done.synchronize()
         torch.cuda.current_stream().wait_event(self.done)
-        return self.kernels.place_rows(self.counts, int(self.num_rows))
+        num_rows = int(self.num_rows)
+        self.unused.append(self.num_rows)
+        return self.kernels.place_rows(self.counts, num_rows)
