@@ -51,6 +51,16 @@ def plan_decode_memory(config: ClusterConfig, model: ModelConfig) -> DecodeBudge
     except ConfigError as error:
         path = _FIELDS.get(error.path, f"decode.{error.path}")
         raise ConfigError(path, error.value, error.problem, error.fix) from error
+    length = config.model.max_model_len or model.max_position_embeddings
+    needed = 1 + -(-length // decode.block_size)
+    if not decode.num_blocks and budget.num_blocks < needed:
+        raise ConfigError(
+            "decode.num_blocks",
+            0,
+            f"a request of {length} tokens needs {needed} blocks, and {budget.num_blocks} fit in "
+            f"{decode.gpu_memory_fraction:g} of a GPU of {decode.device_memory_gib:g} GiB",
+            "a smaller model.max_model_len, more ranks, or a larger decode.gpu_memory_fraction",
+        )
     if decode.num_blocks > budget.num_blocks:
         raise ConfigError(
             "decode.num_blocks",

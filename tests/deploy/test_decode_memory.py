@@ -102,6 +102,23 @@ def test_following_the_fix_helps(checkpoint: Path) -> None:
     check_config(load("ep16", checkpoint, num_blocks=fits), num_devices=24)
 
 
+def test_as_many_blocks_as_fit_are_within_the_share(checkpoint: Path) -> None:
+    by_hand = plan_decode_memory(load("ep16", checkpoint), DEEPSEEK_V3)
+    config = load("ep16", checkpoint, num_blocks=0, gpu_memory_fraction=0.9)
+    check_config(config, num_devices=24)
+    chosen = plan_decode_memory(config, DEEPSEEK_V3)
+    assert by_hand is not None
+    assert chosen is not None
+    assert 0 < chosen.num_blocks < by_hand.num_blocks
+    # Some hundred blocks are less than a request of 16384 tokens needs.
+    excess = (chosen.num_blocks - 100) * by_hand.kv / by_hand.num_blocks / by_hand.device
+    small = load("ep16", checkpoint, num_blocks=0, gpu_memory_fraction=0.9 - excess)
+    with pytest.raises(ConfigError) as caught:
+        plan_decode_memory(small, DEEPSEEK_V3)
+    assert (caught.value.path, caught.value.value) == ("decode.num_blocks", 0)
+    assert "decode.gpu_memory_fraction" in caught.value.fix
+
+
 def test_nothing_is_checked_without_the_devices_memory(checkpoint: Path) -> None:
     config = load("ep16", checkpoint, device_memory_gib=0.0, num_blocks=10**6)
     assert plan_decode_memory(config, DEEPSEEK_V3) is None
