@@ -13,6 +13,7 @@ import deploy
 from deploy.checks import check_config, resolve_config
 from deploy.cli import main
 from deploy.decode_memory import describe_decode_memory, plan_decode_memory
+from engine.parallel.ep_budget import ALLOCATOR_SLACK
 from engine.shapes import DEEPSEEK_V3
 from runtime.config import ClusterConfig
 from runtime.config_file import load_config
@@ -112,7 +113,8 @@ def test_as_many_blocks_as_fit_are_within_the_share(checkpoint: Path) -> None:
     assert 0 < chosen.num_blocks < by_hand.num_blocks
     # Some hundred blocks are less than a request of 16384 tokens needs.
     excess = (chosen.num_blocks - 100) * by_hand.kv / by_hand.num_blocks / by_hand.device
-    small = load("ep16", checkpoint, num_blocks=0, gpu_memory_fraction=0.9 - excess)
+    fraction = 0.9 - excess / (1 - ALLOCATOR_SLACK)
+    small = load("ep16", checkpoint, num_blocks=0, gpu_memory_fraction=fraction)
     with pytest.raises(ConfigError) as caught:
         plan_decode_memory(small, DEEPSEEK_V3)
     assert (caught.value.path, caught.value.value) == ("decode.num_blocks", 0)
