@@ -219,6 +219,19 @@ def test_a_loop_that_leaves_reads_what_is_in_flight() -> None:
     assert bench.output(request) == whole_output([1], params_of(3), None)[0]
 
 
+def test_nobody_rests_right_after_a_step_in_flight() -> None:
+    """Its tokens may have ended a request whose blocks another one waits for."""
+    bench = OverlapBench(1)
+    bench.add([1], params_of(2))
+    bench.deliver()
+    bench.turn()
+    bench.turn()  # launches nothing, and reads the last token
+    assert bench.bench.rank.is_empty
+    assert not bench.loop._was_idle
+    bench.turn()
+    assert bench.loop._was_idle
+
+
 class Trace:
     """Random happenings, so many that blocks change hands while steps are in flight."""
 
