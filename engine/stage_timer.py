@@ -77,6 +77,7 @@ class StageTimer:
             dims=groups.dims,
             tp_group=self.watch(groups.tp_group),
             ep_group=self.watch(groups.ep_group),
+            boot_group=groups.boot_group,
         )
 
     def __getattr__(self, name: str) -> Any:
