@@ -58,7 +58,8 @@ def mask_stop_tokens(logits: torch.Tensor, inputs: Sequence[SamplingInput]) -> N
     ]
     if entries:
         rows, token_ids = zip(*entries, strict=True)
-        logits[_index(logits, rows, token_ids)] = -torch.inf
+        # As a tensor: a plain number would be sent to the device, which the host waits for.
+        logits[_index(logits, rows, token_ids)] = logits.new_full((1,), -torch.inf)
 
 
 def apply_penalties(
