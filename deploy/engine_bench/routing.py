@@ -36,12 +36,19 @@ class EvenRouting:
         return getattr(self._kernels, name)
 
 
-def even_experts(config: ModelConfig, num_tokens: int, *, seed: int = 0) -> Tensor:
+def even_experts(
+    config: ModelConfig, num_tokens: int, *, rank: int = 0, num_ranks: int = 1
+) -> Tensor:
     """Return [num_tokens, K] int64: every expert equally often, in a random order of tokens.
 
-    Each run of as many tokens as there are experts is even by itself, so that the leading rows of
-    the table are, where fewer tokens come.
+    Ranks with their own tokens share one table, and take its rows in turns: what a few tokens of
+    each need is even together. Each run of as many tokens as there are experts is even by itself,
+    so that the leading rows of the table are, where fewer tokens come.
     """
+    return _table(config, num_tokens * num_ranks)[rank::num_ranks].contiguous()
+
+
+def _table(config: ModelConfig, num_tokens: int) -> Tensor:
     groups, top_k = config.n_group, config.num_experts_per_tok
     size = config.n_routed_experts // groups
     per_group = -(-top_k // config.topk_group)
@@ -50,11 +57,11 @@ def even_experts(config: ModelConfig, num_tokens: int, *, seed: int = 0) -> Tens
     # Token t visits groups t, t + 1, ...; its round t // groups says which experts it takes there.
     group = (token + choice // per_group) % groups
     within = (token // groups * per_group + choice % per_group) % size
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     firsts = range(0, num_tokens, config.n_routed_experts)
     lengths = [min(config.n_routed_experts, num_tokens - first) for first in firsts]
     order = [
         torch.randperm(length, generator=generator) + first
         for first, length in zip(firsts, lengths, strict=True)
     ]
-    return (group * size + within)[torch.cat(order)].contiguous()
+    return (group * size + within)[torch.cat(order)]

@@ -166,7 +166,7 @@ def _make_kernels(
     kernels = cast(Kernels, timer)
     if setup.routing is Routing.EVEN and config.num_moe_layers:
         # Ranks that share tokens have to agree on their experts.
-        table = even_experts(config, max_tokens, seed=rank if setup.dp > 1 else 0)
+        table = even_experts(config, max_tokens, rank=rank % setup.dp, num_ranks=setup.dp)
         kernels = cast(Kernels, EvenRouting(kernels, table.to(device)))
     return timer, kernels
 

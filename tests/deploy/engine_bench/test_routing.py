@@ -48,10 +48,17 @@ def test_experts_of_a_token_differ_and_lie_in_few_groups(
         topk_group=topk_group,
         num_experts_per_tok=top_k,
     )
-    ids = even_experts(config, num_tokens, seed=1)
+    ids = even_experts(config, num_tokens)
     for row in ids.tolist():
         assert len(set(row)) == top_k
         assert len({expert // size for expert in row}) <= topk_group
+
+
+def test_few_tokens_a_rank_reach_every_expert_evenly() -> None:
+    config = expert_shard(DEEPSEEK_V3, ranks=4, of=8)
+    tables = [even_experts(config, 32, rank=rank, num_ranks=4) for rank in range(4)]
+    counts = torch.bincount(torch.cat(tables).flatten(), minlength=config.n_routed_experts)
+    assert counts.min() == counts.max() == 4 * 32 * 8 // config.n_routed_experts
 
 
 def test_only_the_choice_is_replaced() -> None:
