@@ -108,10 +108,12 @@ def test_functions_and_classes_are_short(kind: tuple[type[ast.AST], ...], limit:
 
 def _is_device_kernel(node: Function) -> bool:
     """A Triton kernel's parameters are what its launch hands to the device, one by one."""
-    return any(
-        ast.unparse(decorator).partition("(")[0] == "triton.jit"
+    is_decorated = any(
+        ast.unparse(decorator).partition("(")[0] in ("triton.jit", "launched")
         for decorator in node.decorator_list
     )
+    annotations = [arg.annotation for arg in node.args.args if arg.annotation is not None]
+    return is_decorated or "tl.constexpr" in map(ast.unparse, annotations)
 
 
 def test_positional_parameters_are_few() -> None:

@@ -36,13 +36,11 @@ class Library:
         self.is_broken = False
 
     def compile(self, causal: bool) -> Callable[..., None]:
-        def kernel(
-            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float,
-            cu_q: Tensor, cu_k: Tensor, nothing: None, aux: AuxData, *extra: object,
-        ) -> None:  # fmt: skip
+        def kernel(*call: Any) -> None:
+            q, k, v, out, lse, scale, cu_q, cu_k, nothing, aux, *extra = call
             assert nothing is None
             assert aux == AuxData()
-            assert extra == self.extra
+            assert tuple(extra) == self.extra
             lengths = [
                 (int(queries), int(positions))
                 for queries, positions in zip(cu_q.diff(), cu_k.diff(), strict=True)
