@@ -46,9 +46,7 @@ class AlignedDispatcher:
         rows = quantized(hidden)
 
         def spread(alignment: Alignment) -> tuple[AlignedRows, AlignedHandle]:
-            aligned = AlignedRows(
-                rows=self._kernels.spread_rows(rows, alignment), expert_M=alignment.expert_M
-            )
+            aligned = AlignedRows.spread(self._kernels, rows, alignment)
             return aligned, AlignedHandle(alignment=alignment, topk_weights_TK=topk_weights_TK)
 
         return Then(self._placer.start(Ready(topk_ids_TK), topk_ids_TK.device), spread)

@@ -149,6 +149,6 @@ def _align(
     alignment: Alignment = kernels.place_rows(
         kernels.count_rows(exchange.expert_M.unsqueeze(1), 0, len(counts)), num_rows
     )
-    aligned = AlignedRows(rows=kernels.spread_rows(rows, alignment), expert_M=alignment.expert_M)
+    aligned = AlignedRows.spread(kernels, rows, alignment)
     places_M = alignment.rows_TK.flatten().long()
     return aligned, AllToAllHandle(exchange=exchange, places_M=places_M)

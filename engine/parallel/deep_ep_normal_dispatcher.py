@@ -75,9 +75,7 @@ class DeepEPNormalDispatcher:
             arrived.topk_ids_NK, 0, self._buffer.shape.num_local_experts
         )
         alignment = self._kernels.place_rows(counts, sum(arrived.num_rows_per_expert))
-        aligned = AlignedRows(
-            rows=self._kernels.spread_rows(arrived.rows, alignment), expert_M=alignment.expert_M
-        )
+        aligned = AlignedRows.spread(self._kernels, arrived.rows, alignment)
         handle = NormalHandle(
             alignment=alignment, topk_weights_NK=arrived.topk_weights_NK, handle=arrived.handle
         )

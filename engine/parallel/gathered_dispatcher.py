@@ -135,9 +135,7 @@ class _Dispatch:
         weights_PK = self.arrived.weights_PK
         assert weights_PK is not None
         gathered = Fp8Rows.packed(self.rows.wait(), self.num_columns)
-        aligned = AlignedRows(
-            rows=self.kernels.spread_rows(gathered, alignment), expert_M=alignment.expert_M
-        )
+        aligned = AlignedRows.spread(self.kernels, gathered, alignment)
         return aligned, AlignedHandle(alignment=alignment, topk_weights_TK=weights_PK)
 
 

@@ -15,6 +15,8 @@ from typing import Final, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from engine.kernels.alignment import Alignment
+from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.kernels.masked_rows import MaskedRows
 from engine.parallel.pending import Pending
@@ -46,6 +48,11 @@ class AlignedRows:
 
     rows: Fp8Rows
     expert_M: Tensor
+
+    @classmethod
+    def spread(cls, kernels: Kernels, rows: Fp8Rows, alignment: Alignment) -> "AlignedRows":
+        """Copy each of `rows` to its places."""
+        return cls(rows=kernels.spread_rows(rows, alignment), expert_M=alignment.expert_M)
 
 
 TURNS_LAG: Final = 2
