@@ -8,7 +8,6 @@ looked up beside the layer's own name. With one rank all of this is a plain line
 """
 
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
 
 from torch import Tensor, nn
 
@@ -24,8 +23,11 @@ def sibling(prefix: str, name: str) -> str:
     return f"{parent}.{name}.weight" if parent else f"{name}.weight"
 
 
-class ReplicatedLinear(nn.Module):
-    """The same product on every rank; `quantized=False` for a weight that is never FP8."""
+class ColumnParallelLinear(nn.Module):
+    """A product of which each tp rank computes an equal share of every named output.
+
+    With an unsplit context it is the same product on every rank.
+    """
 
     def __init__(
         self,
@@ -35,39 +37,7 @@ class ReplicatedLinear(nn.Module):
         *,
         quantized: bool = True,
     ) -> None:
-        super().__init__()
-        self.in_features = in_features
-        self.outputs = dict(outputs)
-        self.matrix = Matrix(ctx, list(outputs.values()), in_features, quantized=quantized)
-
-    @property
-    def weight(self) -> Tensor:
-        """[sum of outputs, in_features]."""
-        return self.matrix.weight
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether an input is best given as `Fp8Rows`."""
-        return self.matrix.is_fp8
-
-    def forward(self, x: Activation) -> Tensor:
-        """Map [..., in_features] to [..., sum of outputs]."""
-        out: Tensor = self.matrix(x)
-        return out
-
-    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """See `HoldsWeights`."""
-        rows = accumulate(self.outputs.values(), initial=0)
-        for (name, size), row in zip(self.outputs.items(), rows, strict=False):
-            shape = (size, self.in_features)
-            ranges = ((0, size), (0, self.in_features))
-            yield self.matrix.slice(sibling(prefix, name), shape, ranges, row=row)
-
-
-class ColumnParallelLinear(nn.Module):
-    """A product of which each tp rank computes an equal share of every named output."""
-
-    def __init__(self, ctx: LayerContext, in_features: int, outputs: Mapping[str, int]) -> None:
+        """Allocate; `quantized=False` for a weight that checkpoints never quantise."""
         super().__init__()
         self._group = ctx.groups.tp_group
         self.in_features = in_features
@@ -75,7 +45,7 @@ class ColumnParallelLinear(nn.Module):
         shares = [size // self._group.size for size in outputs.values()]
         # A share that begins inside a block of scales cannot keep the checkpoint's numbers.
         splits_blocks = self._group.size > 1 and any(share % GROUP for share in shares)
-        self.matrix = Matrix(ctx, shares, in_features, quantized=not splits_blocks)
+        self.matrix = Matrix(ctx, shares, in_features, quantized=quantized and not splits_blocks)
 
     @property
     def weight(self) -> Tensor:

@@ -19,7 +19,7 @@ from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.rotation import Rotation
 from engine.layers.attention_plan import AttentionStep, ContextPart, DecompressedSegment
 from engine.layers.context import LayerContext
-from engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.norm import FeedFormat, RMSNorm
 from engine.layers.rotary import softmax_scale
 from engine.operations import Operations
@@ -58,7 +58,7 @@ class MLA(nn.Module):
             self.q_b_proj = ColumnParallelLinear(
                 ctx, config.q_lora_rank, {"q_b_proj": all_heads * config.qk_head_dim}
             )
-        self.qkv_a_proj = ReplicatedLinear(ctx, config.hidden_size, latents)
+        self.qkv_a_proj = ColumnParallelLinear(ctx.unsplit, config.hidden_size, latents)
         self.kv_a_layernorm = RMSNorm(ctx, config.kv_lora_rank)
         self.kv_b_proj = ColumnParallelLinear(
             ctx, config.kv_lora_rank, {"kv_b_proj": all_heads * (self.nope_dim + self.value_dim)}

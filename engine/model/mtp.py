@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.config import ModelConfig
 from engine.layers.attention_plan import AttentionStep
 from engine.layers.context import LayerContext
-from engine.layers.linear import ReplicatedLinear
+from engine.layers.linear import ColumnParallelLinear
 from engine.layers.norm import FeedFormat, Residual, RMSNorm
 from engine.model.decoder_layer import DecoderLayer
 from engine.operations import Operations
@@ -47,8 +47,8 @@ class MTPLayer(DecoderLayer):
         super().__init__(config, ctx, index, placement, dispatcher)
         self.enorm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
         self.hnorm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
-        self.eh_proj = ReplicatedLinear(
-            ctx, 2 * config.hidden_size, {"eh_proj": config.hidden_size}, quantized=False
+        self.eh_proj = ColumnParallelLinear(
+            ctx.unsplit, 2 * config.hidden_size, {"eh_proj": config.hidden_size}, quantized=False
         )
         self.shared_head = SharedHead(config, ctx)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.layers.context import LayerContext
 from engine.layers.embedding import LMHead, VocabEmbedding
-from engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.mlp import MLP
 from engine.layers.norm import Normed
 from engine.operations import run
@@ -66,8 +66,9 @@ def test_mlp_parts_add_up(tp: int) -> None:
     torch.testing.assert_close(sum(parts), expected)
 
 
-def test_replicated_linear_fuses_outputs() -> None:
-    layer, tensors = ReplicatedLinear(LayerContext(), 4, {"a": 3, "b": 2}), dict[str, Tensor]()
+def test_an_unsplit_linear_fuses_outputs() -> None:
+    ctx, tensors = rank_context(1, tp=2).unsplit, dict[str, Tensor]()
+    layer = ColumnParallelLinear(ctx, 4, {"a": 3, "b": 2})
     fill(layer, "attn.ab", tensors)
     fused = torch.cat((tensors["attn.a.weight"], tensors["attn.b.weight"]))
     assert torch.equal(layer.weight, fused)
