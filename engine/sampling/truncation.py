@@ -18,11 +18,6 @@ SMALLEST_TOP_P = 1e-10
 """What a smaller top_p becomes, so that 0 keeps the best token."""
 
 
-def truncates(params: SamplingParams) -> bool:
-    """Whether top-k or top-p drops anything."""
-    return params.top_k > 0 or params.top_p < 1.0
-
-
 def apply_min_p(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> None:
     """Drop tokens less likely than min_p times the most likely one, in place.
 
