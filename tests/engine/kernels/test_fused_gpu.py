@@ -21,6 +21,7 @@ from engine.kernels.routing import RoutingRule
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned_memory"),
     # Of the interpreter, where a loop's bounds come from memory.
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
 ]
@@ -31,22 +32,6 @@ TOKENS = [1, 5, 70] if IS_INTERPRETED else [1, 5, 70, 129, 4099]
 HIDDEN = 384 if IS_INTERPRETED else 7168
 BF16 = 2e-2
 """One unit in the last of 8 bits is 0.8 %; the interpreter cuts instead of rounding."""
-
-
-@pytest.fixture(autouse=True)
-def _needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    if not IS_INTERPRETED and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
-    torch.seed()  # fresh inputs every run
-
-    def poisoned(*size: Any, **kwargs: Any) -> Tensor:
-        out = empty(*size, **kwargs)
-        out.view(torch.uint8).fill_(0xFF)  # NaN in every float type, -1 in every integer
-        return out
-
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def fused(name: str) -> Any:

@@ -22,7 +22,11 @@ from engine.kernels.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from engine.kernels.triton_gemm.tiles import ProductShape, RowLayout, TileConfig
 from engine.weights.fp8 import quantize_block
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.filterwarnings("default"),
+]
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -30,22 +34,6 @@ SAME_INPUTS = 1e-2 if IS_INTERPRETED else 5e-3
 """Relative error: bfloat16 results (the interpreter cuts), sums in another order."""
 
 LIMITS = pytest.mark.parametrize("limits", [AMPERE, ADA, HOPPER], ids=["ampere", "ada", "hopper"])
-
-
-@pytest.fixture(autouse=True)
-def _needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    if not IS_INTERPRETED and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
-    torch.seed()  # fresh inputs every run
-
-    def poisoned(*size: Any, **kwargs: Any) -> Tensor:
-        out = empty(*size, **kwargs)
-        out.view(torch.uint8).fill_(0xFF)  # NaN in every float type, -1 in every integer
-        return out
-
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def gemm_of(limits: DeviceLimits) -> Any:
