@@ -1,8 +1,8 @@
-"""One rank of the bundled model on its own GPU: run by `test_gpu_ranks` as a process of its own.
+"""One rank of the bundled model on a GPU: run by `test_gpu_ranks` as a process of its own.
 
 Usage: python -m tests.engine.gpu_rank_main RANK WORLD PORTS PROMPTS OUTPUT [cpu]
 
-PORTS is a comma list, one for each of `modes_of(WORLD)`; PROMPTS is a JSON file of token ids. Runs
+PORTS is a comma list, one for each of the modes; PROMPTS is a JSON file of token ids. Runs
 the modes one after another and writes {mode: {prompt's index: answer}} as JSON, and lines for
 people on stdout. On a CPU it is float32.
 """
@@ -54,8 +54,8 @@ class Mode:
     is_symmetric: bool = False
 
 
-def modes_of(world: int) -> dict[str, Mode]:
-    """Return what is run on so many ranks."""
+def modes_of(world: int, num_devices: int) -> dict[str, Mode]:
+    """Return what so many ranks run; those that share a GPU cannot share symmetric memory."""
     alone = {
         "tp": Mode(axes=("tp",)),
         "tp, overlapped": Mode(axes=("tp",), execution=Execution(overlap=OVERLAP)),
@@ -63,12 +63,13 @@ def modes_of(world: int) -> dict[str, Mode]:
     if world == 1:
         return alone
     scattered = Execution(scatter_tokens=True, overlap=OVERLAP)
+    symmetric = Mode(axes=("tp", "ep"), execution=scattered, is_symmetric=True)
     return {
         **alone,
         "tp+ep": Mode(axes=("tp", "ep"), execution=Execution(scatter_tokens=False)),
         "tp+ep, scattered": Mode(axes=("tp", "ep"), execution=Execution(scatter_tokens=True)),
         "tp+ep, scattered, overlapped": Mode(axes=("tp", "ep"), execution=scattered),
-        "tp+ep, symmetric": Mode(axes=("tp", "ep"), execution=scattered, is_symmetric=True),
+        **({"tp+ep, symmetric": symmetric} if world <= num_devices else {}),
         "dp+ep": Mode(axes=("dp", "ep")),
         "dp+ep, overlapped": Mode(axes=("dp", "ep"), execution=Execution(overlap=OVERLAP)),
     }
@@ -144,12 +145,14 @@ def main() -> None:
     ports = sys.argv[3].split(",")
     prompts: Prompts = json.loads(Path(sys.argv[4]).read_text())
     device, backend = torch.device("cpu"), "gloo"
+    num_devices = world
     if sys.argv[6:] != ["cpu"]:
-        device, backend = torch.device("cuda", rank), "cpu:gloo,cuda:nccl"
+        num_devices = torch.cuda.device_count()
+        device, backend = torch.device("cuda", rank % num_devices), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
         use_jit_cache()
     results: dict[str, dict[int, object]] = {}
-    for (name, mode), port in zip(modes_of(world).items(), ports, strict=True):
+    for (name, mode), port in zip(modes_of(world, num_devices).items(), ports, strict=True):
         dims = ParallelDims(**dict.fromkeys(mode.axes, world), rank=rank)
         groups = init_process_groups(dims, f"127.0.0.1:{port}", backend=backend)
         start = time.monotonic()

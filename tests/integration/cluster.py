@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from deploy.checks import free_port
+from deploy.engine_bench.launcher import NO_MULTICAST
+from deploy.pair_bench.cluster import rotate, visible_devices
 from runtime.config import ClusterConfig
 from runtime.config_file import dump_config
 
@@ -41,7 +43,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
 class Cluster:
     """One running cluster; use it as a context manager.
 
-    Each rank on a GPU sees one, given out in order and, if there are fewer than ranks, again.
+    Ranks on GPUs take them in order and, if there are fewer than ranks, again.
     """
 
     def __init__(
@@ -100,9 +102,10 @@ class Cluster:
             command = [module, "--config", str(self._file), "--instance", f"{role}-{index}"]
             command += ["--rank", str(rank), "--rendezvous", rendezvous]
             command += ["--router", f"127.0.0.1:{self.config.router.control_port}"]
-            self._start(f"{role}-{index}/{rank}", command, self._devices_of(role, index, rank))
+            self._start(f"{role}-{index}/{rank}", command, self._devices_of(role, index))
 
-    def _devices_of(self, role: str, index: int, rank: int) -> dict[str, str]:
+    def _devices_of(self, role: str, index: int) -> dict[str, str]:
+        """All devices for every rank, as memory of one opens in another; rank r takes number r."""
         prefill, decode = self.config.prefill, self.config.decode
         section = prefill if role == "prefill" else decode
         if section.device == "cpu":
@@ -111,7 +114,9 @@ class Cluster:
         if role == "decode":
             on_devices = prefill.instances * prefill.tp if prefill.device == "cuda" else 0
             before = on_devices + index * decode.dp
-        return {"CUDA_VISIBLE_DEVICES": str((before + rank) % self._num_devices)}
+        names = visible_devices(os.environ, self._num_devices)
+        order = rotate(names, before % self._num_devices)
+        return {**NO_MULTICAST, "CUDA_VISIBLE_DEVICES": ",".join(order)}
 
     def _start(
         self, name: str, command: list[str], environment: Mapping[str, str] | None = None
