@@ -9,6 +9,9 @@ aligned, a huge count, a variant's first launch, a Triton whose internals are no
 interpreter) goes through Triton's own call.
 
 The key idea is that a key here is never coarser than Triton's: equal keys, same variant.
+
+Every kernel exists a second time, with a wait in front: for launches that depend on the kernel
+before them (see `dependent`).
 """
 
 import inspect
@@ -18,6 +21,8 @@ from typing import Any, Final, TypeAlias
 import triton
 from torch import Tensor
 from triton.runtime import driver
+
+from engine.kernels.fused.dependent import joins_chain, with_wait
 
 ALIGNMENT: Final = 16
 """Bytes; Triton compiles other code for pointers that are not multiples of it."""
@@ -47,9 +52,16 @@ def next_power_of_2(number: int) -> int:
 class Launcher:
     """A kernel whose parameters are tensors, sizes, counts and constants, in this order."""
 
-    def __init__(self, kernel: Any) -> None:
-        """Take what `triton.jit` returns; counts are what it is told not to specialise on."""
+    def __init__(self, kernel: Any, compile_again: Callable[[], Any] | None = None) -> None:
+        """Take what `triton.jit` returns; counts are what it is told not to specialise on.
+
+        Args:
+            kernel: as written.
+            compile_again: makes another one of the same function; None if none is to wait.
+        """
         self._kernel = kernel
+        self._compile_again = compile_again
+        self._waiting: Any = None  # the kernel with a wait, once one was launched
         self._variants: dict[tuple[object, ...], _Variant] = {}
         is_known = ".".join(triton.__version__.split(".")[:2]) in KNOWN_VERSIONS
         self._is_direct = is_known and isinstance(kernel, triton.runtime.JITFunction)
@@ -63,6 +75,7 @@ class Launcher:
         constants: tuple[int, ...] = (),
         *,
         num_warps: int = 4,
+        num_stages: int = 3,
     ) -> None:
         """Launch on the current stream.
 
@@ -74,17 +87,24 @@ class Launcher:
             counts: integers, at least 0, that take any.
             constants: `tl.constexpr`s.
             num_warps: of a program.
+            num_stages: steps of a loop over matrix products that are in flight.
         """
+        is_dependent = joins_chain() and self._is_direct and self._compile_again is not None
         bits, pointers = 0, []
         for tensor in tensors:
             pointer = tensor.data_ptr()
             bits |= pointer
             pointers.append(pointer)
         device = tensors[0].get_device()
-        key = (device, num_warps, sizes, constants, *[tensor.dtype for tensor in tensors])
+        options = (num_warps, num_stages, is_dependent)
+        key = (device, options, sizes, constants, *[tensor.dtype for tensor in tensors])
         variant = self._variants.get(key)
         if variant is None or bits % ALIGNMENT or (counts and max(counts) > MAX_COUNT):
-            kernel = self._kernel[grid](*tensors, *sizes, *counts, *constants, num_warps=num_warps)
+            called = self._waiting_kernel() if is_dependent else self._kernel
+            kernel = called[grid](
+                *tensors, *sizes, *counts, *constants,
+                num_warps=num_warps, num_stages=num_stages, launch_pdl=is_dependent,
+            )  # fmt: skip
             if variant is None and self._is_direct and not bits % ALIGNMENT:
                 self._remember(key, counts, kernel)
             return
@@ -96,6 +116,14 @@ class Launcher:
             x, y, z, stream, function, metadata, None, None, None,
             *pointers, *sizes, *counts, *constants,
         )  # fmt: skip
+
+    def _waiting_kernel(self) -> Any:
+        if self._waiting is None:
+            assert self._compile_again is not None
+            waiting = self._compile_again()
+            waiting._unsafe_update_src(with_wait(waiting.src))
+            self._waiting = waiting
+        return self._waiting
 
     def _remember(self, key: tuple[object, ...], counts: tuple[int, ...], kernel: Any) -> None:
         """Keep the variant that Triton has launched, if it is one for all counts."""
@@ -113,6 +141,7 @@ def launched(*counts: str) -> Callable[[Function], Launcher]:
         constants = [name for name in names if hints.get(name) is triton.language.constexpr]
         tail = [*counts, *constants]
         assert names[len(names) - len(tail) :] == tail, (names, tail)
-        return Launcher(triton.jit(do_not_specialize=list(counts))(function))
+        compile_now = triton.jit(do_not_specialize=list(counts))
+        return Launcher(compile_now(function), lambda: compile_now(function))
 
     return compile_later
