@@ -103,7 +103,8 @@ class Launcher:
             called = self._waiting_kernel() if is_dependent else self._kernel
             kernel = called[grid](
                 *tensors, *sizes, *counts, *constants,
-                num_warps=num_warps, num_stages=num_stages, launch_pdl=is_dependent,
+                num_warps=num_warps, num_stages=num_stages,
+                **({"launch_pdl": True} if is_dependent else {}),
             )  # fmt: skip
             if variant is None and self._is_direct and not bits % ALIGNMENT:
                 self._remember(key, counts, kernel)
