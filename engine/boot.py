@@ -24,7 +24,7 @@ from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, agree_on_epoch, init_process_groups
-from engine.rehearsal import rehearse, sampled_prefill
+from engine.rehearsal import rehearse, sampled_prefill, smaller_prefills
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.warm_up import attention_products, chosen_rows, products, warm_up
@@ -135,7 +135,8 @@ def _rehearse(
 ) -> None:
     """Run steps that nobody asked for, all ranks together, so that no request pays for it.
 
-    On a GPU also the largest one, and every kind of sampling: kernels compile and memory is taken.
+    On a GPU of every size up to the largest one, and with every kind of sampling: kernels compile
+    and memory is taken.
 
     Raises:
         ConfigError: the largest step does not fit beside the KV pool.
@@ -144,9 +145,17 @@ def _rehearse(
     if runner.kv_pool.device.type == "cpu":
         return
     is_prefill = isinstance(section, PrefillSection)
-    steps = [sampled_prefill(section.block_size)] if is_prefill else []
+    steps = [largest_step(section, max_model_len)]
+    if isinstance(section, PrefillSection):
+        sizes = smaller_prefills(
+            max_num_tokens=section.max_num_batched_tokens,
+            max_num_seqs=section.max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=section.block_size,
+        )
+        steps = [sampled_prefill(section.block_size), *sizes, *steps]
     try:
-        for scheduled in (*steps, largest_step(section, max_model_len)):
+        for scheduled in steps:
             rehearse(runner, scheduled, follows=is_prefill and rank > 0)
         torch.cuda.synchronize()
     except torch.OutOfMemoryError as error:

@@ -1,9 +1,10 @@
-"""Steps that nobody asked for, before the first request: the largest one that can come.
+"""Steps that nobody asked for, before the first request: of every size, up to the largest.
 
 They find out how much memory a step needs, and make kernels compile that would otherwise do so
-under the first request that needs them: attention over a context in parts, and sampling of every
-kind. The key idea: such a step is made of ordinary requests whose blocks are all the dummy block,
-so it runs over a pool of any size and leaves no trace.
+under the first request that needs them: attention over a context in parts, sampling of every kind,
+and what is compiled for a size rounded up to a power of two. The key idea: such a step is made of
+ordinary requests whose blocks are all the dummy block, so it runs over a pool of any size and
+leaves no trace.
 """
 
 from collections.abc import Sequence
@@ -68,6 +69,21 @@ def largest_decode(
     return [
         _schedule(max_model_len, 1, block_size, _PLAIN if index else _FULL)
         for index in range(max_num_seqs)
+    ]
+
+
+def smaller_prefills(
+    *, max_num_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int
+) -> list[list[ScheduledRequest]]:
+    """Return steps of 1, 2, 4, ... tokens, below `max_num_tokens`; see `largest_prefill`."""
+    return [
+        largest_prefill(
+            max_num_tokens=1 << power,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=block_size,
+        )
+        for power in range((max_num_tokens - 1).bit_length())
     ]
 
 

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.alignment import ROW_BLOCK
+from engine.kernels.alignment import ROW_BLOCK, max_aligned_rows, row_steps
 from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.masked_rows import MaskedRows
@@ -31,6 +31,9 @@ ROWS_VARIABLE = "TANDEM_COMPILE_ROWS"
 """Names the numbers of rows to compile for, a comma list, where all would take too long.
 
 For measurements and tests that know which steps will come; any other compiles when it comes."""
+
+_MAX_EXPERT_ROWS = 32768
+"""Of grouped products: beyond, so many tiles run that more of them change no choice."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +57,13 @@ class Product:
 
 
 def row_counts(max_tokens: int) -> list[int]:
-    """Return the numbers of rows to try, ascending: tiles change at most once between two.
+    """Return the numbers of rows to try, ascending: enough of them to meet every tile.
 
-    Every multiple of a tile up to 1024 rows, where the choice of a tile varies; powers of two
-    beyond.
+    A library's choice depends on the rows in tiles of 64 to 256, by how well the last of many waves
+    of tiles is filled: back and forth among neighbours, the less the more waves there are.
     """
-    small = [1, *range(16, 128, 16), *range(128, 1024, 128)]
-    large = [1024 << n for n in range(max_tokens.bit_length()) if 1024 << n < max_tokens]
+    small = [1, *range(16, 128, 16), *range(128, 2048, 64)]
+    large = [*range(2048, 8192, 128), *range(8192, max_tokens, 512)]
     return [rows for rows in (*small, *large) if rows < max_tokens] + [max_tokens]
 
 
@@ -95,7 +98,9 @@ def products(
                 rooms = {dispatcher.masked_room(count, top_k) for count in rows}
                 found[key] = list(_masked_products(experts, kernels, rooms))
             else:
-                found[key] = list(_expert_products(experts, kernels, max_tokens))
+                found[key] = list(
+                    _expert_products(experts, kernels, max_tokens * module.gate.top_k)
+                )
         elif isinstance(module, Matrix) and module.is_fp8 and module.weight.dim() == 2:
             key = ("linear", tuple(module.weight.shape))
             if key not in found:
@@ -173,18 +178,24 @@ def _linear_products(matrix: Matrix, kernels: Kernels, rows: Sequence[int]) -> I
         yield Product(name=f"linear {tuple(matrix.weight.shape)} x {count}", run=run(count))
 
 
-def _expert_products(experts: Experts, kernels: Kernels, max_tokens: int) -> Iterator[Product]:
-    """Grouped products; their tiles do not depend on the rows, only on shape and stack."""
+def _expert_products(experts: Experts, kernels: Kernels, num_pairs: int) -> Iterator[Product]:
+    """Grouped products over every number of rows that is laid out."""
     columns, device = experts.w13.shape[2], experts.w13.device
+    num_local = experts.num_local_experts
     pairs = experts.up.quantized_pair(), experts.down.quantized_pair()
-    num_rows = min(ROW_BLOCK * experts.num_local_experts, -(-max_tokens // ROW_BLOCK) * ROW_BLOCK)
 
-    def run() -> object:
-        blocks = torch.arange(num_rows // ROW_BLOCK, dtype=torch.int32, device=device)
-        rows = _invent_rows(num_rows, columns, device, kernels)
-        return kernels.grouped_fp8_mlp(rows, blocks.repeat_interleave(ROW_BLOCK), *pairs)
+    def run(num_rows: int) -> Callable[[], object]:
+        def product() -> object:
+            blocks = torch.arange(num_rows // ROW_BLOCK, dtype=torch.int32, device=device)
+            expert_M = (blocks % num_local).repeat_interleave(ROW_BLOCK)
+            rows = _invent_rows(num_rows, columns, device, kernels)
+            return kernels.grouped_fp8_mlp(rows, expert_M, *pairs)
 
-    yield Product(name=f"experts {tuple(experts.w13.shape)}", run=run)
+        return product
+
+    most = min(max_aligned_rows(num_pairs, num_local), _MAX_EXPERT_ROWS)
+    for num_rows in row_steps(most):
+        yield Product(name=f"experts {tuple(experts.w13.shape)} x {num_rows}", run=run(num_rows))
 
 
 def _masked_products(

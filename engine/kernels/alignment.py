@@ -2,9 +2,10 @@
 
 The layout: rows sorted by expert, every expert's run padded to a multiple of 128, unused rows at
 the end. Grouped products read one expert per block of 128 rows and skip blocks that name none, but
-not for free: whoever can learn the exact number of rows on the host lays out no more than that.
+not for free: whoever can learn the number of rows on the host lays out hardly more than that.
 The key idea: the list of fewer rows' experts is the beginning of the list of more, so all is
-computed before the number has reached the host, which then only says where to cut.
+computed before the number has reached the host, which then only says where to cut. Routing would
+make it any number, and libraries compile for numbers they have not seen, so it cuts at steps.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,14 @@ from typing import Final
 from torch import Tensor
 
 ROW_BLOCK: Final = 128
+
+COARSE_STEP: Final = 1024
+"""Rows are laid out in steps of so many below `FINE_FROM`, where each number may want a kernel of
+its own: few numbers are few kernels."""
+
+FINE_FROM: Final = 8192
+FINE_STEP: Final = 256
+"""From there on, where unused rows cost more than kernels, which hardly differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +57,26 @@ class RowCounts:
         """[1] int32 on the device: the least M, to be copied to the host."""
         return self.ends_E[-1:]
 
+    def rows_to_lay_out(self, num_rows: int) -> int:
+        """Return M for `num_rows`, which has reached the host: the next step, if there is room."""
+        return min(stepped_rows(num_rows), self.expert_M.shape[0])
+
 
 def max_aligned_rows(num_pairs: int, num_experts: int) -> int:
     """Return M: the most rows that any routing of `num_pairs` needs."""
     # Each expert with rows wastes at most 127, and at most `num_pairs` experts have rows.
     wasted = min(num_experts, num_pairs) * (ROW_BLOCK - 1)
     return -(-(num_pairs + wasted) // ROW_BLOCK) * ROW_BLOCK
+
+
+def stepped_rows(num_rows: int) -> int:
+    """Return the least number of rows of `row_steps` that is not below `num_rows`."""
+    step = COARSE_STEP if num_rows <= FINE_FROM else FINE_STEP
+    return -(-num_rows // step) * step
+
+
+def row_steps(most: int) -> list[int]:
+    """Return the numbers of rows that are laid out, ascending, up to the first from `most` on."""
+    most = stepped_rows(most)
+    coarse = range(COARSE_STEP, min(most, FINE_FROM) + 1, COARSE_STEP)
+    return [*coarse, *range(FINE_FROM + FINE_STEP, most + 1, FINE_STEP)]

@@ -1,8 +1,10 @@
 """Matrix products in block FP8 by DeepGEMM, the only place that knows the library.
 
 Activations carry one scale per 128 neighbours, weights one per 128 x 128 block; sums are made in
-float32 and returned as bfloat16. The library compiles each shape (N, K) at first use, into
-`DG_JIT_CACHE_DIR`; the number of rows is not part of it.
+float32 and returned as bfloat16. The library compiles at first use, some seconds for each shape
+(N, K) and tile, into `DG_JIT_CACHE_DIR`. It chooses the tile by the number of rows, in blocks of
+64: by how well they fill the multiprocessors, so neighbours of any size may differ. Whatever rows
+are to come has to be run ahead (`engine.warm_up`).
 """
 
 import importlib

@@ -74,7 +74,8 @@ class DeepEPNormalDispatcher:
         counts = self._kernels.count_rows(
             arrived.topk_ids_NK, 0, self._buffer.shape.num_local_experts
         )
-        alignment = self._kernels.place_rows(counts, sum(arrived.num_rows_per_expert))
+        num_rows = counts.rows_to_lay_out(sum(arrived.num_rows_per_expert))
+        alignment = self._kernels.place_rows(counts, num_rows)
         aligned = AlignedRows.spread(self._kernels, arrived.rows, alignment)
         handle = NormalHandle(
             alignment=alignment, topk_weights_NK=arrived.topk_weights_NK, handle=arrived.handle

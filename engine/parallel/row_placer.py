@@ -1,4 +1,4 @@
-"""Choose the rows of the aligned layout, exactly as many as there are, without idling the device.
+"""Choose the rows of the aligned layout, hardly more than there are, without idling the device.
 
 Grouped products want the number of rows on the host, and it is known on the device only after
 routing. The key idea: counting runs beside the main stream and its result is copied to pinned
@@ -62,7 +62,7 @@ class RowPlacer:
 
     def _place_now(self, topk_ids_TK: Tensor) -> Alignment:
         counts = self._count(topk_ids_TK)
-        return self._kernels.place_rows(counts, int(counts.num_rows))
+        return self._kernels.place_rows(counts, counts.rows_to_lay_out(int(counts.num_rows)))
 
     def _place_upper_bound(self, topk_ids_TK: Tensor) -> Alignment:
         return self._kernels.align_to_experts(topk_ids_TK, self._first, self._num_experts)
@@ -81,6 +81,6 @@ class _Counting:
     def wait(self) -> Alignment:
         self.done.synchronize()
         torch.cuda.current_stream().wait_event(self.done)
-        num_rows = int(self.num_rows)
+        num_rows = self.counts.rows_to_lay_out(int(self.num_rows))
         self.unused.append(self.num_rows)
         return self.kernels.place_rows(self.counts, num_rows)

@@ -9,7 +9,13 @@ from engine.kv_size import agree_on_least, choose_num_blocks, largest_step
 from engine.memory.kv_budget import MemorySums
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.groups import ProcessGroups
-from engine.rehearsal import largest_decode, largest_prefill, rehearse, sampled_prefill
+from engine.rehearsal import (
+    largest_decode,
+    largest_prefill,
+    rehearse,
+    sampled_prefill,
+    smaller_prefills,
+)
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
@@ -34,6 +40,13 @@ def test_the_largest_prefill_fills_the_budget_at_the_end_of_a_context() -> None:
     assert (chunk.start, chunk.end, chunk.samples) == (44, 60, True)
     few = largest_prefill(max_num_tokens=150, max_num_seqs=2, max_model_len=60, block_size=8)
     assert len(few) == 2
+
+
+@pytest.mark.parametrize("most", [1, 2, 100, 128])
+def test_smaller_prefills_come_to_every_power_of_two(most: int) -> None:
+    steps = smaller_prefills(max_num_tokens=most, max_num_seqs=8, max_model_len=60, block_size=8)
+    sizes = [sum(item.num_scheduled_tokens for item in step) for step in steps]
+    assert sizes == [size for size in (1, 2, 4, 8, 16, 32, 64) if size < most]
 
 
 @pytest.mark.parametrize(

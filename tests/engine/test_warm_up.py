@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from engine.config import ModelConfig
 from engine.execution import Execution
 from engine.jit_cache import VARIABLE, use_jit_cache
+from engine.kernels.alignment import max_aligned_rows, row_steps
 from engine.kernels.portable import PortableKernels
 from engine.layers.matrix import Matrix
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
@@ -59,6 +60,20 @@ def test_row_counts_ascend_to_the_maximum(max_tokens: int) -> None:
     assert counts[-1] == max_tokens
 
 
+TILES = (64, 128, 256)
+
+
+def tiles_in_last_wave(rows: int, columns: int) -> list[int]:
+    """What a library's choice of a tile depends on: how many tiles its last wave has."""
+    return [-(-rows // tile) * columns % 132 for tile in TILES]
+
+
+@given(rows=st.integers(1, 2047), columns=st.integers(1, 300))
+def test_rows_that_fill_waves_alike_are_among_those_that_are_run(rows: int, columns: int) -> None:
+    alike = [tiles_in_last_wave(count, columns) for count in row_counts(8192)]
+    assert tiles_in_last_wave(rows, columns) in alike
+
+
 def test_whoever_knows_the_rows_names_them() -> None:
     assert chosen_rows({ROWS_VARIABLE: "64, 8,4096"}, 1024) == [8, 64]
     for environment in ({}, {ROWS_VARIABLE: ""}, {ROWS_VARIABLE: "4096"}):
@@ -70,7 +85,10 @@ def test_every_weight_shape_is_run_once() -> None:
     found = products(model, model.kernels, 32)
     names = [product.name for product in found]
     assert len(names) == len(set(names))
-    assert sum(name.startswith("experts") for name in names) == 1
+    experts = model.config.n_routed_experts
+    most = max_aligned_rows(32 * model.config.num_experts_per_tok, experts)
+    rows = [int(name.split(" x ")[1]) for name in names if name.startswith("experts")]
+    assert rows == row_steps(most)
     shapes = {name.split(" x ")[0] for name in names if name.startswith("linear")}
     matrices = [m for m in model.modules() if isinstance(m, Matrix) and m.weight.dim() == 2]
     assert shapes == {f"linear {tuple(m.weight.shape)}" for m in matrices if m.is_fp8}

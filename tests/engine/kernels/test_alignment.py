@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kernels import aligned_reference, reference
-from engine.kernels.alignment import ROW_BLOCK, max_aligned_rows
+from engine.kernels.alignment import ROW_BLOCK, max_aligned_rows, row_steps, stepped_rows
 from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
 
 
@@ -48,6 +48,27 @@ def test_the_counted_number_of_rows_is_enough(case: tuple[torch.Tensor, int, int
     assert torch.equal(exact.expert_M, bound.expert_M[: len(exact.expert_M)])
     assert (exact.expert_M >= 0).all(), "every block belongs to an expert"
     assert (bound.expert_M[len(exact.expert_M) :] == -1).all()
+
+
+@given(routings())
+def test_rows_are_laid_out_in_steps_that_have_room(case: tuple[torch.Tensor, int, int]) -> None:
+    ids, first, num_local = case
+    counts = aligned_reference.count_rows(ids, first, num_local)
+    used, most = int(counts.num_rows), max_aligned_rows(ids.numel(), num_local)
+    chosen = counts.rows_to_lay_out(used)
+    assert used <= chosen <= most
+    assert chosen == most or chosen in [0, *row_steps(most)]
+    assert len(aligned_reference.place_rows(counts, chosen).expert_M) == chosen
+
+
+@given(st.integers(0, 1000))
+def test_a_step_is_the_next_one_and_not_far(num_blocks: int) -> None:
+    rows = num_blocks * ROW_BLOCK
+    steps = [0, *row_steps(rows)]
+    assert stepped_rows(rows) == next(step for step in steps if step >= rows)
+    assert stepped_rows(rows) == steps[-1], "none is beyond what is asked for"
+    assert all(step % ROW_BLOCK == 0 for step in steps)
+    assert stepped_rows(rows) - rows < (1024 if rows <= 8192 else 256)
 
 
 def test_without_local_pairs_there_are_no_rows() -> None:

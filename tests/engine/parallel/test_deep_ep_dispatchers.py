@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.alignment import stepped_rows
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.portable import PortableKernels
 from engine.kernels.reference import quantize_rows
@@ -179,7 +180,8 @@ def test_normal_dispatch_waits_late() -> None:
     assert library.log == ["layout", "layout"]
     for step, pending in enumerate((first, second)):
         rows, handle = pending.wait()
-        assert rows.rows.num_rows == 128 * len(set(world.tokens(0, step)[1].flatten().tolist()))
+        num_used = 128 * len(set(world.tokens(0, step)[1].flatten().tolist()))
+        assert rows.rows.num_rows == stepped_rows(num_used)
         out = dispatcher.start_combine(
             run_experts(rows, world, 0), handle, world.tokens(0, step)[3]
         )
