@@ -143,6 +143,7 @@ class EngineLoop:
         *,
         stalls: StallMeter | None = None,
         observe_gap: Callable[[float], None] = lambda seconds: None,
+        observe_step: Callable[[int, float], None] = lambda num_tokens, seconds: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing runs before `start`.
@@ -155,6 +156,7 @@ class EngineLoop:
             settings: see `LoopSettings`.
             stalls: through which the senders' local one is called, to be told of each step's end.
             observe_gap: told how long the device idled between two steps, where that is known.
+            observe_step: told the tokens and seconds of each step.
             clock: monotonic seconds.
         """
         self._scheduler = scheduler
@@ -164,6 +166,7 @@ class EngineLoop:
         self._settings = settings
         self._stalls = stalls
         self._observe_gap = observe_gap
+        self._observe_step = observe_step
         self._clock = clock
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._desk = RequestDesk(
@@ -351,6 +354,7 @@ class EngineLoop:
         now = self._clock()
         duration = now - max(step.launched_at, self._taken_over_at)
         self._taken_over_at = now
+        self._observe_step(step.num_tokens, duration)
         idle_s = step.pending.idle_s
         if step.follows and idle_s is not None:
             self._observe_gap(idle_s)

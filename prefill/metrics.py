@@ -16,6 +16,8 @@ from runtime.errors import TandemError
 from runtime.metrics import LATENCY_BUCKETS_S, SHORT_BUCKETS_S, gauge_of
 from runtime.pb import decode_pb2
 
+_TOKENS_BUCKETS = tuple(float(1 << power) for power in range(6, 18))
+
 
 class PrefillMetrics:
     """Counters and histograms of one worker, on the registry that it is given."""
@@ -64,6 +66,13 @@ class PrefillMetrics:
             buckets=SHORT_BUCKETS_S,
             registry=registry,
         )
+        self._step = histogram("pd_prefill_step_seconds", "One step")
+        self._step_tokens = Histogram(
+            "pd_prefill_step_tokens",
+            "Prompt tokens of a step",
+            buckets=_TOKENS_BUCKETS,
+            registry=registry,
+        )
         self._gap = Histogram(
             "pd_prefill_step_gap_seconds",
             "GPU idle between the end of a step and the start of the next",
@@ -110,8 +119,13 @@ class PrefillMetrics:
         self._stall.observe(seconds)
         self._longest_stall_s = max(self._longest_stall_s, seconds)
 
+    def stepped(self, num_tokens: int, seconds: float) -> None:
+        """A step was run. Called on the engine loop's thread, as the next."""
+        self._step.observe(seconds)
+        self._step_tokens.observe(num_tokens)
+
     def step_waited(self, seconds: float) -> None:
-        """The device idled so long between two steps. Called on the engine loop's thread."""
+        """The device idled so long between two steps."""
         self._gap.observe(seconds)
 
     def part_closed(self, event: PartClosed, outcome: decode_pb2.TicketOutcome, peer: str) -> None:

@@ -77,9 +77,7 @@ class LeaderWorker:
         self._stack.push_async_callback(self._close_tickets, parts)
         stalls = StallMeter(parts.send.sender, self._metrics.step_stalled)
         emit = _emitter(self._runs)
-        self._loop = make_loop(
-            parts, self._options, emit, stalls, observe_gap=self._metrics.step_waited
-        )
+        self._loop = make_loop(parts, self._options, emit, stalls, self._metrics)
         self._stack.push_async_callback(self._stop_loop)
         self._watch(self._loop, parts)
         self._service = PrefillService(
@@ -223,12 +221,11 @@ def make_loop(
     options: WorkerOptions,
     emit: Callable[[Event], None],
     stalls: StallMeter,
-    *,
-    observe_gap: Callable[[float], None],
+    metrics: PrefillMetrics,
 ) -> EngineLoop:
     """The engine loop of rank 0 on its scheduler, its model and all ranks' senders.
 
-    `stalls` stands before rank 0's own sender.
+    `stalls` stands before rank 0's own sender; `metrics` hear of the steps.
     """
     section, model = options.config.prefill, parts.model
     pool = BlockPool(
@@ -256,7 +253,8 @@ def make_loop(
             step_limit_s=section.step_limit_s,
         ),
         stalls=stalls,
-        observe_gap=observe_gap,
+        observe_gap=metrics.step_waited,
+        observe_step=metrics.stepped,
     )
 
 

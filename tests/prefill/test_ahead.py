@@ -167,6 +167,7 @@ def test_the_gap_is_measured_between_steps_that_follow_each_other() -> None:
     bench.add(make_item(2, 8))
     bench.turn(steps=3)
     assert len(bench.gaps) == 2, "nobody had work before the last step"
+    assert bench.step_sizes == [8, 8, 4, 8], "each is told once it is over"
 
 
 def test_a_loop_that_stops_takes_over_what_is_in_flight() -> None:

@@ -61,6 +61,7 @@ class Bench:
         self.runner = FakeRunner()
         self.sender = FakeTicketSender(lambda closure: self.loop.submit(RankClosed(0, closure)))
         self.gaps: list[float] = []
+        self.step_sizes: list[int] = []
         push = PushSettings(num_layers=self.runner.num_layers)
         self.loop = EngineLoop(
             self.scheduler,
@@ -69,6 +70,7 @@ class Bench:
             self.events.append,
             LoopSettings(max_model_len=64, push=push, idle_s=0.01, max_ahead=max_ahead),
             observe_gap=self.gaps.append,
+            observe_step=lambda num_tokens, seconds: self.step_sizes.append(num_tokens),
             clock=self.clock,
         )
 
