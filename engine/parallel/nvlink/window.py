@@ -1,0 +1,38 @@
+"""What the kernels of one rank need to know of an exchange: whose memory, and how far it is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.parallel.nvlink.shape import NvlinkShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """One rank's view.
+
+    Attributes:
+        shape: of the exchange.
+        rank: of this process.
+        bases: [R] int64 on the device, the address of each rank's buffer as this GPU sees it.
+        state: [2] int64 on the device, how many transfers were received and how many were sent.
+    """
+
+    shape: NvlinkShape
+    rank: int
+    bases: Tensor
+    state: Tensor
+
+    @classmethod
+    def open(
+        cls, shape: NvlinkShape, rank: int, addresses: Sequence[int], device: torch.device
+    ) -> "Window":
+        """Begin at transfer 1, over buffers whose counters are zero on all ranks."""
+        return cls(
+            shape=shape,
+            rank=rank,
+            bases=torch.tensor(addresses, dtype=torch.int64, device=device),
+            state=torch.zeros(2, dtype=torch.int64, device=device),
+        )

@@ -1,0 +1,1 @@
+"""Tests of the exchange between GPUs of one NVLink host."""

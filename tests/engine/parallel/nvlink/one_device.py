@@ -1,0 +1,150 @@
+"""Ranks of an exchange that are windows over plain memory of one device, taking turns.
+
+All ranks send before one receives, so nobody ever waits: on a CPU in Triton's interpreter, or on
+one GPU. What that cannot show, waiting for real peers, is in `test_nvlink_gpu`.
+"""
+
+import importlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.reference import quantize_rows
+from engine.parallel.nvlink.shape import NvlinkShape
+from engine.parallel.nvlink.window import Window
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+
+
+def kernels(name: str) -> Any:
+    """Return a module that needs Triton."""
+    return importlib.import_module(f"engine.parallel.nvlink.{name}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """What a rank brings: rows, [., K] experts and weights, and what it adds itself."""
+
+    rows: Fp8Rows
+    ids: Tensor
+    weights: Tensor
+    own: Tensor | None = None
+
+
+class OneDevice:
+    """All ranks of a shape; buffers are poisoned, but for the counters."""
+
+    def __init__(self, shape: NvlinkShape) -> None:
+        self.shape = shape
+        self.buffers = [
+            torch.full((shape.buffer_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
+            for _ in range(shape.num_ranks)
+        ]
+        for buffer in self.buffers:
+            buffer[: shape.halves] = 0
+        addresses = [buffer.data_ptr() for buffer in self.buffers]
+        self.windows = [
+            Window.open(shape, rank, addresses, DEVICE) for rank in range(shape.num_ranks)
+        ]
+
+    def dispatch(self, tokens: Sequence[Tokens]) -> list[Any]:
+        """Send from all ranks, then receive on all, the last first; poison what was read."""
+        rows = kernels("rows")
+        for window, mine in zip(self.windows, tokens, strict=True):
+            rows.send_rows(window, mine.rows, mine.ids, mine.weights)
+        received = [rows.receive_rows(window, 1) for window in reversed(self.windows)]
+        self._poison()
+        return received[::-1]
+
+    def combine(
+        self, outs: Sequence[Tensor], received: Sequence[Any], tokens: Sequence[Tokens]
+    ) -> list[Tensor]:
+        """Send from all ranks, then receive on all; poison what was read."""
+        sums = kernels("sums")
+        for window, out, got in zip(self.windows, outs, received, strict=True):
+            sums.send_sums(window, out, got)
+        home = [
+            sums.receive_sums(window, mine.ids, mine.own)
+            for window, mine in zip(self.windows, tokens, strict=True)
+        ]
+        self._poison()
+        return home
+
+    def _poison(self) -> None:
+        """Overwrite the half of the transfer that all have received."""
+        shape, number = self.shape, int(self.windows[0].state[0])
+        first = shape.halves + number % 2 * shape.half_bytes
+        for buffer in self.buffers:
+            buffer[first : first + shape.half_bytes] = 0xFF
+
+
+def draw_tokens(
+    shape: NvlinkShape, num_tokens: int, *, experts: Sequence[int] = (), share_lost: float = 0.1
+) -> Tokens:
+    """Draw what a rank brings; sums of it are exact in every order, and in bfloat16.
+
+    Args:
+        shape: of the exchange.
+        num_tokens: of the rank.
+        experts: that are chosen among, all by default.
+        share_lost: of pairs that name no expert.
+    """
+    scores = torch.rand(num_tokens, len(experts) or shape.num_experts, device=DEVICE)
+    chosen = scores.topk(shape.top_k, dim=1).indices
+    ids = torch.tensor(experts, device=DEVICE)[chosen] if experts else chosen
+    lost = torch.rand(num_tokens, shape.top_k, device=DEVICE) < share_lost
+    size = (num_tokens, shape.hidden_size)
+    rows = quantize_rows(torch.randn(size, device=DEVICE).bfloat16())
+    own = torch.randint(-4, 5, size, device=DEVICE).bfloat16()
+    return Tokens(
+        rows=rows,
+        ids=torch.where(lost, -1, ids),
+        weights=2.0 ** torch.randint(-1, 2, (num_tokens, shape.top_k), device=DEVICE).float(),
+        own=own if torch.rand(()) < 0.7 else None,
+    )
+
+
+def draw_out(shape: NvlinkShape) -> Tensor:
+    """Draw experts' output [L, M, D]: small whole numbers."""
+    size = (shape.num_local_experts, shape.max_rows, shape.hidden_size)
+    return torch.randint(-4, 5, size, device=DEVICE).bfloat16()
+
+
+def expected_places(shape: NvlinkShape, tokens: Sequence[Tokens], rank: int) -> list[list[int]]:
+    """Return the tokens (source * T + token) of each local expert of a rank, in their order."""
+    first = rank * shape.num_local_experts
+    ids = [mine.ids.tolist() for mine in tokens]
+    return [
+        [
+            source * shape.max_tokens_per_rank + token
+            for source, chosen in enumerate(ids)
+            for token, experts in enumerate(chosen)
+            if expert in experts
+        ]
+        for expert in range(first, first + shape.num_local_experts)
+    ]
+
+
+def expected_sum(
+    shape: NvlinkShape, outs: Sequence[Tensor], tokens: Sequence[Tokens], owner: int
+) -> Tensor:
+    """Return [., D] bfloat16 for the owner's tokens, from the order of `expected_places`."""
+    mine, num_local = tokens[owner], shape.num_local_experts
+    places = [expected_places(shape, tokens, rank) for rank in range(shape.num_ranks)]
+    total = torch.zeros(mine.rows.data_TK.shape, device=DEVICE)
+    if mine.own is not None:
+        total += mine.own.float()
+    for token, experts in enumerate(mine.ids.tolist()):
+        for k, expert in enumerate(experts):
+            if expert >= 0:
+                rank, local = divmod(expert, num_local)
+                slot = owner * shape.max_tokens_per_rank + token
+                row = places[rank][local].index(slot)
+                total[token] += outs[rank][local, row].float() * mine.weights[token, k]
+    return total.bfloat16()

@@ -1,0 +1,187 @@
+"""The kernels of an exchange, all ranks on one device: who gets what, over many transfers.
+
+They also run on a CPU in Triton's interpreter: TRITON_INTERPRET=1 pytest -m gpu.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.parallel.nvlink.shape import NvlinkShape
+from tests.engine.parallel.nvlink.one_device import (
+    DEVICE,
+    IS_INTERPRETED,
+    OneDevice,
+    Tokens,
+    draw_out,
+    draw_tokens,
+    expected_places,
+    expected_sum,
+    kernels,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    # Of the interpreter, where a loop's bounds come from memory.
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+]
+
+HIDDEN = 256 if IS_INTERPRETED else 7168
+
+
+@pytest.fixture(autouse=True)
+def _device(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    if not IS_INTERPRETED and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
+    torch.seed()  # fresh inputs every run
+    if IS_INTERPRETED:  # as few programs as show how they share the work
+        for name in ("rows", "sums"):
+            monkeypatch.setattr(kernels(name), "UNITS", 4)
+        monkeypatch.setattr(kernels("rows"), "RECEIVERS", 8)
+        monkeypatch.setattr(kernels("sums"), "SENDERS", 8)
+
+
+def shape_of(ranks: int, experts: int, tokens: int, top_k: int = 4) -> NvlinkShape:
+    return NvlinkShape(
+        num_ranks=ranks,
+        num_experts=experts,
+        max_tokens_per_rank=tokens,
+        hidden_size=HIDDEN,
+        top_k=top_k,
+    )
+
+
+def assert_received(shape: NvlinkShape, tokens: Sequence[Tokens], received: Sequence[Any]) -> None:
+    data = [mine.rows.data_TK.view(torch.uint8) for mine in tokens]
+    for rank, got in enumerate(received):
+        places = expected_places(shape, tokens, rank)
+        assert got.rows.num_rows_L.tolist() == [len(place) for place in places]
+        row_of = {}
+        for local, slots in enumerate(places):
+            for row, slot in enumerate(slots):
+                source, token = divmod(slot, shape.max_tokens_per_rank)
+                arrived = got.rows.data_LMD[local, row].view(torch.uint8)
+                assert torch.equal(arrived, data[source][token])
+                scale = tokens[source].rows.scale_TG[token]
+                assert torch.equal(got.rows.scale_LMG[local, row], scale)
+                row_of[slot, rank * shape.num_local_experts + local] = local * shape.max_rows + row
+        for source, mine in enumerate(tokens):
+            first = source * shape.max_tokens_per_rank
+            ids = mine.ids.tolist()
+            expected = [[row_of.get((first + t, e), -1) for e in ids[t]] for t in range(len(ids))]
+            unused = [[-1] * shape.top_k] * (shape.max_tokens_per_rank - len(ids))
+            end = first + shape.max_tokens_per_rank
+            assert got.places.rows_TK[first:end].tolist() == expected + unused
+
+
+def assert_home(
+    shape: NvlinkShape, outs: Sequence[Tensor], tokens: Sequence[Tokens], home: Sequence[Tensor]
+) -> None:
+    for owner, actual in enumerate(home):
+        assert torch.equal(actual, expected_sum(shape, outs, tokens, owner)), owner
+
+
+def draw_counts(shape: NvlinkShape) -> list[int]:
+    counts = [random.randint(0, shape.max_tokens_per_rank) for _ in range(shape.num_ranks)]
+    counts[random.randrange(shape.num_ranks)] = 0
+    counts[random.randrange(shape.num_ranks)] = shape.max_tokens_per_rank
+    return counts
+
+
+SHAPES = [(2, 6, 5, 4), (3, 24, 9, 3), (8, 16, 3, 2)]
+LARGE = [(2, 256, 200, 8), (3, 288, 128, 8), (8, 256, 128, 8), (4, 64, 7, 6)]
+
+
+@pytest.mark.parametrize("sizes", SHAPES if IS_INTERPRETED else SHAPES + LARGE)
+def test_many_steps(sizes: tuple[int, int, int, int]) -> None:
+    shape = shape_of(*sizes)
+    world = OneDevice(shape)
+    for _ in range(3):
+        tokens = [draw_tokens(shape, count) for count in draw_counts(shape)]
+        received = world.dispatch(tokens)
+        assert_received(shape, tokens, received)
+        outs = [draw_out(shape) for _ in range(shape.num_ranks)]
+        assert_home(shape, outs, tokens, world.combine(outs, received, tokens))
+    for window in world.windows:
+        assert window.state.tolist() == [6, 6]
+
+
+def test_two_micro_batches_take_turns() -> None:
+    shape = shape_of(3, 12, 5)
+    world = OneDevice(shape)
+    batches = [[draw_tokens(shape, count) for count in draw_counts(shape)] for _ in range(2)]
+    received = [world.dispatch(tokens) for tokens in batches]
+    for tokens, got in zip(batches, received, strict=True):
+        assert_received(shape, tokens, got)
+    outs = [[draw_out(shape) for _ in range(shape.num_ranks)] for _ in batches]
+    for tokens, got, out in zip(batches, received, outs, strict=True):
+        assert_home(shape, out, tokens, world.combine(out, got, tokens))
+
+
+def test_all_tokens_to_one_rank_and_none_to_another() -> None:
+    shape = shape_of(4, 16, 6)
+    world = OneDevice(shape)
+    last = range(12, 16)
+    tokens = [draw_tokens(shape, 6, experts=last, share_lost=0.0) for _ in range(4)]
+    received = world.dispatch(tokens)
+    assert_received(shape, tokens, received)
+    assert received[3].rows.num_rows_L.tolist() == [24] * 4
+    outs = [draw_out(shape) for _ in range(4)]
+    assert_home(shape, outs, tokens, world.combine(outs, received, tokens))
+
+
+def test_nobody_has_a_token() -> None:
+    shape = shape_of(2, 4, 3, 2)
+    world = OneDevice(shape)
+    for _ in range(2):
+        tokens = [draw_tokens(shape, 0) for _ in range(2)]
+        received = world.dispatch(tokens)
+        assert_received(shape, tokens, received)
+        outs = [draw_out(shape) for _ in range(2)]
+        home = world.combine(outs, received, tokens)
+        assert [out.shape for out in home] == [(0, HIDDEN)] * 2
+
+
+def test_an_expert_named_twice_has_one_row() -> None:
+    shape = shape_of(2, 4, 3, 4)
+    world = OneDevice(shape)
+    drawn = [draw_tokens(shape, 3, share_lost=0.0) for _ in range(2)]
+    ids = torch.tensor([[1, 1, 3, -1], [1, 2, 2, 2], [-1, -1, -1, -1]], device=DEVICE)
+    tokens = [Tokens(rows=mine.rows, ids=ids, weights=mine.weights, own=mine.own) for mine in drawn]
+    received = world.dispatch(tokens)
+    assert_received(shape, tokens, received)
+    outs = [draw_out(shape) for _ in range(2)]
+    assert_home(shape, outs, tokens, world.combine(outs, received, tokens))
+
+
+def test_counters_wrap() -> None:
+    shape = shape_of(2, 4, 3, 2)
+    world = OneDevice(shape)
+    # As if so many transfers had been made that the counters are about to start again.
+    units = 2 * (4 if IS_INTERPRETED else 128)
+    done = 2 * (2**31 // units) - 2
+    for window, buffer in zip(world.windows, world.buffers, strict=True):
+        window.state.fill_(done)
+        buffer[: shape.halves].view(torch.int32)[[0, 32]] = done // 2 * units
+    for _ in range(3):
+        tokens = [draw_tokens(shape, 2) for _ in range(2)]
+        received = world.dispatch(tokens)
+        outs = [draw_out(shape) for _ in range(2)]
+        assert_home(shape, outs, tokens, world.combine(outs, received, tokens))
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU would wait")
+def test_nothing_is_received_before_all_have_sent() -> None:
+    shape = shape_of(2, 4, 3, 2)
+    world = OneDevice(shape)
+    mine = draw_tokens(shape, 2)
+    kernels("rows").send_rows(world.windows[0], mine.rows, mine.ids, mine.weights)
+    with pytest.raises(Exception, match="not all ranks have sent"):
+        kernels("rows").receive_rows(world.windows[0], 1)
