@@ -25,7 +25,7 @@ from decode.reservations import RankLimits
 from decode.scheduler import DecodeScheduler
 from decode.tickets import TicketDesk
 from engine.boot import BootedRank, boot_rank
-from engine.graphs.graph_runner import CaptureError, capture_steps
+from engine.graphs.graph_runner import CaptureError, GraphRunner, capture_steps
 from engine.memory.block_pool import BlockPool
 from engine.memory.kv_pool import KVPool
 from engine.parallel.dims import ParallelDims
@@ -53,9 +53,13 @@ QUARANTINE_PATIENCE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSide:
-    """The model of this rank, its KV memory, and how it keeps step with the other ranks."""
+    """The model of this rank, its KV memory, and how it keeps step with the other ranks.
+
+    The two to be closed, in this order, after the last step and before the groups end.
+    """
 
     groups: ProcessGroups
+    close_steps: Callable[[], None]
     close_transfers: Callable[[], None]
     epoch: int
     lockstep: Lockstep
@@ -85,15 +89,17 @@ def build_model_side(options: WorkerOptions) -> ModelSide:
     """
     dp = options.config.decode.dp
     booted = boot_rank(options, ParallelDims(dp=dp, ep=dp, rank=options.rank))
+    runner = choose_runner(options.config.decode, booted, show=options.rank == 0)
     return ModelSide(
         groups=booted.groups,
+        close_steps=runner.close if isinstance(runner, GraphRunner) else lambda: None,
         close_transfers=booted.close_transfers,
         epoch=booted.epoch,
         lockstep=create_lockstep(booted.groups.ep_group, booted.epoch),
         vocab_size=booted.config.vocab_size,
         max_model_len=booted.max_model_len,
         kv_pool=booted.kv_pool,
-        runner=choose_runner(options.config.decode, booted, show=options.rank == 0),
+        runner=runner,
     )
 
 

@@ -205,6 +205,7 @@ class DecodeWorker:
             # Others may be gone, and leaving in order takes all ranks; kernels may wait for them.
             self.is_stuck |= side.groups.dims.world_size > 1
         if not self.is_stuck:
+            side.close_steps()
             side.close_transfers()
             side.groups.destroy()
 

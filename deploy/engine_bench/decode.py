@@ -72,6 +72,7 @@ def run_decode(options: DecodeOptions, place: RankPlace) -> Report | None:
         named = bench.run_eagerly if options.graphs else None
         profile = profile_batch(session, bench.run_one, named=named)
     memory = session.memory_gb()
+    bench.close()
     session.close()
     if place.rank:
         return None
@@ -172,6 +173,7 @@ class _DecodeBench:
         self._session = session
         self._options = options
         self._requests = _invent_requests(session, options)
+        self._graphs = self._capture() if options.graphs else None
         self._launch = self._choose_launch()
 
     def run_steps(self, count: int) -> tuple[list[float], list[float]]:
@@ -235,17 +237,26 @@ class _DecodeBench:
             event.record()
             graph.replay()
         session.meet()
+        graph.reset()
         times = [float(a.elapsed_time(b)) / 1e3 for a, b in pairwise(events)]
         return statistics.median(times)
 
+    def close(self) -> None:
+        """Forget the graphs, before the groups end."""
+        if self._graphs is not None:
+            self._graphs.close()
+
     def _choose_launch(self) -> Launch:
-        session, options = self._session, self._options
-        runner = session.runner
-        if not options.graphs:
+        runner, graphs = self._session.runner, self._graphs
+        if graphs is None:
             return lambda items, after: runner.launch(items, after=after)
+        return lambda items, after: graphs.launch_step(items, after=after)
+
+    def _capture(self) -> StepGraphs:
+        session, options = self._session, self._options
         graphs = StepGraphs(
             session.model,
-            runner.kv_pool,
+            session.runner.kv_pool,
             vocab_size=session.measured.config.vocab_size,
             max_num_seqs=options.batch,
             max_model_len=_blocks(options) * BLOCK_SIZE,
@@ -253,7 +264,7 @@ class _DecodeBench:
         graphs.buckets = (options.batch,)  # the only size that comes
         graphs.capture()
         say("captured", rank=session.place.rank)
-        return lambda items, after: graphs.launch_step(items, after=after)
+        return graphs
 
     def _start(self, after: PendingStep | None, launch: Launch | None = None) -> PendingStep:
         scheduled = [ScheduledRequest(request, 1) for request in self._requests]

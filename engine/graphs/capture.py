@@ -23,6 +23,10 @@ class Replayable(Protocol):
         """Issue the work; the host does not wait."""
         ...
 
+    def reset(self) -> None:
+        """Forget it, and what it holds: a group whose collectives it contains cannot end before."""
+        ...
+
 
 class Eager:
     """The same work without a graph: on a CPU, or to compare with."""
@@ -33,6 +37,9 @@ class Eager:
     def replay(self) -> None:
         """See `Replayable`."""
         self._work()
+
+    def reset(self) -> None:
+        """Nothing is held."""
 
 
 class Capture:

@@ -59,6 +59,10 @@ class GraphRunner:
         self._span = pending.span
         return pending
 
+    def close(self) -> None:
+        """Forget the graphs, before the groups end; no step may follow."""
+        self._graphs.close()
+
     def run_dummy(self, *, least: int = 0) -> None:
         """Join the other ranks' step without a request."""
         self._span = self._graphs.launch_step((), least=least).span

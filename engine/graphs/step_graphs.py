@@ -134,6 +134,16 @@ class StepGraphs:
             if progress is not None:
                 progress(len(self._forwards) + len(self._heads), total)
 
+    def close(self) -> None:
+        """Forget what was captured; no step may follow.
+
+        To be called before the groups end: NCCL waits for the last graph with its kernels in it.
+        """
+        for captured in (*self._forwards.values(), *self._heads.values()):
+            captured.reset()
+        self._forwards.clear()
+        self._heads.clear()
+
     def takes(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Return whether a step can run here; if not, it runs eagerly, in the runner."""
         return len(scheduled) <= self.buckets[-1] and all(

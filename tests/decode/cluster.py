@@ -519,6 +519,7 @@ async def run_cluster(**settings: Any) -> AsyncIterator[DecodeCluster]:
     pool = make_pool(options.config.decode.num_blocks)
     runner = ContextRunner(pool)
     side = ModelSide(
+        close_steps=lambda: None,
         groups=ProcessGroups(),
         close_transfers=lambda: None,
         epoch=EPOCH,

@@ -61,3 +61,11 @@ def test_what_cannot_be_captured_runs_without_graphs(caplog: pytest.LogCaptureFi
 def test_but_not_if_graphs_are_asked_for() -> None:
     with pytest.raises(ConfigError, match="not permitted when stream is capturing"):
         choose_runner(section(device="cuda", cuda_graphs="on"), boot(Uncapturable()), show=False)
+
+
+def test_closed_steps_hold_nothing() -> None:
+    runner = choose_runner(section(device="cuda"), boot(FakeModel()), show=False)
+    assert isinstance(runner, GraphRunner)
+    runner.close()
+    with pytest.raises(AssertionError):
+        runner.run_dummy()
