@@ -4,7 +4,8 @@ Run ``python -m benchmarks.decode_layer --json OUT.json`` on a Hopper GPU with t
 layer has the shapes of DeepSeek-V3 (671B) with 128 heads and 32 of the 256 experts; tokens go to
 experts of this GPU only, as many as all ranks would send (no traffic). A layer's time is the
 difference between models of three and of one, both replayed from a CUDA graph; times are medians
-of device events, after warm-up. Weights and latents are invented.
+of device events, after warm-up. Weights and latents are invented. With ``--sampling-only`` just the
+choice of tokens is timed, and compared with the sampler that captures nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +32,29 @@ from engine.kernels.latent_storage import to_storage
 from engine.memory.kv_pool import KVPool
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.sampling.graph_sampler import GraphSampler, SamplingRows, SamplingStage
+from engine.sampling.inputs import SamplingInput
+from engine.sampling.noise import mix_seed
+from engine.sampling.sampler import Sampler
 from engine.shapes import DEEPSEEK_V3, expert_shard
+from runtime.sampling import SamplingParams
 
 NUM_RANKS = 8
 BLOCK_SIZE = 64
 DEVICE = torch.device("cuda")
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-SAMPLING: dict[str, dict[str, float]] = {
-    "temperature 1": {},
-    "temperature 0.6, top_p 0.95": {"temperature": 0.6, "top_p": 0.95},
-    "top_k 50": {"top_k": 50},
-    "all": {"temperature": 0.6, "top_p": 0.95, "top_k": 50, "presence": 0.5, "repetition": 1.1},
+SAMPLING: dict[str, SamplingParams] = {
+    "greedy": SamplingParams(temperature=0.0),
+    "temperature 1": SamplingParams(),
+    "temperature 0.6, top_p 0.95": SamplingParams(temperature=0.6, top_p=0.95),
+    "top_p 0.5": SamplingParams(top_p=0.5),
+    "min_p 0.05": SamplingParams(min_p=0.05),
+    "top_k 50": SamplingParams(top_k=50),
+    "all": SamplingParams(
+        temperature=0.6, top_p=0.95, top_k=50, presence_penalty=0.5, repetition_penalty=1.1
+    ),
 }
+NUM_PROMPT_TOKENS = 1024
+"""That penalties see."""
 
 
 def measure(work: Callable[[], object], repeats: int = 30) -> tuple[float, torch.cuda.CUDAGraph]:
@@ -164,41 +177,64 @@ def measure_attention(
     }
 
 
-def measure_sampling(num_rows: int, sharpness: float) -> dict[str, Any]:
-    """Time the choice of tokens with various parameters, as microseconds by name."""
-    vocab = DEEPSEEK_V3.vocab_size
-    sampler = GraphSampler(vocab, num_rows, DEVICE)
-    logits = (torch.randn(num_rows, vocab, device=DEVICE) * sharpness).bfloat16().float()
-    zeros = torch.zeros(num_rows, dtype=torch.int64, device=DEVICE)
+def sampling_rows(params: SamplingParams, num_rows: int) -> SamplingRows:
+    """Return what a step of first tokens with these params asks for; seeds are the rows."""
 
     def floats(value: float) -> torch.Tensor:
         return torch.full((num_rows,), value, device=DEVICE)
 
-    def rows(changes: dict[str, float]) -> SamplingRows:
-        return SamplingRows(
-            slot=torch.arange(num_rows, device=DEVICE),
-            output_index=zeros,
-            mixed_seed=torch.arange(num_rows, device=DEVICE) * 0x9E3779B97F4A7C1,
-            top_k=zeros + int(changes.get("top_k", vocab)),
-            temperature=floats(changes.get("temperature", 1.0)),
-            top_p=floats(changes.get("top_p", 1.0)),
-            min_p=floats(0.0),
-            repetition=floats(changes.get("repetition", 1.0)),
-            frequency=floats(0.0),
-            presence=floats(changes.get("presence", 0.0)),
-        )
+    zeros = torch.zeros(num_rows, dtype=torch.int64, device=DEVICE)
+    return SamplingRows(
+        slot=torch.arange(num_rows, device=DEVICE),
+        output_index=zeros,
+        mixed_seed=torch.tensor([mix_seed(row) for row in range(num_rows)], device=DEVICE),
+        top_k=zeros + (params.top_k or DEEPSEEK_V3.vocab_size),
+        temperature=floats(params.temperature),
+        top_p=floats(params.top_p),
+        min_p=floats(params.min_p),
+        repetition=floats(params.repetition_penalty),
+        frequency=floats(params.frequency_penalty),
+        presence=floats(params.presence_penalty),
+    )
 
-    result: dict[str, Any] = {"what": f"sampling [{num_rows}, {vocab}], sharpness {sharpness:g}"}
-    greedy = rows({})
-    result["greedy"], _ = measure(lambda: sampler.choose(logits, greedy, SamplingStage.GREEDY))
-    for name, changes in SAMPLING.items():
-        chosen = rows(changes)
 
-        def choose(chosen: SamplingRows = chosen) -> torch.Tensor:
-            return sampler.choose(logits, chosen, SamplingStage.FULL)
+def measure_sampling(num_rows: int, sharpness: float) -> dict[str, Any]:
+    """Time the choice of tokens with various params, and count tokens that `Sampler` differs in."""
+    vocab = DEEPSEEK_V3.vocab_size
+    logits = (torch.randn(num_rows, vocab, device=DEVICE) * sharpness).bfloat16().float()
+    prompts = np.random.default_rng(0).integers(0, vocab, (num_rows, NUM_PROMPT_TOKENS)).tolist()
+    sampler = GraphSampler(vocab, num_rows, DEVICE)
+    us, num_differences = {}, {}
+    for name, params in SAMPLING.items():
+        for row, prompt in enumerate(prompts):
+            sampler.assign(row, params, prompt, [])
+        rows, stage = sampling_rows(params, num_rows), SamplingStage.of(params)
+        chosen = sampler.choose(logits.clone(), rows, stage).tolist()
+        inputs = [
+            SamplingInput(replace(params, seed=row), prompt, [])
+            for row, prompt in enumerate(prompts)
+        ]
+        expected = [token.token_id for token in Sampler(vocab).sample(logits, inputs)]
+        pairs = zip(chosen, expected, strict=True)
+        num_differences[name] = sum(ours != theirs for ours, theirs in pairs)
+        # Replays penalise the same logits again and again: the times stay the same.
+        work = partial(sampler.choose, logits.clone(), rows, stage)
+        us[name], _ = measure(work)
+    what = f"sampling [{num_rows}, {vocab}], sharpness {sharpness:g}"
+    return {"what": what, "us": us, "num_differences": num_differences}
 
-        result[name], _ = measure(choose)
-    return result
+
+def measure_all(batch: int, context: int) -> list[dict[str, Any]]:
+    """Time attention, sampling and layers."""
+    kernels = create_kernels(DEVICE)
+    shapes = ((batch, context), (2 * batch, context // 2))
+    results = []
+    for dtype in DTYPES.values():
+        results += [measure_attention(kernels, *shape, dtype) for shape in shapes]
+    results += [measure_sampling(2 * batch, sharpness) for sharpness in (0.5, 4.0)]
+    for dtype in DTYPES.values():
+        results.append(measure_layer(kernels, *shapes[0], dtype))
+    return results
 
 
 @torch.inference_mode()
@@ -208,16 +244,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--sampling-only", action="store_true", help="no attention, no layer")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    kernels = create_kernels(DEVICE)
     results: list[dict[str, Any]] = [{"device": torch.cuda.get_device_name()}]
-    shapes = ((arguments.batch, arguments.context), (2 * arguments.batch, arguments.context // 2))
-    for dtype in DTYPES.values():
-        results += [measure_attention(kernels, *shape, dtype) for shape in shapes]
-    results += [measure_sampling(2 * arguments.batch, sharpness) for sharpness in (0.5, 4.0)]
-    for dtype in DTYPES.values():
-        results.append(measure_layer(kernels, *shapes[0], dtype))
+    if arguments.sampling_only:
+        for num_rows in (arguments.batch, 2 * arguments.batch):
+            results += [measure_sampling(num_rows, sharpness) for sharpness in (0.5, 4.0)]
+    else:
+        results += measure_all(arguments.batch, arguments.context)
     for result in results:
         print(json.dumps(result, indent=1))
     if arguments.json:

@@ -6,8 +6,8 @@ slot for as long as it runs, whichever row of the batch it has. A step is one of
 ends in an argmax; FULL does penalties, truncation and noise for all rows, with neutral numbers for
 the rows that do not ask for them. Bias and minimum length are part of both.
 
-On a GPU a FULL step is one kernel (`engine.kernels.fused.sampling`); the plain operations are the
-path on CPUs and what it is tested against.
+On a GPU a step is one kernel (`engine.kernels.fused.sampling`); the plain operations are the path
+on CPUs and what it is tested against.
 
 Not here: more than `MAX_EDITS` entries of bias and stop tokens in one request (such requests take
 the `Sampler`), and log-probabilities, which are computed beside the graph.
@@ -16,7 +16,7 @@ the `Sampler`), and log-probabilities, which are computed beside the graph.
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 
 import numpy as np
@@ -143,33 +143,25 @@ class GraphSampler:
             stage: at least that of every row.
         """
         values = logits[:, : self.vocab_size]
+        if self._choose_fused is not None:
+            return self._choose_fused(
+                values,
+                self._seen,
+                (self._edit_ids, self._edits, self._edit_ends),
+                **{field.name: getattr(rows, field.name) for field in fields(rows)},
+                is_greedy=stage is SamplingStage.GREEDY,
+            )
         self._apply_edits(values, rows)
         if stage is SamplingStage.GREEDY:
             return values.argmax(dim=-1)
-        keys = row_keys(rows.mixed_seed, rows.output_index)
-        if self._choose_fused is None:
-            tokens = self._choose_plain(values, rows, keys)
-        else:
-            tokens = self._choose_fused(
-                values,
-                self._seen,
-                rows.slot,
-                keys,
-                temperature=rows.temperature,
-                top_p=rows.top_p,
-                min_p=rows.min_p,
-                top_k=rows.top_k,
-                repetition=rows.repetition,
-                frequency=rows.frequency,
-                presence=rows.presence,
-            )
+        tokens = self._choose_plain(values, rows)
         self._count(tokens, rows.slot)
         return tokens
 
-    def _choose_plain(self, values: Tensor, rows: SamplingRows, keys: Tensor) -> Tensor:
+    def _choose_plain(self, values: Tensor, rows: SamplingRows) -> Tensor:
         values = self._penalise(values, rows)
-        greedy = values.argmax(dim=-1)
-        return torch.where(rows.temperature == 0.0, greedy, _draw(values, rows, keys))
+        drawn = _draw(values, rows, row_keys(rows.mixed_seed, rows.output_index))
+        return torch.where(rows.temperature == 0.0, values.argmax(dim=-1), drawn)
 
     def _write_edits(self, slot: int, params: SamplingParams) -> None:
         num_edits = _num_edits(params)

@@ -3,7 +3,8 @@
 All three keep the tokens whose scaled logit reaches a threshold of their row, so tokens with equal
 logits are kept or dropped together, and the result does not depend on the order in which a sort
 happens to leave equals, nor on what else is in the batch. Scaled logits have their maximum at 0
-and a dropped token is -inf.
+and a dropped token is -inf. Masses are sums of whole numbers, so that the order of a sum, which
+differs between devices and between kernels, changes no threshold.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,9 @@ from runtime.sampling import SamplingParams
 
 SMALLEST_TOP_P = 1e-10
 """What a smaller top_p becomes, so that 0 keeps the best token."""
+
+WEIGHT_BITS = 42
+"""Weights are whole numbers of 2**-42; those of 2**21 tokens at most add up in 64 bits."""
 
 
 def apply_min_p(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> None:
@@ -83,12 +87,12 @@ def keep_threshold(best: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor)
         top_p: [R] float32; 1 keeps all.
     """
     places = torch.arange(best.shape[1], device=best.device)
-    weights = best.exp().masked_fill_(places >= top_k[:, None], 0.0)
-    # A running sum, not a softmax: its total does not depend on how many zeros follow.
-    mass = weights.cumsum(dim=-1, dtype=torch.float64)
-    mass_before = mass - weights
-    keep = (mass_before < top_p[:, None] * mass[:, -1:]) & (places < top_k[:, None])
-    # Rounding may make the mass before a rare token equal the total: top_p = 1 still keeps it.
+    weights = best.double().exp_().mul_(2.0**WEIGHT_BITS).add_(0.5).long()
+    weights.masked_fill_(places >= top_k[:, None], 0)
+    mass = weights.cumsum(dim=-1)
+    target = top_p[:, None].double() * mass[:, -1:].double()
+    keep = ((mass - weights).double() < target) & (places < top_k[:, None])
+    # The mass before a rare token, whose own is rounded to 0, is the total: top_p = 1 keeps it.
     keep |= (top_p[:, None] >= 1.0) & (places < top_k[:, None])
     # A row with NaN keeps nothing; its token does not matter, but the index has to exist.
     last = (keep.sum(dim=-1, keepdim=True) - 1).clamp_min_(0)

@@ -35,7 +35,8 @@ def kept_tokens(logits: list[float], item: SamplingInput) -> set[int]:
     kept: set[int] = set()
     mass = 0.0
     for token in order:
-        if kept and mass >= params.top_p * total:
+        # Rounding may make the mass before a rare token the total.
+        if kept and params.top_p < 1.0 and mass >= params.top_p * total:
             break
         kept.add(token)
         mass += weights[token]

@@ -18,6 +18,7 @@ from runtime.sampling import SamplingParams
 VOCAB, PADDING = 60, 4
 SEEDS = st.integers(0, 2**64 - 1)
 TOKENS = st.integers(0, VOCAB - 1)
+KINDS = ["normal", "flat", "tied", "equal", "peaked"]
 
 
 @dataclass
@@ -34,7 +35,7 @@ def params_of() -> st.SearchStrategy[SamplingParams]:
     return st.builds(
         SamplingParams,
         temperature=st.sampled_from([0.0, 0.0, 1e-40, 0.3, 1.0, 1.7]),
-        top_p=st.sampled_from([1.0, 1.0, 0.0, 0.3, 0.9, 0.999]),
+        top_p=st.sampled_from([1.0, 1.0, 0.0, 1e-6, 0.3, 0.5, 0.9, 0.999, 1.0 - 2.0**-24]),
         top_k=st.sampled_from([0, 0, 1, 3, 20, VOCAB, VOCAB + 5]),
         min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0]),
         repetition_penalty=st.sampled_from([1.0, 1.0, 0.7, 1.4]),
@@ -71,6 +72,21 @@ def rows_of(running: Sequence[tuple[int, Running]], num_slots: int, size: int) -
     )
 
 
+def make_logits(kind: str, generator: torch.Generator) -> Tensor:
+    """Return [6, VOCAB + PADDING]."""
+    logits = torch.randn(6, VOCAB + PADDING, generator=generator) * 3
+    match kind:
+        case "flat":
+            return logits * 0.03
+        case "tied":
+            return logits.round()
+        case "equal":
+            return torch.full_like(logits, 2.5)
+        case "peaked":
+            logits[:, VOCAB // 2] = 30.0
+    return logits
+
+
 def stage_of(running: Sequence[tuple[int, Running]]) -> SamplingStage:
     is_full = any(SamplingStage.of(item.params) is SamplingStage.FULL for _, item in running)
     return SamplingStage.FULL if is_full else SamplingStage.GREEDY
@@ -83,8 +99,8 @@ def expected_tokens(logits: Tensor, running: Sequence[tuple[int, Running]]) -> l
 
 
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), seed=st.integers(0, 2**31), coarse=st.booleans())
-def test_it_chooses_what_the_sampler_chooses(data: st.DataObject, seed: int, coarse: bool) -> None:
+@given(data=st.data(), seed=st.integers(0, 2**31), kind=st.sampled_from(KINDS))
+def test_it_chooses_what_the_sampler_chooses(data: st.DataObject, seed: int, kind: str) -> None:
     generator = torch.Generator().manual_seed(seed)
     sampler = GraphSampler(VOCAB, 4, "cpu")
     slots: dict[int, Running] = {}
@@ -97,9 +113,7 @@ def test_it_chooses_what_the_sampler_chooses(data: st.DataObject, seed: int, coa
                 slots[slot] = Running(data.draw(params_of()), prompt, output)
                 sampler.assign(slot, slots[slot].params, prompt, output)
         batch = data.draw(st.permutations(sorted(slots.items(), key=lambda pair: pair[0])))
-        logits = torch.randn(6, VOCAB + PADDING, generator=generator) * 3
-        if coarse:
-            logits = logits.round()  # many equal logits
+        logits = make_logits(kind, generator)
         expected = expected_tokens(logits, batch)
         rows = rows_of(batch, sampler.num_slots, 6)
         chosen = sampler.choose(logits.clone(), rows, stage_of(batch)).tolist()
