@@ -9,7 +9,8 @@ are to come has to be run ahead (`engine.warm_up`).
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import torch
@@ -26,6 +27,21 @@ def is_available() -> bool:
         and torch.cuda.is_available()
         and torch.cuda.get_device_capability()[0] == 9
     )
+
+
+@contextmanager
+def dependent_launches() -> Iterator[None]:
+    """Launch the library's kernels as dependent ones in this block, whatever the thread.
+
+    All of them wait for the kernel before them in their first steps.
+    """
+    library = importlib.import_module("deep_gemm")
+    before = library.get_pdl()
+    library.set_pdl(True)
+    try:
+        yield
+    finally:
+        library.set_pdl(before)
 
 
 class DeepGemm:

@@ -15,6 +15,7 @@ from engine.kernels.base import VarlenLengths
 from engine.kernels.flash_mla import KV_LORA_RANK, FlashMLA
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.fused import attention, latents, masked, norm, permute, quant, routing, slices
+from engine.kernels.fused.dependent import break_chain
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.parts import BlockGemm, VarlenAttention
@@ -175,6 +176,7 @@ class HopperKernels:
         """See `Kernels`."""
         if self._paged is None or queries.schedule is None or kv_lora_rank != KV_LORA_RANK:
             return paged_reference.paged_attention(q_SHL, cache, queries, kv_lora_rank, scale)
+        break_chain()  # its last kernel may end before its first one has
         return self._paged.paged_attention(q_SHL, cache, queries, queries.schedule, scale)
 
 

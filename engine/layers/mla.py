@@ -22,6 +22,7 @@ from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.norm import FeedFormat, RMSNorm
 from engine.layers.rotary import softmax_scale
+from engine.layers.weight_prefetch import PrefetchPoint, WeightPrefetch
 from engine.operations import Operations
 from engine.parallel.pending import Ready
 
@@ -31,6 +32,7 @@ class MLA(nn.Module):
 
     Attributes:
         feed_format: of the rows that `forward` takes.
+        prefetch: of weights, while this attends.
     """
 
     def __init__(self, config: ModelConfig, ctx: LayerContext, layer_index: int) -> None:
@@ -68,6 +70,7 @@ class MLA(nn.Module):
         self.feed_format = FeedFormat.of(is_fp8=is_fp8)
         # Of kv_b_proj, made at the first absorbed step: the weight itself unless that is FP8.
         self._up_weight: Tensor | None = None
+        self.prefetch = WeightPrefetch()
 
     def forward(self, hidden: Activation, step: AttentionStep) -> Operations[Tensor]:
         """Attend; writes this step's latents into the pool first.
@@ -108,6 +111,11 @@ class MLA(nn.Module):
         After loading; a step that is captured in a graph must find them.
         """
         self._up_projections()
+
+    def first_weights(self) -> list[Tensor]:
+        """Return the large weights in the order in which a step reads them, before attention."""
+        up = self.q_b_proj if self.q_lora_rank else self.q_proj
+        return [self.qkv_a_proj.weight, up.weight]
 
     def _attend(self, q_THA: Tensor, step: AttentionStep) -> Tensor:
         """Attend in whichever form the plan says for each sequence: [T, H, V]."""
@@ -209,6 +217,7 @@ class MLA(nn.Module):
         q_c_HTC = q_THL[..., : self.kv_lora_rank].transpose(0, 1)
         torch.bmm(q_nope_THN.transpose(0, 1), w_uk_HNC, out=q_c_HTC)
         q_THL[..., self.kv_lora_rank :] = q_pe_THR
+        self.prefetch.bring(PrefetchPoint.ATTENTION, num_tokens)
         out_THC = self._kernels.paged_attention(
             q_THL, step.kv_pool.layer(self.layer_index), queries, self.kv_lora_rank, self.scale
         )

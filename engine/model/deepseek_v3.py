@@ -10,14 +10,17 @@ are wanted.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine.ahead import Ahead
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.execution import Execution
+from engine.kernels.ahead import create_ahead_kernels
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.kernels.fp8_rows import GROUP
@@ -39,6 +42,7 @@ from engine.memory.kv_pool import KVPool
 from engine.micro_batches import choose_cut, split_batch, split_decode
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.mtp import MTPLayer
+from engine.model.prefetch_plan import plan_prefetch
 from engine.operations import Operations, interleave, run
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
@@ -139,6 +143,8 @@ class DeepseekV3ForCausalLM(nn.Module):
             tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,
         )
         self._sharding, self._overlap = ctx.sharding, execution.overlap
+        self._ahead = execution.ahead or Ahead()
+        self._ahead_kernels = create_ahead_kernels(self.device)
         self._scratch = Scratch()
         self._rotary = RotaryEmbedding(config, self.device)
         self._rule = attention_rule or AttentionRule.of(config)
@@ -161,6 +167,13 @@ class DeepseekV3ForCausalLM(nn.Module):
         Returns:
             [T, D], after the final norm.
         """
+        with self._launching(batch):
+            return self._run(batch, kv_pool, on_layer_done)
+
+    def _run(
+        self, batch: ForwardBatch, kv_pool: KVPool, on_layer_done: Callable[[int], None] | None
+    ) -> Tensor:
+        """Run one step, as one or two micro-batches."""
         parts = self._split(batch)
         layer_done = _when_all_have_called(len(parts), on_layer_done)
         operations = [self._operations(part, kv_pool, layer_done) for part in parts]
@@ -182,6 +195,12 @@ class DeepseekV3ForCausalLM(nn.Module):
         gathering = self._sharding.start_gather(normed.plain, batch.num_tokens)
         yield
         return gathering.wait()
+
+    def _launching(self, batch: ForwardBatch) -> AbstractContextManager[None]:
+        """Return in what the kernels of a step are launched."""
+        if self._ahead.dependent_launches and batch.max_seqlen_q == 1:
+            return self._ahead_kernels.dependent_launches()
+        return nullcontext()
 
     def _split(self, batch: ForwardBatch) -> tuple[ForwardBatch, ...]:
         """Return the micro-batches of a step: one, or two if they are to overlap."""
@@ -265,6 +284,14 @@ class DeepseekV3ForCausalLM(nn.Module):
         for module in self.modules():
             if isinstance(module, MLA):
                 module.prepare_absorption()
+        self.begin_ahead(self._ahead)
+
+    def begin_ahead(self, ahead: Ahead | None) -> None:
+        """Begin other things early than before; after loading, and before steps are captured."""
+        self._ahead = ahead or Ahead()
+        modules = self.model.layers[: self.config.num_hidden_layers]
+        layers = [layer for layer in modules if isinstance(layer, DecoderLayer)]
+        plan_prefetch(layers, self._ahead.prefetch, self._ahead_kernels)
 
     def weight_slices(self, prefix: str = "") -> Iterator[WeightSlice]:
         """Yield the load plan of the whole model on this rank."""

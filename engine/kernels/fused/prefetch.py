@@ -49,9 +49,7 @@ def _prefetch(
         tl.extra.cuda.gdc_wait()
 
 
-def prefetch(
-    chunks: WeightChunks, *, max_programs: int = MAX_PROGRAMS, keep: bool = False
-) -> None:
+def prefetch(chunks: WeightChunks, *, max_programs: int = MAX_PROGRAMS, keep: bool = False) -> None:
     """Ask for the chunks, on the current stream.
 
     Args:
