@@ -134,6 +134,11 @@ class PairCluster:
             }
         return [f"{name} {held}" for name, held in counts.items() if any(held.values())]
 
+    def metrics_addresses(self) -> list[str]:
+        """Where the workers export their metrics."""
+        status = self._status()
+        return [] if status is None else [item["metrics_address"] for item in status["workers"]]
+
     def router_cpu_s(self) -> float:
         """CPU seconds of the router and its HTTP processes."""
         router = psutil.Process(self._children[0].pid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,30 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if report["num_failed"] else 0
 
 
+def _tell_workers(pair: Any, alone: Any) -> Iterator[str]:
+    """What the two roles did in the pair; nothing where nobody looked often enough."""
+    if not pair or not alone:
+        return
+    names = ("running", "waiting", "receiving", "queued")
+    decode, prefill = pair["decode"], pair["prefill"]
+    shown = ", ".join(f"{decode[name]:.1f} {name}" for name in names)
+    yield (
+        f"decode         {shown}; step {_ms(decode['step_ms'])}"
+        f" (alone {_ms(alone['decode']['step_ms'])}), gap {_ms(decode['gap_ms'])}"
+    )
+    shown = ", ".join(f"{prefill[name]:.1f} {name}" for name in ("waiting", "running", "sending"))
+    yield (
+        f"prefill        {shown}; {prefill['steps_per_s']:.1f} steps/s of"
+        f" {prefill['tokens_per_step'] or 0:.0f} tokens, {_ms(prefill['step_ms'])} each,"
+        f" {prefill['busy']:.0%} of the time;"
+        f" at least {prefill['least_free_blocks']:.0f} blocks free"
+    )
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} ms"
+
+
 def summarise(report: Report) -> list[str]:
     """A few lines for a person."""
     lines = [str(report["label"])]
@@ -98,13 +122,16 @@ def summarise(report: Report) -> list[str]:
         }
         shown = ", ".join(f"{value:.1f} {what}" for what, value in rates.items())
         lines.append(f"{name:14} {shown}; {phase['window_s']:.1f} s, {phase['num_failed']} failed")
+    lines += [*_tell_workers(found["pair"]["workers"], found["decode_alone"]["workers"])]
     for name in ("ttft_ms", "tpot_ms"):
         times = found["pair"][name]
-        shown = ", ".join(f"{q} {times[q]:.2f}" for q in ("p50", "p90", "p99"))
+        shown = ", ".join(f"{q} {times[q]:.2f}" for q in ("p50", "p90", "p99", "max"))
         lines.append(f"{name:14} {shown} of {times['count']}")
-    exposed = found["pair"]["stages_ms"].get("kv_exposed")
-    if exposed:
-        lines.append(f"KV exposed     p50 {exposed['p50']:.2f} ms, p99 {exposed['p99']:.2f} ms")
+    stages = found["pair"]["stages_ms"]
+    for name in ("prefill_queue", "prefill_compute", "decode_admission", "kv_exposed"):
+        if name in stages:
+            shown = ", ".join(f"{q} {stages[name][q]:.2f}" for q in ("p50", "p99", "max"))
+            lines.append(f"{name:16} {shown} ms")
     ratio, slower = found["ratio"], found["slower_side"]
     lines.append(f"ratio          {'none' if ratio is None else f'{ratio:.3f}'} of {slower} alone")
     return lines + [f"note: {note}" for note in found["notes"]]

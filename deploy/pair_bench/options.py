@@ -179,12 +179,17 @@ class PairOptions:
         return functools.reduce(with_setting, self.settings, config)
 
     @property
+    def num_prompts_ahead(self) -> int:
+        """Whole prompts of a step that is run ahead of all measurements: up to so many."""
+        return min(_MAX_PROMPTS_AHEAD, self.batch_tokens // self.prompt_len)
+
+    @property
     def prefill_rows(self) -> list[int]:
         """Rows of the products of the steps that come, on all ranks and on one.
 
         Full steps, and a few whole prompts: where decode is the slower side, they come one by one.
         """
-        prompts = range(1, min(_MAX_PROMPTS_AHEAD, self.batch_tokens // self.prompt_len) + 1)
+        prompts = range(1, self.num_prompts_ahead + 1)
         steps = {self.batch_tokens, *(count * self.prompt_len for count in prompts)}
         return sorted({-(-rows // share) for rows in steps for share in (1, self.prefill_tp)})
 

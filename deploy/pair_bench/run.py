@@ -15,7 +15,10 @@ from deploy.engine_bench.machine import describe_command, describe_machine
 from deploy.engine_bench.report import Report, say
 from deploy.pair_bench.client import Target
 from deploy.pair_bench.cluster import PairCluster
+from deploy.pair_bench.compiled import CompiledKernels
 from deploy.pair_bench.figures import (
+    Window,
+    all_run_in,
     count_failed,
     describe_decode,
     describe_pair,
@@ -24,8 +27,10 @@ from deploy.pair_bench.figures import (
 from deploy.pair_bench.load import Load
 from deploy.pair_bench.model_folder import write_model_folder
 from deploy.pair_bench.options import MODEL_NAME, PairOptions
+from deploy.pair_bench.watch import Watch, describe_workers
 from deploy.plan import Role
 from engine.config import ModelConfig
+from engine.jit_cache import use_jit_cache
 from engine.warm_up import ROWS_VARIABLE
 
 NOTES = (
@@ -34,6 +39,7 @@ NOTES = (
     "requests/s of decode alone are its tokens/s over the tokens of an answer but the first",
     "requests/s of the pair are its output tokens/s over the tokens of an answer",
 )
+_Measured = tuple[Report, Window]
 _NUM_FIRST = 4
 _FIRST_TOKENS = 8
 
@@ -50,6 +56,7 @@ def run_pair(options: PairOptions, log_dir: Path | None = None) -> Report:
         ClusterError: a process ended, or blocks were not given back.
     """
     config = options.model()
+    kernels = CompiledKernels(use_jit_cache() if options.device == "cuda" else None)
     with tempfile.TemporaryDirectory(prefix="tandem-pair-") as temporary:
         folder = Path(temporary) if log_dir is None else log_dir
         model = folder / "model"
@@ -65,7 +72,7 @@ def run_pair(options: PairOptions, log_dir: Path | None = None) -> Report:
         with cluster:
             start_s = time.perf_counter() - began
             say(f"ready after {start_s:.1f} s")
-            phases = _Phases(options, config, cluster)
+            phases = _Phases(options, config, cluster, kernels)
             phases.run()
     return {
         "benchmark": "pair",
@@ -101,7 +108,15 @@ def _rate(report: Report) -> float:
 class _Phases:
     """Each phase begins and ends with empty pools."""
 
-    def __init__(self, options: PairOptions, config: ModelConfig, cluster: PairCluster) -> None:
+    def __init__(
+        self,
+        options: PairOptions,
+        config: ModelConfig,
+        cluster: PairCluster,
+        kernels: CompiledKernels,
+    ) -> None:
+        kernels.take()  # those of the start
+        self._kernels = kernels
         self.reports: dict[str, Report] = {}
         self.notes: list[str] = []
         self.num_failed = 0
@@ -130,23 +145,33 @@ class _Phases:
                 f"the pair was given {options.rate:g} requests/s: its ratio is no limit"
             )
 
-    def _phase(self, name: str, measure: Callable[[], Awaitable[Report]]) -> None:
+    def _phase(self, name: str, measure: Callable[[], Awaitable[_Measured]]) -> None:
         began, cpu_s = time.perf_counter(), time.process_time()
         router_s = self._cluster.router_cpu_s()
+        watch = Watch(self._cluster.metrics_addresses())
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            report = runner.run(self._watched(measure))
+            report, window = runner.run(self._watched(measure, watch))
         seconds = time.perf_counter() - began
+        compiled = self._kernels.take()
         self.reports[name] = {
             **report,
+            "workers": describe_workers(
+                watch.snapshots, window, num_decode_ranks=self._options.decode_dp
+            ),
+            "compiled": compiled,
             "client_cpu_share": (time.process_time() - cpu_s) / seconds,
             "router_cpu_share": (self._cluster.router_cpu_s() - router_s) / seconds,
         }
+        if compiled and name != "first":
+            self.notes.append(f"{name} compiled {len(compiled)} kernels, so steps waited for it")
         self._cluster.wait_idle()
         say(f"{name}: {seconds:.1f} s, {report.get('requests_per_s', 0.0):.2f} requests/s")
 
-    async def _watched(self, measure: Callable[[], Awaitable[Report]]) -> Report:
+    async def _watched(
+        self, measure: Callable[[], Awaitable[_Measured]], watch: Watch
+    ) -> _Measured:
         """Give up when a process ends, instead of waiting for its answers."""
-        work = asyncio.ensure_future(measure())
+        work, watching = asyncio.ensure_future(measure()), asyncio.ensure_future(watch.run())
         try:
             while not work.done():
                 await asyncio.wait({work}, timeout=0.5)
@@ -154,32 +179,35 @@ class _Phases:
             return work.result()
         finally:
             work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+            watching.cancel()
+            await asyncio.gather(work, watching, return_exceptions=True)
 
-    async def _first(self) -> Report:
-        """What is done once: connections, handshakes, buffers."""
+    async def _first(self) -> _Measured:
+        """What is done once: connections, handshakes, buffers, steps of so many prompts."""
         load = self._load(min(_FIRST_TOKENS, self._options.output_len))
+        for count in range(1, self._options.num_prompts_ahead + 1):
+            await load.burst(count)
         await load.burst(_NUM_FIRST * self._options.decode_dp)
         self._count_failed(load)
-        return {}
+        return {}, (0.0, 0.0)
 
-    async def _prefill(self) -> Report:
+    async def _prefill(self) -> _Measured:
         load = self._load(1)
         window = await self._window(load, rate=0.0)
-        return describe_prefill(load.logs, window)
+        return describe_prefill(load.logs, window), window
 
-    async def _decode(self) -> Report:
+    async def _decode(self) -> _Measured:
         load = self._load(self._options.decode_alone_len)
         await load.burst(self._options.num_running)
         self._count_failed(load)
-        return describe_decode(load.logs, self._options.output_len)
+        return describe_decode(load.logs, self._options.output_len), all_run_in(load.logs)[1]
 
-    async def _pair(self) -> Report:
+    async def _pair(self) -> _Measured:
         load = self._load(self._options.output_len)
         window = await self._window(load, rate=self._options.rate)
-        return describe_pair(load.logs, window)
+        return describe_pair(load.logs, window), window
 
-    async def _window(self, load: Load, *, rate: float) -> tuple[float, float]:
+    async def _window(self, load: Load, *, rate: float) -> Window:
         options = self._options
         window = await load.window(
             in_flight=options.num_in_flight,

@@ -28,7 +28,9 @@ def measure(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 def test_two_ranks_each_kept_busy(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
-    report = measure(tmp_path, "--prefill-tp", "2", "--decode-dp", "2", "--logs", str(logs))
+    report = measure(
+        tmp_path, "--prefill-tp", "2", "--decode-dp", "2", "--decode-len", "64", "--logs", str(logs)
+    )
     assert report["label"].startswith("pair of tiny: prefill TP2, decode DP2, on 4 CPU ranks")
     assert report["num_failed"] == 0
     assert report["pools_empty"] is True
@@ -42,6 +44,10 @@ def test_two_ranks_each_kept_busy(tmp_path: Path) -> None:
     assert {"kv_exposed", "kv_transfer", "prefill_queue"} <= set(pair["stages_ms"])
     slower = report[f"{report['slower_side']}_alone"]["requests_per_s"]
     assert report["ratio"] == pytest.approx(pair["requests_per_s"] / slower)
+    workers = pair["workers"]
+    assert 0 < workers["decode"]["running"] <= 8
+    assert workers["prefill"]["tokens_per_step"] >= 40
+    assert pair["compiled"] == []
     assert report["command"].startswith("python -m deploy ")
     names = {path.name for path in logs.glob("*.log")}
     assert names == {
