@@ -1,8 +1,8 @@
 """One rank of the bundled model on a GPU: run by `test_gpu_ranks` as a process of its own.
 
-Usage: python -m tests.engine.gpu_rank_main RANK WORLD PORTS PROMPTS OUTPUT [cpu]
+Usage: python -m tests.engine.gpu_rank_main RANK WORLD PORT PROMPTS OUTPUT [cpu]
 
-PORTS is a comma list, one for each of the modes; PROMPTS is a JSON file of token ids. Runs
+The modes take a port each, from PORT on; PROMPTS is a JSON file of token ids. Runs
 the modes one after another and writes {mode: {prompt's index: answer}} as JSON, and lines for
 people on stdout. On a CPU it is float32.
 """
@@ -142,7 +142,7 @@ def run_mode(mode: Mode, groups: ProcessGroups, device: torch.device, prompts: P
 def main() -> None:
     """Run every mode and write the results."""
     rank, world = int(sys.argv[1]), int(sys.argv[2])
-    ports = sys.argv[3].split(",")
+    first_port = int(sys.argv[3])
     prompts: Prompts = json.loads(Path(sys.argv[4]).read_text())
     device, backend = torch.device("cpu"), "gloo"
     num_devices = world
@@ -152,7 +152,7 @@ def main() -> None:
         torch.cuda.set_device(device)
         use_jit_cache()
     results: dict[str, dict[int, object]] = {}
-    for (name, mode), port in zip(modes_of(world, num_devices).items(), ports, strict=True):
+    for port, (name, mode) in enumerate(modes_of(world, num_devices).items(), first_port):
         dims = ParallelDims(**dict.fromkeys(mode.axes, world), rank=rank)
         groups = init_process_groups(dims, f"127.0.0.1:{port}", backend=backend)
         start = time.monotonic()

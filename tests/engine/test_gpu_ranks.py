@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy.checks import free_port
 from engine.build import build_model
 from engine.generate import generate
 from tests.engine.agreement import BUNDLED, SAMPLING, Answer, compare, read_texts
 from tests.engine.gpu_rank_main import modes_of
-from tests.engine.parallel.processes import run_rank_processes
+from tests.engine.parallel.processes import free_ports, run_rank_processes
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(500),
+    pytest.mark.timeout(800),
     pytest.mark.filterwarnings("default"),
 ]
 
@@ -38,14 +37,20 @@ def on_cpu(prompts: list[list[int]]) -> list[Answer]:
 def run_ranks(num_ranks: int, prompts: list[list[int]], folder: Path) -> list[dict[str, object]]:
     """Run all modes; each rank's {mode: {index: answer}}."""
     modes = modes_of(num_ranks, torch.cuda.device_count())
-    ports = ",".join(str(free_port("127.0.0.1")) for _ in modes)
+    first_port = free_ports(len(modes))
     (folder / "prompts.json").write_text(json.dumps(prompts))
     run_rank_processes(
         "tests.engine.gpu_rank_main",
         num_ranks,
-        lambda rank: (rank, num_ranks, ports, folder / "prompts.json", folder / f"{rank}.json"),
+        lambda rank: (
+            rank,
+            num_ranks,
+            first_port,
+            folder / "prompts.json",
+            folder / f"{rank}.json",
+        ),
         folder,
-        timeout_s=400,
+        timeout_s=700,
     )
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 

@@ -1,11 +1,29 @@
 """Start the ranks of a test as processes, wait for all, and say what the failed one said."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+
+
+def free_ports(count: int) -> int:
+    """Return the first of `count` neighbouring ports that are free now.
+
+    The search begins elsewhere in every process: test runs side by side must not meet.
+    """
+    for first in range(20011 + os.getpid() % 350 * 34, 60000, 97):
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return first
+    raise AssertionError("no free ports")
 
 
 def run_rank_processes(

@@ -1,9 +1,6 @@
 """Real ranks over gloo: 2 and 4 processes give the tokens of one, and notice a lost peer."""
 
 import json
-import os
-import socket
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ from engine.generate import generate
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import init_process_groups
 from runtime.errors import PeerLostError
-from tests.engine.parallel.processes import run_rank_processes
+from tests.engine.parallel.processes import free_ports, run_rank_processes
 from tests.engine.parallel.rank_main import GREEDY, PROMPTS
 from tests.engine.test_fp8_path import CONFIG as FP8_CONFIG
 from tests.engine.tiny import tiny_config, write_checkpoint
@@ -46,25 +43,9 @@ def one_rank(checkpoints: Path) -> list[list[int]]:
     return tokens
 
 
-def _free_ports(count: int) -> int:
-    """Return the first of `count` neighbouring ports that are free now.
-
-    The search begins elsewhere in every process: test runs side by side must not meet.
-    """
-    for first in range(20011 + os.getpid() % 350 * 34, 60000, 97):
-        with ExitStack() as stack:
-            try:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return first
-    raise AssertionError("no free ports")
-
-
 def run_ranks(world: int, checkpoints: Path, folder: Path) -> list[dict[str, Any]]:
     """Start the processes, wait, and return each rank's results by mode."""
-    port = _free_ports(NUM_MODES)
+    port = free_ports(NUM_MODES)
     run_rank_processes(
         "tests.engine.parallel.rank_main",
         world,

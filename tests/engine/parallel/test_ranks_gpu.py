@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine.kernels import deep_gemm
-from tests.engine.parallel.processes import run_rank_processes
-from tests.engine.parallel.test_ranks import MAX_FP8_ERROR, _free_ports
+from tests.engine.parallel.processes import free_ports, run_rank_processes
+from tests.engine.parallel.test_ranks import MAX_FP8_ERROR
 from tests.engine.tiny import tiny_config, write_checkpoint
 
 pytestmark = [
@@ -42,7 +42,7 @@ def test_layouts_agree(world: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < world or not deep_gemm.is_available():
         pytest.skip(f"needs {world} Hopper GPUs with DeepGEMM")
     checkpoint = write_checkpoint(tmp_path / "checkpoint", CONFIG, fp8=True)
-    port = _free_ports(2)
+    port = free_ports(2)
     run_rank_processes(
         "tests.engine.parallel.gpu_rank_main",
         world,
