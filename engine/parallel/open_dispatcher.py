@@ -1,4 +1,4 @@
-"""Dispatchers that hold something open, and their choice: DeepEP where it runs, else gathered.
+"""Dispatchers that hold something open, and their choice by what runs here, or by name.
 
 For ranks with their own tokens and FP8 experts; other axes need nothing opened, and
 `create_dispatcher` serves them. Whoever opens one gives it to the model (`Execution.dispatcher`)
@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from engine.config import ModelConfig
 from engine.kernels.base import Kernels
@@ -21,6 +21,9 @@ from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
+from engine.parallel.nvlink import open as nvlink
+from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
+from engine.parallel.nvlink.shape import NvlinkShape
 from engine.parallel.token_dispatcher import TokenDispatcher
 from runtime.errors import ConfigError
 
@@ -28,16 +31,22 @@ logger = logging.getLogger(__name__)
 
 
 class DispatcherKind(StrEnum):
-    """How tokens travel to experts: DeepEP, gathered in fixed shapes, or not at all.
+    """How tokens travel to experts: by stores over NVLink, DeepEP, gathered, or not at all.
 
-    `AUTO` is DeepEP where it is installed and takes the sizes, and gathered elsewhere. `LOOPBACK`
-    is for measurements: one rank plays one of many.
+    `AUTO` is the first of `AUTO_DECODE` (in prefill: DeepEP) that is installed and takes the sizes,
+    and gathered elsewhere. `NVLINK` is for decode, `LOOPBACK` for measurements: one rank plays one
+    of many.
     """
 
     AUTO = "auto"
+    NVLINK = "nvlink"
     DEEP_EP = "deep-ep"
     GATHERED = "gathered"
     LOOPBACK = "loopback"
+
+
+AUTO_DECODE: Final = (DispatcherKind.DEEP_EP,)
+"""What is tried for decode, in this order; by measurements. `NVLINK` is not measured yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,27 +106,22 @@ def open_decode_dispatcher(
         None where experts are not FP8 and `kind` is `AUTO`: the dispatcher that fits the axes.
 
     Raises:
-        ConfigError: DeepEP was asked for and does not run here, or experts are not FP8.
+        ConfigError: what was asked for does not run here, or experts are not FP8.
         PeerLostError: not all ranks came.
     """
     if not _is_possible(kind, experts):
         return None
-    config, group = experts.config, experts.groups.ep_group
+    group = experts.groups.ep_group
     share = experts.num_slots // group.size
     if kind is DispatcherKind.LOOPBACK:
         loopback = LoopbackMaskedDispatcher(experts.kernels, share, played_ranks)
         return OpenDispatcher(dispatcher=loopback)
-    if kind is not DispatcherKind.GATHERED and group.size > 1:
-        shape = LowLatencyShape(
-            num_ranks=group.size,
-            num_experts=experts.num_slots,
-            max_tokens_per_rank=max_tokens_per_rank,
-            hidden_size=config.hidden_size,
-        )
-        top_k = config.num_experts_per_tok
-        if _takes(kind, lambda: shape.check_library(top_k)):
-            buffer = deep_ep.open_low_latency_buffer(group, shape, top_k=top_k)
-            return OpenDispatcher(dispatcher=DeepEPLowLatencyDispatcher(buffer), close=buffer.close)
+    tried = AUTO_DECODE if kind is DispatcherKind.AUTO else (kind,)
+    if group.size > 1 and kind is not DispatcherKind.GATHERED:
+        for candidate in tried:
+            opened = _OPEN_DECODE[candidate](kind, experts, max_tokens_per_rank)
+            if opened is not None:
+                return opened
     gathered = MaskedGatheredDispatcher(
         experts.kernels, share, group, max_tokens_per_rank=max_tokens_per_rank
     )
@@ -156,6 +160,53 @@ def open_prefill_dispatcher(
     return OpenDispatcher(
         dispatcher=DeepEPNormalDispatcher(experts.kernels, buffer), close=buffer.close
     )
+
+
+def _open_nvlink(
+    kind: DispatcherKind, experts: RankExperts, max_tokens_per_rank: int
+) -> OpenDispatcher | None:
+    """Open an exchange; None where it does not run, unless it was asked for by name."""
+    config, group = experts.config, experts.groups.ep_group
+    try:
+        shape = NvlinkShape(
+            num_ranks=group.size,
+            num_experts=experts.num_slots,
+            max_tokens_per_rank=max_tokens_per_rank,
+            hidden_size=config.hidden_size,
+            top_k=config.num_experts_per_tok,
+        )
+        buffer = nvlink.open_nvlink_buffer(group, shape)
+    except ConfigError as error:
+        if kind is DispatcherKind.NVLINK:
+            raise
+        logger.warning("tokens do not travel by NVLink stores reason=%s", error)
+        return None
+    dispatcher = NvlinkDispatcher(experts.kernels, buffer)
+    return OpenDispatcher(dispatcher=dispatcher, close=buffer.close)
+
+
+def _open_deep_ep(
+    kind: DispatcherKind, experts: RankExperts, max_tokens_per_rank: int
+) -> OpenDispatcher | None:
+    """Open a low-latency buffer; None where DeepEP does not run, unless it was asked for."""
+    config, group = experts.config, experts.groups.ep_group
+    shape = LowLatencyShape(
+        num_ranks=group.size,
+        num_experts=experts.num_slots,
+        max_tokens_per_rank=max_tokens_per_rank,
+        hidden_size=config.hidden_size,
+    )
+    top_k = config.num_experts_per_tok
+    if not _takes(kind, lambda: shape.check_library(top_k)):
+        return None
+    buffer = deep_ep.open_low_latency_buffer(group, shape, top_k=top_k)
+    return OpenDispatcher(dispatcher=DeepEPLowLatencyDispatcher(buffer), close=buffer.close)
+
+
+_OPEN_DECODE: Final = {
+    DispatcherKind.NVLINK: _open_nvlink,
+    DispatcherKind.DEEP_EP: _open_deep_ep,
+}
 
 
 def _is_possible(kind: DispatcherKind, experts: RankExperts) -> bool:

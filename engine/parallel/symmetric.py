@@ -22,15 +22,11 @@ Multicast is not used.
 from __future__ import annotations
 
 import logging
-import os
-import socket
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from engine.kernels import reference
@@ -43,6 +39,7 @@ from engine.parallel.symmetric_driver import (
     SideStreams,
     make_streams,
 )
+from engine.parallel.symmetric_memory import map_peer_memory
 from engine.parallel.symmetric_schedule import (
     FIRST_TRANSFER,
     REDUCE,
@@ -260,38 +257,26 @@ def open_symmetric_group(
     Returns:
         None where the ranks cannot read each other's memory: one rank, no GPU, several hosts.
     """
-    if group.size == 1 or device.type != "cuda" or not _on_one_host(group):
-        return None
     options = options or SymmetricOptions()
     plan = plan_of(group, options)
-    assert group.process_group is not None
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    if symm_mem.get_backend(device) != "CUDA":
-        symm_mem.set_backend("CUDA")  # refused where it already is the default
-    if torch.cuda.device_count() == 1:
-        # Each rank sees its own GPU only and calls it 0; torch would take them for one GPU.
-        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    with torch.cuda.device(device):
-        buffer = symm_mem.empty(plan.nbytes, dtype=torch.uint8, device=device)
-        handle = symm_mem.rendezvous(buffer, group.process_group)
-        buffer[: plan.counter_bytes].zero_()
-        torch.cuda.synchronize()
-    group.barrier()  # No peer may signal before the counters are zero.
+    memory = map_peer_memory(group, device, plan.nbytes, num_zeros=plan.counter_bytes)
+    if memory is None:
+        return None
     logger.info(
         "opened symmetric memory ranks=%d bytes=%d signals=%s",
         group.size,
         plan.nbytes,
         "kernel" if options.kernel_signals else "driver",
     )
-    bases = list(handle.buffer_ptrs)
+    bases = memory.addresses
     streams = make_streams(device, schedule_of(group, options).num_streams, FIRST_TRANSFER)
     signals = (
-        KernelSignals(streams, handle)
+        KernelSignals(streams, memory.handle)
         if options.kernel_signals
         else DriverSignals(streams, *counters_of(plan, group.rank, bases))
     )
     side_streams = CudaSideStreams(device, streams, signals)
-    return SymmetricGroup(group, buffer, bases, side_streams, options=options)
+    return SymmetricGroup(group, memory.buffer, bases, side_streams, options=options)
 
 
 def schedule_of(group: RankGroup, options: SymmetricOptions) -> Schedule:
@@ -325,8 +310,3 @@ def counters_of(
     ]
     peers = [[base + plan.counter(channel, rank) for base in bases] for channel in channels]
     return own, peers
-
-
-def _on_one_host(group: RankGroup) -> bool:
-    own = torch.tensor([zlib.crc32(socket.gethostname().encode())], dtype=torch.int64)
-    return bool((group.all_gather(own) == own).all())

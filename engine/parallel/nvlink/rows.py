@@ -3,8 +3,6 @@
 Compiled by Triton, and imported only where that is installed.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -14,27 +12,13 @@ from engine.kernels.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.masked_reference import empty_masked
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
+from engine.parallel.nvlink.buffer import ReceivedRows
 from engine.parallel.nvlink.shape import LINE, UNITS, NvlinkShape
 from engine.parallel.nvlink.signals import await_all, signal
 from engine.parallel.nvlink.window import Window
 
 RECEIVERS = 512
 """Programs of a receive, about: four of four warps on each multiprocessor of a large GPU."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceivedRows:
-    """What a dispatch has brought.
-
-    Attributes:
-        rows: at their experts.
-        places: of the tokens of all ranks, [R * T, K].
-        weights: [R * T, K] float32; 0 where there is no place.
-    """
-
-    rows: MaskedRows
-    places: MaskedPlaces
-    weights: Tensor
 
 
 @triton.jit
@@ -229,7 +213,11 @@ def receive_rows(window: Window, expected_rows: int) -> ReceivedRows:
         expected_rows: see `MaskedRows`.
     """
     shape, device = window.shape, window.bases.device
-    num_local, max_rows, num_columns = shape.num_local_experts, shape.max_rows, shape.hidden_size
+    num_local, max_rows, num_columns = (
+        shape.num_local_experts,
+        shape.rows_per_expert,
+        shape.hidden_size,
+    )
     data, scale = empty_masked(num_local, max_rows, num_columns, device)
     num_rows = torch.empty(num_local, dtype=torch.int32, device=device)
     pairs = (shape.num_slots, shape.top_k)

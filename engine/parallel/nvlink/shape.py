@@ -85,7 +85,7 @@ class NvlinkShape:
         return self.num_ranks * self.max_tokens_per_rank
 
     @property
-    def max_rows(self) -> int:
+    def rows_per_expert(self) -> int:
         """M: all tokens of all ranks may choose the same expert."""
         return max_masked_rows(self.num_slots)
 
@@ -124,7 +124,7 @@ class NvlinkShape:
     @property
     def received_bytes(self) -> int:
         """Device memory of one dispatch's result, outside of the buffer."""
-        rows = self.num_local_experts * self.max_rows
+        rows = self.num_local_experts * self.rows_per_expert
         return rows * (self.hidden_size + 4 * self.hidden_size // GROUP) + (
             8 * self.top_k * self.num_slots
         )

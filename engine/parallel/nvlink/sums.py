@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
-from engine.parallel.nvlink.rows import ReceivedRows
+from engine.parallel.nvlink.buffer import ReceivedRows
 from engine.parallel.nvlink.shape import LINE, UNITS
 from engine.parallel.nvlink.signals import await_all, signal
 from engine.parallel.nvlink.window import Window
@@ -108,7 +108,7 @@ def send_sums(window: Window, out_LMD: Tensor, received: ReceivedRows) -> None:
     shape = window.shape
     assert out_LMD.is_contiguous()
     assert out_LMD.dtype == torch.bfloat16
-    assert out_LMD.shape == (shape.num_local_experts, shape.max_rows, shape.hidden_size)
+    assert out_LMD.shape == (shape.num_local_experts, shape.rows_per_expert, shape.hidden_size)
     step = min(UNITS, SENDERS // next_power_of_2(shape.num_ranks))
     _send_sums(
         (step, shape.num_ranks),

@@ -112,7 +112,7 @@ def draw_tokens(
 
 def draw_out(shape: NvlinkShape) -> Tensor:
     """Draw experts' output [L, M, D]: small whole numbers."""
-    size = (shape.num_local_experts, shape.max_rows, shape.hidden_size)
+    size = (shape.num_local_experts, shape.rows_per_expert, shape.hidden_size)
     return torch.randint(-4, 5, size, device=DEVICE).bfloat16()
 
 

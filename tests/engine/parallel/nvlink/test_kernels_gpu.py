@@ -71,7 +71,9 @@ def assert_received(shape: NvlinkShape, tokens: Sequence[Tokens], received: Sequ
                 assert torch.equal(arrived, data[source][token])
                 scale = tokens[source].rows.scale_TG[token]
                 assert torch.equal(got.rows.scale_LMG[local, row], scale)
-                row_of[slot, rank * shape.num_local_experts + local] = local * shape.max_rows + row
+                row_of[slot, rank * shape.num_local_experts + local] = (
+                    local * shape.rows_per_expert + row
+                )
         for source, mine in enumerate(tokens):
             first = source * shape.max_tokens_per_rank
             ids = mine.ids.tolist()

@@ -1,0 +1,67 @@
+"""Decode inside one NVLink host: a token travels once to each rank that holds its experts.
+
+What arrives stands in the masked layout; what goes home is one sum per token and rank. No number of
+rows reaches the host, so a step can be captured in a CUDA graph, and ranks may replay graphs of
+different batch sizes. Rows travel in FP8 as the norm has made them, so that the shared expert and
+the routed ones are fed by one quantisation.
+
+Every rank calls every start and wait, also with no token at all. A start must follow the wait of
+the transfer before it (see the package).
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.kernels.base import Kernels
+from engine.kernels.fp8_rows import Activation, Fp8Rows
+from engine.kernels.masked_rows import MaskedRows
+from engine.parallel.masked_room import MaskedRoom
+from engine.parallel.nvlink.buffer import NvlinkBuffer, ReceivedRows
+from engine.parallel.pending import Pending, Then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvlinkHandle:
+    """The way back: experts of this rank's tokens [T, K], and what the dispatch brought."""
+
+    topk_ids_TK: Tensor
+    received: ReceivedRows
+
+
+class NvlinkDispatcher:
+    """See the module; all layers share one buffer."""
+
+    takes_fp8 = True
+    takes_turns = True
+
+    def __init__(self, kernels: Kernels, buffer: NvlinkBuffer) -> None:
+        """Take kernels with FP8, for rows that come in the compute dtype."""
+        self._kernels = kernels
+        self._buffer = buffer
+
+    def masked_room(self, num_tokens: int, top_k: int) -> MaskedRoom:
+        """See `MaskingDispatcher`."""
+        shape = self._buffer.shape
+        assert top_k == shape.top_k, (top_k, shape)
+        return MaskedRoom(shape.rows_per_expert, shape.expected_rows(num_tokens))
+
+    def start_dispatch(
+        self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+    ) -> Pending[tuple[MaskedRows, NvlinkHandle]]:
+        """See `TokenDispatcher`; at most `max_tokens_per_rank` tokens."""
+        rows = hidden if isinstance(hidden, Fp8Rows) else self._kernels.quantize_rows(hidden)
+        arriving = self._buffer.start_dispatch(rows, topk_ids_TK, topk_weights_TK)
+
+        def receive(received: ReceivedRows) -> tuple[MaskedRows, NvlinkHandle]:
+            return received.rows, NvlinkHandle(topk_ids_TK=topk_ids_TK, received=received)
+
+        return Then(arriving, receive)
+
+    def start_combine(
+        self, expert_out_LMD: Tensor, handle: NvlinkHandle, own_TD: Tensor | None
+    ) -> Pending[Tensor]:
+        """See `TokenDispatcher`; `own_TD` is complete for this rank's tokens."""
+        return self._buffer.start_combine(
+            expert_out_LMD, handle.received, handle.topk_ids_TK, own_TD
+        )
