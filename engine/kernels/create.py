@@ -9,6 +9,8 @@ import torch
 
 from engine.kernels import deep_gemm, flash_attention, flash_mla
 from engine.kernels.base import Kernels
+from engine.kernels.few_rows.tables import find_cuts
+from engine.kernels.parts import BlockGemm
 from engine.kernels.portable import PortableKernels
 from engine.kernels.triton_gemm.limits import DeviceLimits
 from engine.kernels.triton_gemm.tables import find_table
@@ -82,7 +84,7 @@ def _missing(kind: KernelSet, device: torch.device, dtype: torch.dtype) -> str:
 def _build(kind: KernelSet, device: torch.device) -> Kernels:
     match kind:
         case KernelSet.HOPPER:
-            return _build_hopper()
+            return _build_hopper(device)
         case KernelSet.TRITON:
             return _build_triton(device)
         case KernelSet.PORTABLE:
@@ -94,14 +96,18 @@ def _build(kind: KernelSet, device: torch.device) -> Kernels:
 # Modules that need Triton are imported late: a machine without a GPU lacks it.
 
 
-def _build_hopper() -> Kernels:
+def _build_hopper(device: torch.device) -> Kernels:
+    from engine.kernels.few_rows.gemm import FewRowsGemm
     from engine.kernels.hopper import HopperKernels
 
     attention = flash_attention.FlashAttention() if flash_attention.is_available() else None
     paged = flash_mla.FlashMLA() if flash_mla.is_available() else None
     if paged is None:
         logger.warning("decode attends slowly: flash_mla is not installed")
-    return HopperKernels(gemm=deep_gemm.DeepGemm(), attention=attention, paged=paged)
+    gemm: BlockGemm = deep_gemm.DeepGemm()
+    if cuts := find_cuts(torch.cuda.get_device_name(device)):
+        gemm = FewRowsGemm(gemm, cuts)
+    return HopperKernels(gemm=gemm, attention=attention, paged=paged)
 
 
 def _build_triton(device: torch.device) -> Kernels:
