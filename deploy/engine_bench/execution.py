@@ -102,7 +102,7 @@ def decode_execution(options: DecodeOptions, parts: RankParts) -> OpenExecution:
     if setup.dp == 1:
         # A rank alone plays one of many, or has nobody to send to.
         if not (setup.shard_of and experts.are_fp8):
-            return OpenExecution(execution=Execution())
+            return OpenExecution(execution=Execution(ahead=options.ahead))
         kind = DispatcherKind.LOOPBACK
     opened = open_decode_dispatcher(
         kind,
@@ -111,8 +111,10 @@ def decode_execution(options: DecodeOptions, parts: RankParts) -> OpenExecution:
         played_ranks=setup.shard_of,
     )
     if opened is None:
-        return OpenExecution(execution=Execution())
-    return OpenExecution(execution=Execution(dispatcher=opened.dispatcher), close=opened.close)
+        return OpenExecution(execution=Execution(ahead=options.ahead))
+    return OpenExecution(
+        execution=Execution(dispatcher=opened.dispatcher, ahead=options.ahead), close=opened.close
+    )
 
 
 def _min_tokens(options: PrefillOptions) -> int:
