@@ -36,7 +36,7 @@ and sets how many were *sent*; a receive reads the latter and sets the former. N
 it writes itself, so no program sees a number change under its hands, and replays of CUDA graphs
 count as eager calls do.
 
-A wait that takes longer than `WAIT_SECONDS` ends in a trap: an error of the GPU, not a hang.
+A wait that takes longer than `Window.wait_seconds` ends in a trap: an error of the GPU, not a hang.
 
 Letters: R ranks, T most tokens of a rank, D hidden size, G = D / 128 scales, K experts per token,
 L experts of a rank, M rows of each in the masked layout.

@@ -11,7 +11,7 @@ import torch
 from engine.parallel.groups import RankGroup
 from engine.parallel.nvlink.buffer import NvlinkBuffer
 from engine.parallel.nvlink.shape import NvlinkShape
-from engine.parallel.nvlink.window import Window
+from engine.parallel.nvlink.window import WAIT_SECONDS, Window
 from engine.parallel.symmetric_memory import map_peer_memory
 from runtime.errors import ConfigError
 
@@ -23,12 +23,15 @@ def is_available() -> bool:
     return importlib.util.find_spec("triton") is not None and torch.cuda.is_available()
 
 
-def open_nvlink_buffer(group: RankGroup, shape: NvlinkShape) -> NvlinkBuffer:
+def open_nvlink_buffer(
+    group: RankGroup, shape: NvlinkShape, *, wait_seconds: int = WAIT_SECONDS
+) -> NvlinkBuffer:
     """Open the buffer of a group on this rank's current GPU; all ranks call.
 
     Args:
         group: all ranks of the instance.
         shape: equal on all ranks.
+        wait_seconds: see `Window`.
 
     Raises:
         ConfigError: the ranks cannot reach each other's memory.
@@ -39,7 +42,7 @@ def open_nvlink_buffer(group: RankGroup, shape: NvlinkShape) -> NvlinkBuffer:
     memory = map_peer_memory(group, device, shape.buffer_bytes, num_zeros=shape.halves)
     if memory is None:
         raise _refusal("the ranks cannot reach each other's memory")
-    window = Window.open(shape, group.rank, memory.addresses, device)
+    window = Window.open(shape, group.rank, memory.addresses, device, wait_seconds=wait_seconds)
     logger.info(
         "opened NVLink exchange ranks=%d experts=%d tokens=%d bytes=%d",
         shape.num_ranks,

@@ -116,6 +116,7 @@ def _receive_rows(
     SIZE: tl.constexpr, GROUPS: tl.constexpr, ROW_BYTES: tl.constexpr, HALVES: tl.constexpr,
     HALF: tl.constexpr, ROUTES: tl.constexpr, ROWS: tl.constexpr, LINE: tl.constexpr,
     UNITS: tl.constexpr, C: tl.constexpr, G: tl.constexpr, L2: tl.constexpr, K2: tl.constexpr,
+    SECONDS: tl.constexpr,
 ):  # fmt: skip
     """Place tokens program, program + programs, ... of one rank."""
     program = tl.program_id(0)
@@ -123,7 +124,7 @@ def _receive_rows(
     number = tl.load(state + 1)
     base = tl.load(bases + rank)
     half = base + HALVES + (number % 2) * HALF
-    await_all(base, number, R, LINE, UNITS)
+    await_all(base, number, R, LINE, UNITS, SECONDS)
     experts = tl.arange(0, L2)
     tallies = _pointer(half, tl.int32)
     before = tl.zeros([L2], tl.int32)
@@ -240,6 +241,7 @@ def receive_rows(window: Window, expected_rows: int) -> ReceivedRows:
             next_power_of_2(num_groups),
             next_power_of_2(num_local),
             next_power_of_2(shape.top_k),
+            window.wait_seconds,
         ),
     )
     return ReceivedRows(

@@ -9,13 +9,10 @@ import os
 import triton
 import triton.language as tl
 
-WAIT_SECONDS = 120
-"""How long a program waits for its peers before it gives up: longer than any of them compiles."""
-
 IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
-_CYCLES = tl.constexpr(WAIT_SECONDS * 2 * 10**9)
-"""At no more than 2 GHz."""
+_CYCLES_PER_SECOND = tl.constexpr(2 * 10**9)
+"""At most."""
 
 # The first thread alone reads; the others go on to the barrier behind.
 _WAIT = tl.constexpr("""
@@ -44,7 +41,10 @@ DONE:
 
 
 @triton.jit
-def await_all(base, number, NUM_RANKS: tl.constexpr, LINE: tl.constexpr, UNITS: tl.constexpr):
+def await_all(
+    base, number,
+    NUM_RANKS: tl.constexpr, LINE: tl.constexpr, UNITS: tl.constexpr, SECONDS: tl.constexpr,
+):  # fmt: skip
     """Hold the program until all ranks have sent this transfer.
 
     Args:
@@ -53,6 +53,7 @@ def await_all(base, number, NUM_RANKS: tl.constexpr, LINE: tl.constexpr, UNITS: 
         NUM_RANKS: R.
         LINE: see `shape`.
         UNITS: see `shape`.
+        SECONDS: after which the program gives up, which is an error of the GPU.
     """
     counter = base + (number % 2) * LINE
     # Of the transfers of this parity, this is number (number + 1) // 2.
@@ -64,7 +65,7 @@ def await_all(base, number, NUM_RANKS: tl.constexpr, LINE: tl.constexpr, UNITS: 
         tl.inline_asm_elementwise(
             _WAIT,
             "=r,l,r,l",
-            [counter, target, tl.full([], _CYCLES, tl.int64)],
+            [counter, target, tl.full([], SECONDS * _CYCLES_PER_SECOND, tl.int64)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,

@@ -68,7 +68,7 @@ def _receive_sums(
     rank, num_tokens,
     R: tl.constexpr, L: tl.constexpr, T: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     HALVES: tl.constexpr, HALF: tl.constexpr, LINE: tl.constexpr, UNITS: tl.constexpr,
-    C: tl.constexpr, HAS_OWN: tl.constexpr,
+    C: tl.constexpr, HAS_OWN: tl.constexpr, SECONDS: tl.constexpr,
 ):  # fmt: skip
     """Add up a token's sums, in the order of ranks."""
     token = tl.program_id(0)
@@ -86,7 +86,7 @@ def _receive_sums(
     for k in tl.static_range(K):
         expert = tl.load(ids + token * K + k, mask=is_token, other=-1).to(tl.int32)
         hits |= tl.where(expert >= 0, 1 << (tl.maximum(expert, 0) // L), 0)
-    await_all(base, number, R, LINE, UNITS)
+    await_all(base, number, R, LINE, UNITS, SECONDS)
     for source in tl.static_range(R):
         place = half + (source * T + token).to(tl.int64) * (2 * D)
         is_hit = ((hits >> source) & 1) == 1
@@ -164,6 +164,7 @@ def receive_sums(window: Window, ids_TK: Tensor, own_TD: Tensor | None) -> Tenso
             UNITS,
             block,
             own_TD is not None,
+            window.wait_seconds,
         ),
     )
     return out

@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from engine.parallel.nvlink.shape import NvlinkShape
+
+WAIT_SECONDS: Final = 120
+"""Longer than any rank compiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,16 +22,24 @@ class Window:
         rank: of this process.
         bases: [R] int64 on the device, the address of each rank's buffer as this GPU sees it.
         state: [2] int64 on the device, how many transfers were received and how many were sent.
+        wait_seconds: for the peers, before a program gives up.
     """
 
     shape: NvlinkShape
     rank: int
     bases: Tensor
     state: Tensor
+    wait_seconds: int = WAIT_SECONDS
 
     @classmethod
     def open(
-        cls, shape: NvlinkShape, rank: int, addresses: Sequence[int], device: torch.device
+        cls,
+        shape: NvlinkShape,
+        rank: int,
+        addresses: Sequence[int],
+        device: torch.device,
+        *,
+        wait_seconds: int = WAIT_SECONDS,
     ) -> "Window":
         """Begin at transfer 1, over buffers whose counters are zero on all ranks."""
         return cls(
@@ -35,4 +47,5 @@ class Window:
             rank=rank,
             bases=torch.tensor(addresses, dtype=torch.int64, device=device),
             state=torch.zeros(2, dtype=torch.int64, device=device),
+            wait_seconds=wait_seconds,
         )
