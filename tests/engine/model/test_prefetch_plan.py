@@ -73,8 +73,11 @@ def test_a_plan_holds_what_is_read_behind_each_point(tmp_path: Path) -> None:
         if isinstance(layer.mlp, MoE):
             expected[PrefetchPoint.DISPATCH].append(layer.mlp.experts.w13)
             if following is not None:
-                first = following.self_attn
-                expected[PrefetchPoint.COMBINE] += [first.qkv_a_proj.weight, first.q_b_proj.weight]
+                behind = following.self_attn
+                expected[PrefetchPoint.COMBINE] += [
+                    behind.qkv_a_proj.weight,
+                    behind.q_b_proj.weight,
+                ]
         for point, weights in expected.items():
             found = chunks.get(point)
             addresses = [] if found is None else found.addresses_N.tolist()
