@@ -67,13 +67,14 @@ def multiply(
         room = cut.partial_numbers(num_columns, num_rows)
         partial = torch.empty(room, dtype=torch.float32, device=data.device)
         counters = arrivals.take(data.device)
-    is_full = num_rows == block_m
+    scale_row, scale_group = x.scale_TG.stride()
+    is_full = num_rows == block_m == scale_group and scale_row == 1
     ahead = cut.reads_ahead and is_full  # with masks it would take too many registers
     product.multiply(
         (num_tiles, cut.num_splits),
         (data, x.scale_TG, weight_NK, scale_inv_PQ, out, partial, counters),
-        (data.stride(0), num_columns, depth, *x.scale_TG.stride()),
-        (num_rows,),
+        (data.stride(0), num_columns, depth, scale_row),
+        (scale_group, num_rows),
         (cut.block_n, block_m, cut.num_splits, is_full, cut.sum_rows(num_rows), ahead),
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,

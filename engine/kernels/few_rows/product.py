@@ -43,7 +43,7 @@ def _sum_parts(
         tl.store(out + row.to(tl.int64) * num_columns + column, total.to(tl.bfloat16), mask=mask)
 
 
-@launched("num_rows")
+@launched("scale_group", "num_rows")
 def multiply(
     x, x_scale, weight, weight_scale, out, partial, arrivals,
     x_stride, num_columns, depth, scale_row, scale_group, num_rows,
@@ -53,8 +53,8 @@ def multiply(
     """Make one tile [BLOCK_N, BLOCK_M] of the turned result, or a part of its sum.
 
     `partial` is [tiles, SPLITS, BLOCK_M, BLOCK_N] float32, `arrivals` [tiles] int32 zeros, and
-    zeros again afterwards. IS_FULL says that there are BLOCK_M rows. SUM_ROWS are added up at a
-    time; if 0, `partial` is all that is written.
+    zeros again afterwards. IS_FULL says that there are BLOCK_M rows, whose scales lie column after
+    column without gaps. SUM_ROWS are added up at a time; if 0, `partial` is all that is written.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -66,11 +66,16 @@ def multiply(
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, BLOCK_M)
     near_column = tl.minimum(column, num_columns - 1).to(tl.int64)
-    near_row = row if IS_FULL else tl.minimum(row, num_rows - 1)
+    near_row = row
+    if IS_FULL:
+        scale_group = BLOCK_M
+        x_scales = x_scale + row
+    else:
+        near_row = tl.minimum(row, num_rows - 1)
+        x_scales = x_scale + row * scale_row
     k = start * 128 + tl.arange(0, 128)
     w_tile = weight + near_column[:, None] * depth + k[None, :]
     x_tile = x + near_row[None, :] * x_stride + k[:, None]
-    x_scales = x_scale + row * scale_row
     if BLOCK_N <= 128:
         w_scales = weight_scale + tile * BLOCK_N // 128 * blocks
     else:
