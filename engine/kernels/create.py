@@ -9,6 +9,7 @@ import torch
 
 from engine.kernels import deep_gemm, flash_attention, flash_mla
 from engine.kernels.base import Kernels
+from engine.kernels.expert_stream.tiles import MEASURED
 from engine.kernels.few_rows.tables import find_cuts
 from engine.kernels.parts import BlockGemm
 from engine.kernels.portable import PortableKernels
@@ -97,6 +98,7 @@ def _build(kind: KernelSet, device: torch.device) -> Kernels:
 
 
 def _build_hopper(device: torch.device) -> Kernels:
+    from engine.kernels.expert_stream.mlp import ExpertStream
     from engine.kernels.few_rows.gemm import FewRowsGemm
     from engine.kernels.hopper import HopperKernels
 
@@ -107,7 +109,8 @@ def _build_hopper(device: torch.device) -> Kernels:
     gemm: BlockGemm = deep_gemm.DeepGemm()
     if cuts := find_cuts(torch.cuda.get_device_name(device)):
         gemm = FewRowsGemm(gemm, cuts)
-    return HopperKernels(gemm=gemm, attention=attention, paged=paged)
+    experts = ExpertStream(MEASURED, DeviceLimits.of(device).num_sms)
+    return HopperKernels(gemm=gemm, attention=attention, paged=paged, experts=experts)
 
 
 def _build_triton(device: torch.device) -> Kernels:

@@ -18,7 +18,7 @@ from engine.kernels.fused import attention, latents, masked, norm, permute, quan
 from engine.kernels.fused.dependent import break_chain
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.paged_queries import PagedQueries
-from engine.kernels.parts import BlockGemm, VarlenAttention
+from engine.kernels.parts import BlockGemm, MaskedMlp, VarlenAttention
 from engine.kernels.routing import RoutingRule
 
 ATTENTION_HEADS = (192, 128)
@@ -37,6 +37,7 @@ class HopperKernels:
         gemm: BlockGemm,
         attention: VarlenAttention | None,
         paged: FlashMLA | None = None,
+        experts: MaskedMlp | None = None,
     ) -> None:
         """Take the libraries that are there.
 
@@ -44,10 +45,12 @@ class HopperKernels:
             gemm: for all FP8 products.
             attention: None where it is not installed; attention is then slow, and right.
             paged: of decode steps; None as above.
+            experts: over few masked rows; what it does not take `gemm` multiplies.
         """
         self._gemm = gemm
         self._attention = attention
         self._paged = paged
+        self._experts = experts
 
     @property
     def name(self) -> str:
@@ -117,6 +120,8 @@ class HopperKernels:
         self, rows: MaskedRows, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]
     ) -> Tensor:
         """See `Kernels`."""
+        if self._experts is not None and self._experts.takes(rows, w13, w2):
+            return self._experts.masked_fp8_mlp(rows, w13, w2)
         gate_up = self._gemm.masked_linear(rows, *w13)
         return self._gemm.masked_linear(masked.masked_silu_and_mul_fp8(gate_up, rows), *w2)
 

@@ -1,4 +1,4 @@
-"""What a set of kernels is put together from: products in FP8, and attention.
+"""What a set of kernels is put together from: products in FP8, experts, and attention.
 
 Each has one implementation per library, in a file that alone knows it; the sets of kernels know
 these interfaces.
@@ -51,4 +51,20 @@ class VarlenAttention(Protocol):
         is_causal: bool,
     ) -> tuple[Tensor, Tensor]:
         """Attend to a part of the positions: [T, H, V] contiguous, and [H, T] float32."""
+        ...
+
+
+class MaskedMlp(Protocol):
+    """Experts over masked rows in one go; see `expert_stream.mlp.ExpertStream`."""
+
+    def takes(
+        self, rows: MaskedRows, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]
+    ) -> bool:
+        """Return whether it is to be used for these."""
+        ...
+
+    def masked_fp8_mlp(
+        self, rows: MaskedRows, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Run each expert's MLP over its rows in use: [L, M, D] bfloat16."""
         ...

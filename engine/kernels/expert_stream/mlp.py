@@ -1,0 +1,120 @@
+"""The experts' gated MLP over masked rows, as two streamed products with nothing between them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from engine.kernels.expert_stream import kernel
+from engine.kernels.expert_stream.tiles import StreamTile, StreamTiles, choose_tiles
+from engine.kernels.fp8_rows import GROUP
+from engine.kernels.fused.dependent import joins_chain
+from engine.kernels.masked_reference import empty_masked
+from engine.kernels.masked_rows import MASKED_BLOCK, MaskedRows
+
+Weight = tuple[Tensor, Tensor]
+"""[L, N, K] e4m3 and [L, N / 128, K / 128] float32, contiguous."""
+
+
+class ExpertStream:
+    """Runs the MLPs that its table has tiles for."""
+
+    def __init__(self, table: tuple[StreamTiles, ...], num_sms: int) -> None:
+        """Take tiles by rows, fewest first, and the GPU's multiprocessors."""
+        self._table = table
+        self._num_sms = num_sms
+
+    def takes(self, rows: MaskedRows, w13: Weight, w2: Weight) -> bool:
+        """Return whether these shapes can be run, and are what the tiles were measured on."""
+        widths = w13[0].shape[1], w2[0].shape[1]
+        return (
+            choose_tiles(self._table, rows.expected_rows) is not None
+            and all(width % (2 * GROUP) == 0 for width in widths)
+            and rows.data_LMD.shape[1] % MASKED_BLOCK == 0
+        )
+
+    def masked_fp8_mlp(self, rows: MaskedRows, w13: Weight, w2: Weight) -> Tensor:
+        """Run each expert's MLP over its rows in use; see `masked_reference.masked_fp8_mlp`.
+
+        Between the products numbers stay in float32, where the reference rounds to bfloat16.
+        """
+        tiles = choose_tiles(self._table, rows.expected_rows)
+        assert tiles is not None, rows.expected_rows
+        hidden = gated_product(rows, w13, tiles.gated, num_sms=self._num_sms)
+        return down_product(hidden, w2, tiles.down, num_sms=self._num_sms)
+
+
+def gated_product(rows: MaskedRows, w13: Weight, tile: StreamTile, *, num_sms: int) -> MaskedRows:
+    """Return silu(gate) * up, quantised: [L, M, F] of rows [L, M, D] and [L, 2F, D]."""
+    num_experts, max_rows, _ = rows.data_LMD.shape
+    data, scale = empty_masked(num_experts, max_rows, w13[0].shape[1] // 2, rows.data_LMD.device)
+    launch(rows, w13, (data, scale), tile, num_sms=num_sms)
+    return MaskedRows(
+        data_LMD=data,
+        scale_LMG=scale,
+        num_rows_L=rows.num_rows_L,
+        expected_rows=rows.expected_rows,
+    )
+
+
+def down_product(rows: MaskedRows, w2: Weight, tile: StreamTile, *, num_sms: int) -> Tensor:
+    """Return [L, M, D] bfloat16 of rows [L, M, F] and [L, D, F]."""
+    shape = (*rows.data_LMD.shape[:2], w2[0].shape[1])
+    out = torch.empty(shape, dtype=torch.bfloat16, device=rows.data_LMD.device)
+    launch(rows, w2, (out, rows.scale_LMG), tile, num_sms=num_sms)
+    return out
+
+
+def launch(
+    rows: MaskedRows,
+    weight: Weight,
+    out: tuple[Tensor, Tensor],
+    tile: StreamTile,
+    *,
+    num_sms: int,
+    run: Callable[..., Any] | None = None,
+) -> object:
+    """Write `out`: numbers, and their scales if the numbers are e4m3 (then gate and up are fused).
+
+    Args:
+        rows: [L, M, K].
+        weight: [L, N, K].
+        out: [L, M, N] bfloat16 and anything; or [L, M, N / 2] e4m3 and scales as in `MaskedRows`.
+        tile: how to cut it.
+        num_sms: of the GPU.
+        run: takes the kernel's arguments and `grid`; by default they are launched.
+    """
+    data, scale = rows.data_LMD, rows.scale_LMG
+    num_groups, max_rows, depth = data.shape
+    width = weight[0].shape[1]
+    is_gated = out[0].dtype == torch.float8_e4m3fn
+    assert data.is_contiguous()
+    assert scale.stride() == (depth // GROUP * max_rows, 1, max_rows)
+    assert weight[0].is_contiguous()
+    assert weight[1].is_contiguous()
+    assert max_rows % tile.block_m == 0
+    assert width % (2 * tile.block_n) == 0
+    assert depth % (GROUP * tile.unroll) == 0
+    assert tile.block_n == GROUP or not is_gated
+    start, options = kernel.ALONE.value, {}
+    if joins_chain() and isinstance(kernel.stream, triton.runtime.JITFunction):
+        # The product before the second one has waited for what wrote the counts.
+        start = (kernel.WAITS if is_gated else kernel.ASKS).value
+        options = {"launch_pdl": True}
+    run = run or _run
+    return run(
+        TensorDescriptor.from_tensor(weight[0].view(-1, depth), [tile.block_n, GROUP]), *weight,
+        TensorDescriptor.from_tensor(data.view(-1, depth), [tile.block_m, GROUP]), scale,
+        rows.num_rows_L, *out, max_rows,
+        NUM_GROUPS=num_groups, LANES=triton.next_power_of_2(num_groups), WIDTH=width, DEPTH=depth,
+        ACTIVATE=is_gated, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        UNROLL=tile.unroll, STAGES=tile.num_stages, START=start,
+        num_warps=tile.num_warps, grid=(num_sms * tile.per_sm,), **options,
+    )  # fmt: skip
+
+
+def _run(*arguments: Any, grid: tuple[int], **options: Any) -> object:
+    return kernel.stream[grid](*arguments, **options)

@@ -1,0 +1,85 @@
+"""How a streamed product is cut, and which cut is for how many rows: pure arithmetic and a table.
+
+A tile has two blocks of a weight's rows and one of activations; see `kernel`. What bounds the
+choice is shared memory: what does not hold steps in flight is wasted, and memory needs about 32 KiB
+on their way to each multiprocessor to be busy.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from engine.kernels.fp8_rows import GROUP
+from engine.kernels.triton_gemm.limits import RESERVED_SHARED_MEMORY, DeviceLimits
+
+MAX_NUMBERS_PER_THREAD: Final = 64
+"""Of both blocks' sums; a thread holds them twice, and with more compiled code spills."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamTile:
+    """How the programs of a product work.
+
+    Attributes:
+        block_m: activations of a tile, a power of two of at least 16 that divides 128.
+        block_n: rows of each of its two blocks of the weight, 64 or 128.
+        unroll: groups of 128 along K that are one step.
+        num_warps: of a program.
+        num_stages: steps in flight, the one being multiplied included.
+        per_sm: programs that share a multiprocessor.
+    """
+
+    block_m: int
+    block_n: int = GROUP
+    unroll: int = 1
+    num_warps: int = 4
+    num_stages: int
+    per_sm: int = 1
+
+    @property
+    def numbers_per_thread(self) -> int:
+        """Sums of both blocks that a thread holds."""
+        return 2 * self.block_m * self.block_n // (32 * self.num_warps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamTiles:
+    """The cuts of the two products of an MLP.
+
+    Attributes:
+        rows: most rows of an expert, as expected, that they are for.
+        gated: of the product with gate and up, whose blocks have 128 rows.
+        down: of the other one.
+    """
+
+    rows: int
+    gated: StreamTile
+    down: StreamTile
+
+
+def shared_memory(tile: StreamTile) -> int:
+    """Return an upper bound of the bytes of shared memory that a program takes."""
+    step = tile.unroll * (2 * tile.block_n + tile.block_m) * GROUP
+    scales = tile.unroll * 4 * (tile.block_m + 2)
+    # A finished block passes through, in bfloat16, rows padded.
+    result = 2 * tile.block_m * (tile.block_n + 8)
+    return tile.num_stages * (step + scales) + result + 512
+
+
+def is_legal(tile: StreamTile, limits: DeviceLimits) -> bool:
+    """Return whether the GPU can run as many programs as the tile says, without spilling."""
+    room = limits.shared_memory + RESERVED_SHARED_MEMORY
+    return (
+        limits.sm == 90
+        and tile.block_n % (16 * tile.num_warps) == 0
+        and tile.numbers_per_thread <= MAX_NUMBERS_PER_THREAD
+        and tile.per_sm * (shared_memory(tile) + RESERVED_SHARED_MEMORY) <= room
+    )
+
+
+def choose_tiles(table: tuple[StreamTiles, ...], expected_rows: int) -> StreamTiles | None:
+    """Return the cuts for so many rows of an expert, None if the table has none for as many."""
+    return next((tiles for tiles in table if expected_rows <= tiles.rows), None)
+
+
+MEASURED: Final[tuple[StreamTiles, ...]] = ()
+"""Fewest rows first, as they were fastest on one H200. While it is empty, nothing is streamed."""
