@@ -133,5 +133,7 @@ def summarise(report: Report) -> list[str]:
             shown = ", ".join(f"{q} {stages[name][q]:.2f}" for q in ("p50", "p99", "max"))
             lines.append(f"{name:16} {shown} ms")
     ratio, slower = found["ratio"], found["slower_side"]
-    lines.append(f"ratio          {'none' if ratio is None else f'{ratio:.3f}'} of {slower} alone")
+    lines.append(
+        "ratio          none" if ratio is None else f"ratio          {ratio:.3f} of {slower} alone"
+    )
     return lines + [f"note: {note}" for note in found["notes"]]

@@ -80,7 +80,7 @@ def run_pair(options: PairOptions, log_dir: Path | None = None) -> Report:
         "notes": [*NOTES, *phases.notes],
         "options": dataclasses.asdict(options),
         "start_s": start_s,
-        **compare(phases.reports),
+        **compare(phases.reports, num_running=options.num_running),
         **phases.reports,
         "num_failed": phases.num_failed,
         "pools_empty": True,  # else the phase would have failed
@@ -89,8 +89,13 @@ def run_pair(options: PairOptions, log_dir: Path | None = None) -> Report:
     }
 
 
-def compare(reports: dict[str, Report]) -> Report:
-    """The pair's rate over that of the slower side alone."""
+def compare(reports: dict[str, Report], *, num_running: int) -> Report:
+    """The pair's rate over that of the slower side alone.
+
+    Without a ratio where decode alone did not run ``num_running`` requests: it was not full.
+    """
+    if reports["decode_alone"]["num_running"] != num_running:
+        return {"slower_side": "unknown", "ratio": None}
     rates = {side: _rate(reports[f"{side}_alone"]) for side in ("prefill", "decode")}
     slower = min(rates, key=rates.__getitem__)
     return {

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deploy.engine_bench.report import Report
 from deploy.pair_bench.client import RequestLog
 from deploy.pair_bench.figures import (
     describe_decode,
@@ -107,5 +108,8 @@ def test_quantiles_ascend(seconds: list[float]) -> None:
 
 def test_the_ratio_is_to_the_slower_side() -> None:
     rates = {"prefill_alone": 4.0, "decode_alone": 5.0, "pair": 3.0}
-    reports = {name: {"requests_per_s": rate} for name, rate in rates.items()}
-    assert compare(reports) == {"slower_side": "prefill", "ratio": 0.75}  # type: ignore[arg-type]
+    reports: dict[str, Report] = {name: {"requests_per_s": rate} for name, rate in rates.items()}
+    reports["decode_alone"]["num_running"] = 8
+    assert compare(reports, num_running=8) == {"slower_side": "prefill", "ratio": 0.75}
+    unknown = {"slower_side": "unknown", "ratio": None}
+    assert compare(reports, num_running=9) == unknown, "decode alone was not full"
