@@ -109,8 +109,7 @@ class DeepseekV3ForCausalLM(nn.Module):
             with_mtp: build the multi-token-prediction layers too.
             placement: slots of the routed experts; None for one each.
             attention_rule: when attention is absorbed; None for the cheaper form by arithmetic.
-            kernels: that it runs on; None for the fastest of the device. If they have FP8 and the
-                checkpoint too, weights stay in FP8.
+            kernels: None for the fastest of the device; with FP8, such weights stay as they are.
             execution: how steps run on several ranks; None for what fits `groups`.
 
         Raises:
@@ -142,10 +141,9 @@ class DeepseekV3ForCausalLM(nn.Module):
             config.hidden_size,
             tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,
         )
-        self._sharding, self._overlap = ctx.sharding, execution.overlap
-        self._ahead = execution.ahead or Ahead()
+        self._overlap, self._ahead = execution.overlap, execution.ahead or Ahead()
         self._ahead_kernels = create_ahead_kernels(self.device)
-        self._scratch = Scratch()
+        self._sharding, self._scratch = ctx.sharding, Scratch()
         self._rotary = RotaryEmbedding(config, self.device)
         self._rule = attention_rule or AttentionRule.of(config)
 

@@ -46,7 +46,9 @@ class FakeDriver:
         self.recorder = Recorder()
         self.num_loaded = 0
         self.utils = SimpleNamespace(
-            load_binary=self._load, get_device_properties=lambda _: {"max_shared_mem": 232448}
+            load_binary=self._load,
+            unload_module=lambda *_: None,
+            get_device_properties=lambda _: {"max_shared_mem": 232448},
         )
 
     def _load(self, *_: object) -> tuple[object, int, int, int, int]:
