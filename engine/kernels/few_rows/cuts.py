@@ -22,7 +22,8 @@ BLOCK_K: Final = 128
 
 BLOCKS_N: Final = (64, 128, 256)
 WARPS: Final = (4, 8)
-STAGES: Final = (3, 4, 5, 6)
+STAGES: Final = (2, 3, 4, 5, 6)
+UNROLLS: Final = (1, 2)
 
 MAX_SPLITS: Final = 16
 """More parts than that cost more to add up than their programs save."""
@@ -44,6 +45,7 @@ class Cut:
         num_splits: parts of K.
         num_warps: of a program.
         num_stages: steps along K in flight, the one being multiplied included.
+        unroll: steps that are read together, and counted as one above.
         reads_ahead: whether scales are read a step before they are needed, for some registers.
     """
 
@@ -51,6 +53,7 @@ class Cut:
     num_splits: int
     num_warps: int
     num_stages: int
+    unroll: int = 1
     reads_ahead: bool = False
 
     def num_tiles(self, num_columns: int) -> int:
@@ -72,7 +75,7 @@ class Cut:
     def shared_memory(self, num_rows: int) -> int:
         """Return an upper bound of the bytes of shared memory that a program takes."""
         block_m = block_m_of(num_rows)
-        operands = self.num_stages * (self.block_n + block_m) * BLOCK_K
+        operands = self.num_stages * self.unroll * (self.block_n + block_m) * BLOCK_K
         # The tile is turned around on its way out, its rows padded.
         result = 4 * block_m * (self.block_n + 4)
         return max(operands, result) + 2048
@@ -90,7 +93,8 @@ def is_legal(cut: Cut, num_rows: int, depth: int, limits: DeviceLimits) -> bool:
     return (
         limits.reads_shared_memory
         and 4 <= numbers <= MAX_NUMBERS_PER_THREAD
-        and 1 <= cut.num_splits <= min(MAX_SPLITS, depth // BLOCK_K)
+        and depth % (BLOCK_K * cut.unroll) == 0
+        and 1 <= cut.num_splits <= min(MAX_SPLITS, depth // (BLOCK_K * cut.unroll))
         and cut.shared_memory(num_rows) <= limits.shared_memory
     )
 

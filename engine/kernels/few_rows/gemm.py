@@ -56,10 +56,10 @@ def multiply(
     """
     (num_columns, depth), num_rows, data = weight_NK.shape, x.num_rows, x.data_TK
     assert data.stride(1) == 1
-    assert depth % GROUP == 0
     assert weight_NK.is_contiguous()
     assert scale_inv_PQ.is_contiguous()
     block_m, num_tiles = block_m_of(num_rows), cut.num_tiles(num_columns)
+    assert depth % (GROUP * cut.unroll) == 0
     assert num_tiles <= MAX_TILES
     out = torch.empty((num_rows, num_columns), dtype=torch.bfloat16, device=data.device)
     partial, counters = x.scale_TG, x.scale_TG  # if there is nothing to add up
@@ -75,7 +75,10 @@ def multiply(
         (data, x.scale_TG, weight_NK, scale_inv_PQ, out, partial, counters),
         (data.stride(0), num_columns, depth, scale_row),
         (scale_group, num_rows),
-        (cut.block_n, block_m, cut.num_splits, is_full, cut.sum_rows(num_rows), ahead),
+        (
+            *(cut.block_n, block_m, cut.num_splits, is_full),
+            *(cut.sum_rows(num_rows), ahead, cut.unroll),
+        ),
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
     )

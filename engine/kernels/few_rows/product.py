@@ -49,6 +49,7 @@ def multiply(
     x_stride, num_columns, depth, scale_row, scale_group, num_rows,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr,
     IS_FULL: tl.constexpr, SUM_ROWS: tl.constexpr, AHEAD: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Make one tile [BLOCK_N, BLOCK_M] of the turned result, or a part of its sum.
 
@@ -59,8 +60,8 @@ def multiply(
     tile = tl.program_id(0)
     split = tl.program_id(1)
     blocks = depth // 128
-    start = split * blocks // SPLITS
-    end = (split + 1) * blocks // SPLITS
+    start = split * (blocks // UNROLL) // SPLITS * UNROLL
+    end = (split + 1) * (blocks // UNROLL) // SPLITS * UNROLL
 
     # Rows and columns past the end read the last one, and are not stored.
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -85,23 +86,24 @@ def multiply(
     # Read a step ahead, or in the shadow of the product: nothing else hides how long that takes.
     x_factor = _row_scales(x_scales + start * scale_group, row, num_rows, IS_FULL)
     w_factor = tl.load(w_scales + start)
-    for step in range(start, end):
-        w = tl.load(w_tile)
-        y = tl.load(x_tile)
-        if not AHEAD:
-            x_factor = _row_scales(x_scales + step * scale_group, row, num_rows, IS_FULL)
-            w_factor = tl.load(w_scales + step)
-        part = tl.dot(w, y)
-        if BLOCK_N <= 128:
-            total += part * (x_factor * w_factor)[None, :]
-        else:
-            total += part * x_factor[None, :] * w_factor[:, None]
-        if AHEAD:
-            ahead = tl.minimum(step + 1, blocks - 1)
-            x_factor = _row_scales(x_scales + ahead * scale_group, row, num_rows, IS_FULL)
-            w_factor = tl.load(w_scales + ahead)
-        w_tile += 128
-        x_tile += 128
+    for step in range(start, end, UNROLL):
+        for u in tl.static_range(UNROLL):
+            w = tl.load(w_tile + u * 128)
+            y = tl.load(x_tile + u * 128)
+            if not AHEAD:
+                x_factor = _row_scales(x_scales + (step + u) * scale_group, row, num_rows, IS_FULL)
+                w_factor = tl.load(w_scales + step + u)
+            part = tl.dot(w, y)
+            if BLOCK_N <= 128:
+                total += part * (x_factor * w_factor)[None, :]
+            else:
+                total += part * x_factor[None, :] * w_factor[:, None]
+            if AHEAD:
+                ahead = tl.minimum(step + u + 1, blocks - 1)
+                x_factor = _row_scales(x_scales + ahead * scale_group, row, num_rows, IS_FULL)
+                w_factor = tl.load(w_scales + ahead)
+        w_tile += UNROLL * 128
+        x_tile += UNROLL * 128
 
     turned = tl.trans(total)
     mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]

@@ -58,7 +58,7 @@ def compile_cut(cut: Cut, num_rows: int) -> Any:
     return product.multiply._kernel.warmup(
         e4m3, f32, e4m3, f32, bf16, f32, torch.empty(16, dtype=torch.int32),
         7168, 4096, 7168, 1, num_rows, num_rows,
-        cut.block_n, block_m, cut.num_splits, is_full, cut.sum_rows(num_rows), False,
+        cut.block_n, block_m, cut.num_splits, is_full, cut.sum_rows(num_rows), False, cut.unroll,
         grid=(1,), num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip
 
@@ -66,7 +66,7 @@ def compile_cut(cut: Cut, num_rows: int) -> Any:
 def spilled_bytes(compiled: Any, folder: Path) -> int:
     """Return what PTX's own assembler says."""
     triton = importlib.import_module("triton")
-    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    assembler = Path(str(triton.__file__)).parent / "backends/nvidia/bin/ptxas"
     file = folder / "kernel.ptx"
     file.write_text(compiled.asm["ptx"])
     command = [str(assembler), "-v", "--gpu-name=sm_90a", str(file), "-o", str(folder / "out")]
