@@ -92,12 +92,13 @@ def run_pair(options: PairOptions, log_dir: Path | None = None) -> Report:
 def compare(reports: dict[str, Report], *, num_running: int) -> Report:
     """The pair's rate over that of the slower side alone.
 
-    Without a ratio where decode alone did not run ``num_running`` requests: it was not full.
+    Decode alone can do at least what it did with fewer than ``num_running`` requests. Where that
+    is less than prefill's rate, nobody knows which side is the slower one.
     """
-    if reports["decode_alone"]["num_running"] != num_running:
-        return {"slower_side": "unknown", "ratio": None}
     rates = {side: _rate(reports[f"{side}_alone"]) for side in ("prefill", "decode")}
     slower = min(rates, key=rates.__getitem__)
+    if slower == "decode" and reports["decode_alone"]["num_running"] != num_running:
+        return {"slower_side": "unknown", "ratio": None}
     return {
         "slower_side": slower,
         "ratio": _rate(reports["pair"]) / rates[slower] if rates[slower] else None,

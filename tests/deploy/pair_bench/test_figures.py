@@ -110,6 +110,10 @@ def test_the_ratio_is_to_the_slower_side() -> None:
     rates = {"prefill_alone": 4.0, "decode_alone": 5.0, "pair": 3.0}
     reports: dict[str, Report] = {name: {"requests_per_s": rate} for name, rate in rates.items()}
     reports["decode_alone"]["num_running"] = 8
-    assert compare(reports, num_running=8) == {"slower_side": "prefill", "ratio": 0.75}
+    by_prefill = {"slower_side": "prefill", "ratio": 0.75}
+    assert compare(reports, num_running=8) == by_prefill
+    assert compare(reports, num_running=9) == by_prefill, "full, decode would be faster still"
+    reports["prefill_alone"]["requests_per_s"] = 6.0
+    assert compare(reports, num_running=8) == {"slower_side": "decode", "ratio": 0.6}
     unknown = {"slower_side": "unknown", "ratio": None}
     assert compare(reports, num_running=9) == unknown, "decode alone was not full"

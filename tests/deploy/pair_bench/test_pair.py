@@ -28,9 +28,8 @@ def measure(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 def test_two_ranks_each_kept_busy(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
-    report = measure(
-        tmp_path, "--prefill-tp", "2", "--decode-dp", "2", "--decode-len", "160", "--logs", str(logs)
-    )
+    ranks = ["--prefill-tp", "2", "--decode-dp", "2", "--decode-len", "160"]
+    report = measure(tmp_path, *ranks, "--logs", str(logs))
     assert report["label"].startswith("pair of tiny: prefill TP2, decode DP2, on 4 CPU ranks")
     assert report["num_failed"] == 0
     assert report["pools_empty"] is True
