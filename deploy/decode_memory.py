@@ -41,6 +41,7 @@ def plan_decode_memory(config: ClusterConfig, model: ModelConfig) -> DecodeBudge
         num_redundant_experts=decode.num_redundant_experts,
         max_tokens_per_rank=decode.max_tokens_per_rank,
         max_num_seqs=decode.max_num_seqs,
+        by_nvlink=decode.dispatcher == "nvlink",
         block_size=decode.block_size,
         latent_bytes=model.latent_dim * _ITEM_BYTES[dtype],
         num_graphs=len(batch_buckets(decode.max_num_seqs)),

@@ -69,7 +69,8 @@ def open_transfers(
         is_halved: every step runs as two micro-batches, so a transfer has half of the tokens.
 
     Raises:
-        ConfigError: a step may bring more tokens than the ranks make room for.
+        ConfigError: a step may bring more tokens than the ranks make room for, or the dispatcher
+            that is asked for does not run here.
     """
     if not isinstance(section, DecodeSection) or section.device == "cpu":
         return None
@@ -86,7 +87,8 @@ def open_transfers(
         num_physical_experts=placement.num_physical_experts,
     )
     room = half_room(most, groups.ep_group.size) if is_halved else most
-    return open_decode_dispatcher(DispatcherKind.AUTO, experts, max_tokens_per_rank=room)
+    kind = DispatcherKind(section.dispatcher)
+    return open_decode_dispatcher(kind, experts, max_tokens_per_rank=room)
 
 
 def half_room(num_tokens: int, num_ranks: int) -> int:

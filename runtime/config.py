@@ -211,6 +211,9 @@ class DecodeSection:
     """Run the shared expert while tokens travel to the routed ones."""
     num_redundant_experts: int = 0
     """Slots for second copies of experts, of all ranks together."""
+    dispatcher: str = "auto"
+    """How tokens travel to experts on GPUs: "nvlink" (stores into the memory of up to 8 GPUs of one
+    host), "deep-ep", "gathered", or "auto" (by what runs, and by measurements)."""
     max_tokens_per_rank: int = 128
     """Most tokens that a GPU rank sends to experts in a step; sizes the buffers of all ranks."""
     device_memory_gib: float = 0.0
@@ -233,6 +236,7 @@ class DecodeSection:
         _check_worker("decode", self)
         _one_of("decode.cuda_graphs", self.cuda_graphs, ("auto", "on", "off"))
         _one_of("decode.two_batch_overlap", self.two_batch_overlap, ("auto", "on", "off"))
+        _one_of("decode.dispatcher", self.dispatcher, ("auto", "nvlink", "deep-ep", "gathered"))
         _at_least("decode.dp", self.dp, 1)
         if self.two_batch_overlap == "on" and self.dp == 1:
             problem = "the tokens of one rank do not travel"

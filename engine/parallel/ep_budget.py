@@ -12,6 +12,7 @@ from typing import Final
 
 from engine.config import ModelConfig
 from engine.parallel.deep_ep_shape import LowLatencyShape
+from engine.parallel.nvlink.shape import NvlinkShape
 from runtime.errors import ConfigError
 
 H200_BYTES: Final = 149_200_000_000
@@ -88,6 +89,7 @@ class DecodePlan:
         max_model_len: tokens of prompt and output of the longest request.
         mean_context: tokens of the average request while it decodes; 0: `max_model_len`.
         num_speculative_tokens: drafts per request and step.
+        by_nvlink: tokens travel by our own exchange, not by low-latency dispatch.
         block_size: tokens per KV block.
         latent_bytes: of one token and layer in the KV pool, 1152 in bfloat16.
         num_graphs: batch buckets that are captured.
@@ -101,6 +103,7 @@ class DecodePlan:
     max_model_len: int = 4096
     mean_context: int = 0
     num_speculative_tokens: int = 0
+    by_nvlink: bool = False
     block_size: int = 64
     latent_bytes: int = 1152
     num_graphs: int = 20
@@ -123,7 +126,7 @@ class DecodeBudget:
 
     Attributes:
         weights: held weights.
-        transfer_buffer: registered memory of low-latency dispatch.
+        transfer_buffer: memory that peers write.
         workspace: results of dispatch and products of one layer, and logits.
         graphs: instantiated CUDA graphs.
         context: of CUDA and libraries, and what the allocator cannot use.
@@ -237,7 +240,7 @@ def divide_memory(config: ModelConfig, plan: DecodePlan) -> DecodeBudget:
     )
 
 
-def check_placement(config: ModelConfig, plan: DecodePlan) -> LowLatencyShape:
+def check_placement(config: ModelConfig, plan: DecodePlan) -> LowLatencyShape | NvlinkShape:
     """Return the sizes of dispatch, or refuse what cannot be dealt or sent.
 
     Raises:
@@ -265,6 +268,14 @@ def check_placement(config: ModelConfig, plan: DecodePlan) -> LowLatencyShape:
             f"{plan.tokens_per_step} tokens a step, and max_tokens_per_rank is "
             f"{plan.max_tokens_per_rank}",
             f"{plan.max_tokens_per_rank // each}, or a larger max_tokens_per_rank",
+        )
+    if plan.by_nvlink:
+        return NvlinkShape(
+            num_ranks=plan.num_ranks,
+            num_experts=num_slots,
+            max_tokens_per_rank=plan.max_tokens_per_rank,
+            hidden_size=config.hidden_size,
+            top_k=config.num_experts_per_tok,
         )
     shape = LowLatencyShape(
         num_ranks=plan.num_ranks,
@@ -298,7 +309,7 @@ def _check_requests(plan: DecodePlan, num_blocks: int) -> None:
         )
 
 
-def _workspace(config: ModelConfig, plan: DecodePlan, shape: LowLatencyShape) -> int:
+def _workspace(config: ModelConfig, plan: DecodePlan, shape: LowLatencyShape | NvlinkShape) -> int:
     """Return the most that one MoE layer or the head needs at once; layers share it."""
     rows = shape.num_local_experts * shape.rows_per_expert
     width, hidden = config.moe_intermediate_size, config.hidden_size

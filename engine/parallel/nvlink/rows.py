@@ -27,6 +27,68 @@ def _pointer(address, dtype: tl.constexpr):
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
+@triton.jit
+def _send_row(
+    words, scales, ids, bases, token, slot, half, rank, num_tokens,
+    word_stride, row_stride, group_stride,
+    R: tl.constexpr, L: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
+    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """Store a row at each rank that holds an expert of the token, at the next rank first."""
+    columns = tl.arange(0, C)
+    groups = tl.arange(0, G)
+    is_token = token < num_tokens
+    row = tl.load(words + token * word_stride + columns, mask=(columns < SIZE) & is_token)
+    scale = tl.load(
+        scales + groups.to(tl.int64) * group_stride + token * row_stride,
+        mask=(groups < GROUPS) & is_token,
+    )
+    hits = tl.cast(0, tl.int32)
+    for k in tl.static_range(K):
+        expert = tl.load(ids + token * K + k, mask=is_token, other=-1).to(tl.int32)
+        hits |= tl.where(expert >= 0, 1 << (tl.maximum(expert, 0) // L), 0)
+    for j in tl.static_range(R):
+        peer = (rank + j) % R
+        is_hit = ((hits >> peer) & 1) == 1
+        place = tl.load(bases + peer) + half + ROWS + slot * ROW_BYTES
+        tl.store(_pointer(place, tl.int32) + columns, row, mask=(columns < SIZE) & is_hit)
+        place += SIZE * 4
+        tl.store(_pointer(place, tl.float32) + groups, scale, mask=(groups < GROUPS) & is_hit)
+
+
+@triton.jit
+def _count_choices(
+    ids, wanted, limit, num_tokens, K: tl.constexpr, T2: tl.constexpr, W: tl.constexpr
+):
+    """Return [W]: of the first `limit` tokens, how many chose the expert `wanted`."""
+    everyone = tl.arange(0, T2)
+    is_found = tl.zeros([W, T2], tl.int32)
+    for k in tl.static_range(K):
+        others = tl.load(ids + everyone * K + k, mask=everyone < num_tokens, other=-1)
+        is_found |= (others.to(tl.int32)[None, :] == wanted[:, None]).to(tl.int32)
+    return tl.sum(tl.where(everyone[None, :] < limit[:, None], is_found, 0), axis=1)
+
+
+@triton.jit
+def _send_route(
+    weights, tables, token, slot, routes, mine, count, is_pair,
+    R: tl.constexpr, L: tl.constexpr, T: tl.constexpr, K: tl.constexpr, R2: tl.constexpr,
+    W: tl.constexpr,
+):  # fmt: skip
+    """Store a token's places and weights at every rank; places only of the rank's experts."""
+    lanes = tl.arange(0, W)
+    peers = tl.arange(0, R2)
+    route = tables[:, None] + routes + slot * (8 * K) + lanes[None, :] * 4
+    is_route = (peers < R)[:, None] & is_pair[None, :]
+    local = mine[None, :] - peers[:, None] * L
+    is_there = (local >= 0) & (local < L) & (mine >= 0)[None, :]
+    place = tl.where(is_there, local * T + count[None, :], -1)
+    tl.store(route.to(tl.pointer_type(tl.int32)), place, mask=is_route)
+    weight = tl.load(weights + token * K + lanes, mask=is_pair, other=0.0)
+    weight = tl.broadcast_to(weight[None, :], [R2, W])
+    tl.store((route + 4 * K).to(tl.pointer_type(tl.float32)), weight, mask=is_route)
+
+
 @launched("row_stride", "group_stride", "num_tokens", "rank")
 def _send_rows(
     words, scales, ids, weights, bases, state, word_stride,
@@ -56,52 +118,22 @@ def _send_rows(
     tallied = program + (lanes - K2) * UNITS
     is_tallied = (lanes >= K2) & (tallied < R * L)
     owners = tl.where(is_tallied, tallied // L, 0)
-    columns = tl.arange(0, C)
-    groups = tl.arange(0, G)
-    everyone = tl.arange(0, T2)
     # A program without a token has experts to tally.
     for token in range(program, tl.maximum(num_tokens, program + 1), UNITS):
-        is_token = token < num_tokens
         wide = tl.cast(token, tl.int64)
-        row = tl.load(words + wide * word_stride + columns, mask=(columns < SIZE) & is_token)
-        scale = tl.load(
-            scales + groups.to(tl.int64) * group_stride + wide * row_stride,
-            mask=(groups < GROUPS) & is_token,
-        )
-        # 1. The row, to each rank that holds an expert of the token, the next rank first.
-        hits = tl.cast(0, tl.int32)
-        for k in tl.static_range(K):
-            expert = tl.load(ids + token * K + k, mask=is_token, other=-1).to(tl.int32)
-            hits |= tl.where(expert >= 0, 1 << (tl.maximum(expert, 0) // L), 0)
-        slot = rank * T + token
-        for j in tl.static_range(R):
-            peer = (rank + j) % R
-            is_hit = ((hits >> peer) & 1) == 1
-            place = tl.load(bases + peer) + half + ROWS + slot.to(tl.int64) * ROW_BYTES
-            tl.store(_pointer(place, tl.int32) + columns, row, mask=(columns < SIZE) & is_hit)
-            place += SIZE * 4
-            tl.store(_pointer(place, tl.float32) + groups, scale, mask=(groups < GROUPS) & is_hit)
-        # 2. How many tokens chose the same experts: before this one, and of all.
-        is_pair = (lanes < K) & is_token
+        slot = tl.cast(rank * T + token, tl.int64)
+        _send_row(
+            words, scales, ids, bases, wide, slot, half, rank, num_tokens,
+            word_stride, row_stride, group_stride, R, L, K, SIZE, GROUPS, ROW_BYTES, ROWS, C, G,
+        )  # fmt: skip
+        is_pair = (lanes < K) & (token < num_tokens)
         mine = tl.load(ids + token * K + lanes, mask=is_pair, other=-1).to(tl.int32)
         wanted = tl.where(is_tallied, tallied, tl.where(mine >= 0, mine, -2))
         limit = tl.where(lanes < K2, token, num_tokens)
-        is_found = tl.zeros([W, T2], tl.int32)
-        for k in tl.static_range(K):
-            others = tl.load(ids + everyone * K + k, mask=everyone < num_tokens, other=-1)
-            is_found |= (others.to(tl.int32)[None, :] == wanted[:, None]).to(tl.int32)
-        count = tl.sum(tl.where(everyone[None, :] < limit[:, None], is_found, 0), axis=1)
-        # 3. The route, to every rank: which of its experts, if any.
-        route = tables[:, None] + half + ROUTES + slot.to(tl.int64) * (8 * K) + lanes[None, :] * 4
-        is_route = (peers < R)[:, None] & is_pair[None, :]
-        local = mine[None, :] - peers[:, None] * L
-        is_there = (local >= 0) & (local < L) & (mine >= 0)[None, :]
-        place = tl.where(is_there, local * T + count[None, :], -1)
-        tl.store(route.to(tl.pointer_type(tl.int32)), place, mask=is_route)
-        weight = tl.load(weights + token * K + lanes, mask=is_pair, other=0.0)
-        weight = tl.broadcast_to(weight[None, :], [R2, W])
-        tl.store((route + 4 * K).to(tl.pointer_type(tl.float32)), weight, mask=is_route)
-        # 4. The tallies, to the experts' ranks.
+        count = _count_choices(ids, wanted, limit, num_tokens, K, T2, W)
+        _send_route(
+            weights, tables, token, slot, half + ROUTES, mine, count, is_pair, R, L, T, K, R2, W
+        )
         address = tl.load(bases + owners, mask=is_tallied, other=0) + half
         address += (rank * (L + 1) + tallied - owners * L) * 4
         tl.store(address.to(tl.pointer_type(tl.int32)), count, mask=is_tallied)

@@ -1,6 +1,7 @@
 """A decode rank's memory: the published figures come out, a real model agrees, refusals help."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_a_built_model_agrees(with_mtp: bool, q_lora_rank: int | None) -> None:
     assert held == weights.total - weights.up_projection
 
 
-def plan(**changes: int) -> DecodePlan:
+def plan(**changes: Any) -> DecodePlan:
     return dataclasses.replace(DecodePlan(num_ranks=8), **changes)
 
 
@@ -78,6 +79,7 @@ def plan(**changes: int) -> DecodePlan:
         ({"max_num_seqs": 256, "max_tokens_per_rank": 256}, "max_num_seqs", "or more ranks"),
         ({"max_num_seqs": 1, "max_model_len": 163840 * 4}, "max_model_len", ""),
         ({"max_num_seqs": 64, "max_tokens_per_rank": 100}, "max_tokens_per_rank", "112"),
+        ({"num_ranks": 16, "by_nvlink": True}, "ep", "another dispatcher"),
     ],
 )
 def test_refusals(changes: dict[str, int], field: str, fix: str) -> None:
@@ -85,6 +87,13 @@ def test_refusals(changes: dict[str, int], field: str, fix: str) -> None:
         budget_decode(DEEPSEEK_V3, plan(**changes))
     assert caught.value.path == field
     assert fix in caught.value.fix
+
+
+def test_the_exchange_over_nvlink_needs_less_memory() -> None:
+    budgets = [budget_decode(DEEPSEEK_V3, plan(by_nvlink=is_so)) for is_so in (False, True)]
+    low_latency, nvlink = (budget.transfer_buffer for budget in budgets)
+    assert nvlink < low_latency / 10
+    assert budgets[1].num_blocks > budgets[0].num_blocks
 
 
 def test_following_the_fix_helps() -> None:

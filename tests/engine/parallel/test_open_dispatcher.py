@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.kernels.portable import PortableKernels
-from engine.parallel import deep_ep
+from engine.parallel import deep_ep, open_dispatcher
 from engine.parallel.deep_ep_low_latency_dispatcher import DeepEPLowLatencyDispatcher
 from engine.parallel.deep_ep_normal_dispatcher import DeepEPNormalDispatcher
 from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
@@ -14,6 +14,9 @@ from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
+from engine.parallel.nvlink import open as nvlink
+from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
+from engine.parallel.nvlink.shape import NvlinkShape
 from engine.parallel.open_dispatcher import (
     DispatcherKind,
     OpenDispatcher,
@@ -27,6 +30,7 @@ from tests.engine.parallel.fake_ranks import SilentGroup
 
 AUTO, DEEP_EP = DispatcherKind.AUTO, DispatcherKind.DEEP_EP
 GATHERED, LOOPBACK = DispatcherKind.GATHERED, DispatcherKind.LOOPBACK
+NVLINK = DispatcherKind.NVLINK
 
 
 def experts(size: int = 8, **changes: Any) -> RankExperts:
@@ -38,7 +42,9 @@ def experts(size: int = 8, **changes: Any) -> RankExperts:
 class Opened:
     """Stands for a buffer of the library."""
 
-    def __init__(self, group: RankGroup, shape: LowLatencyShape | NormalShape, **_: int) -> None:
+    def __init__(
+        self, group: RankGroup, shape: LowLatencyShape | NormalShape | NvlinkShape, **_: int
+    ) -> None:
         self.group, self.shape, self.is_closed = group, shape, False
 
     def close(self) -> None:
@@ -50,6 +56,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deep_ep, "is_available", lambda: True)
     monkeypatch.setattr(deep_ep, "open_low_latency_buffer", Opened)
     monkeypatch.setattr(deep_ep, "open_normal_buffer", Opened)
+    monkeypatch.setattr(nvlink, "open_nvlink_buffer", Opened)
 
 
 def decode(kind: DispatcherKind, parts: RankExperts, **more: int) -> OpenDispatcher | None:
@@ -131,3 +138,39 @@ def test_experts_that_are_not_fp8() -> None:
     assert open_prefill_dispatcher(AUTO, parts) is None
     with pytest.raises(ConfigError, match="FP8"):
         decode(GATHERED, parts)
+
+
+@pytest.mark.usefixtures("installed")
+def test_nvlink_by_name() -> None:
+    opened = decode(NVLINK, experts(num_physical_experts=288), max_tokens_per_rank=100)
+    assert opened is not None
+    assert isinstance(opened.dispatcher, NvlinkDispatcher)
+    buffer = opened.dispatcher._buffer
+    assert buffer.shape == NvlinkShape(
+        num_ranks=8, num_experts=288, max_tokens_per_rank=100, hidden_size=7168, top_k=8
+    )
+    opened.close()
+    assert buffer.is_closed  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="ep"):
+        decode(NVLINK, experts(16))
+
+
+@pytest.mark.usefixtures("installed")
+def test_nvlink_may_be_tried_first(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(open_dispatcher, "AUTO_DECODE", (NVLINK, DEEP_EP))
+    opened = decode(AUTO, experts())
+    assert opened is not None
+    assert isinstance(opened.dispatcher, NvlinkDispatcher)
+    with caplog.at_level(logging.WARNING):
+        opened = decode(AUTO, experts(16))
+    assert opened is not None
+    assert isinstance(opened.dispatcher, DeepEPLowLatencyDispatcher)
+    assert "NVLink" in caplog.text
+
+
+def test_nvlink_needs_gpus() -> None:
+    with pytest.raises(ConfigError) as caught:
+        decode(NVLINK, experts())
+    assert caught.value.path == "dispatcher"

@@ -1,0 +1,98 @@
+"""What the kernels become on a Hopper GPU: wide stores, and an order that signals keep to.
+
+Needs Triton and no GPU: its compiler is told which one to build for.
+"""
+
+import importlib
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from engine.kernels.fp8_rows import Fp8Rows
+from engine.parallel.nvlink.shape import NvlinkShape
+from engine.parallel.nvlink.window import Window
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+CPU = torch.device("cpu")
+
+
+class Hopper:
+    """A driver that only says what it would run on."""
+
+    def get_current_device(self) -> int:
+        return 90
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What was compiled, by the kernel's name."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the interpreter compiles nothing")
+    jit = importlib.import_module("triton.runtime.jit").JITFunction
+    launcher = importlib.import_module("engine.kernels.fused.launch").Launcher
+    driver = importlib.import_module("triton.runtime.driver").driver
+    run, found = jit.run, {}
+
+    def compile_only(self: Any, *arguments: Any, **options: Any) -> Any:
+        kernel = run(self, *arguments, **{**options, "warmup": True})
+        found[self.fn.__name__] = kernel
+        return kernel
+
+    monkeypatch.setattr(jit, "run", compile_only)
+    monkeypatch.setattr(launcher, "_remember", lambda *_: None)
+    driver.set_active(Hopper())
+    yield found
+    if torch.cuda.is_available():
+        driver.reset_active()
+
+
+@pytest.mark.parametrize(("num_ranks", "tokens"), [(8, 128), (2, 512), (3, 5)])
+def test_kernels(num_ranks: int, tokens: int, compiled: dict[str, Any]) -> None:
+    rows, sums = (
+        importlib.import_module(f"engine.parallel.nvlink.{name}") for name in ("rows", "sums")
+    )
+    shape = NvlinkShape(
+        num_ranks=num_ranks,
+        num_experts=32 * num_ranks,
+        max_tokens_per_rank=tokens,
+        hidden_size=7168,
+        top_k=8,
+    )
+    window = Window.open(shape, 0, [0] * num_ranks, CPU)
+    ids, weights = torch.zeros(4, 8, dtype=torch.int64), torch.zeros(4, 8)
+    rows.send_rows(window, Fp8Rows.empty(4, 7168, CPU), ids, weights)
+    received = rows.receive_rows(window, 1)
+    sums.send_sums(
+        window, torch.empty(received.rows.data_LMD.shape, dtype=torch.bfloat16), received
+    )
+    sums.receive_sums(window, ids, torch.zeros(4, 7168, dtype=torch.bfloat16))
+    assert len(compiled) == 4
+    for name, kernel in compiled.items():
+        ptx: str = kernel.asm["ptx"]
+        assert "st.global.v4.b32" in ptx, name
+        assert "ld.global.v4.b32" in ptx, name
+        signals = [match.start() for match in re.finditer(r"atom\.global\.sys\.release\.add", ptx)]
+        waits = [match.start() for match in re.finditer(r"ld\.acquire\.sys\.global", ptx)]
+        assert (len(signals), len(waits)) == ((1, 0) if "send" in name else (0, 1)), name
+        if signals:
+            # Nothing is stored behind the last barrier, and the signal stands there.
+            barrier = ptx.rindex("bar.sync")
+            assert ptx.rindex("st.global") < barrier < signals[0], name
+        else:
+            # What peers have written is read behind the barrier that follows the wait.
+            barrier = ptx.index("bar.sync", waits[0])
+            assert "ld.global" not in ptx[waits[0] : barrier], name
+            assert ptx.index("st.global", waits[0]) > barrier
+            assert "trap;" in ptx
