@@ -20,7 +20,8 @@ from deploy.engine_bench.report import Report
 from deploy.pair_bench.client import clock
 from runtime.lifecycle import DecodeStatus
 
-INTERVAL_S = 0.25
+INTERVAL_S = 0.5
+"""A snapshot takes a worker about 3 ms, beside its engine loop."""
 _TIMEOUT_S = 5.0
 _DECODE_QUEUES = {
     DecodeStatus.RESERVED: "queued",

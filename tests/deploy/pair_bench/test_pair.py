@@ -14,7 +14,7 @@ from deploy.plan import Role, default_entrypoints
 
 COMMAND = ["bench", "pair", "--device", "cpu", "--model-shape", "tiny", "--layers", "2"]
 SIZES = ["--prompt-len", "40", "--output-len", "8", "--batch", "4", "--batch-tokens", "96"]
-TIMES = ["--seconds", "1", "--warm-up", "0.2", "--transport", "loopback"]
+TIMES = ["--seconds", "2", "--warm-up", "0.2", "--transport", "loopback"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
