@@ -75,12 +75,15 @@ def largest_decode(
 def smaller_prefills(
     *, max_num_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int
 ) -> list[list[ScheduledRequest]]:
-    """Return steps of 1, 2, 4, ... tokens, below `max_num_tokens`; see `largest_prefill`."""
+    """Return steps of 1, 2, 4, ... tokens, below `max_num_tokens`, of whole prompts.
+
+    See `largest_prefill`, which has the long contexts.
+    """
     return [
         largest_prefill(
             max_num_tokens=1 << power,
             max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
+            max_model_len=min(1 << power, max_model_len),
             block_size=block_size,
         )
         for power in range((max_num_tokens - 1).bit_length())

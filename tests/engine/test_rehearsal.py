@@ -47,6 +47,7 @@ def test_smaller_prefills_come_to_every_power_of_two(most: int) -> None:
     steps = smaller_prefills(max_num_tokens=most, max_num_seqs=8, max_model_len=60, block_size=8)
     sizes = [sum(item.num_scheduled_tokens for item in step) for step in steps]
     assert sizes == [size for size in (1, 2, 4, 8, 16, 32, 64) if size < most]
+    assert all(item.start == 0 for step in steps for item in step), "no context is before them"
 
 
 @pytest.mark.parametrize(
