@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.bounds import H200
 from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.head_weights import HeadWeights
 from engine.kernels.paged_queries import PagedQueries
 from engine.parallel.groups import Collectives, ProcessGroups
 
@@ -27,7 +28,8 @@ TRAFFIC_MARK = "ranks: "
 
 GroupT = TypeVar("GroupT", bound=Collectives)
 
-_SIZED = frozenset(("quantize_rows", "rms_norm_fp8", "rms_norm", "silu_and_mul_fp8"))
+_SIZED = frozenset(("quantize_rows", "rms_norm", "silu_and_mul_fp8"))
+_STORES = frozenset(("store_latents", "split_latents"))
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
 
 
@@ -186,8 +188,13 @@ def bound_s(name: str, args: tuple[Any, ...], result: Any) -> float:
     elif name == "spread_rows":
         pairs = int((args[1].rows_TK >= 0).sum())
         moved += (pairs - result.num_rows) * result.data_TK.shape[1]
-    elif name in ("rotate_queries", "store_latents"):
-        return 0.0 if name == "store_latents" else _nbytes(result) * 2 / 3 / H200.memory
+    elif name in _STORES:
+        return 0.0
+    elif name == "rotate_queries":
+        return _nbytes(result) * 2 / 3 / H200.memory
+    elif name in ("absorb_queries", "expand_values"):
+        operations = 2.0 * args[0].shape[0] * args[1].data_HNC.numel()
+        moved, peak = _nbytes(args[0]) + _nbytes(args[1]) + _nbytes(result), H200.attention
     return max(operations / peak, moved / H200.memory)
 
 
@@ -214,6 +221,8 @@ def _nbytes(item: Any) -> int:
         return item.numel() * item.element_size()
     if isinstance(item, Fp8Rows):
         return item.data_TK.numel() + 4 * item.scale_TG.numel()
+    if isinstance(item, HeadWeights):
+        return _nbytes(item.data_HNC)
     if isinstance(item, tuple):
         return sum(_nbytes(part) for part in item)
     return 0

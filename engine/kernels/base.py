@@ -12,7 +12,8 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.kernels.alignment import Alignment, RowCounts
-from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.fp8_rows import Activation, Fp8Rows
+from engine.kernels.head_weights import HeadWeights
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
 from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.rotation import Rotation
@@ -37,8 +38,9 @@ class VarlenLengths:
 class Kernels(Protocol):
     """Operations of one device.
 
-    Shapes and meaning: under the same names in `reference`, and for the layouts of experts in
-    `aligned_reference` and `masked_reference`.
+    Shapes and meaning: under the same names in `reference`, for the layouts of experts in
+    `aligned_reference` and `masked_reference`, and for decode's attention in `absorb_reference` and
+    `paged_reference`.
     """
 
     @property
@@ -69,10 +71,6 @@ class Kernels(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Norm over the last dimension."""
-        ...
-
-    def rms_norm_fp8(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Fp8Rows:
-        """Norm, then quantise."""
         ...
 
     def add_rms_norm(
@@ -117,13 +115,13 @@ class Kernels(Protocol):
         ...
 
     def gate_logits(self, hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:
-        """Scores of all experts, [T, E] float32."""
+        """Scores of all experts, [T, E] float32; or [S, T, E], parts that sum to them."""
         ...
 
     def group_limited_topk(
         self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule
     ) -> tuple[Tensor, Tensor]:
-        """Choose experts."""
+        """Choose experts by what `gate_logits` returned."""
         ...
 
     def grouped_mlp(
@@ -210,6 +208,20 @@ class Kernels(Protocol):
         """Norm, rotate and write latents into the KV pool."""
         ...
 
+    def split_latents(
+        self,
+        latents_TX: Tensor,
+        q_weight_Q: Tensor,
+        weight_C: Tensor,
+        eps: float,
+        rotation: Rotation,
+        *,
+        cache: Tensor,
+        slots_T: Tensor,
+    ) -> Fp8Rows:
+        """Norm and quantise query latents; do `store_latents` with what lies behind them."""
+        ...
+
     def join_keys(self, k_nope_PHN: Tensor, k_pe_PR: Tensor) -> Tensor:
         """Put keys together."""
         ...
@@ -254,6 +266,21 @@ class Kernels(Protocol):
         self, block_tables_SB: Tensor, seq_lens_S: Tensor, cache: Tensor, num_heads: int
     ) -> PagedQueries:
         """Prepare a step's paged attention over layers like `cache`, without a host read."""
+        ...
+
+    @property
+    def absorbs_fp8(self) -> bool:
+        """Whether the next two best take weights in e4m3, where a head is 128 numbers."""
+        ...
+
+    def absorb_queries(
+        self, q_THA: Tensor, weights: HeadWeights, rotation: Rotation, cache: Tensor
+    ) -> Tensor:
+        """Rotate queries and carry them into the latent space, for attention to `cache`."""
+        ...
+
+    def expand_values(self, latents_THC: Tensor, weights: HeadWeights, *, fp8: bool) -> Activation:
+        """Take what was attended to out of the latent space: [T, H * V]."""
         ...
 
     def paged_attention(

@@ -72,14 +72,14 @@ class FlashMLA:
         """Return [S, H, 512] bfloat16; see `paged_reference`.
 
         Args:
-            q_SHL: [S, H, 576] bfloat16.
+            q_SHL: [S, H, 576] bfloat16, or in the dtype of `cache`.
             cache: a layer that `takes` says yes to.
             queries: lengths and block tables.
             schedule: of these lengths, H and the dtype of `cache`.
             scale: of the scores.
         """
         is_fp8 = cache.dtype == torch.float8_e4m3fn
-        if is_fp8:
+        if is_fp8 and q_SHL.dtype != cache.dtype:
             q_SHL = to_storage(q_SHL, cache.dtype)
         tiles, splits = schedule
         holder = self._schedule_type(tile_scheduler_metadata=tiles, num_splits=splits)

@@ -5,20 +5,32 @@ float32 inside. Operations whose shapes a fast kernel does not take go to the re
 """
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from engine.kernels import paged_reference, reference
+from engine.kernels import absorb_reference, paged_reference, reference
 from engine.kernels.base import VarlenLengths
 from engine.kernels.flash_mla import KV_LORA_RANK, FlashMLA
-from engine.kernels.fp8_rows import Fp8Rows
-from engine.kernels.fused import attention, latents, masked, norm, permute, quant, routing, slices
+from engine.kernels.fp8_rows import Activation, Fp8Rows
+from engine.kernels.fused import (
+    absorb,
+    attention,
+    latents,
+    masked,
+    norm,
+    permute,
+    quant,
+    routing,
+    slices,
+)
 from engine.kernels.fused.dependent import break_chain
+from engine.kernels.fused_steps import FusedSteps
+from engine.kernels.head_weights import HeadWeights
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.parts import BlockGemm, MaskedMlp, VarlenAttention
+from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
 
 ATTENTION_HEADS = (192, 128)
@@ -38,6 +50,7 @@ class HopperKernels:
         attention: VarlenAttention | None,
         paged: FlashMLA | None = None,
         experts: MaskedMlp | None = None,
+        steps: FusedSteps | None = None,
     ) -> None:
         """Take the libraries that are there.
 
@@ -46,7 +59,9 @@ class HopperKernels:
             attention: None where it is not installed; attention is then slow, and right.
             paged: of decode steps; None as above.
             experts: over few masked rows; what it does not take `gemm` multiplies.
+            steps: that run fused; None for what is known to be faster.
         """
+        self._steps = steps or FusedSteps()
         self._gemm = gemm
         self._attention = attention
         self._paged = paged
@@ -60,7 +75,6 @@ class HopperKernels:
     silu_and_mul = staticmethod(reference.silu_and_mul)
     grouped_mlp = staticmethod(reference.grouped_mlp)
     absorbed_attention = staticmethod(reference.absorbed_attention)
-    rms_norm_fp8 = staticmethod(norm.rms_norm_fp8)
     add_rms_norm = staticmethod(norm.add_rms_norm)
     add_rms_norm_fp8 = staticmethod(norm.add_rms_norm_fp8)
     silu_and_mul_fp8 = staticmethod(quant.silu_and_mul_fp8)
@@ -93,16 +107,18 @@ class HopperKernels:
         """
         if weight_ED.dtype != torch.bfloat16 or hidden_TD.dtype != torch.bfloat16:
             return torch.nn.functional.linear(hidden_TD.float(), weight_ED.float())
+        if hidden_TD.shape[0] <= self._steps.scored_tokens and routing.takes(hidden_TD, weight_ED):
+            return routing.score_in_parts(hidden_TD, weight_ED)
         return torch.mm(hidden_TD, weight_ED.t(), out_dtype=torch.float32)
 
     def group_limited_topk(
         self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule
     ) -> tuple[Tensor, Tensor]:
         """See `Kernels`."""
-        is_supported = routing.is_supported(logits_TE.shape[1], rule)
-        implementation: ModuleType = routing if is_supported else reference
-        ids, weights = implementation.group_limited_topk(logits_TE, bias_E, rule)
-        return ids, weights
+        if routing.is_supported(logits_TE.shape[-1], rule):
+            return routing.group_limited_topk(logits_TE, bias_E, rule)
+        logits_TE = logits_TE if logits_TE.dim() == 2 else logits_TE.sum(0)
+        return reference.group_limited_topk(logits_TE, bias_E, rule)
 
     def grouped_fp8_mlp(
         self,
@@ -124,6 +140,25 @@ class HopperKernels:
             return self._experts.masked_fp8_mlp(rows, w13, w2)
         gate_up = self._gemm.masked_linear(rows, *w13)
         return self._gemm.masked_linear(masked.masked_silu_and_mul_fp8(gate_up, rows), *w2)
+
+    def split_latents(
+        self,
+        latents_TX: Tensor,
+        q_weight_Q: Tensor,
+        weight_C: Tensor,
+        eps: float,
+        rotation: Rotation,
+        *,
+        cache: Tensor,
+        slots_T: Tensor,
+    ) -> Fp8Rows:
+        """See `Kernels`."""
+        weights, to = (q_weight_Q, weight_C), {"cache": cache, "slots_T": slots_T}
+        if self._steps.latents:
+            return latents.split_latents(latents_TX, *weights, eps, rotation, **to)
+        q_TQ, latents_TL = latents_TX.tensor_split([q_weight_Q.shape[0]], dim=1)
+        latents.store_latents(latents_TL, weight_C, eps, rotation, **to)
+        return norm.rms_norm_fp8(q_TQ, q_weight_Q, eps)
 
     def join_keys(self, k_nope_PHN: Tensor, k_pe_PR: Tensor) -> Tensor:
         """See `Kernels`."""
@@ -158,6 +193,28 @@ class HopperKernels:
         return self._attention.varlen_attention_part(
             q_THA, k_PHA, v_PHV, seqs, scale, is_causal=is_causal
         )
+
+    @property
+    def absorbs_fp8(self) -> bool:
+        """See `Kernels`."""
+        return self._steps.absorption and self._steps.absorbs_fp8
+
+    def absorb_queries(
+        self, q_THA: Tensor, weights: HeadWeights, rotation: Rotation, cache: Tensor
+    ) -> Tensor:
+        """See `Kernels`."""
+        if self._steps.absorption and absorb.takes(weights):
+            is_rounded = self._paged is not None and self._paged.takes(cache)
+            dtype = cache.dtype if is_rounded else q_THA.dtype
+            return absorb.absorb_queries(q_THA, weights, rotation, dtype)
+        return absorb_reference.carry(latents.rotate_queries(q_THA, rotation), weights)
+
+    def expand_values(self, latents_THC: Tensor, weights: HeadWeights, *, fp8: bool) -> Activation:
+        """See `Kernels`."""
+        if self._steps.absorption and absorb.takes(weights):
+            return absorb.expand_values(latents_THC, weights, fp8=fp8)
+        values = absorb_reference.expand(latents_THC, weights)
+        return quant.quantize_rows(values) if fp8 else values
 
     @property
     def has_paged_attention(self) -> bool:

@@ -3,7 +3,13 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels import aligned_reference, masked_reference, paged_reference, reference
+from engine.kernels import (
+    absorb_reference,
+    aligned_reference,
+    masked_reference,
+    paged_reference,
+    reference,
+)
 from engine.kernels.base import VarlenLengths
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.paged_queries import PagedQueries
@@ -18,6 +24,7 @@ class PortableKernels:
     """
 
     name = "portable"
+    absorbs_fp8 = False
     max_attention_positions = 0
 
     def __init__(self, *, has_fp8: bool = False, has_paged_attention: bool = False) -> None:
@@ -42,15 +49,14 @@ class PortableKernels:
     join_keys = staticmethod(reference.join_keys)
     merge_attention = staticmethod(reference.merge_attention)
     absorbed_attention = staticmethod(reference.absorbed_attention)
+    absorb_queries = staticmethod(absorb_reference.absorb_queries)
+    expand_values = staticmethod(absorb_reference.expand_values)
+    split_latents = staticmethod(absorb_reference.split_latents)
     paged_attention = staticmethod(paged_reference.paged_attention)
     grouped_fp8_mlp = staticmethod(aligned_reference.grouped_fp8_mlp)
     mask_to_experts = staticmethod(masked_reference.mask_to_experts)
     spread_masked_rows = staticmethod(masked_reference.spread_masked_rows)
     masked_fp8_mlp = staticmethod(masked_reference.masked_fp8_mlp)
-
-    def rms_norm_fp8(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Fp8Rows:
-        """See `Kernels`."""
-        return reference.quantize_rows(reference.rms_norm(x_TD, weight_D, eps))
 
     def add_rms_norm(
         self, x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float

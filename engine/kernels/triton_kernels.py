@@ -13,6 +13,7 @@ from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.hopper import HopperKernels
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.parts import VarlenAttention
+from engine.kernels.rotation import Rotation
 from engine.kernels.triton_gemm import byte_quant
 from engine.kernels.triton_gemm.gemm import TritonGemm
 
@@ -20,7 +21,17 @@ from engine.kernels.triton_gemm.gemm import TritonGemm
 class _Quantised(Protocol):
     """The operations that write e4m3 numbers; see `Kernels`."""
 
-    def rms_norm_fp8(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Fp8Rows: ...
+    def split_latents(
+        self,
+        latents_TX: Tensor,
+        q_weight_Q: Tensor,
+        weight_C: Tensor,
+        eps: float,
+        rotation: Rotation,
+        *,
+        cache: Tensor,
+        slots_T: Tensor,
+    ) -> Fp8Rows: ...
 
     def add_rms_norm_fp8(
         self,
@@ -56,6 +67,7 @@ class TritonKernels:
     has_fp8 = True
     max_attention_positions = HopperKernels.max_attention_positions
     has_paged_attention = False
+    absorbs_fp8 = False
 
     def __init__(self, *, gemm: TritonGemm, attention: VarlenAttention) -> None:
         """Take what multiplies, which also says what the GPU can do, and what attends."""
@@ -63,7 +75,7 @@ class TritonKernels:
         own: _Quantised = _ByHand(gemm, shared) if gemm.widens else shared
         self.name = f"triton on sm{gemm.limits.sm}"
 
-        self.rms_norm_fp8 = own.rms_norm_fp8
+        self.split_latents = own.split_latents
         self.add_rms_norm_fp8 = own.add_rms_norm_fp8
         self.silu_and_mul_fp8 = own.silu_and_mul_fp8
         self.quantize_rows = own.quantize_rows
@@ -92,6 +104,8 @@ class TritonKernels:
         self.varlen_attention_part = shared.varlen_attention_part
         self.merge_attention = shared.merge_attention
         self.absorbed_attention = shared.absorbed_attention
+        self.absorb_queries = shared.absorb_queries
+        self.expand_values = shared.expand_values
         self.plan_paged = shared.plan_paged
         self.paged_attention = shared.paged_attention
 
@@ -106,8 +120,21 @@ class _ByHand:
     silu_and_mul_fp8 = staticmethod(byte_quant.silu_and_mul_fp8)
     quantize_rows = staticmethod(byte_quant.quantize_rows)
 
-    def rms_norm_fp8(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Fp8Rows:
-        return byte_quant.quantize_rows(self._shared.rms_norm(x_TD, weight_D, eps))
+    def split_latents(
+        self,
+        latents_TX: Tensor,
+        q_weight_Q: Tensor,
+        weight_C: Tensor,
+        eps: float,
+        rotation: Rotation,
+        *,
+        cache: Tensor,
+        slots_T: Tensor,
+    ) -> Fp8Rows:
+        q_TQ, latents_TL = latents_TX.tensor_split([q_weight_Q.shape[0]], dim=1)
+        shared = self._shared
+        shared.store_latents(latents_TL, weight_C, eps, rotation, cache=cache, slots_T=slots_T)
+        return byte_quant.quantize_rows(shared.rms_norm(q_TQ, q_weight_Q, eps))
 
     def add_rms_norm_fp8(
         self,

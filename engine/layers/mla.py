@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
-from engine.kernels.fp8_rows import Activation, Fp8Rows
+from engine.kernels.fp8_rows import GROUP, Activation, Fp8Rows
+from engine.kernels.head_weights import HeadWeights
 from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.rotation import Rotation
 from engine.layers.attention_plan import AttentionStep, ContextPart, DecompressedSegment
@@ -92,16 +93,15 @@ class MLA(nn.Module):
         yield
         latents_T = gathering.wait()
 
-        # 2. project up and rotate
-        q_c, kv_TL = latents_T.tensor_split([self.q_lora_rank], dim=-1)
-        q_THA = self._queries(q_c if has_latent else all_hidden.wait(), num_tokens)
-        self._remember(q_THA, kv_TL, step)
+        # 2. remember the latents, project queries up
+        if has_latent:
+            q_THA = self._project(latents_T, step)
+        else:
+            self._remember(latents_T, step)
+            q_THA = self._project_hidden(all_hidden.wait(), num_tokens)
 
-        # 3. attend over all that is remembered
-        out_THV = self._attend(q_THA, step)
-
-        # 4. back to the hidden size
-        reducing = sharding.start_reduce(self.o_proj(sharding.pad(out_THV.flatten(1))))
+        # 3. attend over all that is remembered, 4. back to the hidden size
+        reducing = sharding.start_reduce(self.o_proj(self._attend(q_THA, step)))
         yield
         return reducing.wait()
 
@@ -110,18 +110,26 @@ class MLA(nn.Module):
 
         After loading; a step that is captured in a graph must find them.
         """
-        self._up_projections()
+        if self._kernels.has_paged_attention:
+            self._head_weights()
+        else:
+            self._up_projections()
 
     def first_weights(self) -> list[Tensor]:
         """Return the large weights in the order in which a step reads them, before attention."""
         up = self.q_b_proj if self.q_lora_rank else self.q_proj
         return [self.qkv_a_proj.weight, up.weight]
 
-    def _attend(self, q_THA: Tensor, step: AttentionStep) -> Tensor:
+    def _attend(self, q_THA: Tensor, step: AttentionStep) -> Activation:
+        """Attend in the forms of the plan: [T, H * V], padded for the next product."""
+        if step.plan.paged is not None:
+            return self._attend_paged(q_THA, step, step.plan.paged)
+        self._kernels.rotate_queries(q_THA, self._rotation(step))
+        return self._sharding.pad(self._attend_in_parts(q_THA, step).flatten(1))
+
+    def _attend_in_parts(self, q_THA: Tensor, step: AttentionStep) -> Tensor:
         """Attend in whichever form the plan says for each sequence: [T, H, V]."""
         plan = step.plan
-        if plan.paged is not None:
-            return self._attend_paged(q_THA, step, plan.paged)
         if len(plan.segments) == 1 and not plan.groups:
             return self._attend_decompressed(q_THA, step, plan.segments[0])
         out_THV = q_THA.new_empty((*q_THA.shape[:2], self.value_dim))
@@ -132,29 +140,44 @@ class MLA(nn.Module):
             out_THV[rows] = self._attend_absorbed(q_THA[rows], step)
         return out_THV
 
-    def _queries(self, source: Activation, num_tokens: int) -> Tensor:
-        """Map query latents [T, q_lora_rank], or hidden states [>= T, D], to queries [T, H, A]."""
-        if self.q_lora_rank:
-            assert isinstance(source, Tensor)
-            q: Tensor = self.q_b_proj(self.q_a_layernorm.feed(source, fp8=self.q_b_proj.is_fp8))
-        else:
-            rows = source.column_major() if isinstance(source, Fp8Rows) else source
-            q = self.q_proj(rows)[:num_tokens]
-        return self._per_head(q)
-
-    def _remember(self, q_THA: Tensor, kv_TL: Tensor, step: AttentionStep) -> None:
-        """Rotate the queries in place, and write the latents into the pool."""
-        rotation = Rotation(cos=step.cos, sin=step.sin, interleave=self.interleave)
-        norm = self.kv_a_layernorm
-        self._kernels.store_latents(
-            kv_TL,
+    def _project(self, latents_TX: Tensor, step: AttentionStep) -> Tensor:
+        """Write latents into the pool, and map query latents up: of [T, Q + C + R], [T, H, A]."""
+        norm = self.q_a_layernorm
+        if not self.q_b_proj.is_fp8:
+            q_TQ, latents_TL = latents_TX.tensor_split([self.q_lora_rank], dim=1)
+            self._remember(latents_TL, step)
+            return self._per_head(self.q_b_proj(norm(q_TQ)))
+        assert norm.eps == self.kv_a_layernorm.eps
+        rows = self._kernels.split_latents(
+            latents_TX,
             norm.weight,
+            self.kv_a_layernorm.weight,
             norm.eps,
-            rotation,
+            self._rotation(step),
             cache=step.kv_pool.layer(self.layer_index),
             slots_T=step.slot_mapping,
         )
-        self._kernels.rotate_queries(q_THA, rotation)
+        return self._per_head(self.q_b_proj(rows))
+
+    def _project_hidden(self, hidden: Activation, num_tokens: int) -> Tensor:
+        """Map hidden states [>= T, D] to queries [T, H, A]."""
+        rows = hidden.column_major() if isinstance(hidden, Fp8Rows) else hidden
+        return self._per_head(self.q_proj(rows)[:num_tokens])
+
+    def _remember(self, latents_TL: Tensor, step: AttentionStep) -> None:
+        """Write latents [T, C + R] into the pool."""
+        norm = self.kv_a_layernorm
+        self._kernels.store_latents(
+            latents_TL,
+            norm.weight,
+            norm.eps,
+            self._rotation(step),
+            cache=step.kv_pool.layer(self.layer_index),
+            slots_T=step.slot_mapping,
+        )
+
+    def _rotation(self, step: AttentionStep) -> Rotation:
+        return Rotation(cos=step.cos, sin=step.sin, interleave=self.interleave)
 
     def _attend_decompressed(
         self, q_THA: Tensor, step: AttentionStep, segment: DecompressedSegment
@@ -207,23 +230,33 @@ class MLA(nn.Module):
             out_THC[group.rows] = attended.flatten(0, 1)
         return torch.bmm(out_THC.transpose(0, 1), w_uv_HVC.transpose(1, 2)).transpose(0, 1)
 
-    def _attend_paged(self, q_THA: Tensor, step: AttentionStep, queries: PagedQueries) -> Tensor:
-        """Attend in the latent space, one query a sequence, in the pages themselves: [T, H, V]."""
-        q_nope_THN, q_pe_THR = q_THA.split_with_sizes((self.nope_dim, self.rope_dim), dim=-1)
-        w_uk_HNC, w_uv_HVC = self._up_projections()
-        num_tokens, latent_dim = q_THA.shape[0], self.kv_lora_rank + self.rope_dim
-        # Products are written where they are read, in [T, H, *], so that nothing is copied.
-        q_THL = q_THA.new_empty((num_tokens, self.num_heads, latent_dim))
-        q_c_HTC = q_THL[..., : self.kv_lora_rank].transpose(0, 1)
-        torch.bmm(q_nope_THN.transpose(0, 1), w_uk_HNC, out=q_c_HTC)
-        q_THL[..., self.kv_lora_rank :] = q_pe_THR
-        self.prefetch.bring(PrefetchPoint.ATTENTION, num_tokens)
-        out_THC = self._kernels.paged_attention(
-            q_THL, step.kv_pool.layer(self.layer_index), queries, self.kv_lora_rank, self.scale
+    def _attend_paged(
+        self, q_THA: Tensor, step: AttentionStep, queries: PagedQueries
+    ) -> Activation:
+        """Attend in the latent space, one query a sequence, in the pages themselves: [T, H * V]."""
+        kernels, cache = self._kernels, step.kv_pool.layer(self.layer_index)
+        w_uk, w_uv = self._head_weights()
+        q_THL = kernels.absorb_queries(q_THA, w_uk, self._rotation(step), cache)
+        self.prefetch.bring(PrefetchPoint.ATTENTION, q_THA.shape[0])
+        out_THC = kernels.paged_attention(q_THL, cache, queries, self.kv_lora_rank, self.scale)
+        is_padded = self._sharding.sends_rows
+        values = kernels.expand_values(out_THC, w_uv, fp8=self.o_proj.is_fp8 and not is_padded)
+        return self._sharding.pad(values) if isinstance(values, Tensor) else values
+
+    def _head_weights(self) -> tuple[HeadWeights, HeadWeights]:
+        """Return W_UK and W_UV as the kernels of paged attention take them."""
+        matrix, size = self.kv_b_proj.matrix, self.nope_dim
+        is_one_block = size == self.value_dim == GROUP and self.kv_lora_rank % GROUP == 0
+        if not (self._kernels.absorbs_fp8 and matrix.is_fp8 and is_one_block):
+            w_uk_HNC, w_uv_HVC = self._up_projections()
+            return HeadWeights(data_HNC=w_uk_HNC), HeadWeights(data_HNC=w_uv_HVC)
+        weight, scale = matrix.quantized_pair()
+        per_head = weight.view(self.num_heads, 2 * size, -1)
+        scale_H2G = scale.view(self.num_heads, 2, -1)
+        return (
+            HeadWeights(data_HNC=per_head[:, :size], scale_HG=scale_H2G[:, 0]),
+            HeadWeights(data_HNC=per_head[:, size:], scale_HG=scale_H2G[:, 1]),
         )
-        out_THV = q_THA.new_empty((num_tokens, self.num_heads, self.value_dim))
-        torch.bmm(out_THC.transpose(0, 1), w_uv_HVC.transpose(1, 2), out=out_THV.transpose(0, 1))
-        return out_THV
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
         """Return kv_b_proj per head in the compute dtype: W_UK [H, N, C] and W_UV [H, V, C]."""

@@ -84,12 +84,6 @@ class RMSNorm(nn.Module):
         """Map [..., size] to the same shape and dtype."""
         return self._kernels.rms_norm(x, self.weight, self.eps)
 
-    def feed(self, x_TD: Tensor, *, fp8: bool) -> Activation:
-        """Norm [T, size] for a product that takes FP8 rows, or one that does not."""
-        if fp8:
-            return self._kernels.rms_norm_fp8(x_TD, self.weight, self.eps)
-        return self._kernels.rms_norm(x_TD, self.weight, self.eps)
-
     def add(
         self, stream: Residual, feed: FeedFormat, *, with_plain: bool = False
     ) -> tuple[Tensor, Normed]:

@@ -1,7 +1,8 @@
 """The small steps around attention: rotate queries, store latents, put keys together.
 
 Bound by memory. Storing norms the latent, rotates the key part and writes both into the page of the
-KV pool in one pass, so that the projection's output is read once.
+KV pool in one pass, so that the projection's output is read once; where the projection makes the
+query's latent too, that is normed and quantised by programs of the same kernel.
 """
 
 import torch
@@ -9,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
+from engine.kernels.fused.quant import _quantize_tile
 from engine.kernels.rotation import Rotation
 
 
@@ -19,6 +22,18 @@ def _pair_offsets(index, HALF: tl.constexpr, INTERLEAVE: tl.constexpr):
     if INTERLEAVE:
         return 2 * index, 2 * index + 1
     return index, index + HALF
+
+
+@triton.jit
+def rotated(values, cosine, sine, H: tl.constexpr, HALF: tl.constexpr, INTERLEAVE: tl.constexpr):
+    """Return float32 rows [H, 2 * HALF], turned; pairs are taken apart in registers."""
+    if INTERLEAVE:
+        x, y = tl.split(tl.reshape(values, [H, HALF, 2]))
+        return tl.reshape(tl.join(x * cosine - y * sine, y * cosine + x * sine), [H, 2 * HALF])
+    else:
+        x, y = tl.split(tl.trans(tl.reshape(values, [H, 2, HALF]), (0, 2, 1)))
+        pair = tl.join(x * cosine - y * sine, y * cosine + x * sine)
+        return tl.reshape(tl.trans(pair, (0, 2, 1)), [H, 2 * HALF])
 
 
 @launched()
@@ -31,19 +46,43 @@ def _rotate_queries(
     index = tl.arange(0, HALF)
     cosine = tl.load(cos + token * HALF + index)[None, :]
     sine = tl.load(sin + token * HALF + index)[None, :]
-    # Read and written as whole runs of R numbers; pairs are taken apart in registers.
+    # Read and written as whole runs of R numbers.
     columns = tl.arange(0, 2 * HALF)
     place = q + token * num_heads * head_size + heads[:, None] * head_size + offset + columns
     mask = (heads < num_heads)[:, None]
     values = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    if INTERLEAVE:
-        x, y = tl.split(tl.reshape(values, [H, HALF, 2]))
-        rotated = tl.reshape(tl.join(x * cosine - y * sine, y * cosine + x * sine), [H, 2 * HALF])
-    else:
-        x, y = tl.split(tl.trans(tl.reshape(values, [H, 2, HALF]), (0, 2, 1)))
-        pair = tl.join(x * cosine - y * sine, y * cosine + x * sine)
-        rotated = tl.reshape(tl.trans(pair, (0, 2, 1)), [H, 2 * HALF])
-    tl.store(place, rotated.to(q.dtype.element_ty), mask=mask)
+    turned = rotated(values, cosine, sine, H, HALF, INTERLEAVE)
+    tl.store(place, turned.to(q.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_row(
+    latents, token, weight, cos, sin, slots, cache, block_stride, row_stride, block_size, eps, rank,
+    C: tl.constexpr, HALF: tl.constexpr, INTERLEAVE: tl.constexpr,
+):  # fmt: skip
+    """Store one token's latent, of which `latents` points to the first number."""
+    columns = tl.arange(0, C)
+    mask = columns < rank
+    # All loads before the first sum, which everybody waits for.
+    slot = tl.load(slots + token)
+    values = tl.load(latents + columns, mask=mask, other=0.0)
+    gain = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    index = tl.arange(0, HALF)
+    left, right = _pair_offsets(index, HALF, INTERLEAVE)
+    x = tl.load(latents + rank + left).to(tl.float32)
+    y = tl.load(latents + rank + right).to(tl.float32)
+    cosine = tl.load(cos + token * HALF + index)
+    sine = tl.load(sin + token * HALF + index)
+    page = cache + (slot // block_size) * block_stride + (slot % block_size) * row_stride
+    wide = values.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / rank + eps)).to(values.dtype)
+    scaled = (normed.to(tl.float32) * gain).to(values.dtype)
+    tl.store(page + columns, scaled.to(cache.dtype.element_ty), mask=mask)
+    # Rounded to the activations' type first, as the reference does.
+    first = (x * cosine - y * sine).to(values.dtype)
+    second = (y * cosine + x * sine).to(values.dtype)
+    tl.store(page + rank + left, first.to(cache.dtype.element_ty))
+    tl.store(page + rank + right, second.to(cache.dtype.element_ty))
 
 
 @launched()
@@ -52,28 +91,39 @@ def _store_latents(
     rank, C: tl.constexpr, HALF: tl.constexpr, INTERLEAVE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
-    page = cache + (slot // block_size) * block_stride + (slot % block_size) * row_stride
-    columns = tl.arange(0, C)
-    mask = columns < rank
-    values = tl.load(latents + token * stride + columns, mask=mask, other=0.0)
-    wide = values.to(tl.float32)
-    normed = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / rank + eps)).to(values.dtype)
-    scaled = normed.to(tl.float32) * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    scaled = scaled.to(values.dtype)
-    tl.store(page + columns, scaled.to(cache.dtype.element_ty), mask=mask)
-    index = tl.arange(0, HALF)
-    left, right = _pair_offsets(index, HALF, INTERLEAVE)
-    source = latents + token * stride + rank
-    x = tl.load(source + left).to(tl.float32)
-    y = tl.load(source + right).to(tl.float32)
-    cosine = tl.load(cos + token * HALF + index)
-    sine = tl.load(sin + token * HALF + index)
-    # Rounded to the activations' type first, as the reference does.
-    first = (x * cosine - y * sine).to(values.dtype)
-    second = (y * cosine + x * sine).to(values.dtype)
-    tl.store(page + rank + left, first.to(cache.dtype.element_ty))
-    tl.store(page + rank + right, second.to(cache.dtype.element_ty))
+    _store_row(
+        latents + token * stride, token, weight, cos, sin, slots, cache, block_stride, row_stride,
+        block_size, eps, rank, C, HALF, INTERLEAVE,
+    )  # fmt: skip
+
+
+@launched("scale_row_stride", "scale_group_stride")
+def _split_latents(
+    latents, q_weight, weight, cos, sin, slots, data, scale, cache, stride, block_stride,
+    row_stride, block_size, eps, q_rank, rank, scale_row_stride, scale_group_stride,
+    G: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, INTERLEAVE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    row = latents + token * stride
+    if tl.program_id(1) == 0:
+        groups = tl.arange(0, G)
+        columns = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
+        mask = columns < q_rank
+        values = tl.load(row + columns, mask=mask, other=0.0)
+        gain = tl.load(q_weight + columns, mask=mask, other=0.0).to(tl.float32)
+        wide = values.to(tl.float32)
+        mean = tl.sum(tl.sum(wide * wide, axis=1), axis=0) / q_rank
+        normed = (wide * tl.rsqrt(mean + eps)).to(values.dtype).to(tl.float32)
+        normed = (normed * gain).to(values.dtype)
+        quantized, scales = _quantize_tile(normed.to(tl.float32))
+        tl.store(data + token * q_rank + columns, quantized, mask=mask)
+        place = scale + groups.to(tl.int64) * scale_group_stride + token * scale_row_stride
+        tl.store(place, scales, mask=groups * 128 < q_rank)
+    else:
+        _store_row(
+            row + q_rank, token, weight, cos, sin, slots, cache, block_stride, row_stride,
+            block_size, eps, rank, C, HALF, INTERLEAVE,
+        )  # fmt: skip
 
 
 @launched()
@@ -135,6 +185,45 @@ def store_latents(
             (latents_TL.stride(0), block_stride, row_stride, cache.shape[1], eps, rank),
             constants=(next_power_of_2(rank), rotation.cos.shape[1], rotation.interleave),
         )
+
+
+def split_latents(
+    latents_TX: Tensor, q_weight_Q: Tensor, weight_C: Tensor, eps: float, rotation: Rotation, *,
+    cache: Tensor, slots_T: Tensor,
+) -> Fp8Rows:  # fmt: skip
+    """Norm and quantise query latents, and store the others; see `reference`.
+
+    Args:
+        latents_TX: [T, Q + C + R] of the projection, unit stride along X; Q is a multiple of 128.
+        q_weight_Q: [Q], of the queries' norm.
+        weight_C: see `store_latents`, and so are the others.
+        eps: of both norms.
+        rotation: of the T tokens.
+        cache: one layer of the pool.
+        slots_T: of the T tokens.
+    """
+    assert latents_TX.stride(1) == 1
+    assert cache.stride(2) == 1
+    num_tokens, (q_rank,), (rank,) = latents_TX.shape[0], q_weight_Q.shape, weight_C.shape
+    out = Fp8Rows.empty(num_tokens, q_rank, latents_TX.device)
+    if num_tokens:
+        block_stride, row_stride, _ = cache.stride()
+        _split_latents(
+            (num_tokens, 2),
+            (
+                latents_TX, q_weight_Q, weight_C, rotation.cos, rotation.sin, slots_T,
+                out.data_TK, out.scale_TG, cache,
+            ),
+            (latents_TX.stride(0), block_stride, row_stride, cache.shape[1], eps, q_rank, rank),
+            out.scale_TG.stride(),
+            (
+                next_power_of_2(ceil_div(q_rank, GROUP)),
+                next_power_of_2(rank),
+                rotation.cos.shape[1],
+                rotation.interleave,
+            ),
+        )  # fmt: skip
+    return out
 
 
 def join_keys(k_nope_PHN: Tensor, k_pe_PR: Tensor) -> Tensor:

@@ -11,6 +11,9 @@ from engine.kernels.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.fused.quant import _quantize_tile
 
+FEW_ROWS = 0
+"""Rows that are normed by twice as many warps each."""
+
 
 @launched("row_stride", "group_stride")
 def _rms_norm(
@@ -23,6 +26,8 @@ def _rms_norm(
     columns = groups[:, None] * W + tl.arange(0, W)[None, :]
     mask = columns < size
     dtype = x.dtype.element_ty
+    # All loads before the sum, which everybody waits for.
+    gain = tl.load(weight + columns, mask=mask, other=0.0)
     wide = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if HAS_DELTA:
         wide += tl.load(delta + row * size + columns, mask=mask, other=0.0).to(tl.float32)
@@ -32,8 +37,7 @@ def _rms_norm(
     mean = tl.sum(tl.sum(wide * wide, axis=1), axis=0) / size
     # Rounded before the weight, as the reference does.
     normed = (wide * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32)
-    normed = normed * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    normed = normed.to(dtype)
+    normed = (normed * gain.to(tl.float32)).to(dtype)
     if HAS_OUT:
         tl.store(out + row * size + columns, normed, mask=mask)
     if HAS_FP8:
@@ -125,5 +129,12 @@ def _launch(
             out is not None,
             fp8 is not None,
         ),
-        num_warps=8 if size > 2048 else 4,
+        num_warps=_warps(num_rows, size),
     )
+
+
+def _warps(num_rows: int, size: int) -> int:
+    """Return the warps of a row: many where few rows leave the GPU waiting for memory."""
+    if size <= 2048:
+        return 4
+    return 16 if num_rows <= FEW_ROWS else 8

@@ -1,19 +1,52 @@
-"""Group-limited top-k: the whole choice of experts for one token in the registers of one program.
+"""The router: scores of all experts for a few tokens, and the group-limited choice among them.
 
-Otherwise a dozen small operations over [T, E] each. See `reference.group_limited_topk`.
+A choice runs in the registers of one program, instead of a dozen small operations over [T, E]. Few
+tokens' scores are bound by the reading of the weight, so the hidden size is cut into parts for more
+programs; the choice adds the parts up, always in the same order. See `reference`.
 """
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.fused.launch import launched, next_power_of_2
+from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.routing import RoutingRule
 
+STEP = 64
+"""Columns of a product that are read at a time."""
 
-@launched()
+STAGES = 4
+"""Steps that are on their way at a time."""
+
+MAX_PARTS = 28
+"""Parts of the hidden size, at most."""
+
+
+@launched("num_tokens")
+def _score(
+    hidden, weight, parts, stride, size,
+    num_tokens, B: tl.constexpr, E: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Multiply B tokens with all experts over K columns."""
+    part = tl.program_id(0)
+    tokens = tl.program_id(1) * B + tl.arange(0, B)
+    mask = (tokens < num_tokens)[:, None]
+    experts = tl.arange(0, E)
+    inner = part * K + tl.arange(0, STEP)
+    rows_at = hidden + tokens.to(tl.int64)[:, None] * stride + inner[None, :]
+    weight_at = weight + experts[:, None] * size + inner[None, :]
+    total = tl.zeros([B, E], tl.float32)
+    for start in tl.range(0, K, STEP, num_stages=STAGES):
+        rows = tl.load(rows_at + start, mask=mask, other=0.0)
+        total = tl.dot(rows, tl.trans(tl.load(weight_at + start)), total)
+    target = parts + (part * num_tokens + tokens).to(tl.int64)[:, None] * E + experts[None, :]
+    tl.store(target, total, mask=mask)
+
+
+@launched("num_tokens")
 def _choose(
-    logits, bias, ids, weights, scaling,
+    logits, bias, ids, weights, scaling, num_tokens, S: tl.constexpr,
     E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
@@ -23,8 +56,13 @@ def _choose(
     group = tl.arange(0, GROUPS)
     member = tl.arange(0, SIZE)
     expert = group[:, None] * SIZE + member[None, :]
-    scores = tl.sigmoid(tl.load(logits + token * E + expert).to(tl.float32))
-    choice = scores + tl.load(bias + expert)
+    correction = tl.load(bias + expert)
+    total = tl.load(logits + token * E + expert)
+    for part in tl.static_range(1, S):
+        # A multiple of E, so that the compiler sees how memory is aligned.
+        total += tl.load(logits + (token + part * num_tokens) * E + expert)
+    scores = tl.sigmoid(total)
+    choice = scores + correction
     if KEPT < GROUPS:
         best = tl.max(choice, axis=1)
         where = tl.argmax(choice, axis=1)
@@ -58,24 +96,65 @@ def _choose(
     tl.store(weights + token * K + slots, chosen_scores * scaling, mask=mask)
 
 
-def group_limited_topk(
-    logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule
-) -> tuple[Tensor, Tensor]:
+def score_in_parts(hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """Return [S, T, E] float32, which sum to the logits of a few tokens over S.
+
+    For bfloat16 rows and weights that `takes` takes.
+    """
+    (num_tokens, size), num_experts = hidden_TD.shape, weight_ED.shape[0]
+    num_parts = _num_parts(size)
+    parts = torch.empty(
+        (num_parts, num_tokens, num_experts), dtype=torch.float32, device=hidden_TD.device
+    )
+    rows = min(64, max(16, next_power_of_2(ceil_div(max(1, num_tokens), 4))))
+    if num_tokens:
+        _score(
+            (num_parts, ceil_div(num_tokens, rows)),
+            (hidden_TD, weight_ED, parts),
+            (hidden_TD.stride(0), size),
+            (num_tokens,),
+            (rows, num_experts, size // num_parts, STEP, STAGES),
+        )
+    return parts
+
+
+def takes(hidden_TD: Tensor, weight_ED: Tensor) -> bool:
+    """Return whether `score_in_parts` takes these."""
+    num_experts, size = weight_ED.shape
+    is_bf16 = hidden_TD.dtype == weight_ED.dtype == torch.bfloat16
+    is_tile = 16 <= num_experts <= 256 and num_experts & (num_experts - 1) == 0
+    is_dense = hidden_TD.stride(1) == 1 and weight_ED.is_contiguous()
+    return is_bf16 and is_tile and is_dense and size % STEP == 0
+
+
+def _num_parts(size: int) -> int:
+    """Return the most parts that cut `size` into equal runs of whole steps."""
+    steps = size // STEP
+    return max(parts for parts in range(1, MAX_PARTS + 1) if steps % parts == 0)
+
+
+def group_limited_topk(logits: Tensor, bias_E: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
     """Return topk_ids [T, K] int64 and topk_weights [T, K] float32.
 
-    E and the size of a group must be powers of two (`is_supported`).
+    Args:
+        logits: [T, E] float32, or [S, T, E] parts of a sum; E and the size of a group must be
+            powers of two (`is_supported`).
+        bias_E: see `reference`.
+        rule: see `reference`.
     """
-    num_tokens, num_experts = logits_TE.shape
-    ids = torch.empty((num_tokens, rule.top_k), dtype=torch.int64, device=logits_TE.device)
-    weights = torch.empty((num_tokens, rule.top_k), dtype=torch.float32, device=logits_TE.device)
+    num_parts = logits.shape[0] if logits.dim() == 3 else 1
+    num_tokens, num_experts = logits.shape[-2:]
+    ids = torch.empty((num_tokens, rule.top_k), dtype=torch.int64, device=logits.device)
+    weights = torch.empty((num_tokens, rule.top_k), dtype=torch.float32, device=logits.device)
     if num_tokens:
         groups = (rule.n_group, rule.topk_group)
         chosen = (rule.top_k, next_power_of_2(rule.top_k))
         _choose(
             (num_tokens,),
-            (logits_TE.contiguous(), bias_E, ids, weights),
+            (logits.contiguous(), bias_E, ids, weights),
             (rule.routed_scaling_factor,),
-            constants=(num_experts, *groups, *chosen, rule.norm_topk_prob),
+            (num_tokens,),
+            (num_parts, num_experts, *groups, *chosen, rule.norm_topk_prob),
             num_warps=1,
         )
     return ids, weights

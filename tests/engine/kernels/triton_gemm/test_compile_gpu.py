@@ -114,7 +114,6 @@ def test_every_operation_compiles(
     places, masked = kernels.align_to_experts(ids, 0, 2), kernels.mask_to_experts(ids, 0, 2, 128)
     spread, in_runs = kernels.spread_rows(rows, places), kernels.spread_masked_rows(rows, masked)
     kernels.rms_norm(bf16(4, 256), bf16(256), 1e-6)
-    kernels.rms_norm_fp8(bf16(4, 256), bf16(256), 1e-6)
     kernels.add_rms_norm(bf16(4, 256), bf16(4, 256), bf16(256), 1e-6)
     for delta in (None, bf16(4, 256)):
         kernels.add_rms_norm_fp8(bf16(4, 256), delta, bf16(256), 1e-6, with_plain=True)
@@ -126,6 +125,8 @@ def test_every_operation_compiles(
     kernels.rotate_queries(bf16(4, 8, 192), rotation)
     cache, slots = bf16(2, 64, 576), torch.zeros(4, dtype=torch.int64)
     kernels.store_latents(bf16(4, 576), bf16(512), 1e-6, rotation, cache=cache, slots_T=slots)
+    weights, pool = (bf16(128), bf16(512)), {"cache": cache, "slots_T": slots}
+    kernels.split_latents(bf16(4, 128 + 576), *weights, 1e-6, rotation, **pool)
     kernels.join_keys(bf16(4, 8, 128), bf16(4, 64))
     lse = torch.zeros(8, 4)
     kernels.merge_attention(bf16(4, 8, 128), lse, bf16(4, 8, 128), lse)

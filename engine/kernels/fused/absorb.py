@@ -1,0 +1,169 @@
+"""Absorbed attention's products per head, with the small steps around them.
+
+Bound by memory: each head's part of kv_b_proj is read for a few tokens. So what else has to be done
+to a tile is done while it is in registers. On the way into the latent space: the query's rotated
+part is turned and put beside the product, and both are rounded as the pool's numbers are. On the
+way out: a head's values are one group of 128, quantised for the product that follows. The key idea:
+a weight in e4m3 needs no copy in bfloat16, because each of its numbers is one, and a tile of 128
+columns has one scale.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.fp8_rows import GROUP, Activation, Fp8Rows
+from engine.kernels.fused.latents import rotated
+from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
+from engine.kernels.fused.quant import _quantize_tile
+from engine.kernels.head_weights import HeadWeights
+from engine.kernels.rotation import Rotation
+
+STAGES = 3
+"""Tiles of a value product that are on their way at a time."""
+
+
+@triton.jit
+def _to_pool(x, TO_E4M3: tl.constexpr):
+    """Round to the pool's numbers; e4m3 saturates, and keeps NaN."""
+    if TO_E4M3:
+        wide = x.to(tl.float32)
+        wide = tl.clamp(wide, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        return wide.to(tl.float8e4nv)
+    else:
+        return x
+
+
+@launched("num_tokens")
+def _absorb(
+    q, weight, scale, cos, sin, out, num_heads, nope, rank, head_stride, scale_stride, num_tokens,
+    B: tl.constexpr, N: tl.constexpr, W: tl.constexpr, HALF: tl.constexpr,
+    INTERLEAVE: tl.constexpr, HAS_SCALE: tl.constexpr, TO_E4M3: tl.constexpr,
+):  # fmt: skip
+    """Multiply a head's queries with W columns of its weight, or (last program) rotate the rest."""
+    block = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    tokens = tl.program_id(2) * B + tl.arange(0, B)
+    mask = (tokens < num_tokens)[:, None]
+    place = tokens.to(tl.int64)[:, None] * num_heads + head
+    source = q + place * (nope + 2 * HALF)
+    target = out + place * (rank + 2 * HALF)
+    if block * W < rank:
+        inner = tl.arange(0, N)
+        columns = block * W + tl.arange(0, W)
+        tile = tl.load(weight + head * head_stride + inner[:, None] * rank + columns[None, :])
+        queries = tl.load(source + inner[None, :], mask=mask, other=0.0)
+        product = tl.dot(queries, tile.to(queries.dtype))
+        if HAS_SCALE:
+            product *= tl.load(scale + head * scale_stride + block)
+        product = product.to(queries.dtype)
+        tl.store(target + columns[None, :], _to_pool(product, TO_E4M3), mask=mask)
+    else:
+        index = tokens[:, None] * HALF + tl.arange(0, HALF)[None, :]
+        cosine = tl.load(cos + index, mask=mask, other=0.0)
+        sine = tl.load(sin + index, mask=mask, other=0.0)
+        rest = tl.arange(0, 2 * HALF)[None, :]
+        values = tl.load(source + nope + rest, mask=mask, other=0.0)
+        turned = rotated(values.to(tl.float32), cosine, sine, B, HALF, INTERLEAVE)
+        tl.store(target + rank + rest, _to_pool(turned.to(values.dtype), TO_E4M3), mask=mask)
+
+
+@launched("row_stride", "group_stride", "num_tokens")
+def _expand(
+    latents, weight, weight_scale, out, out_scale, num_heads, rank, head_stride, scale_stride,
+    row_stride, group_stride, num_tokens,
+    B: tl.constexpr, V: tl.constexpr, K: tl.constexpr, HAS_SCALE: tl.constexpr,
+    TO_FP8: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Multiply a head's attended latents with its weight's rows, and quantise them as one group."""
+    head = tl.program_id(1).to(tl.int64)
+    tokens = tl.program_id(0) * B + tl.arange(0, B)
+    mask = (tokens < num_tokens)[:, None]
+    place = tokens.to(tl.int64)[:, None] * num_heads + head
+    inner = tl.arange(0, K)
+    columns = tl.arange(0, V)
+    source = latents + place * rank + inner[None, :]
+    tile_at = weight + head * head_stride + columns[:, None] * rank + inner[None, :]
+    total = tl.zeros([B, V], tl.float32)
+    for start in tl.range(0, rank, K, num_stages=STAGES):
+        rows = tl.load(source + start, mask=mask, other=0.0)
+        tile = tl.trans(tl.load(tile_at + start)).to(rows.dtype)
+        if HAS_SCALE:
+            total += tl.dot(rows, tile) * tl.load(weight_scale + head * scale_stride + start // K)
+        else:
+            total = tl.dot(rows, tile, total)
+    values = total.to(latents.dtype.element_ty)
+    target = out + place * V + columns[None, :]
+    if TO_FP8:
+        quantized, scales = _quantize_tile(values.to(tl.float32))
+        tl.store(target, quantized, mask=mask)
+        scale_at = out_scale + head * group_stride + tokens.to(tl.int64) * row_stride
+        tl.store(scale_at, scales, mask=tokens < num_tokens)
+    else:
+        tl.store(target, values, mask=mask)
+
+
+def takes(weights: HeadWeights) -> bool:
+    """Return whether these are heads of 128 numbers, and latents whole groups of 128."""
+    _, size, rank = weights.data_HNC.shape
+    return size == GROUP and rank % GROUP == 0
+
+
+def absorb_queries(
+    q_THA: Tensor, weights: HeadWeights, rotation: Rotation, pool_dtype: torch.dtype
+) -> Tensor:
+    """Return [T, H, C + R]; see `reference`. For contiguous bfloat16 queries that `takes` takes."""
+    assert q_THA.is_contiguous()
+    num_tokens, num_heads, _ = q_THA.shape
+    data, scale = weights.data_HNC, weights.scale_HG
+    _, nope, rank = data.shape
+    half = rotation.cos.shape[1]
+    to_e4m3 = pool_dtype == torch.float8_e4m3fn
+    out = torch.empty(
+        (num_tokens, num_heads, rank + 2 * half),
+        dtype=pool_dtype if to_e4m3 else q_THA.dtype,
+        device=q_THA.device,
+    )
+    rows = _rows(num_tokens, most=128)
+    if num_tokens:
+        _absorb(
+            (rank // GROUP + 1, num_heads, ceil_div(num_tokens, rows)),
+            (q_THA, data, data if scale is None else scale, rotation.cos, rotation.sin, out),
+            (num_heads, nope, rank, data.stride(0), 0 if scale is None else scale.stride(0)),
+            (num_tokens,),
+            (rows, nope, GROUP, half, rotation.interleave, scale is not None, to_e4m3),
+            num_warps=8 if rows == 128 else 4,
+        )
+    return out
+
+
+def expand_values(latents_THC: Tensor, weights: HeadWeights, *, fp8: bool) -> Activation:
+    """Return [T, H * V]; see `reference`. For contiguous bfloat16 rows that `takes` takes."""
+    assert latents_THC.is_contiguous()
+    num_tokens, num_heads, rank = latents_THC.shape
+    data, scale = weights.data_HNC, weights.scale_HG
+    value, device = data.shape[1], latents_THC.device
+    size = (num_tokens, num_heads * value)
+    out: Activation
+    if fp8:
+        out = Fp8Rows.empty(*size, device)
+        target, out_scale = out.data_TK, out.scale_TG
+    else:
+        out = target = out_scale = torch.empty(size, dtype=latents_THC.dtype, device=device)
+    rows = _rows(num_tokens, most=64)
+    if num_tokens:
+        _expand(
+            (ceil_div(num_tokens, rows), num_heads),
+            (latents_THC, data, data if scale is None else scale, target, out_scale),
+            (num_heads, rank, data.stride(0), 0 if scale is None else scale.stride(0)),
+            (*out_scale.stride(), num_tokens),
+            (rows, value, GROUP, scale is not None, fp8, STAGES),
+            num_warps=8 if rows == 128 else 4,
+        )
+    return out
+
+
+def _rows(num_tokens: int, *, most: int) -> int:
+    """Return the rows of a tile: a power of two that a product takes, 16 or more."""
+    return min(most, max(16, next_power_of_2(max(1, num_tokens))))

@@ -1,0 +1,171 @@
+"""Fused steps of few tokens against their references, on a GPU or in Triton's interpreter.
+
+See `test_fused_gpu` for how that is run.
+"""
+
+import importlib
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels import absorb_reference, reference
+from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.head_weights import HeadWeights
+from engine.kernels.latent_storage import to_storage
+from engine.kernels.rotation import Rotation
+from engine.kernels.routing import RoutingRule
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned_memory"),
+    # Of the interpreter, where a loop's bounds come from memory.
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+]
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+DTYPE = torch.float16 if IS_INTERPRETED else torch.bfloat16
+"""The interpreter multiplies the bits of bfloat16."""
+TOKENS = [1, 5, 33] if IS_INTERPRETED else [1, 5, 32, 64, 100, 128, 256, 300]
+HEADS = 3 if IS_INTERPRETED else 128
+NOPE, ROPE, RANK = 128, 64, 256 if IS_INTERPRETED else 512
+BF16 = 2e-2
+"""One unit in the last of 8 bits is 0.8 %; the interpreter cuts instead of rounding."""
+E4M3 = 0.15 if IS_INTERPRETED else 0.07
+"""Half a step of 3 bits is 6 %; the interpreter cuts, and in the scale of a step."""
+
+
+def fused(name: str) -> Any:
+    return importlib.import_module(f"engine.kernels.fused.{name}")
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(DTYPE)
+
+
+def draw_rotation(num_tokens: int, *, interleave: bool) -> Rotation:
+    angles = torch.rand(num_tokens, ROPE // 2, device=DEVICE) * 6
+    return Rotation(cos=angles.cos(), sin=angles.sin(), interleave=interleave)
+
+
+def draw_weights(*, fp8: bool) -> HeadWeights:
+    """Return the second half of every head's rows: a view, as in the model."""
+    data = torch.randn(HEADS, 2 * NOPE, RANK, device=DEVICE) / RANK**0.5
+    if not fp8:
+        return HeadWeights(data_HNC=data.to(DTYPE)[:, NOPE:])
+    scale_HG = torch.rand(HEADS, 2, RANK // 128, device=DEVICE)[:, 1] + 0.5
+    return HeadWeights(data_HNC=to_storage(data, torch.float8_e4m3fn)[:, NOPE:], scale_HG=scale_HG)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize("fp8_weights", [True, False])
+@pytest.mark.parametrize("interleave", [True, False])
+def test_absorb_queries(num_tokens: int, fp8_weights: bool, interleave: bool) -> None:
+    q, weights = draw(num_tokens, HEADS, NOPE + ROPE), draw_weights(fp8=fp8_weights)
+    rotation, cache = draw_rotation(num_tokens, interleave=interleave), torch.empty(0)
+    exact = absorb_reference.absorb_queries(q.float(), weights, rotation, cache)
+    actual = fused("absorb").absorb_queries(q, weights, rotation, DTYPE)
+    assert actual.dtype == DTYPE
+    assert relative_error(actual, exact) < (1e-2 if IS_INTERPRETED else 4e-3)
+    torch.testing.assert_close(
+        actual[..., RANK:], exact[..., RANK:].to(DTYPE), rtol=BF16, atol=1e-2
+    )
+    rounded = fused("absorb").absorb_queries(q, weights, rotation, torch.float8_e4m3fn)
+    assert rounded.dtype == torch.float8_e4m3fn
+    assert relative_error(rounded, exact) < E4M3
+    if not IS_INTERPRETED:
+        assert torch.equal(rounded.float(), to_storage(actual, torch.float8_e4m3fn).float())
+
+
+def test_queries_saturate_and_keep_nan() -> None:
+    q, weights = draw(2, HEADS, NOPE + ROPE), draw_weights(fp8=False)
+    q[0] *= 3e3
+    q[1, :, 5], q[1, :, -1] = float("nan"), float("nan")
+    rotation = draw_rotation(2, interleave=True)
+    rounded = fused("absorb").absorb_queries(q, weights, rotation, torch.float8_e4m3fn).float()
+    assert rounded[0].abs().max() == 448.0
+    assert not rounded[0].isnan().any()
+    if not IS_INTERPRETED:  # which knows no NaN of e4m3
+        assert rounded[1, :, :RANK].isnan().all()
+        assert rounded[1, :, -2:].isnan().all()
+        assert not rounded[1, :, RANK:-2].isnan().any()
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize("fp8_weights", [True, False])
+def test_expand_values(num_tokens: int, fp8_weights: bool) -> None:
+    latents, weights = draw(num_tokens, HEADS, RANK), draw_weights(fp8=fp8_weights)
+    exact = absorb_reference.expand(latents.float(), weights)
+    plain = fused("absorb").expand_values(latents, weights, fp8=False)
+    assert plain.shape == (num_tokens, HEADS * 128)
+    assert relative_error(plain, exact) < (1e-2 if IS_INTERPRETED else 4e-3)
+    rows = fused("absorb").expand_values(latents, weights, fp8=True)
+    assert isinstance(rows, Fp8Rows)
+    expected = reference.quantize_rows(plain)
+    torch.testing.assert_close(rows.scale_TG, expected.scale_TG, rtol=0, atol=0)
+    assert rows.scale_TG.stride() == expected.scale_TG.stride()
+    assert relative_error(rows.dequantize(), expected.dequantize()) < (
+        0.15 if IS_INTERPRETED else 2e-2
+    )
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize("interleave", [True, False])
+@pytest.mark.parametrize("q_rank", [128, 384, 1536])
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float8_e4m3fn])
+def test_split_latents(num_tokens: int, interleave: bool, q_rank: int, dtype: torch.dtype) -> None:
+    source, weight, q_weight = draw(num_tokens, q_rank + RANK + ROPE), draw(RANK), draw(q_rank)
+    rotation = draw_rotation(num_tokens, interleave=interleave)
+    slots = torch.randperm(6 * 64, device=DEVICE)[:num_tokens]
+    pools = [
+        to_storage(torch.full((6, 3, 64, RANK + ROPE), 7.0), dtype).to(DEVICE) for _ in range(2)
+    ]
+    rows, expected = (
+        split(source, q_weight, weight, 1e-6, rotation, cache=pool[:, 1], slots_T=slots)
+        for split, pool in zip(
+            (fused("latents").split_latents, absorb_reference.split_latents), pools, strict=True
+        )
+    )
+    torch.testing.assert_close(rows.scale_TG, expected.scale_TG, rtol=BF16, atol=0)
+    assert rows.scale_TG.stride() == expected.scale_TG.stride()
+    assert relative_error(rows.dequantize(), expected.dequantize()) < (
+        0.15 if IS_INTERPRETED else 2e-2
+    )
+    if dtype == DTYPE:
+        torch.testing.assert_close(pools[0], pools[1], rtol=BF16, atol=1e-3)
+    written = [pool[:, 1].flatten(0, 1)[slots].float() for pool in pools]
+    assert relative_error(*written) < (0.2 if IS_INTERPRETED else 2e-2)
+    assert (pools[0][:, 0].float() == 7.0).all()
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize(("num_experts", "size"), [(16, 320), (256, 1792), (256, 7168)])
+def test_experts_are_scored_in_parts(num_tokens: int, num_experts: int, size: int) -> None:
+    if IS_INTERPRETED and size > 2000:
+        pytest.skip("slow in the interpreter")
+    routing = fused("routing")
+    hidden, weight = draw(num_tokens, size + 64)[:, :size], draw(num_experts, size)
+    assert IS_INTERPRETED or routing.takes(hidden, weight)
+    parts = routing.score_in_parts(hidden, weight)
+    exact = hidden.double() @ weight.double().t()
+    assert relative_error(parts.double().sum(0), exact) < 1e-6
+    rule = RoutingRule(
+        top_k=3, n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5
+    )
+    bias = torch.randn(num_experts, device=DEVICE) * 0.1
+    total = parts[0].clone()
+    for part in parts[1:]:  # in the order of the kernel
+        total += part
+    scaled = [logits / 64 for logits in (parts, total)]  # exactly
+    (ids, weights), (expected_ids, expected_weights) = (
+        routing.group_limited_topk(logits, bias, rule) for logits in scaled
+    )
+    assert torch.equal(ids, expected_ids)
+    assert torch.equal(weights, expected_weights)
