@@ -51,7 +51,7 @@ ROWS_OF_A_TILE = 64
 """Up to so many rows a product has one tile, and compiles once: steps here have no more."""
 
 
-def config_of(dtype: str, num_ranks: int) -> ClusterConfig:
+def config_of(dtype: str, num_ranks: int, dispatcher: str) -> ClusterConfig:
     """Small steps, so that few kernels compile and few graphs are captured, and chunks are many."""
     return ClusterConfig(
         model=ModelSection(path=str(MODEL_DIR), dtype=dtype),
@@ -66,6 +66,7 @@ def config_of(dtype: str, num_ranks: int) -> ClusterConfig:
             device="cuda",
             num_blocks=128,
             max_num_seqs=8,
+            dispatcher=dispatcher,
             # The reference's routing reads the device: such a step cannot be captured.
             cuda_graphs="on" if dtype == "bfloat16" else "off",
         ),
@@ -76,19 +77,21 @@ def config_of(dtype: str, num_ranks: int) -> ClusterConfig:
 @pytest.fixture(
     scope="module",
     params=[
-        ("float32", 1),
-        ("bfloat16", 1),
-        ("float32", 2),
-        ("bfloat16", 2),
-        ("bfloat16", 4),
-        ("bfloat16", 8),
+        ("float32", 1, "auto"),
+        ("bfloat16", 1, "auto"),
+        ("float32", 2, "auto"),
+        ("bfloat16", 2, "auto"),
+        ("bfloat16", 2, "nvlink"),
+        ("bfloat16", 4, "auto"),
+        ("bfloat16", 4, "nvlink"),
+        ("bfloat16", 8, "auto"),
     ],
-    ids=lambda param: f"{param[0]}-tp{param[1]}-dp{param[1]}",
+    ids=lambda param: f"{param[0]}-tp{param[1]}-dp{param[1]}-{param[2]}",
 )
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    dtype, num_ranks = request.param
+    dtype, num_ranks, dispatcher = request.param
     num_devices = torch.cuda.device_count()
     if not num_devices:
         pytest.skip("needs a GPU")
@@ -97,7 +100,7 @@ def cluster(
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     folder: Path = tmp_path_factory.mktemp("gpu")
     running = Cluster(
-        config_of(dtype, num_ranks),
+        config_of(dtype, num_ranks, dispatcher),
         folder,
         num_devices=num_devices,
         start_timeout_s=START_TIMEOUT_S,
