@@ -95,6 +95,13 @@ def test_decode_overlaps_in_halves_and_in_turns_where_transfers_take_them() -> N
         DecodeSection(two_batch_overlap="on")
 
 
+def test_steps_begin_as_much_early_as_they_are_told() -> None:
+    assert open_with(DecodeSection(begin_early="on")).execution.ahead == boot_execution.BEGIN_EARLY
+    assert open_with(DecodeSection(begin_early="off")).execution.ahead is None
+    auto = open_with(DecodeSection()).execution.ahead
+    assert (auto is not None) is boot_execution.AUTO_BEGIN_EARLY
+
+
 def test_the_shared_expert_overlaps_unless_told_otherwise() -> None:
     assert open_with(DecodeSection()).execution.overlap_shared_expert
     off = DecodeSection(overlap_shared_expert=False)
