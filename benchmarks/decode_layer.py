@@ -28,6 +28,7 @@ from engine.execution import Execution
 from engine.graphs.capture import Capture
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
+from engine.kernels.fused_steps import MEASURED, UNFUSED, FusedSteps
 from engine.kernels.latent_storage import to_storage
 from engine.memory.kv_pool import KVPool
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
@@ -53,6 +54,7 @@ SAMPLING: dict[str, SamplingParams] = {
         temperature=0.6, top_p=0.95, top_k=50, presence_penalty=0.5, repetition_penalty=1.1
     ),
 }
+STEPS = {"measured": MEASURED, "unfused": UNFUSED, "fused": FusedSteps.everything()}
 NUM_PROMPT_TOKENS = 1024
 """That penalties see."""
 
@@ -224,6 +226,12 @@ def measure_sampling(num_rows: int, sharpness: float) -> dict[str, Any]:
     return {"what": what, "us": us, "num_differences": num_differences}
 
 
+def measure_layers(batch: int, context: int, dtype: str, steps: FusedSteps) -> list[dict[str, Any]]:
+    """Time a layer alone."""
+    kernels = create_kernels(DEVICE, steps=steps)
+    return [{"steps": repr(steps)}, measure_layer(kernels, batch, context, DTYPES[dtype])]
+
+
 def measure_all(batch: int, context: int) -> list[dict[str, Any]]:
     """Time attention, sampling and layers."""
     kernels = create_kernels(DEVICE)
@@ -245,12 +253,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--sampling-only", action="store_true", help="no attention, no layer")
+    parser.add_argument("--layer-only", action="store_true", help="no attention, no sampling")
+    parser.add_argument("--kv", choices=DTYPES, default="bf16", help="with --layer-only")
+    parser.add_argument("--steps", choices=STEPS, default="measured", help="with --layer-only")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     results: list[dict[str, Any]] = [{"device": torch.cuda.get_device_name()}]
     if arguments.sampling_only:
         for num_rows in (arguments.batch, 2 * arguments.batch):
             results += [measure_sampling(num_rows, sharpness) for sharpness in (0.5, 4.0)]
+    elif arguments.layer_only:
+        steps = STEPS[arguments.steps]
+        results += measure_layers(arguments.batch, arguments.context, arguments.kv, steps)
     else:
         results += measure_all(arguments.batch, arguments.context)
     for result in results:

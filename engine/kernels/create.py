@@ -11,6 +11,8 @@ from engine.kernels import deep_gemm, flash_attention, flash_mla
 from engine.kernels.base import Kernels
 from engine.kernels.expert_stream.tiles import MEASURED
 from engine.kernels.few_rows.tables import find_cuts
+from engine.kernels.fused_steps import MEASURED as MEASURED_STEPS
+from engine.kernels.fused_steps import FusedSteps
 from engine.kernels.parts import BlockGemm
 from engine.kernels.portable import PortableKernels
 from engine.kernels.triton_gemm.limits import DeviceLimits
@@ -39,6 +41,7 @@ def create_kernels(
     dtype: torch.dtype = torch.bfloat16,
     *,
     kernels: KernelSet | None = None,
+    steps: FusedSteps = MEASURED_STEPS,
 ) -> Kernels:
     """Return the fastest set that runs on `device` with activations of `dtype`, and log it.
 
@@ -46,6 +49,7 @@ def create_kernels(
         device: that the model lies on.
         dtype: of activations.
         kernels: takes the choice away, for tests and comparisons.
+        steps: that run fused on Hopper GPUs, for comparisons.
 
     Raises:
         ConfigError: the set that is asked for does not run there.
@@ -57,7 +61,7 @@ def create_kernels(
     elif reasons[kernels]:
         fitting = [kind for kind in KernelSet if not reasons[kind]]
         raise ConfigError("kernels", kernels, reasons[kernels], ", ".join(fitting))
-    created = _build(kernels, device)
+    created = _build(kernels, device, steps)
     logger.info(
         "chose kernels name=%s device=%s fp8=%s%s",
         created.name, device, created.has_fp8,
@@ -82,10 +86,10 @@ def _missing(kind: KernelSet, device: torch.device, dtype: torch.dtype) -> str:
     return "" if sm >= MIN_SM else f"the GPU is sm{sm}, older than sm{MIN_SM}"
 
 
-def _build(kind: KernelSet, device: torch.device) -> Kernels:
+def _build(kind: KernelSet, device: torch.device, steps: FusedSteps) -> Kernels:
     match kind:
         case KernelSet.HOPPER:
-            return _build_hopper(device)
+            return _build_hopper(device, steps)
         case KernelSet.TRITON:
             return _build_triton(device)
         case KernelSet.PORTABLE:
@@ -97,7 +101,7 @@ def _build(kind: KernelSet, device: torch.device) -> Kernels:
 # Modules that need Triton are imported late: a machine without a GPU lacks it.
 
 
-def _build_hopper(device: torch.device) -> Kernels:
+def _build_hopper(device: torch.device, steps: FusedSteps) -> Kernels:
     from engine.kernels.expert_stream.mlp import ExpertStream
     from engine.kernels.few_rows.gemm import FewRowsGemm
     from engine.kernels.hopper import HopperKernels
@@ -110,7 +114,7 @@ def _build_hopper(device: torch.device) -> Kernels:
     if cuts := find_cuts(torch.cuda.get_device_name(device)):
         gemm = FewRowsGemm(gemm, cuts)
     experts = ExpertStream(MEASURED, DeviceLimits.of(device).num_sms)
-    return HopperKernels(gemm=gemm, attention=attention, paged=paged, experts=experts)
+    return HopperKernels(gemm=gemm, attention=attention, paged=paged, experts=experts, steps=steps)
 
 
 def _build_triton(device: torch.device) -> Kernels:

@@ -5,6 +5,7 @@ faster the fewer kernels it has. Nothing else depends on what is chosen here.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,3 +28,9 @@ class FusedSteps:
     def everything(cls) -> "FusedSteps":
         """Return all of them on."""
         return cls(latents=True, absorption=True, absorbs_fp8=True, scored_tokens=256)
+
+
+UNFUSED: Final = FusedSteps()
+
+MEASURED: Final = UNFUSED
+"""What was faster on an H200."""

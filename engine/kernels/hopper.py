@@ -25,7 +25,7 @@ from engine.kernels.fused import (
     slices,
 )
 from engine.kernels.fused.dependent import break_chain
-from engine.kernels.fused_steps import FusedSteps
+from engine.kernels.fused_steps import MEASURED, FusedSteps
 from engine.kernels.head_weights import HeadWeights
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.paged_queries import PagedQueries
@@ -50,7 +50,7 @@ class HopperKernels:
         attention: VarlenAttention | None,
         paged: FlashMLA | None = None,
         experts: MaskedMlp | None = None,
-        steps: FusedSteps | None = None,
+        steps: FusedSteps = MEASURED,
     ) -> None:
         """Take the libraries that are there.
 
@@ -59,9 +59,9 @@ class HopperKernels:
             attention: None where it is not installed; attention is then slow, and right.
             paged: of decode steps; None as above.
             experts: over few masked rows; what it does not take `gemm` multiplies.
-            steps: that run fused; None for what is known to be faster.
+            steps: that run fused.
         """
-        self._steps = steps or FusedSteps()
+        self._steps = steps
         self._gemm = gemm
         self._attention = attention
         self._paged = paged

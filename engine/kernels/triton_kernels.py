@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.fused_steps import UNFUSED
 from engine.kernels.hopper import HopperKernels
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.parts import VarlenAttention
@@ -71,7 +72,7 @@ class TritonKernels:
 
     def __init__(self, *, gemm: TritonGemm, attention: VarlenAttention) -> None:
         """Take what multiplies, which also says what the GPU can do, and what attends."""
-        shared = HopperKernels(gemm=gemm, attention=attention)
+        shared = HopperKernels(gemm=gemm, attention=attention, steps=UNFUSED)
         own: _Quantised = _ByHand(gemm, shared) if gemm.widens else shared
         self.name = f"triton on sm{gemm.limits.sm}"
 
