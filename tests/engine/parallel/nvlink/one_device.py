@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.reference import quantize_rows
-from engine.parallel.nvlink.shape import NvlinkShape
+from engine.parallel.nvlink.shape import LINE, NvlinkShape
 from engine.parallel.nvlink.window import Window
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -76,12 +76,21 @@ class OneDevice:
         self._poison()
         return home
 
-    def _poison(self) -> None:
-        """Overwrite the half of the transfer that all have received."""
-        shape, number = self.shape, int(self.windows[0].state[0])
+    def has_arrived(self, rank: int, units: int) -> bool:
+        """Return whether all have sent what the rank would receive now."""
+        number = int(self.windows[rank].state[1])
+        counter = self.buffers[rank][: self.shape.halves].view(torch.int32)[number % 2 * LINE // 4]
+        return int(counter) == (number + 1) // 2 * self.shape.num_ranks * units
+
+    def poison(self, rank: int) -> None:
+        """Overwrite what the rank has just received; nobody may write there until it sends."""
+        shape, number = self.shape, int(self.windows[rank].state[0])
         first = shape.halves + number % 2 * shape.half_bytes
-        for buffer in self.buffers:
-            buffer[first : first + shape.half_bytes] = 0xFF
+        self.buffers[rank][first : first + shape.half_bytes] = 0xFF
+
+    def _poison(self) -> None:
+        for rank in range(self.shape.num_ranks):
+            self.poison(rank)
 
 
 def draw_tokens(

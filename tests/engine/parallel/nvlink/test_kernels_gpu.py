@@ -4,7 +4,7 @@ They also run on a CPU in Triton's interpreter: TRITON_INTERPRET=1 pytest -m gpu
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -161,6 +161,49 @@ def test_an_expert_named_twice_has_one_row() -> None:
     assert_received(shape, tokens, received)
     outs = [draw_out(shape) for _ in range(2)]
     assert_home(shape, outs, tokens, world.combine(outs, received, tokens))
+
+
+def test_ranks_run_ahead_of_one_another() -> None:
+    """Whoever may go on does, in any order; what was received is poisoned at once."""
+    shape = shape_of(3, 6, 4)
+    world = OneDevice(shape)
+    units = kernels("rows").UNITS
+    num_layers = 4
+    steps = [[draw_tokens(shape, count) for count in draw_counts(shape)] for _ in range(num_layers)]
+    outs = [[draw_out(shape) for _ in range(shape.num_ranks)] for _ in range(num_layers)]
+    homes: list[list[Tensor]] = [[] for _ in range(shape.num_ranks)]
+
+    def live(rank: int) -> Iterator[None]:
+        """Yield where the rank would wait."""
+        rows, sums, window = kernels("rows"), kernels("sums"), world.windows[rank]
+        for tokens, out in zip(steps, outs, strict=True):
+            mine = tokens[rank]
+            rows.send_rows(window, mine.rows, mine.ids, mine.weights)
+            yield
+            received = rows.receive_rows(window, 1)
+            world.poison(rank)
+            yield
+            sums.send_sums(window, out[rank], received)
+            yield
+            homes[rank].append(sums.receive_sums(window, mine.ids, mine.own))
+            world.poison(rank)
+            yield
+
+    lives = {rank: live(rank) for rank in range(shape.num_ranks)}
+    most_ahead = 0
+    while lives:
+        rank = random.choice(list(lives))
+        sent, received = (int(world.windows[rank].state[i]) for i in (1, 0))
+        if sent == received or world.has_arrived(rank, units):
+            try:
+                next(lives[rank])
+            except StopIteration:
+                del lives[rank]
+        numbers = [int(window.state[1]) for window in world.windows]
+        most_ahead = max(most_ahead, max(numbers) - min(numbers))
+    assert most_ahead == 1
+    for layer, (tokens, out) in enumerate(zip(steps, outs, strict=True)):
+        assert_home(shape, out, tokens, [home[layer] for home in homes])
 
 
 def test_counters_wrap() -> None:
