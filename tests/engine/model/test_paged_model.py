@@ -4,15 +4,33 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.build import build_model
 from engine.generate import generate
+from engine.kernels import absorb_reference
+from engine.kernels.head_weights import HeadWeights
 from engine.kernels.portable import PortableKernels
+from engine.kernels.rotation import Rotation
 from runtime.sampling import SamplingParams
-from tests.engine.tiny import random_config, write_checkpoint
+from tests.engine.tiny import random_config, tiny_config, write_checkpoint
 
 PROMPTS = [[3, 14, 15, 9, 2, 6], [53], list(range(1, 40)), [58, 9]]
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+class Witness(PortableKernels):
+    """Says of what dtype the weights are that queries are multiplied with."""
+
+    def __init__(self, *, absorbs_fp8: bool) -> None:
+        super().__init__(has_fp8=True, has_paged_attention=True, absorbs_fp8=absorbs_fp8)
+        self.dtypes: set[torch.dtype] = set()
+
+    def absorb_queries(
+        self, q_THA: Tensor, weights: HeadWeights, rotation: Rotation, cache: Tensor
+    ) -> Tensor:
+        self.dtypes.add(weights.data_HNC.dtype)
+        return absorb_reference.absorb_queries(q_THA, weights, rotation, cache)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3])
@@ -44,3 +62,27 @@ def test_an_e4m3_pool_changes_the_logits_a_little_only(tmp_path: Path) -> None:
     difference = (wide_p - narrow_p).abs()
     # The median, because a token near the border between two experts may change sides.
     assert 0 < difference.median() < 0.1
+
+
+@pytest.mark.parametrize("size", [128, 64])
+def test_weights_of_whole_blocks_are_multiplied_as_they_are_stored(
+    tmp_path: Path, size: int
+) -> None:
+    config = tiny_config(
+        hidden_size=128,
+        intermediate_size=128,
+        moe_intermediate_size=128,
+        num_attention_heads=2,
+        q_lora_rank=128,
+        kv_lora_rank=256,
+        qk_nope_head_dim=size,
+        v_head_dim=size,
+        quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
+    )
+    checkpoint = write_checkpoint(tmp_path, config, fp8=True)
+    sets = [Witness(absorbs_fp8=absorbs_fp8) for absorbs_fp8 in (False, True)]
+    models = [build_model(checkpoint, dtype=torch.bfloat16, kernels=kernels) for kernels in sets]
+    outputs = [[item.token_ids for item in generate(model, PROMPTS, SAMPLING)] for model in models]
+    assert outputs[0] == outputs[1]
+    assert sets[0].dtypes == {torch.bfloat16}
+    assert sets[1].dtypes == {torch.float8_e4m3fn if size == 128 else torch.bfloat16}
