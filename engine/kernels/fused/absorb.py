@@ -113,7 +113,7 @@ def takes(weights: HeadWeights) -> bool:
 def absorb_queries(
     q_THA: Tensor, weights: HeadWeights, rotation: Rotation, pool_dtype: torch.dtype
 ) -> Tensor:
-    """Return [T, H, C + R]; see `reference`. For contiguous bfloat16 queries that `takes` takes."""
+    """Return [T, H, C + R]; see `absorb_reference`. For weights that `takes` takes."""
     assert q_THA.is_contiguous()
     num_tokens, num_heads, _ = q_THA.shape
     data, scale = weights.data_HNC, weights.scale_HG
@@ -139,8 +139,8 @@ def absorb_queries(
 
 
 def expand_values(latents_THC: Tensor, weights: HeadWeights, *, fp8: bool) -> Activation:
-    """Return [T, H * V]; see `reference`. For contiguous bfloat16 rows that `takes` takes."""
-    assert latents_THC.is_contiguous()
+    """Return [T, H * V]; see `absorb_reference`. For weights that `takes` takes."""
+    latents_THC = latents_THC.contiguous()
     num_tokens, num_heads, rank = latents_THC.shape
     data, scale = weights.data_HNC, weights.scale_HG
     value, device = data.shape[1], latents_THC.device
