@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry
 
 from decode.fences import Fences
 from decode.live import WriterOrder
-from decode.lockstep import Lockstep, create_lockstep
 from decode.loop import StepRunner
 from decode.metrics import DecodeMetrics
 from decode.offload import HostBlockStore
@@ -30,6 +29,7 @@ from engine.memory.block_pool import BlockPool
 from engine.memory.kv_pool import KVPool
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups
+from engine.parallel.lockstep import Lockstep, create_lockstep
 from engine.weights.progress import Unit, progress_bar
 from kv_transfer.layout import KVDtype, KVLayout
 from kv_transfer.metadata import SlotArray, SlotLayout
@@ -87,8 +87,7 @@ def build_model_side(options: WorkerOptions) -> ModelSide:
         ConfigError: a model or setting that cannot work.
         PeerLostError: not all ranks came.
     """
-    dp = options.config.decode.dp
-    booted = boot_rank(options, ParallelDims(dp=dp, ep=dp, rank=options.rank))
+    booted = boot_rank(options, ParallelDims.of(options.config.decode, options.rank))
     runner = choose_runner(options.config.decode, booted, show=options.rank == 0)
     return ModelSide(
         groups=booted.groups,

@@ -22,21 +22,24 @@ class Fences:
         """`fence_peer` is `Transport.fence`."""
         self._fence_peer = fence_peer
         self._lock = threading.Lock()
-        self._generations: dict[str, int] = {}  # by instance and epoch
+        self._generations: dict[str, int] = {}  # by writer
 
-    def fence(self, peer: str) -> None:
-        """Shut out a rank, by its name on the transport; blocks.
+    def fence(self, writer: str, peer: str) -> None:
+        """Shut out a rank of a writer; blocks.
+
+        Args:
+            writer: its `Writer.key`.
+            peer: the rank's name on the transport.
 
         Raises:
             TransferFailedError: see `Transport.fence`.
         """
-        writer = peer.rpartition("/")[0]
         with self._lock:
             # Before the fence: an endpoint that is good after it carries the new generation.
             self._generations[writer] = self._generations.get(writer, 0) + 1
         self._fence_peer(peer)
 
     def generation_of(self, writer: str) -> int:
-        """Fences of `writer`, "instance@epoch", that have begun so far."""
+        """Fences of ranks of `writer`, a `Writer.key`, that have begun so far."""
         with self._lock:
             return self._generations.get(writer, 0)

@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from decode.frames import Delta
-from decode.lockstep import GroupState, Lockstep, RankState
 from decode.metrics import DecodeMetrics
 from decode.rank import DecodeRank
 from decode.scheduler import StepPlan
+from engine.parallel.lockstep import GroupState, IdlePace, Lockstep, RankState
 from engine.request import ScheduledRequest
 from engine.runner import PendingStep
 from runtime.errors import InternalError, PeerLostError, TandemError
@@ -44,11 +44,6 @@ logger = get_logger(__name__)
 
 IDLE_WAIT_S = 0.05
 """Alone and idle: deadlines are looked at so often."""
-GROUP_IDLE_WAIT_S = 0.003
-"""Idle in a group: another rank's first token waits at most so long for us."""
-GROUP_SLEEP_WAIT_S = 0.01
-"""The same, once the group has been idle for `GROUP_SLEEP_AFTER_S`: meeting costs CPU time."""
-GROUP_SLEEP_AFTER_S = 1.0
 
 ResultT = TypeVar("ResultT")
 Command = Callable[[], None]
@@ -141,7 +136,7 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._leaving = False
         self._was_idle = True
-        self._busy_at = 0.0
+        self._pace = IdlePace()
         self._over: TandemError | None = None
         self._lock = threading.Lock()  # orders submit against the end of the loop
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
@@ -279,7 +274,7 @@ class EngineLoop:
         """Sleep until a command comes, if nobody has work."""
         if group.has_work or group.in_flight or group.all_leaving:
             self._was_idle = False
-            self._busy_at = time.monotonic()
+            self._pace.was_busy()
             return
         if not self._was_idle and self._rank.is_empty:
             self._was_idle = True
@@ -290,10 +285,7 @@ class EngineLoop:
             command()
 
     def _idle_wait_s(self) -> float:
-        if not self._lockstep.is_group:
-            return IDLE_WAIT_S
-        is_asleep = time.monotonic() - self._busy_at >= GROUP_SLEEP_AFTER_S
-        return GROUP_SLEEP_WAIT_S if is_asleep else GROUP_IDLE_WAIT_S
+        return self._pace.wait_s if self._lockstep.is_group else IDLE_WAIT_S
 
     def _end(self, error: TandemError | None) -> None:
         """Answer everybody; on the loop's thread, or on the watchdog's in its stead."""

@@ -111,12 +111,12 @@ class DecodeRank:
         Raises:
             StaleTicketError: the nonce is not ours, or long forgotten.
         """
-        part = message.prefill.rank
+        rank = message.prefill.rank
         failed = message.outcome == decode_pb2.TICKET_OUTCOME_FAILED
-        ticket = self.desk.close_part(message.nonce, part, drained=message.drained or not failed)
+        ticket = self.desk.close_part(message.nonce, rank, drained=message.drained or not failed)
         if ticket is None:
             raise StaleTicketError(
-                f"no ticket with nonce {message.nonce:#x} and part {part} is known here",
+                f"no ticket with nonce {message.nonce:#x} of prefill rank {rank} is known here",
                 request_id=message.request_id,
             )
         self._reservations.wake()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.request import Request
+from kv_transfer.transport import peer_name
 from runtime.errors import TandemError
 from runtime.lifecycle import DecodeStatus, check_transition
 from runtime.pb import common_pb2
@@ -17,14 +18,30 @@ from runtime.pb import common_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """The one prefill instance, in one life, that may write a request's KV."""
+    """Who may write a request's KV: ranks of one prefill instance, in one life.
+
+    All ranks of a tensor-parallel instance are one writer, each rank of a data-parallel one is.
+    """
 
     instance: str
     epoch: int
+    rank: int = 0
+    """The first, which speaks for all."""
     num_ranks: int
-    """Each rank writes one part."""
+    """Each writes one part."""
     address: str
-    """gRPC "host:port" of its rank 0, for Revoke."""
+    """gRPC "host:port" of the first rank, for Revoke."""
+
+    @property
+    def key(self) -> str:
+        """Its name in the quarantine and among the fences; another epoch is another writer."""
+        return peer_name(self.instance, self.epoch, self.rank)
+
+    @property
+    def peers(self) -> list[str]:
+        """The names of its ranks on the transport."""
+        last = self.rank + self.num_ranks
+        return [peer_name(self.instance, self.epoch, rank) for rank in range(self.rank, last)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

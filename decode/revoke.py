@@ -17,10 +17,10 @@ from typing import Protocol
 from decode.live import WriterOrder
 from decode.requests import Writer
 from decode.tickets import WriterDemand
-from kv_transfer.transport import peer_name
 from runtime.errors import TandemError
 from runtime.logging import fields, get_logger
 from runtime.pb import common_pb2, prefill_pb2
+from runtime.wire import identity
 
 logger = get_logger(__name__)
 
@@ -61,7 +61,7 @@ class Revoker:
         self,
         books: TicketBooks,
         call_revoke: CallRevoke,
-        fence: Callable[[str], None],
+        fence: Callable[[str, str], None],
         *,
         decode: common_pb2.WorkerIdentity,
         ticket_timeout_s: float,
@@ -72,7 +72,7 @@ class Revoker:
         Args:
             books: the rank's tickets.
             call_revoke: the RPC.
-            fence: `Transport.fence`, by peer name; blocks.
+            fence: `Fences.fence`, by the keys of writer and rank; blocks.
             decode: who we are.
             ticket_timeout_s: life of a ticket.
             quarantine_timeout_s: how long a writer may take to answer.
@@ -127,7 +127,7 @@ class Revoker:
             nonce=order.nonce,
             decode=self._decode,
             remember_s=REMEMBER_FACTOR * self._ticket_timeout_s,
-            prefill=common_pb2.WorkerIdentity(instance=writer.instance, epoch=writer.epoch),
+            prefill=identity(writer.instance, writer.epoch, writer.rank),
         )
         try:
             return await self._call_revoke(writer.address, request, self._quarantine_timeout_s)
@@ -150,14 +150,11 @@ class Revoker:
             nonces = await self._books.nonces_of(writer)
             if not nonces:
                 return
-            logger.warning(
-                "shutting out %s", fields(writer=writer.instance, epoch=f"{writer.epoch:016x}")
-            )
+            logger.warning("shutting out %s", fields(writer=writer.key))
             loop = asyncio.get_running_loop()
-            for rank in range(writer.num_ranks):
-                peer = peer_name(writer.instance, writer.epoch, rank)
+            for peer in writer.peers:
                 try:
-                    await loop.run_in_executor(self._threads, self._fence_peer, peer)
+                    await loop.run_in_executor(self._threads, self._fence_peer, writer.key, peer)
                 except TandemError as error:
                     # The blocks stay in quarantine; the next sweep tries again.
                     logger.error("cannot shut out %s: %s", peer, error.message)

@@ -245,6 +245,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             writer=Writer(
                 instance=message.prefill.instance,
                 epoch=message.prefill.epoch,
+                rank=message.prefill.rank,
                 num_ranks=message.num_prefill_ranks,
                 address=message.prefill_address,
             ),

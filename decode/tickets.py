@@ -1,9 +1,9 @@
 """Tickets: which blocks a prefill worker may write now, and when they are really ours again.
 
 A ticket is one allocation: blocks, a metadata slot, and a random nonce that names it. Its parts
-(one per prefill rank) write until they close it. From the writer's side it is over when every part
-has arrived, or closed, or was fenced; only then can its blocks go to somebody else. A request that
-ends before that leaves its blocks in quarantine:
+(one per rank of the writer) write until they close it. From the writer's side it is over when every
+part has arrived, or closed, or was fenced; only then can its blocks go to somebody else. A request
+that ends before that leaves its blocks in quarantine:
 
     open -> OPEN --arrive--> settled (blocks are the request's alone)
             OPEN --cancel, no part left--> settled (blocks freed)
@@ -77,7 +77,7 @@ class Ticket:
         nonce: its name; random, never 0.
         slot: of its metadata.
         block_ids: the blocks that the writer may write.
-        open_parts: prefill ranks that may still write.
+        open_parts: ranks of the writer, counted from its first, that may still write.
         undrained: a part failed without knowing whether its writes are complete.
         fenced: the writer was shut out after this ticket was issued.
         all_sent_at: when the last part closed as sent; 0.0 before.
@@ -96,11 +96,6 @@ class Ticket:
     def is_over(self) -> bool:
         """Whether no write can come any more, as far as the parts' own word goes."""
         return self.fenced or not (self.open_parts or self.undrained)
-
-
-def writer_key(writer: Writer) -> str:
-    """The name of a writer in the quarantine; another epoch is another writer."""
-    return f"{writer.instance}@{writer.epoch:016x}"
 
 
 class TicketDesk:
@@ -202,7 +197,7 @@ class TicketDesk:
             block_ids=ticket.block_ids,
             metadata_slot=slot,
             timeout_s=timeout_s,
-            fence_generation=self._fence_generation(writer_key(request.writer)),
+            fence_generation=self._fence_generation(request.writer.key),
         )
 
     def ticket_of(self, request: DecodeRequest) -> Ticket:
@@ -225,16 +220,20 @@ class TicketDesk:
         self._settle(ticket)
         return ticket.request
 
-    def close_part(self, nonce: int, part: int, *, drained: bool) -> Ticket | None:
+    def close_part(self, nonce: int, rank: int, *, drained: bool) -> Ticket | None:
         """A part says that it will write no more; None if the nonce is not ours.
 
         Args:
             nonce: of the ticket.
-            part: rank of the prefill instance.
+            rank: of the prefill instance; parts are counted from the writer's first.
             drained: whether it knows that its writes are complete; if not, it counts as open.
         """
         ticket = self._by_nonce.get(nonce) or self._settled.get(nonce)
-        if ticket is None or part >= ticket.request.writer.num_ranks:
+        if ticket is None:
+            return None
+        writer = ticket.request.writer
+        part = rank - writer.rank
+        if not 0 <= part < writer.num_ranks:
             return None
         if drained:
             ticket.open_parts.discard(part)
@@ -267,7 +266,7 @@ class TicketDesk:
             ticket.nonce,
             block_ids=ticket.block_ids,
             slot=ticket.slot,
-            writer=writer_key(request.writer),
+            writer=request.writer.key,
             open_parts=ticket.open_parts or {0},
         )
         return WriterDemand.FENCE if ticket.undrained else WriterDemand.REVOKE

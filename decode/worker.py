@@ -32,6 +32,7 @@ from decode.revoke import Revoker
 from decode.service import DecodeService, RankFacts
 from engine.boot import use_device
 from kv_transfer.receiver import Arrival
+from kv_transfer.transport import peer_name
 from runtime.errors import TandemError
 from runtime.logging import fields, get_logger
 from runtime.metrics import MetricsServer, gauge_of
@@ -282,7 +283,7 @@ def _facts(
             metadata_region_bytes=transfer.slots.nbytes,
             metadata_slot_bytes=transfer.slots.layout.slot_bytes,
             fence_generation=transfer.fences.generation_of(
-                f"{prefill.instance}@{prefill.epoch:016x}"
+                peer_name(prefill.instance, prefill.epoch, prefill.rank)
             ),
         )
 

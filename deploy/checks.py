@@ -146,16 +146,15 @@ def _check_files(config: ClusterConfig) -> None:
 
 def _check_parallel(config: ClusterConfig, model: ModelConfig) -> None:
     prefill, decode = config.prefill, config.decode
-    prefill_dims = ParallelDims(tp=prefill.tp, ep=prefill.tp if prefill.expert_parallel else 1)
-    decode_dims = ParallelDims(dp=decode.dp, ep=decode.dp)
     experts = model.n_routed_experts
-    for field, value, dims, num_slots in (
-        ("prefill.tp", prefill.tp, prefill_dims, experts),
-        ("decode.dp", decode.dp, decode_dims, experts + decode.num_redundant_experts),
+    for section, num_slots in (
+        (prefill, experts),
+        (decode, experts + decode.num_redundant_experts),
     ):
         try:
-            dims.check_model(model, num_physical_experts=num_slots)
+            ParallelDims.of(section).check_model(model, num_physical_experts=num_slots)
         except ConfigError as error:
+            field, value = section.ranks_field, section.num_ranks
             raise ConfigError(field, value, error.problem, error.fix) from error
 
 
@@ -190,14 +189,12 @@ def _check_devices(config: ClusterConfig, num_devices: int) -> None:
     if needed <= num_devices:
         return
     prefill, decode = config.prefill, config.decode
-    prefill_needs = prefill.instances * prefill.tp if prefill.device == "cuda" else 0
-    field, value = "prefill.tp", prefill.tp
-    if prefill_needs <= num_devices:
-        field, value = "decode.dp", decode.dp
+    prefill_needs = prefill.instances * prefill.num_ranks if prefill.device == "cuda" else 0
+    section = prefill if prefill_needs > num_devices else decode
     fix = "fewer instances or ranks" if num_devices else 'device = "cpu"'
     raise ConfigError(
-        field,
-        value,
+        section.ranks_field,
+        section.num_ranks,
         f"all ranks together need {needed} CUDA devices, this machine has {num_devices}",
         fix,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import deploy
-from runtime.config import ClusterConfig
+from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 from runtime.config_file import SECRET_VARIABLE
 
 RUN_ID_VARIABLE = "TANDEM_CLUSTER"
@@ -41,13 +41,13 @@ class InstancePlan:
     device: str
     """"cpu" or "cuda": one device per rank."""
     num_threads: int
+    num_endpoints: int
+    """Ranks that take requests of a router; 0 for the router itself."""
 
     @property
     def registering_ranks(self) -> tuple[int, ...]:
         """The ranks that appear in the router's registry once the instance serves."""
-        if self.role is Role.ROUTER:
-            return ()
-        return (0,) if self.role is Role.PREFILL else tuple(range(self.num_ranks))
+        return tuple(range(self.num_endpoints))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,28 +91,31 @@ def default_entrypoints() -> dict[Role, tuple[str, ...]]:
 
 def plan_instances(config: ClusterConfig) -> tuple[InstancePlan, ...]:
     """The instances of ``config``, the router first."""
-    router = InstancePlan(name="router", role=Role.ROUTER, num_ranks=1, device="cpu", num_threads=1)
-    prefill = [
-        InstancePlan(
-            name=f"prefill-{index}",
-            role=Role.PREFILL,
-            num_ranks=config.prefill.tp,
-            device=config.prefill.device,
-            num_threads=config.prefill.num_threads,
-        )
-        for index in range(config.prefill.instances)
-    ]
-    decode = [
-        InstancePlan(
-            name=f"decode-{index}",
-            role=Role.DECODE,
-            num_ranks=config.decode.dp,
-            device=config.decode.device,
-            num_threads=config.decode.num_threads,
-        )
-        for index in range(config.decode.instances)
-    ]
+    router = InstancePlan(
+        name="router",
+        role=Role.ROUTER,
+        num_ranks=1,
+        device="cpu",
+        num_threads=1,
+        num_endpoints=0,
+    )
+    prefill = _plan_workers(Role.PREFILL, config.prefill)
+    decode = _plan_workers(Role.DECODE, config.decode)
     return (router, *prefill, *decode)
+
+
+def _plan_workers(role: Role, section: PrefillSection | DecodeSection) -> tuple[InstancePlan, ...]:
+    return tuple(
+        InstancePlan(
+            name=f"{role.value}-{index}",
+            role=role,
+            num_ranks=section.num_ranks,
+            device=section.device,
+            num_threads=section.num_threads,
+            num_endpoints=section.num_endpoints,
+        )
+        for index in range(section.instances)
+    )
 
 
 def num_devices_needed(plans: tuple[InstancePlan, ...]) -> int:

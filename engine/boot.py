@@ -114,7 +114,7 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
     num_blocks = choose_num_blocks(section, model, max_model_len=max_model_len, kv_dtype=kv_dtype)
     kv_pool = build_kv_pool(model, num_blocks, block_size=section.block_size, dtype=kv_dtype)
     runner = ModelRunner(model, kv_pool, Sampler(config.vocab_size))
-    _rehearse(runner, section, max_model_len, options.rank)
+    _rehearse(runner, section, max_model_len, follows=dims.tp_rank > 0)
     logger.info(
         "the model is ready %s",
         fields(epoch=f"{epoch:016x}", device=kv_pool.device, kv_pool_bytes=kv_pool.nbytes),
@@ -131,12 +131,17 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
 
 
 def _rehearse(
-    runner: ModelRunner, section: PrefillSection | DecodeSection, max_model_len: int, rank: int
+    runner: ModelRunner,
+    section: PrefillSection | DecodeSection,
+    max_model_len: int,
+    *,
+    follows: bool,
 ) -> None:
     """Run steps that nobody asked for, all ranks together, so that no request pays for it.
 
     On a GPU of every size up to the largest one, and with every kind of sampling: kernels compile
-    and memory is taken.
+    and memory is taken. A rank that `follows` does not sample: the first of its tensor-parallel
+    group does.
 
     Raises:
         ConfigError: the largest step does not fit beside the KV pool.
@@ -156,7 +161,7 @@ def _rehearse(
         steps = [sampled_prefill(section.block_size), *sizes, *steps]
     try:
         for scheduled in steps:
-            rehearse(runner, scheduled, follows=is_prefill and rank > 0)
+            rehearse(runner, scheduled, follows=follows)
         torch.cuda.synchronize()
     except torch.OutOfMemoryError as error:
         path = f"{'prefill' if is_prefill else 'decode'}.num_blocks"

@@ -21,6 +21,7 @@ from engine.parallel.open_dispatcher import (
     OpenDispatcher,
     RankExperts,
     open_decode_dispatcher,
+    open_prefill_dispatcher,
 )
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
@@ -58,7 +59,10 @@ def open_transfers(
     *,
     is_halved: bool = False,
 ) -> OpenDispatcher | None:
-    """Open the way to experts that a captured step can hold; None where there is no GPU.
+    """Open the way to experts: for decode one that a captured step can hold, for prefill one for
+    many tokens.
+
+    None where the axes alone say how tokens travel: on a CPU, and with tensor parallelism.
 
     Args:
         section: of the role.
@@ -72,20 +76,20 @@ def open_transfers(
         ConfigError: a step may bring more tokens than the ranks make room for, or the dispatcher
             that is asked for does not run here.
     """
-    if not isinstance(section, DecodeSection) or section.device == "cpu":
+    if section.device == "cpu" or not config.num_moe_layers:
         return None
-    if not config.num_moe_layers:
-        return None
-    most = section.max_tokens_per_rank
-    if section.max_num_seqs > most and groups.dims.ep > 1:
-        problem = f"decode.max_tokens_per_rank is {most}"
-        raise ConfigError("decode.max_num_seqs", section.max_num_seqs, problem, f"{most} or less")
     experts = RankExperts(
         config=config,
         groups=groups,
         kernels=kernels,
         num_physical_experts=placement.num_physical_experts,
     )
+    if isinstance(section, PrefillSection):
+        return open_prefill_dispatcher(DispatcherKind.AUTO, experts) if section.dp > 1 else None
+    most = section.max_tokens_per_rank
+    if section.max_num_seqs > most and groups.dims.ep > 1:
+        problem = f"decode.max_tokens_per_rank is {most}"
+        raise ConfigError("decode.max_num_seqs", section.max_num_seqs, problem, f"{most} or less")
     room = half_room(most, groups.ep_group.size) if is_halved else most
     kind = DispatcherKind(section.dispatcher)
     return open_decode_dispatcher(kind, experts, max_tokens_per_rank=room)

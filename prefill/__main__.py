@@ -13,20 +13,25 @@ FOLLOWER_EXTRA_GRACE_S = 5.0
 """Followers end when rank 0 says so, which is after it has drained."""
 
 
+def is_follower(options: WorkerOptions) -> bool:
+    """Whether another rank schedules for this one."""
+    return options.rank >= options.config.prefill.num_endpoints
+
+
 def make_service(options: WorkerOptions) -> RankService:
     """The service of this rank."""
     # Imported late: torch reads the thread counts when it is imported.
     from kv_transfer.settings import with_resolved_transport
     from prefill.follower_worker import FollowerWorker
-    from prefill.worker import LeaderWorker
+    from prefill.worker import PrefillWorker
 
     options = replace(options, config=with_resolved_transport(options.config))
-    return FollowerWorker(options) if options.rank else LeaderWorker(options)
+    return FollowerWorker(options) if is_follower(options) else PrefillWorker(options)
 
 
 def grace_of(options: WorkerOptions) -> float:
     """Seconds that this rank may take to drain."""
-    return GRACE_S + (FOLLOWER_EXTRA_GRACE_S if options.rank else 0.0)
+    return GRACE_S + (FOLLOWER_EXTRA_GRACE_S if is_follower(options) else 0.0)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -74,8 +74,8 @@ def build_send_side(
         slot_layout,
         kv_region=region,
         on_closed=lambda report: on_closed(closure_of(report)),
-        part=options.rank,
-        num_parts=options.config.prefill.tp,
+        part=side.groups.dims.tp_rank,
+        num_parts=side.groups.dims.tp,
         num_threads=settings.num_sender_threads,
     )
     push = PushSettings(
@@ -103,9 +103,7 @@ class RankParts:
 
 def build_rank(options: WorkerOptions, on_closed: Callable[[Closure], None]) -> RankParts:
     """Boot one rank: the model's side first, then what sends its KV. Slow; blocks."""
-    section = options.config.prefill
-    ep = section.tp if section.expert_parallel else 1
-    model = boot_rank(options, ParallelDims(tp=section.tp, ep=ep, rank=options.rank))
+    model = boot_rank(options, ParallelDims.of(options.config.prefill, options.rank))
     send = build_send_side(options, model, on_closed)
     model.groups.boot_group.barrier()  # registering memory may take one rank longer than another
     return RankParts(

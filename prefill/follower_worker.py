@@ -1,4 +1,4 @@
-"""Any rank of a prefill worker but 0, as `runtime.service.run_service` drives it.
+"""Any rank of a tensor-parallel prefill worker but 0, as `runtime.service.run_service` drives it.
 
 It has nothing but its loop, and ends when rank 0 says so or the group breaks.
 """

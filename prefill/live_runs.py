@@ -96,7 +96,7 @@ class LiveRuns:
         """Start empty.
 
         Args:
-            identity: ours, of rank 0.
+            identity: ours; of rank 0 where several ranks write parts.
             num_ranks: parts of every ticket.
             nonces: tickets that were seen.
             closer: tells decode.
@@ -248,7 +248,9 @@ class LiveRuns:
 
     def _close(self, run: LiveRun, rank: int, ending: _Ending) -> None:
         identity = common_pb2.WorkerIdentity(
-            instance=self._identity.instance, epoch=self._identity.epoch, rank=rank
+            instance=self._identity.instance,
+            epoch=self._identity.epoch,
+            rank=self._identity.rank + rank,
         )
         error = error_to_proto(ending.error, run.request_id) if ending.error else None
         self._closer.close(

@@ -5,6 +5,11 @@ a GPU never waits for the host: chunks depend on nothing that a step finds out. 
 request meanwhile (a cancel, a deadline, a sender that fails) finds it in a step that cannot be
 taken back: its result is dropped, and its blocks stay until then.
 
+Ranks of a data-parallel instance share experts, so they launch the same number of steps: before
+each launch they meet (`engine.parallel.lockstep`), and a rank without work of its own runs a dummy.
+They meet once per launched step, however many are unread, and while nobody has work every few
+milliseconds, also where a rank waits for its step's end: another may have a prompt meanwhile.
+
 The only thread that touches the scheduler, the block pool and the requests in them. It never waits
 for the network: the asyncio side and the sender's threads put commands into its queue, and it
 answers with events. With nothing to run it sleeps on that queue. Followers, if there are any, are
@@ -21,12 +26,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from engine.request import ScheduledRequest
-from engine.runner import StepResult
+from engine.parallel.lockstep import GroupState, IdlePace, Lockstep, RankState, SoloLockstep
 from prefill.commands import PushBlocks
-from prefill.kv_push import PushSettings, StepPusher, plan_pushes
+from prefill.kv_push import PushSettings, plan_pushes
 from prefill.messages import (
     AddRequest,
     CancelRequest,
@@ -42,7 +45,8 @@ from prefill.request_desk import RequestDesk
 from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
 from prefill.stall import StallMeter
-from runtime.lifecycle import PrefillStatus
+from prefill.steps import StepLine, StepRunner
+from runtime.errors import PeerLostError
 from runtime.logging import get_logger
 from runtime.watchdog import AbandonedError, Watchdog, WatchdogOptions
 
@@ -51,38 +55,6 @@ logger = get_logger(__name__)
 
 AHEAD_POLL_S = 0.0005
 """While the last step runs and nothing else can: so often it is looked at, between commands."""
-
-
-class PendingStep(Protocol):
-    """A launched step."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `collect` would return at once."""
-        ...
-
-    @property
-    def idle_s(self) -> float | None:
-        """Seconds that the device idled before the step, after `collect`; None if unknown."""
-        ...
-
-    def collect(self) -> list[StepResult]:
-        """Wait for the step's end; one result per scheduled request, in order."""
-        ...
-
-
-class StepRunner(Protocol):
-    """The part of `engine.runner.ModelRunner` that the loop uses."""
-
-    def launch(
-        self,
-        scheduled: Sequence[ScheduledRequest],
-        *,
-        on_layer_done: Callable[[int], None] | None = None,
-        keep_hidden: bool = False,
-    ) -> PendingStep:
-        """Issue one step to the device."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +66,7 @@ class LoopSettings:
         push: how layers are grouped for sending.
         keep_hidden: send the last hidden state along, for MTP.
         max_ahead: steps that may run while another is launched; 0 on a CPU, which runs one at once.
+        enter_thread: called first on the loop's thread.
         idle_s: how often a loop that can run nothing looks at deadlines.
         heartbeat_s: followers hear of us at least so often.
         closure_poll_s: how often followers that owe closures are asked.
@@ -105,26 +78,12 @@ class LoopSettings:
     push: PushSettings
     keep_hidden: bool = False
     max_ahead: int = 0
+    enter_thread: Callable[[], None] = lambda: None
     idle_s: float = 0.1
     heartbeat_s: float = 1.0
     closure_poll_s: float = 0.005
     step_limit_s: Callable[[int], float] = lambda num_tokens: 0.0
     watchdog: WatchdogOptions = field(default_factory=WatchdogOptions)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LaunchedStep:
-    """Its chunks are in flight; `follows` a step directly, so that idling in between is a loss."""
-
-    chunks: Sequence[Chunk]
-    pending: PendingStep
-    launched_at: float
-    follows: bool
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that it runs."""
-        return sum(chunk.scheduled.num_scheduled_tokens for chunk in self.chunks)
 
 
 class EngineLoop:
@@ -141,6 +100,7 @@ class EngineLoop:
         emit: Callable[[Event], None],
         settings: LoopSettings,
         *,
+        lockstep: Lockstep | None = None,
         stalls: StallMeter | None = None,
         observe_gap: Callable[[float], None] = lambda seconds: None,
         observe_step: Callable[[int, float], None] = lambda num_tokens, seconds: None,
@@ -154,27 +114,40 @@ class EngineLoop:
             senders: of all ranks.
             emit: takes events; called on the loop's thread, must not block.
             settings: see `LoopSettings`.
+            lockstep: the meeting with the other ranks; None for a rank that schedules alone.
             stalls: through which the senders' local one is called, to be told of each step's end.
             observe_gap: told how long the device idled between two steps, where that is known.
             observe_step: told the tokens and seconds of each step.
             clock: monotonic seconds.
         """
         self._scheduler = scheduler
-        self._runner = runner
+        self._lockstep = lockstep or SoloLockstep()
         self._senders = senders
         self._emit = emit
         self._settings = settings
         self._stalls = stalls
-        self._observe_gap = observe_gap
-        self._observe_step = observe_step
         self._clock = clock
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._desk = RequestDesk(
             scheduler, senders, emit, max_model_len=settings.max_model_len, clock=clock
         )
-        self._in_flight: deque[_LaunchedStep] = deque()
-        self._is_following = False  # the latest turn launched a step
-        self._taken_over_at = 0.0
+        self._steps = StepLine(
+            runner,
+            scheduler,
+            self._desk,
+            senders.local,
+            push=settings.push,
+            keep_hidden=settings.keep_hidden,
+            observe_gap=observe_gap,
+            observe_step=observe_step,
+            watch=self._watch,
+            limit_s=settings.step_limit_s,
+            clock=clock,
+        )
+        self._launched = deque([0], maxlen=settings.max_ahead + 1)
+        """Tokens of the latest steps, each of the rank that has most."""
+        self._pace = IdlePace(clock)
+        self._group = GroupState(has_work=False, max_num_tokens=0, all_leaving=False)
         self._stopping = False
         self._is_checked = False
         self._last_exchange = 0.0
@@ -215,9 +188,9 @@ class EngineLoop:
     def step(self) -> bool:
         """Launch a step if there is one, take over those that it need not wait for; if either."""
         is_launched = self._launch_next()
-        is_busy = is_launched or bool(self._in_flight)
-        if is_launched or not self._await_news():
-            self._take_over_all_but(self._settings.max_ahead if is_launched else 0)
+        is_busy = self._group.has_work or len(self._steps) > 0
+        if self._group.has_work or not self._await_news():
+            self._steps.take_over_all_but(self._settings.max_ahead if is_launched else 0)
         if self._stalls:
             self._stalls.end_step()
         self._load = _measure_load(self._scheduler)
@@ -228,7 +201,7 @@ class EngineLoop:
         is_any = False
         try:
             command = self._commands.get(block=timeout_s > 0, timeout=timeout_s or None)
-            while not self._stopping:
+            while not self._is_over:
                 is_any = True
                 self._apply(command)
                 command = self._commands.get_nowait()
@@ -239,21 +212,32 @@ class EngineLoop:
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            while not self._stopping:
+            self._settings.enter_thread()
+            while not self._is_over:
                 busy = self.step()
                 self._check_when_idle()
                 self.take_commands(0.0 if busy else self._idle_s())
-            self._take_over_all_but(0)
+            self._steps.take_over_all_but(0)
             self._senders.stop()
         except AbandonedError:
             return  # the watchdog has ended the loop
         except BaseException as caught:
-            error = caught
-            logger.exception("the engine loop failed")
+            if self._stopping and not len(self._desk) and isinstance(caught, PeerLostError):
+                logger.info("the other ranks left first")
+            else:
+                error = caught
+                logger.exception("the engine loop failed")
         self._watchdog.close()
         self._end(error)
 
+    @property
+    def _is_over(self) -> bool:
+        """In a group a rank that was told to stop goes on until nobody needs it."""
+        return self._group.all_leaving if self._lockstep.is_group else self._stopping
+
     def _idle_s(self) -> float:
+        if self._lockstep.is_group:
+            return self._pace.wait_s
         if self._senders.wants_exchange:
             return self._settings.closure_poll_s
         return self._settings.idle_s if len(self._desk) else self._settings.heartbeat_s / 2
@@ -290,8 +274,7 @@ class EngineLoop:
         if chunks or is_due or self._senders.wants_exchange:
             self._last_exchange = now
             # The followers may still run what was launched before.
-            num_tokens = max((step.num_tokens for step in self._in_flight), default=0)
-            with self._watch("telling the ranks of a prefill step", num_tokens):
+            with self._watch("telling the ranks of a prefill step", max(self._launched)):
                 closures = self._senders.announce(chunks, pushes)
             for closed in closures:
                 # Not applied in the middle of a step: one of its requests may have failed.
@@ -300,75 +283,44 @@ class EngineLoop:
     def _launch_next(self) -> bool:
         self._desk.expire()
         chunks = self._scheduler.schedule()
+        self._group = self._meet(chunks)
         self._desk.open_tickets(chunks)
         pushes = plan_pushes(chunks, self._scheduler.pool.block_size)
         self._announce(chunks, pushes)
         if chunks:
-            launched_at = self._clock()
-            pending = self._launch(chunks, pushes)
-            step = _LaunchedStep(
-                chunks=chunks,
-                pending=pending,
-                launched_at=launched_at,
-                follows=self._is_following,
-            )
-            self._in_flight.append(step)
-        self._is_following = bool(chunks)
+            self._steps.launch(chunks, pushes, num_tokens=self._group.max_num_tokens)
+        elif self._group.has_work:
+            self._steps.launch_dummy(least=self._group.max_num_tokens)
+        else:
+            self._steps.launch_nothing()
         return bool(chunks)
 
-    def _launch(self, chunks: Sequence[Chunk], pushes: Sequence[PushBlocks]) -> PendingStep:
-        pusher = StepPusher(self._senders.local, pushes, self._settings.push)
-        scheduled = [chunk.scheduled for chunk in chunks]
-        num_tokens = sum(item.num_scheduled_tokens for item in scheduled)
-        with self._watch("the launch of a prefill step", num_tokens):
-            pending = self._runner.launch(
-                scheduled,
-                on_layer_done=pusher.on_layer_done,
-                keep_hidden=self._settings.keep_hidden,
-            )
-        pusher.finish()
-        return pending
+    def _meet(self, chunks: Sequence[Chunk]) -> GroupState:
+        num_tokens = sum(chunk.scheduled.num_scheduled_tokens for chunk in chunks)
+        state = RankState(
+            num_tokens=num_tokens, leaving=self._stopping, in_flight=len(self._steps) > 0
+        )
+        # The others may still run what was launched before.
+        with self._watch("the meeting of the ranks before a prefill step", max(self._launched)):
+            group = self._lockstep.exchange(state)
+        if group.has_work:
+            self._launched.append(group.max_num_tokens)
+        if group.has_work or group.in_flight:
+            self._pace.was_busy()
+        return group
 
     def _await_news(self) -> bool:
-        """While the last step runs, let commands in; whether one came, which may bring a step.
+        """While the last step runs, let commands in; whether to look for a step before its end.
 
-        Only for as long as it may take: then its results are waited for, under watch.
+        Commands may bring one, and in a group another rank may have one. Only for as long as the
+        step may take: then its results are waited for, under watch.
         """
-        if not self._in_flight:
-            return False
-        step = self._in_flight[-1]
-        limit_s = self._settings.step_limit_s(step.num_tokens) or float("inf")
-        while not step.pending.is_done and self._clock() < step.launched_at + limit_s:
-            if self.take_commands(AHEAD_POLL_S):
+        is_group = self._lockstep.is_group
+        until = self._clock() + self._pace.wait_s
+        while self._steps.is_running and not self._steps.is_late:
+            if self.take_commands(AHEAD_POLL_S) or (is_group and self._clock() >= until):
                 return True
         return False
-
-    def _take_over_all_but(self, num_steps: int) -> None:
-        while len(self._in_flight) > num_steps:
-            self._take_over(self._in_flight.popleft())
-
-    def _take_over(self, step: _LaunchedStep) -> None:
-        """Wait for a step's end, and carry on with every request that is not over meanwhile."""
-        with self._watch("a prefill step", step.num_tokens):
-            results = step.pending.collect()
-        now = self._clock()
-        duration = now - max(step.launched_at, self._taken_over_at)
-        self._taken_over_at = now
-        self._observe_step(step.num_tokens, duration)
-        idle_s = step.pending.idle_s
-        if step.follows and idle_s is not None:
-            self._observe_gap(idle_s)
-        for chunk, result in zip(step.chunks, results, strict=True):
-            item = chunk.item
-            item.compute_s += duration
-            self._scheduler.advance(chunk)
-            if result.is_failed:
-                self._desk.fail(item)
-            elif item.status is PrefillStatus.RUNNING:
-                item.prompt_logprobs += result.prompt_logprobs
-                if result.sampled is not None:
-                    self._desk.complete(item, result)
-            self._desk.settle(item)
 
     def _watch(self, what: str, num_tokens: int) -> AbstractContextManager[None]:
         """Limit the time of a call that may never return; no request is changed in it."""

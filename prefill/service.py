@@ -1,4 +1,5 @@
-"""The gRPC service of a prefill worker: Run, Revoke, Drain. On rank 0's event loop.
+"""The gRPC service of a prefill worker: Run, Revoke, Drain. On the event loop of
+rank 0, or of every data-parallel rank.
 
 A Run is checked whole and has shaken hands with its decode rank before the engine loop hears of it;
 the loop then answers with the first token while the KV still moves. Errors are answers
@@ -99,7 +100,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> prefill_pb2.RevokeResponse:
         """Answer once no rank will ever write under the nonce; also for one never seen."""
-        if not same_identity(request.prefill, self._limits.identity, rank=False):
+        if not same_identity(request.prefill, self._limits.identity):
             return prefill_pb2.RevokeResponse(drained=False)
         run = self._runs.get(request.nonce)
         if run is not None:

@@ -1,6 +1,8 @@
-"""Rank 0 of a prefill worker, as `runtime.service.run_service` drives it.
+"""The process of a prefill rank that takes requests: gRPC server, engine loop, registration.
 
-It has the gRPC server, the engine loop and the registration; any other rank is a `FollowerWorker`.
+Rank 0 of a tensor-parallel instance, which speaks for all its ranks (the others are
+`prefill.follower_worker`), or any rank of a data-parallel one, which speaks for itself alone.
+`runtime.service.run_service` drives it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from functools import partial
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
+from engine.boot import use_device
 from engine.memory.block_pool import BlockPool
+from engine.parallel.lockstep import create_lockstep
 from prefill.assembly import RankParts, build_rank
 from prefill.closer import TicketCloser
 from prefill.live_runs import LiveRuns
@@ -41,14 +45,16 @@ from runtime.wire import identity
 from runtime.worker import WorkerOptions
 
 JOIN_TIMEOUT_S = 5.0
+GROUP_JOIN_TIMEOUT_S = 12.0
+"""How long other ranks of the group may take to end their work; longer than their grace period."""
 ANSWER_GRACE_S = 1.0
 FLUSH_TIMEOUT_S = 3.0
 
 logger = get_logger(__name__)
 
 
-class LeaderWorker:
-    """See the module."""
+class PrefillWorker:
+    """One rank as a service: see `runtime.service.Service`."""
 
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
@@ -178,10 +184,11 @@ class LeaderWorker:
     async def _stop_loop(self) -> None:
         assert self._loop is not None
         assert self._runs is not None
-        if self._loop.is_started:
+        if self._loop.is_started and not self.is_stuck:
             self._loop.submit(StopLoop())
+            is_group = self._options.config.prefill.dp > 1
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(JOIN_TIMEOUT_S):
+                async with asyncio.timeout(GROUP_JOIN_TIMEOUT_S if is_group else JOIN_TIMEOUT_S):
                     await asyncio.shield(self._runs.loop_ended)
             self.is_stuck = self._loop.is_abandoned or not self._runs.loop_ended.done()
 
@@ -223,9 +230,9 @@ def make_loop(
     stalls: StallMeter,
     metrics: PrefillMetrics,
 ) -> EngineLoop:
-    """The engine loop of rank 0 on its scheduler, its model and all ranks' senders.
+    """The engine loop on a scheduler, the rank's model and the senders of all ranks it speaks for.
 
-    `stalls` stands before rank 0's own sender; `metrics` hear of the steps.
+    `stalls` stands before the rank's own sender; `metrics` hear of the steps.
     """
     section, model = options.config.prefill, parts.model
     pool = BlockPool(
@@ -238,9 +245,11 @@ def make_loop(
         max_num_seqs=section.max_num_seqs,
         max_num_batched_tokens=section.max_num_batched_tokens,
     )
-    followers = None
+    followers, lockstep, groups = None, None, model.groups
     if section.tp > 1:
-        followers = LeaderLink(parts.model.groups.tp_group, parts.plan_shape, parts.model.epoch)
+        followers = LeaderLink(groups.tp_group, parts.plan_shape, model.epoch)
+    if section.dp > 1:
+        lockstep = create_lockstep(groups.ep_group, model.epoch)
     return EngineLoop(
         scheduler,
         model.runner,
@@ -251,7 +260,9 @@ def make_loop(
             push=parts.send.push,
             max_ahead=section.max_ahead,
             step_limit_s=section.step_limit_s,
+            enter_thread=partial(use_device, model.kv_pool.device),
         ),
+        lockstep=lockstep,
         stalls=stalls,
         observe_gap=metrics.step_waited,
         observe_step=metrics.stepped,
@@ -270,7 +281,7 @@ def worker_load(load: LoopLoad) -> registry_pb2.WorkerLoad:
 
 
 def _identity_of(parts: RankParts, options: WorkerOptions) -> common_pb2.WorkerIdentity:
-    return identity(options.instance, parts.model.epoch)
+    return identity(options.instance, parts.model.epoch, options.rank)
 
 
 def _limits_of(parts: RankParts, options: WorkerOptions) -> RunLimits:
@@ -292,7 +303,8 @@ def _record_of(
         identity=_identity_of(parts, options),
         role=common_pb2.ROLE_PREFILL,
         address=address,
-        num_ranks=config.prefill.tp,
+        num_ranks=config.prefill.num_ranks,
+        num_parts=config.prefill.tp,
         model=options.served_name,
         max_model_len=parts.model.max_model_len,
         layout_fingerprint=parts.send.layout.fingerprint(),

@@ -137,7 +137,7 @@ class Attempt:
             timeout_s=self._time_left(),
             prefill=pair.prefill.identity,
             prefill_address=pair.prefill.address,
-            num_prefill_ranks=pair.prefill.num_ranks,
+            num_prefill_ranks=pair.prefill.num_parts,
             cache_salt=generation.cache_salt,
         )
         stub = self._workers.clients.decode(pair.decode)

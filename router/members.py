@@ -1,7 +1,8 @@
 """Workers as the router sees them: plain values made of the registry's messages.
 
-A member is one addressable endpoint: rank 0 of a prefill instance, or one data-parallel rank of a
-decode instance. Its key carries the epoch, so a restarted worker is another member.
+A member is one addressable endpoint: rank 0 of a tensor-parallel prefill instance, which speaks for
+all ranks, or one data-parallel rank of either role. Its key carries the epoch, so a restarted
+worker is another member.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ class WorkerKey(NamedTuple):
     epoch: int
     rank: int
 
+    @property
+    def life(self) -> tuple[str, int]:
+        """What all endpoints of an instance have in common until it is started again."""
+        return self.instance, self.epoch
+
     def __str__(self) -> str:
         return f"{self.instance}/{self.rank}"
 
@@ -63,6 +69,7 @@ class Member:
     role: Role
     address: str
     num_ranks: int
+    """Of the instance."""
     model: str
     max_model_len: int
     layout_fingerprint: str
@@ -71,7 +78,14 @@ class Member:
     draining: bool = False
     metrics_address: str = ""
     pid: int = 0
+    num_parts: int = 1
+    """Ranks behind this endpoint: a prefill endpoint writes KV in so many parts."""
     load: WorkerLoad = field(default_factory=WorkerLoad)
+
+    @property
+    def num_endpoints(self) -> int:
+        """Members that the whole instance has in the pool."""
+        return max(1, self.num_ranks // self.num_parts)
 
     @property
     def compatibility(self) -> tuple[str, str, str]:
@@ -127,6 +141,7 @@ def member_from_proto(
         draining=record.draining,
         metrics_address=record.metrics_address,
         pid=record.pid,
+        num_parts=max(1, record.num_parts),
         load=WorkerLoad() if load is None else load_from_proto(load),
     )
 
@@ -148,6 +163,7 @@ def member_to_proto(member: Member) -> registry_pb2.PoolMember:
             draining=member.draining,
             metrics_address=member.metrics_address,
             pid=member.pid,
+            num_parts=member.num_parts,
         ),
         load=registry_pb2.WorkerLoad(
             num_requests_running=load.num_requests_running,

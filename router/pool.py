@@ -6,6 +6,7 @@ member is therefore our in-flight count plus what others had there when it last 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ class Candidate:
     """Prompt tokens not computed yet."""
     recently_failed: bool
     whole: bool
-    """Whether all ranks of its instance are in the pool."""
+    """Whether all endpoints of its instance, in this life, are in the pool."""
 
 
 class PoolView:
@@ -89,31 +90,31 @@ class PoolView:
         """The members of ``role`` as a policy weighs them."""
         now = self._clock()
         members = self.members(role)
-        num_present: dict[str, int] = {}
-        for member in members:
-            instance = member.key.instance
-            num_present[instance] = num_present.get(instance, 0) + 1
+        num_present = Counter(member.key.life for member in members)
         found = []
         for member in members:
             ours = self._ours.get(member.key) or _Ours()
-            # A prefill instance speaks through its rank 0 alone.
-            whole = role is Role.PREFILL or num_present[member.key.instance] >= member.num_ranks
             found.append(
                 Candidate(
                     member=member,
                     num_requests=ours.num_requests + ours.others_requests,
                     num_tokens=ours.num_tokens + ours.others_tokens,
                     recently_failed=self._failed_until.get(member.key, 0.0) > now,
-                    whole=whole,
+                    whole=num_present[member.key.life] >= member.num_endpoints,
                 )
             )
         return found
 
     def mark_failed(self, key: WorkerKey, reason: str) -> None:
-        """Avoid this member for a moment, as long as another can do its work."""
+        """Avoid this member for a moment, as long as another can do its work.
+
+        And the others of its instance: ranks end together, some a little later.
+        """
         if key in self._members:
             logger.warning("avoiding a worker for a moment worker=%s reason=%r", key, reason)
-            self._failed_until[key] = self._clock() + FAILURE_COOLDOWN_S
+            until = self._clock() + FAILURE_COOLDOWN_S
+            ranks = [other for other in self._members if other.life == key.life]
+            self._failed_until.update(dict.fromkeys(ranks, until))
 
     def recently_failed(self, key: WorkerKey) -> bool:
         """Whether ``mark_failed`` was called a moment ago."""

@@ -106,6 +106,9 @@ class PrefillSection:
     instances: int = 1
     tp: int = 1
     """Ranks of one instance: attention heads and experts are split over them."""
+    dp: int = 1
+    """Ranks of one instance, instead of ``tp``: each computes its own prompts, experts are split
+    over all."""
     expert_parallel: bool = True
     """Whole experts per rank; false: every expert is sliced over the ranks (plain TP)."""
     device: str = "cpu"
@@ -145,6 +148,21 @@ class PrefillSection:
         return self.step_timeout_s * max(1.0, num_tokens / 4096)
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks of one instance."""
+        return self.tp * self.dp
+
+    @property
+    def num_endpoints(self) -> int:
+        """Ranks of one instance that take requests: with ``tp`` the first one does for all."""
+        return self.dp
+
+    @property
+    def ranks_field(self) -> str:
+        """The field that says how many ranks there are."""
+        return "prefill.dp" if self.dp > 1 else "prefill.tp"
+
+    @property
     def max_ahead(self) -> int:
         """Steps whose results may be unread when another is launched."""
         return _max_ahead(self)
@@ -157,6 +175,14 @@ class PrefillSection:
     def __post_init__(self) -> None:
         _check_worker("prefill", self)
         _at_least("prefill.tp", self.tp, 1)
+        _at_least("prefill.dp", self.dp, 1)
+        if self.tp > 1 and self.dp > 1:
+            fix = "1, or prefill.tp = 1: one of them says how many ranks there are"
+            raise ConfigError("prefill.dp", self.dp, f"prefill.tp is {self.tp}", fix)
+        if self.dp > 1 and not self.expert_parallel:
+            problem = f"the {self.dp} ranks of prefill.dp would share nothing"
+            fix = "true, or prefill.dp = 1 and more prefill.instances"
+            raise ConfigError("prefill.expert_parallel", False, problem, fix)
         _at_least("prefill.max_num_batched_tokens", self.max_num_batched_tokens, 16)
         self._check_exchange()
 
@@ -166,8 +192,8 @@ class PrefillSection:
             _one_of(f"prefill.{name}", getattr(self, name), ("auto", "on", "off"))
         _one_of("prefill.collectives", self.collectives, ("auto", "nccl", "symmetric"))
         path, problem = "prefill.two_batch_overlap", "one rank has nobody to communicate with"
-        if self.two_batch_overlap == "on" and self.tp == 1:
-            raise ConfigError(path, "on", problem, '"auto", or prefill.tp above 1')
+        if self.two_batch_overlap == "on" and self.num_ranks == 1:
+            raise ConfigError(path, "on", problem, '"auto", or prefill.tp or prefill.dp above 1')
         path, problem = "prefill.scatter_tokens", "needs several ranks with whole experts each"
         if self.scatter_tokens == "on" and not self.is_scattered:
             fix = '"auto", or prefill.tp above 1 with prefill.expert_parallel'
@@ -224,6 +250,21 @@ class DecodeSection:
     step_timeout_s: float = 30.0
     """A step, or the meeting of the ranks before it, that takes longer ends the worker; 0: no
     limit."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one instance."""
+        return self.dp
+
+    @property
+    def num_endpoints(self) -> int:
+        """Ranks of one instance that take requests."""
+        return self.dp
+
+    @property
+    def ranks_field(self) -> str:
+        """The field that says how many ranks there are."""
+        return "decode.dp"
 
     @property
     def max_ahead(self) -> int:

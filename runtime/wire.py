@@ -107,9 +107,6 @@ def identity(instance: str, epoch: int, rank: int = 0) -> common_pb2.WorkerIdent
     return common_pb2.WorkerIdentity(instance=instance, epoch=epoch, rank=rank)
 
 
-def same_identity(
-    left: common_pb2.WorkerIdentity, right: common_pb2.WorkerIdentity, *, rank: bool = True
-) -> bool:
-    """Whether both name the same life of the same worker (and the same rank, unless told)."""
-    same = left.instance == right.instance and left.epoch == right.epoch
-    return same and (left.rank == right.rank or not rank)
+def same_identity(left: common_pb2.WorkerIdentity, right: common_pb2.WorkerIdentity) -> bool:
+    """Whether both name the same rank of the same life of the same worker."""
+    return (left.instance, left.epoch, left.rank) == (right.instance, right.epoch, right.rank)

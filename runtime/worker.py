@@ -32,7 +32,7 @@ class WorkerOptions:
         role: "prefill" or "decode".
         config: of the whole cluster.
         instance: name of the instance, for example "decode-0".
-        rank: within it: tensor-parallel in prefill, data-parallel in decode.
+        rank: within it.
         rendezvous: "host:port" where the ranks of the instance meet; unused with one rank.
         router: gRPC "host:port" of the registry.
         host: interface on which this process listens.
@@ -49,7 +49,7 @@ class WorkerOptions:
     secret: str
 
     def __post_init__(self) -> None:
-        field, count = self._num_ranks()
+        field, count = self.section.ranks_field, self.section.num_ranks
         if not 0 <= self.rank < count:
             fix = f"a rank from 0 to {count - 1}"
             raise ConfigError("--rank", self.rank, f"{field} is {count}", fix)
@@ -59,11 +59,6 @@ class WorkerOptions:
         if not self.config.model.path:
             problem = "a worker needs to know its checkpoint"
             raise ConfigError("model.path", "", problem, "a folder with config.json")
-
-    def _num_ranks(self) -> tuple[str, int]:
-        if self.role == "prefill":
-            return "prefill.tp", self.config.prefill.tp
-        return "decode.dp", self.config.decode.dp
 
     @property
     def section(self) -> PrefillSection | DecodeSection:

@@ -164,8 +164,10 @@ def _terminate(controller: subprocess.Popen[bytes]) -> None:
 
 def _starting_line(config: ClusterConfig) -> str:
     prefill, decode = config.prefill, config.decode
+    axis = prefill.ranks_field.removeprefix("prefill.")
     return (
-        f"starting {config.cluster.name}: router, {prefill.instances} prefill x tp {prefill.tp} "
+        f"starting {config.cluster.name}: router, {prefill.instances} prefill x "
+        f"{axis} {prefill.num_ranks} "
         f"({prefill.device}), {decode.instances} decode x dp {decode.dp} ({decode.device}), "
         f"model {config.model.name}"
     )

@@ -2,13 +2,16 @@
 
 Three axes: `tp` splits attention heads and feed-forward widths over ranks that run the same
 tokens; `dp` gives each rank its own tokens; `ep` spreads whole experts over all ranks. The key
-idea: an instance uses either tp (prefill) or dp (decode), and `ep` is 1 or all of its ranks, so a
+idea: an instance uses either tp or dp, and `ep` is 1 or all of its ranks, so a
 rank's place on every axis follows from its one number.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 
 from engine.config import ModelConfig
+from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 
 
@@ -47,6 +50,14 @@ class ParallelDims:
                 f"not in 0..{self.world_size - 1}",
                 "start as many ranks as tp x dp",
             )
+
+    @classmethod
+    def of(cls, section: PrefillSection | DecodeSection, rank: int = 0) -> ParallelDims:
+        """How the workers of a role are parallel, seen from one of their ranks."""
+        if isinstance(section, DecodeSection):
+            return cls(dp=section.dp, ep=section.dp, rank=rank)
+        ep = section.num_ranks if section.expert_parallel else 1
+        return cls(tp=section.tp, dp=section.dp, ep=ep, rank=rank)
 
     @property
     def world_size(self) -> int:

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("identity", "role", "address", "num_ranks", "model", "max_model_len", "layout_fingerprint", "transport", "block_size", "draining", "metrics_address", "pid")
+    __slots__ = ("identity", "role", "address", "num_ranks", "model", "max_model_len", "layout_fingerprint", "transport", "block_size", "draining", "metrics_address", "pid", "num_parts")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class WorkerRecord(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
     identity: _common_pb2.WorkerIdentity
     role: _common_pb2.Role
     address: str
@@ -33,7 +34,8 @@ class WorkerRecord(_message.Message):
     draining: bool
     metrics_address: str
     pid: int
-    def __init__(self, identity: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., layout_fingerprint: _Optional[str] = ..., transport: _Optional[str] = ..., block_size: _Optional[int] = ..., draining: bool = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+    num_parts: int
+    def __init__(self, identity: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., layout_fingerprint: _Optional[str] = ..., transport: _Optional[str] = ..., block_size: _Optional[int] = ..., draining: bool = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., num_parts: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("num_requests_running", "num_requests_waiting", "num_tokens_waiting", "num_free_blocks", "num_total_blocks", "num_quarantined_blocks")

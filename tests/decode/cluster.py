@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from decode.assembly import ModelSide
-from decode.lockstep import SoloLockstep
 from decode.worker import DecodeWorker
 from engine.memory.kv_pool import KVPool
 from engine.parallel.groups import ProcessGroups
+from engine.parallel.lockstep import SoloLockstep
 from engine.request import Request, ScheduledRequest, num_blocks_for
 from engine.runner import StepResult
 from engine.sampling.inputs import SampledToken
@@ -321,7 +321,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
 
     async def Revoke(self, request: prefill_pb2.RevokeRequest, context: Any) -> Any:
         self.revoked.append(request.nonce)
-        assert same_identity(request.prefill, self.identity, rank=False)
+        assert same_identity(request.prefill, self.identity)
         if not self.answers_revoke:
             await asyncio.sleep(3600)
         for sender in self.senders:

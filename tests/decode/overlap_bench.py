@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 
 from decode.frames import Delta
-from decode.lockstep import Lockstep, SoloLockstep
 from decode.loop import EngineLoop
 from decode.metrics import DecodeMetrics
 from decode.requests import DecodeRequest, TicketUpdate
+from engine.parallel.lockstep import Lockstep, SoloLockstep
 from engine.request import Request, ScheduledRequest
 from engine.runner import StepResult
 from engine.sampling.inputs import SampledToken

@@ -11,9 +11,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from decode.frames import Delta
-from decode.lockstep import GroupState, RankState, SoloLockstep
 from decode.loop import EngineLoop
 from decode.metrics import DecodeMetrics
+from engine.parallel.lockstep import GroupState, RankState, SoloLockstep
 from engine.request import ScheduledRequest
 from engine.runner import StepResult
 from runtime.errors import InternalError, TandemError

@@ -11,10 +11,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from decode.frames import Delta
-from decode.lockstep import GroupState, Lockstep, RankState, SoloLockstep
 from decode.loop import EngineLoop
 from decode.metrics import DecodeMetrics
 from decode.requests import DecodeRequest
+from engine.parallel.lockstep import GroupState, Lockstep, RankState, SoloLockstep
 from engine.request import ScheduledRequest
 from engine.runner import StepResult
 from engine.sampling.inputs import SampledToken

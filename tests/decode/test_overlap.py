@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import decode.loop
-from decode.lockstep import GroupLockstep
 from decode.requests import DecodeRequest
+from engine.parallel import lockstep
+from engine.parallel.lockstep import GroupLockstep
 from runtime.errors import ErrorCode, RequestCancelledError
 from runtime.lifecycle import DecodeStatus
 from runtime.sampling import FinishReason
@@ -26,7 +27,7 @@ from tests.decode.overlap_bench import (
     params_of,
     whole_output,
 )
-from tests.decode.test_lockstep import thread_groups
+from tests.engine.parallel.test_lockstep import thread_groups
 
 BOTH = pytest.mark.parametrize("max_ahead", [0, 1])
 
@@ -35,7 +36,7 @@ BOTH = pytest.mark.parametrize("max_ahead", [0, 1])
 def _without_rests() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode.loop, "IDLE_WAIT_S", 0.0)
-        patch.setattr(decode.loop, "GROUP_IDLE_WAIT_S", 0.0)
+        patch.setattr(lockstep, "GROUP_IDLE_WAIT_S", 0.0)
         yield
 
 

@@ -71,7 +71,8 @@ class Bench:
             raise self.answer
         return self.answer
 
-    def _fence(self, peer: str) -> None:
+    def _fence(self, writer: str, peer: str) -> None:
+        assert writer == EVERY_RANK[0]
         assert threading.current_thread() is not threading.main_thread()
         self.fenced.append(peer)
 

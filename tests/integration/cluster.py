@@ -95,9 +95,9 @@ class Cluster:
 
     def start_instance(self, role: str, index: int) -> None:
         """Start all ranks of one instance."""
-        num_ranks = self.config.prefill.tp if role == "prefill" else self.config.decode.dp
+        section = self.config.prefill if role == "prefill" else self.config.decode
         rendezvous = f"127.0.0.1:{free_port('127.0.0.1')}"
-        for rank in range(num_ranks):
+        for rank in range(section.num_ranks):
             module = self._modules.get(role, role)
             command = [module, "--config", str(self._file), "--instance", f"{role}-{index}"]
             command += ["--rank", str(rank), "--rendezvous", rendezvous]
@@ -110,9 +110,9 @@ class Cluster:
         section = prefill if role == "prefill" else decode
         if section.device == "cpu":
             return {}
-        before = index * prefill.tp
+        before = index * prefill.num_ranks
         if role == "decode":
-            on_devices = prefill.instances * prefill.tp if prefill.device == "cuda" else 0
+            on_devices = prefill.instances * prefill.num_ranks if prefill.device == "cuda" else 0
             before = on_devices + index * decode.dp
         names = visible_devices(os.environ, self._num_devices)
         order = rotate(names, before % self._num_devices)
@@ -135,9 +135,8 @@ class Cluster:
         for name, process in self.processes.items():
             if process.poll() is not None:
                 raise AssertionError(f"{name} exited {process.returncode}:\n{self.log_tail(name)}")
-        expected = self.config.prefill.instances + self.config.decode.instances * (
-            self.config.decode.dp
-        )
+        sections = (self.config.prefill, self.config.decode)
+        expected = sum(section.instances * section.num_endpoints for section in sections)
         status = self.status()
         return status is not None and len(status["workers"]) >= expected
 
@@ -177,13 +176,13 @@ class Cluster:
         process = self.processes.pop(name)
         assert process.wait(timeout_s) != 0, f"{name} exited 0:\n{self.log_tail(name)}"
 
-    def metric(self, instance: str, name: str) -> float:
-        """The sum of a metric's samples over the ranks of ``instance``."""
+    def metric(self, instance: str, name: str, *, rank: int | None = None) -> float:
+        """The sum of a metric's samples over the ranks of ``instance``, or of one of them."""
         status = self.status()
         assert status is not None
         total = 0.0
         for worker in status["workers"]:
-            if worker["instance"] == instance:
+            if worker["instance"] == instance and rank in (None, worker["rank"]):
                 url = f"http://{worker['metrics_address']}/metrics"
                 with urllib.request.urlopen(url, timeout=5) as response:
                     total += _sum_samples(response.read().decode(), name)

@@ -23,11 +23,11 @@ import torch.distributed as dist
 
 from decode.__main__ import GRACE_S
 from decode.assembly import ModelSide, build_model_side
-from decode.lockstep import create_lockstep
 from decode.worker import DecodeWorker
 from engine.graphs.graph_runner import GraphRunner
 from engine.memory.kv_pool import KVPool
 from engine.parallel.groups import RankGroup
+from engine.parallel.lockstep import create_lockstep
 from engine.request import Request, ScheduledRequest
 from engine.runner import PendingStep, StepResult
 from runtime.worker import RankService, WorkerOptions, run_worker

@@ -104,20 +104,28 @@ def test_a_deadline_is_answered_and_frees_everything(tmp_path: Path) -> None:
         running.wait_idle()
 
 
-def test_a_dead_rank_ends_its_group_and_its_requests(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("role", "count", "length"),
+    # Decode dies while it generates, prefill while it has prompts for seconds.
+    [("decode", 12, 100), ("prefill", 24, 700)],
+)
+def test_a_dead_rank_ends_its_group_and_its_requests(
+    tmp_path: Path, role: str, count: int, length: int
+) -> None:
+    dp = {"prefill": 1, "decode": 1, role: 2}
     config = config_with(
         router=RouterSection(lease_ttl_s=2.0),
-        decode=DecodeSection(dp=2, num_blocks=128),
-        prefill=PrefillSection(num_blocks=128),
+        decode=DecodeSection(dp=dp["decode"], num_blocks=128),
+        prefill=PrefillSection(dp=dp["prefill"], num_blocks=128),
     )
     with Cluster(config, tmp_path) as running:
-        prompts = random_prompts(12, 100)
+        prompts = random_prompts(count, length)
         answers = asyncio.run(
-            streams_while(running, prompts, 400, lambda: running.kill("decode-0/1"))
+            streams_while(running, prompts, 400, lambda: running.kill(f"{role}-0/1"))
         )
         assert check_answered(answers, 400) > 0
-        running.wait_exit("decode-0/0")
-        running.start_instance("decode", 0)
+        running.wait_exit(f"{role}-0/0")
+        running.start_instance(role, 0)
         running.wait_workers(3)
         running.wait_idle()
 

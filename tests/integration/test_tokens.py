@@ -76,6 +76,19 @@ CONFIGS = {
         prefill=PrefillSection(tp=2, num_blocks=128, max_num_batched_tokens=128),
         decode=DecodeSection(dp=2, num_blocks=128),
     ),
+    "dp2-ep2-to-dp2-ep2": ClusterConfig(
+        model=ModelSection(path=str(MODEL_DIR)),
+        prefill=PrefillSection(dp=2, num_blocks=128, max_num_batched_tokens=128),
+        decode=DecodeSection(dp=2, num_blocks=128),
+        kv_transfer=KVTransferSection(layers_per_group=2),
+    ),
+    "dp2-ep2-overlapped": ClusterConfig(
+        model=ModelSection(path=str(MODEL_DIR)),
+        prefill=PrefillSection(
+            dp=2, num_blocks=128, max_num_batched_tokens=128, overlap_steps="on"
+        ),
+        decode=DecodeSection(dp=2, num_blocks=128, overlap_steps="on"),
+    ),
     "overlapped-steps": ClusterConfig(
         model=ModelSection(path=str(MODEL_DIR)),
         prefill=PrefillSection(
@@ -109,7 +122,13 @@ def test_split_equals_one_process(
     # Once more: now every whole block of every prompt is a prefix hit where caches are on.
     again = run_all(cluster.base_url, prompts, params)
     assert_same(again, expected)
-    if cluster.config.decode.enable_prefix_caching:
+    num_endpoints = cluster.config.prefill.num_endpoints
+    if num_endpoints > 1:
+        # Each has a prefix cache of its own, so a prompt may come to one that does not know it.
+        for rank in range(num_endpoints):
+            tokens = cluster.metric("prefill-0", "pd_prefill_prompt_tokens_total", rank=rank)
+            assert tokens > 0, f"rank {rank} computed nothing"
+    elif cluster.config.decode.enable_prefix_caching:
         for prompt, completion in zip(prompts, again, strict=True):
             assert completion.num_cached_tokens == (len(prompt) - 1) // 64 * 64
     cluster.wait_idle()

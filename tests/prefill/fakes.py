@@ -148,6 +148,9 @@ class FakeRunner:
     idle_s: float | None = None
     log: list[str] = field(default_factory=list)
 
+    def run_dummy(self, *, least: int = 0) -> None:
+        self.log.append("dummy")
+
     def launch(
         self,
         scheduled: Sequence[ScheduledRequest],

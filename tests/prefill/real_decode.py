@@ -157,7 +157,7 @@ async def prefill_processes(
     environment = {**os.environ, "TANDEM_SECRET": SECRET, "OMP_NUM_THREADS": "1"}
     processes: list[asyncio.subprocess.Process] = []
     with contextlib.ExitStack() as logs:
-        for rank in range(config.prefill.tp):
+        for rank in range(config.prefill.num_ranks):
             log = logs.enter_context((folder / f"rank-{rank}.log").open("wb"))
             command = [sys.executable, "-m", "prefill", "--config", str(file)]
             command += ["--instance", "prefill-0", "--rank", str(rank)]

@@ -83,7 +83,7 @@ class Bench:
         ticket: decode_pb2.TransferTicket | None = None,
     ) -> prefill_pb2.RunResponse:
         ticket = ticket or self.decode.ticket(
-            nonce, block_ids, self.record.num_ranks, num_cached_tokens=num_cached_tokens
+            nonce, block_ids, self.record.num_parts, num_cached_tokens=num_cached_tokens
         )
         request = prefill_pb2.RunRequest(
             request_id=f"request-{nonce}",
@@ -100,7 +100,7 @@ class Bench:
         async with asyncio.timeout(10):
             while True:
                 found = [item for item in self.decode.closures if item.nonce == nonce]
-                if len(found) == self.record.num_ranks:
+                if len(found) == self.record.num_parts:
                     return found
                 await asyncio.sleep(0.01)
 
@@ -116,11 +116,12 @@ class Bench:
 
 @asynccontextmanager
 async def worker(
-    oracle: Oracle, folder: Path, *, tp: int = 1, layers_per_group: int = 0
+    oracle: Oracle, folder: Path, *, tp: int = 1, dp: int = 1, layers_per_group: int = 0
 ) -> AsyncIterator[Bench]:
+    """A running instance, addressed at its last endpoint."""
     config = ClusterConfig(
         model=ModelSection(path=str(MODEL)),
-        prefill=PrefillSection(tp=tp, num_blocks=NUM_BLOCKS, max_num_batched_tokens=96),
+        prefill=PrefillSection(tp=tp, dp=dp, num_blocks=NUM_BLOCKS, max_num_batched_tokens=96),
         kv_transfer=KVTransferSection(transport="loopback", layers_per_group=layers_per_group),
     )
     registry = FakeRegistry()
@@ -131,7 +132,8 @@ async def worker(
             prefill_processes(config, address, folder) as processes,
         ):
             async with asyncio.timeout(60):
-                record = await registry.workers.get()
+                records = [await registry.workers.get() for _ in range(dp)]
+            record = max(records, key=lambda item: item.identity.rank)
             channel = open_channel(record.address, SECRET)
             stub = prefill_pb2_grpc.PrefillStub(channel)
             yield Bench(decode, registry, record, processes, stub)
@@ -205,16 +207,52 @@ async def test_two_ranks_send_half_each_group_by_group(oracle: Oracle, tmp_path:
         await check_drain(bench)
 
 
-async def test_when_a_rank_dies_calls_are_answered_and_the_instance_ends(
+async def test_a_data_parallel_rank_sends_all_of_its_kv(oracle: Oracle, tmp_path: Path) -> None:
+    async with worker(oracle, tmp_path, dp=2, layers_per_group=2) as bench:
+        assert (bench.record.num_ranks, bench.record.num_parts) == (2, 1)
+        assert bench.record.identity.rank == 1
+        await check_transfer(bench, oracle)
+        (closing,) = await bench.closures_of(1)
+        assert closing.prefill == bench.record.identity
+        assert closing.num_bytes > 4 * bench.decode.layout.block_bytes * 0.75
+        (greeting,) = bench.decode.handshakes
+        assert (greeting.prefill, greeting.num_prefill_ranks) == (bench.record.identity, 1)
+        await bench.until_idle()
+        await check_drain(bench)
+
+
+async def test_only_the_writing_rank_can_say_that_it_has_drained(
     oracle: Oracle, tmp_path: Path
 ) -> None:
-    async with worker(oracle, tmp_path, tp=2) as bench:
-        bench.processes[1].kill()
-        response = await bench.run(1, [1, 2, 3, 4])
+    async with worker(oracle, tmp_path, dp=2) as bench:
+        other = common_pb2.WorkerIdentity()
+        other.CopyFrom(bench.record.identity)
+        other.rank = 0
+        answers = [
+            await bench.stub.Revoke(
+                prefill_pb2.RevokeRequest(nonce=5, prefill=prefill, remember_s=60.0), timeout=10
+            )
+            for prefill in (other, bench.record.identity)
+        ]
+        assert [answer.drained for answer in answers] == [False, True]
+        response = await bench.run(5, [1, 2, 3, 4])
+        assert response.error.code == common_pb2.ERROR_CODE_STALE_TICKET
+
+
+@pytest.mark.parametrize("axis", ["tp", "dp"])
+async def test_when_a_rank_dies_calls_are_answered_and_the_instance_ends(
+    oracle: Oracle, tmp_path: Path, axis: str
+) -> None:
+    async with worker(oracle, tmp_path, **{axis: 2}) as bench:
+        dead = 1 - bench.record.identity.rank
+        call = asyncio.create_task(bench.run(1, [1, 2, 3, 4]))
+        await asyncio.sleep(0)
+        bench.processes[dead].kill()
+        response = await call
         assert response.error.code == common_pb2.ERROR_CODE_INTERNAL
         assert response.error.request_id == "request-1"
         async with asyncio.timeout(20):
-            assert await bench.processes[0].wait() == 1
+            assert await bench.processes[1 - dead].wait() == 1
 
 
 async def test_a_worker_that_was_shut_out_meets_decode_again(

@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode.lockstep import (
+from engine.parallel.groups import RankGroup, agree_on_epoch
+from engine.parallel.lockstep import (
     GroupLockstep,
     GroupState,
     RankState,
     SoloLockstep,
     create_lockstep,
 )
-from engine.parallel.groups import RankGroup, agree_on_epoch
 from runtime.errors import StaleTicketError
 
 

@@ -1,5 +1,7 @@
 """How the data-parallel ranks of one instance keep step: one message of fixed shape before each.
 
+The same for prefill and decode; what a step is, and when its results are read, their loops know.
+
 In every MoE layer the ranks exchange tokens, so all of them must run the same number of steps. Each
 step begins with an all-gather of one row a rank. From the rows all ranks draw the same conclusion,
 without a leader: run a step (with a dummy batch where a rank has no work of its own), rest because
@@ -11,6 +13,8 @@ A rank that dies breaks the collective: the others get PeerLostError, and the in
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +22,12 @@ import torch
 
 from engine.parallel.groups import RankGroup
 from runtime.errors import StaleTicketError
+
+GROUP_IDLE_WAIT_S = 0.003
+"""Idle in a group: another rank's first token waits at most so long for us."""
+GROUP_SLEEP_WAIT_S = 0.01
+"""The same, once the group has been idle for `GROUP_SLEEP_AFTER_S`: meeting costs CPU time."""
+GROUP_SLEEP_AFTER_S = 1.0
 
 _HAS_WORK, _NUM_TOKENS, _LEAVING, _EPOCH, _IN_FLIGHT = range(5)
 _NUM_FIELDS = 5
@@ -30,7 +40,7 @@ class RankState:
     Attributes:
         num_tokens: tokens that it is going to run; 0 is no work.
         leaving: it has been asked to stop, and goes on only for the others.
-        in_flight: it has launched a step whose tokens it has not read; they may bring work.
+        in_flight: it has launched a step whose results it has not read; they may bring work.
     """
 
     num_tokens: int
@@ -120,3 +130,22 @@ class GroupLockstep:
 def create_lockstep(group: RankGroup, epoch: int) -> Lockstep:
     """The lockstep that fits the number of ranks."""
     return GroupLockstep(group, epoch) if group.size > 1 else SoloLockstep()
+
+
+class IdlePace:
+    """How long a rank of a group may sleep before the next meeting, when nobody has work."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: monotonic seconds."""
+        self._clock = clock
+        self._busy_at = clock()
+
+    def was_busy(self) -> None:
+        """The group has work, or had some a moment ago."""
+        self._busy_at = self._clock()
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the next meeting."""
+        is_asleep = self._clock() - self._busy_at >= GROUP_SLEEP_AFTER_S
+        return GROUP_SLEEP_WAIT_S if is_asleep else GROUP_IDLE_WAIT_S
