@@ -91,7 +91,7 @@ def _measure(
     pool = build_kv_pool(model, 2, block_size=section.block_size, dtype=kv_dtype)
     runner = ModelRunner(model, pool, Sampler(model.config.vocab_size))
     scheduled = largest_step(section, max_model_len)
-    follows = isinstance(section, PrefillSection) and model.groups.rank > 0
+    follows = model.groups.dims.tp_rank > 0
     step = partial(rehearse, runner, scheduled, follows=follows)
     activations = _peak_bytes(model.device, step)
     graphs = 0

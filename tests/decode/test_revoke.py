@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -72,7 +73,7 @@ class Bench:
         return self.answer
 
     def _fence(self, writer: str, peer: str) -> None:
-        assert writer == EVERY_RANK[0]
+        assert writer in EVERY_RANK
         assert threading.current_thread() is not threading.main_thread()
         self.fenced.append(peer)
 
@@ -122,6 +123,17 @@ async def test_a_writer_that_does_not_know_itself_is_not_asked() -> None:
     await bench.settle()
     assert bench.requests == []
     assert bench.fenced == EVERY_RANK
+
+
+async def test_a_data_parallel_rank_is_asked_and_shut_out_alone() -> None:
+    bench = Bench(11, answer=False)
+    writer = replace(WRITER, rank=1, num_ranks=1)
+    demand = WriterDemand.REVOKE
+    bench.revoker.order(WriterOrder(request_id="r", nonce=11, writer=writer, demand=demand))
+    await bench.settle()
+    (request,) = bench.requests
+    assert request.prefill.rank == 1
+    assert bench.fenced == EVERY_RANK[1:]
 
 
 async def test_what_is_free_already_needs_no_fence() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -40,12 +41,13 @@ class FakeReceiver:
     def __init__(self, slots: FakeSlots) -> None:
         self.slots = slots
         self.awaited: dict[str, int] = {}
+        self.num_parts = WRITER.num_ranks
 
     def expect(self, request_id: str, nonce: int, num_parts: int) -> int:
         if not self.slots.free_slots:
             raise OverloadedError("no slot")
         assert request_id not in self.awaited
-        assert num_parts == WRITER.num_ranks
+        assert num_parts == self.num_parts
         self.awaited[request_id] = nonce
         return self.slots.free_slots.pop()
 
@@ -104,6 +106,33 @@ def test_a_cached_prefix_is_shared_and_the_last_token_is_not() -> None:
     assert again.num_cached_tokens == 4  # the second block has the last token
     assert twin.request.block_table[0] == request.request.block_table[0]
     assert len(again.block_ids) == 1
+
+
+def test_parts_are_counted_from_the_first_rank_of_the_writer() -> None:
+    bench = Bench()
+    request = make_request(0, 9)
+    request.writer = replace(WRITER, rank=3)
+    ticket = bench.desk.open(request, 60.0)
+    assert bench.desk.close_part(ticket.nonce, 2, drained=True) is None, "another writer's rank"
+    assert bench.desk.close_part(ticket.nonce, 5, drained=True) is None
+    for rank in (3, 4):
+        assert bench.desk.close_part(ticket.nonce, rank, drained=True) is not None
+    assert bench.desk.cancel(request) is WriterDemand.NOTHING
+    assert bench.num_held == 0
+
+
+def test_ranks_that_write_alone_are_writers_of_their_own() -> None:
+    bench = Bench()
+    bench.receiver.num_parts = 1
+    tickets = []
+    for rank in range(2):
+        request = make_request(rank, 9)
+        request.writer = replace(WRITER, rank=rank, num_ranks=1)
+        tickets.append(bench.desk.open(request, 60.0))
+    first = replace(WRITER, rank=0, num_ranks=1)
+    assert bench.desk.nonces_of(first) == (tickets[0].nonce,)
+    assert (first.key, first.peers) == ("prefill-0@0000000000000007/0", [first.key])
+    assert len(WRITER.peers) == 2
 
 
 def test_failed_openings_leave_nothing_behind() -> None:

@@ -73,7 +73,11 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, name: str, load_for
 
 @pytest.mark.parametrize(
     ("section", "field", "value", "size"),
-    [("prefill", "tp", 3, "num_attention_heads"), ("decode", "dp", 5, "experts")],
+    [
+        ("prefill", "tp", 3, "num_attention_heads"),
+        ("prefill", "dp", 5, "experts"),
+        ("decode", "dp", 5, "experts"),
+    ],
 )
 def test_ranks_that_do_not_divide_the_model_are_refused(
     tmp_path: Path, section: str, field: str, value: int, size: str
@@ -103,6 +107,13 @@ def test_more_ranks_than_devices_are_refused(
     assert error.path == path
     assert f"this machine has {num_devices}" in error.problem
     check_config(config, num_devices=6)
+
+
+def test_data_parallel_prefill_ranks_need_devices_too(tmp_path: Path) -> None:
+    config = with_section(fake_config(tmp_path), "prefill", device="cuda", dp=4)
+    error = refused(config, num_devices=3)
+    assert (error.path, error.value) == ("prefill.dp", 4)
+    check_config(config, num_devices=4)
 
 
 def test_a_context_longer_than_the_model_s_is_refused(tmp_path: Path) -> None:

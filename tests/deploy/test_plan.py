@@ -14,7 +14,10 @@ from tests.deploy.fakes import fake_config, fake_context
 
 COUNTS = st.integers(1, 4)
 DEVICES = st.sampled_from(["cpu", "cuda"])
-PREFILLS = st.builds(PrefillSection, instances=COUNTS, tp=COUNTS, device=DEVICES)
+PREFILLS = st.one_of(
+    st.builds(PrefillSection, instances=COUNTS, tp=COUNTS, device=DEVICES),
+    st.builds(PrefillSection, instances=COUNTS, dp=COUNTS, device=DEVICES),
+)
 DECODES = st.builds(DecodeSection, instances=COUNTS, dp=COUNTS, device=DEVICES)
 
 
@@ -26,7 +29,7 @@ def test_every_rank_is_planned_once(prefill: PrefillSection, decode: DecodeSecti
     ranks = {role: sum(p.num_ranks for p in plans if p.role is role) for role in Role}
     assert ranks == {
         Role.ROUTER: 1,
-        Role.PREFILL: prefill.instances * prefill.tp,
+        Role.PREFILL: prefill.instances * max(prefill.tp, prefill.dp),
         Role.DECODE: decode.instances * decode.dp,
     }
     expected = ranks[Role.PREFILL] * (prefill.device == "cuda")
@@ -58,3 +61,5 @@ def test_registered_ranks() -> None:
     assert router.registering_ranks == ()
     assert prefill.registering_ranks == (0,)
     assert decode.registering_ranks == (0, 1)
+    _, prefill, _ = plan_instances(ClusterConfig(prefill=PrefillSection(dp=4)))
+    assert prefill.registering_ranks == (0, 1, 2, 3)

@@ -52,6 +52,18 @@ def test_decode_on_gpus_dispatches_in_fixed_shapes() -> None:
     assert open_with(PrefillSection(device="cuda")) is None
 
 
+def test_data_parallel_prefill_on_gpus_asks_for_deep_ep(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Where it does not run, here, tokens travel as the axes alone say."""
+    assert open_with(PrefillSection(device="cuda", dp=4)) is None
+    assert "tokens do not travel by DeepEP" in caplog.text
+    caplog.clear()
+    assert open_with(PrefillSection(device="cuda", tp=4)) is None
+    assert open_with(PrefillSection(dp=4)) is None
+    assert caplog.text == ""
+
+
 def test_more_requests_than_room() -> None:
     crowded = DecodeSection(**(CUDA | {"max_num_seqs": 65}))
     with pytest.raises(ConfigError) as caught:

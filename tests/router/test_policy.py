@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -142,6 +144,55 @@ def test_ranks_wait_for_their_whole_instance() -> None:
     assert [c.whole for c in pool.candidates(Role.DECODE)] == [False]
     pool.update([rank(0), rank(1)])
     assert [c.whole for c in pool.candidates(Role.DECODE)] == [True, True]
+
+
+def prefill_rank(number: int, *, num_parts: int) -> Member:
+    return replace(
+        rank(number, num_ranks=4),
+        key=WorkerKey("prefill-0", 1, number),
+        role=Role.PREFILL,
+        num_parts=num_parts,
+    )
+
+
+def test_one_endpoint_speaks_for_tensor_parallel_ranks_and_each_data_parallel_one_for_itself() -> (
+    None
+):
+    pool = PoolView(Clock())
+    pool.update([prefill_rank(0, num_parts=4)])
+    assert [c.whole for c in pool.candidates(Role.PREFILL)] == [True]
+    for count in range(1, 5):
+        pool.update([prefill_rank(number, num_parts=1) for number in range(count)])
+        assert {c.whole for c in pool.candidates(Role.PREFILL)} == {count == 4}
+
+
+def test_ranks_of_another_life_do_not_make_an_instance_whole() -> None:
+    pool = PoolView(Clock())
+    former = replace(rank(1), key=WorkerKey("decode-0", 9, 1))
+    pool.update([rank(0), former])
+    assert [c.whole for c in pool.candidates(Role.DECODE)] == [False, False]
+
+
+def test_pairs_spread_over_the_ranks_of_an_instance() -> None:
+    pool = PoolView(Clock())
+    pool.update([*(prefill_rank(number, num_parts=1) for number in range(4)), rank(0, num_ranks=1)])
+    policy = PairingPolicy("least-loaded")
+    picked = []
+    with ExitStack() as in_flight:
+        for _ in range(8):
+            pair = policy.pick(pool.candidates(Role.PREFILL), pool.candidates(Role.DECODE))
+            picked.append(pair.prefill.key.rank)
+            in_flight.enter_context(pool.in_flight(pair.prefill.key, 100))
+    assert sorted(picked) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_failure_counts_against_all_ranks_of_the_instance() -> None:
+    pool = PoolView(Clock())
+    other = replace(rank(0, num_ranks=1), key=WorkerKey("decode-1", 1, 0))
+    pool.update([rank(0), rank(1), other])
+    pool.mark_failed(rank(0).key, "test")
+    failed = {c.member.key: c.recently_failed for c in pool.candidates(Role.DECODE)}
+    assert failed == {rank(0).key: True, rank(1).key: True, other.key: False}
 
 
 def test_load_is_ours_and_what_others_reported() -> None:

@@ -43,6 +43,13 @@ def test_values_round_trip(name: str, port: int, timeout_s: float) -> None:
         ("[prefill]\ntp = 'two'", "prefill.tp", "type int"),
         ("[prefill]\ntp = true", "prefill.tp", "type int"),
         ("[prefill]\ntp = 0", "prefill.tp", "1 or more"),
+        ("[prefill]\ndp = 0", "prefill.dp", "1 or more"),
+        ("[prefill]\ndp = 2\ntp = 2", "prefill.dp", "prefill.tp = 1"),
+        (
+            "[prefill]\ndp = 2\nexpert_parallel = false",
+            "prefill.expert_parallel",
+            "more prefill.instances",
+        ),
         ("[router]\nport = 70000", "router.port", "65535"),
         ("[router]\npolicy = 'random'", "router.policy", "least-loaded"),
         ("[router]\nport = 9000\ncontrol_port = 9000", "router.control_port", "another port"),

@@ -38,6 +38,14 @@ def test_a_prefill_rank_counts_against_tp(tmp_path: Path, monkeypatch: pytest.Mo
     assert options.section is options.config.prefill
 
 
+def test_or_against_dp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, "s")
+    text = CONFIG + "[prefill]\ndp = 4\n"
+    assert parse_worker_options("prefill", arguments(tmp_path, text, rank="3")).rank == 3
+    with pytest.raises(ConfigError, match=r"prefill\.dp is 4"):
+        parse_worker_options("prefill", arguments(tmp_path, text, rank="4"))
+
+
 @pytest.mark.parametrize(
     ("text", "changes", "path"),
     [

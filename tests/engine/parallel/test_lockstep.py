@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 
 from engine.parallel.groups import RankGroup, agree_on_epoch
 from engine.parallel.lockstep import (
+    GROUP_IDLE_WAIT_S,
+    GROUP_SLEEP_AFTER_S,
+    GROUP_SLEEP_WAIT_S,
     GroupLockstep,
     GroupState,
+    IdlePace,
     RankState,
     SoloLockstep,
     create_lockstep,
@@ -86,6 +90,16 @@ def test_alone() -> None:
     assert isinstance(lockstep, SoloLockstep)
     state = lockstep.exchange(RankState(num_tokens=3, leaving=True))
     assert state == GroupState(has_work=True, max_num_tokens=3, all_leaving=True)
+
+
+def test_idle_ranks_meet_less_often_after_a_while() -> None:
+    now = [100.0]
+    pace = IdlePace(lambda: now[0])
+    assert pace.wait_s == GROUP_IDLE_WAIT_S
+    now[0] += GROUP_SLEEP_AFTER_S
+    assert pace.wait_s == GROUP_SLEEP_WAIT_S
+    pace.was_busy()
+    assert pace.wait_s == GROUP_IDLE_WAIT_S
 
 
 def test_the_epoch_is_rank_zeros() -> None:
