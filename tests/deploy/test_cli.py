@@ -74,8 +74,9 @@ def test_validate_names_the_field_and_the_fix(
     assert "Fix: " in error
 
 
-def test_validate_shows_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
-    status, output, _ = run("validate", str(CONFIGS / "tp2-ep2.toml"), capsys=capsys)
+@pytest.mark.parametrize("name", ["tp2-ep2", "dp2-ep2"])
+def test_validate_shows_what_would_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, output, _ = run("validate", str(CONFIGS / f"{name}.toml"), capsys=capsys)
     assert status == 0
     assert "prefill-0    2 ranks on cpu" in output
     assert "decode-0     2 ranks on cpu" in output
