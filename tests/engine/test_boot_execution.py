@@ -57,6 +57,9 @@ def test_overlap_as_told_or_as_measured(monkeypatch: pytest.MonkeyPatch) -> None
     assert overlaps("auto", is_symmetric=True)
     assert not overlaps("auto")
     assert not overlaps("auto", is_symmetric=True, tp=1)
+    assert prefill_overlap(PrefillSection(dp=2), is_symmetric=False) is None
+    on = PrefillSection(dp=2, two_batch_overlap="on")
+    assert prefill_overlap(on, is_symmetric=False) == OverlapRule()
 
 
 def test_symmetric_collectives_have_room_for_a_step_or_are_refused(

@@ -85,9 +85,13 @@ CONFIGS = {
     "dp2-ep2-overlapped": ClusterConfig(
         model=ModelSection(path=str(MODEL_DIR)),
         prefill=PrefillSection(
-            dp=2, num_blocks=128, max_num_batched_tokens=128, overlap_steps="on"
+            dp=2,
+            num_blocks=128,
+            max_num_batched_tokens=128,
+            overlap_steps="on",
+            two_batch_overlap="on",
         ),
-        decode=DecodeSection(dp=2, num_blocks=128, overlap_steps="on"),
+        decode=DecodeSection(dp=2, num_blocks=128, overlap_steps="on", two_batch_overlap="on"),
     ),
     "overlapped-steps": ClusterConfig(
         model=ModelSection(path=str(MODEL_DIR)),
