@@ -1,4 +1,4 @@
-"""A prefill step that never returns: everybody is answered, and a follower ends, too."""
+"""A prefill step that never returns: everybody is answered, and other ranks end, too."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.memory.block_pool import BlockPool
+from engine.parallel.lockstep import GroupLockstep, Lockstep
 from engine.runner import StepResult
 from prefill.kv_push import PushSettings
 from prefill.loop import EngineLoop, LoopSettings
@@ -17,6 +18,7 @@ from prefill.sender_group import SenderGroup
 from runtime.config import PrefillSection
 from runtime.watchdog import StepOverdueError, WatchdogOptions
 from tests.prefill.fakes import BLOCK_SIZE, FakePending, FakeRunner, FakeTicketSender, make_item
+from tests.prefill.test_ranks import Meeting, make_group
 
 TIMEOUT_S = 10
 
@@ -54,7 +56,12 @@ class _Hanging:
 
 
 def make_loop(
-    runner: FakeRunner, emit: Callable[[Event], None], aborted: threading.Event, max_ahead: int
+    runner: FakeRunner,
+    emit: Callable[[Event], None],
+    aborted: threading.Event,
+    max_ahead: int,
+    *,
+    lockstep: Lockstep | None = None,
 ) -> EngineLoop:
     settings = LoopSettings(
         max_model_len=64,
@@ -66,7 +73,7 @@ def make_loop(
     )
     scheduler = Scheduler(BlockPool(33, BLOCK_SIZE), max_num_seqs=4, max_num_batched_tokens=8)
     sender = FakeTicketSender(lambda closure: None)
-    return EngineLoop(scheduler, runner, SenderGroup(sender), emit, settings)
+    return EngineLoop(scheduler, runner, SenderGroup(sender), emit, settings, lockstep=lockstep)
 
 
 @pytest.mark.parametrize("where", ["launch", "collect"])
@@ -96,6 +103,47 @@ def test_a_step_that_never_ends_is_given_up(where: str, max_ahead: int) -> None:
     assert loop.join(TIMEOUT_S)
     assert len(events) == num_events, "the thread that came back changes nothing"
     assert aborted.wait(TIMEOUT_S)
+
+
+class _Ending:
+    """What a rank told until it ended."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.over = threading.Event()
+        self.aborted = threading.Event()
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, LoopEnded):
+            self.over.set()
+
+
+@pytest.mark.parametrize("max_ahead", [0, 1])
+def test_a_rank_that_hangs_ends_the_ranks_that_wait_for_it(max_ahead: int) -> None:
+    meeting, hanging = Meeting(2), HangingRunner("launch")
+    endings, loops = (_Ending(), _Ending()), []
+    for rank, (runner, ending) in enumerate(zip((hanging, FakeRunner()), endings, strict=True)):
+        lockstep = GroupLockstep(make_group(rank, 2, meeting), 7)
+        loop = make_loop(runner, ending.emit, ending.aborted, max_ahead, lockstep=lockstep)
+        loop.submit(AddRequest(make_item(1, 20)))
+        loop.submit(AddRequest(make_item(2, 20)))
+        loops.append(loop)
+    for loop in loops:
+        loop.start()
+    for ending in endings:
+        assert ending.over.wait(TIMEOUT_S)
+        failed = [event for event in ending.events if isinstance(event, RequestFailed)]
+        assert {event.nonce for event in failed} == {1, 2}
+        last = ending.events[-1]
+        assert isinstance(last, LoopEnded)
+        assert isinstance(last.error, StepOverdueError)
+    assert "launch of a prefill step" in str(endings[0].events[-1])
+    assert "meeting of the ranks before a prefill step" in str(endings[1].events[-1])
+    hanging.release.set()
+    meeting.barrier.abort()
+    assert all(loop.join(TIMEOUT_S) for loop in loops)
+    assert all(ending.aborted.wait(TIMEOUT_S) for ending in endings)
 
 
 def test_the_limit_grows_with_the_step() -> None:
