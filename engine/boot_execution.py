@@ -33,8 +33,8 @@ AUTO_OVERLAP: Final = {"nccl": False, "symmetric": False}
 """Whether `prefill.two_batch_overlap = "auto"` overlaps, by collectives.
 
 With NCCL nothing was gained on 4 GPUs: its kernels take multiprocessors from the products that are
-to cover them, and the host launches twice as much. Symmetric ones are not measured yet, nor ranks of
-`prefill.dp`, which do not overlap."""
+to cover them, and the host launches twice as much. Symmetric ones are not measured yet. Nor are
+ranks of `prefill.dp`, which do not overlap."""
 
 AUTO_DECODE_OVERLAP: Final = False
 """Whether `decode.two_batch_overlap = "auto"` overlaps. Not measured yet; a step of half of the

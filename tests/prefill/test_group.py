@@ -49,6 +49,7 @@ class Rank:
 
     def __init__(self, rank: int, meeting: Meeting, *, epoch: int = 7, max_ahead: int = 0) -> None:
         self.events: list[Event] = []
+        self.step_sizes: list[int] = []
         self.runner = FakeRunner(num_polls=3 * max_ahead)
         self.sender = PromptSender(lambda closure: self.loop.submit(RankClosed(0, closure)))
         self.scheduler = Scheduler(
@@ -65,6 +66,7 @@ class Rank:
                 max_ahead=max_ahead,
             ),
             lockstep=GroupLockstep(make_group(rank, 2, meeting), epoch),
+            observe_step=lambda num_tokens, seconds: self.step_sizes.append(num_tokens),
         )
 
     @property
@@ -148,6 +150,10 @@ def test_ranks_take_the_same_steps_whatever_comes(max_ahead: int, seed: int) -> 
     assert any("dummy" in rank.runner.log for rank in ranks)
     for rank in ranks:
         assert rank.end.error is None
+        # Its own tokens, whatever the other ran in the same step.
+        assert rank.step_sizes == [
+            sum(end - start for _, start, end in step) for step in rank.runner.steps
+        ]
         assert rank.scheduler.num_requests == 0
         assert not rank.sender.open_tickets
         rank.scheduler.check_integrity()
