@@ -115,16 +115,14 @@ class EngineLoop:
             emit: takes events; called on the loop's thread, must not block.
             settings: see `LoopSettings`.
             lockstep: the meeting with the other ranks; None for a rank that schedules alone.
-            stalls: through which the senders' local one is called, to be told of each step's end.
+            stalls: through which the local sender is called, to be told of each step's end.
             observe_gap: told how long the device idled between two steps, where that is known.
             observe_step: told the tokens and seconds of each step.
             clock: monotonic seconds.
         """
         self._scheduler = scheduler
         self._lockstep = lockstep or SoloLockstep()
-        self._senders = senders
-        self._emit = emit
-        self._settings = settings
+        self._senders, self._emit, self._settings = senders, emit, settings
         self._stalls = stalls
         self._clock = clock
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -144,12 +142,11 @@ class EngineLoop:
             limit_s=settings.step_limit_s,
             clock=clock,
         )
+        # Tokens of the latest steps, each of the rank that has most.
         self._launched = deque([0], maxlen=settings.max_ahead + 1)
-        """Tokens of the latest steps, each of the rank that has most."""
         self._pace = IdlePace(clock)
         self._group = GroupState(has_work=False, max_num_tokens=0, all_leaving=False)
-        self._stopping = False
-        self._is_checked = False
+        self._stopping = self._is_checked = False
         self._last_exchange = 0.0
         self._load = _measure_load(scheduler)
         self._watchdog = Watchdog(self._end, settings.watchdog)
