@@ -25,7 +25,6 @@ from prefill.nonces import NonceMemory, NonceState
 from prefill.peers import peer_of
 from prefill.rank_plan import ClosureOutcome
 from runtime.errors import (
-    InternalError,
     InvalidRequestError,
     RequestCancelledError,
     StaleTicketError,
@@ -176,7 +175,7 @@ class LiveRuns:
     def handle(self, event: Event) -> None:
         """Take one event of the engine loop."""
         if isinstance(event, LoopEnded):
-            self._end(event.error)
+            self._end(event)
             return
         run = self._runs.get(event.nonce)
         if run is None:
@@ -212,12 +211,11 @@ class LiveRuns:
             self._close(run, rank, _Ending(outcome=outcome, error=error))
             self._finish(run)
 
-    def _end(self, error: BaseException | None) -> None:
-        failure = InternalError(f"the prefill worker ended: {error!r}")
+    def _end(self, event: LoopEnded) -> None:
         for run in self._runs.values():
-            self._answer(run, failure)
+            self._answer(run, event.failure)
         if not self.loop_ended.done():
-            self.loop_ended.set_result(error)
+            self.loop_ended.set_result(event.error)
 
     def _answer(self, run: LiveRun, answer: FirstTokenSampled | TandemError) -> None:
         if not run.answer.done():

@@ -248,9 +248,9 @@ class EngineLoop:
             self._is_checked = True
 
     def _end(self, error: BaseException | None) -> None:
-        cause = "the prefill worker stopped" if error is None else f"engine loop: {error!r}"
-        self._desk.fail_all(cause)
-        self._emit(LoopEnded(error))
+        ended = LoopEnded(error)
+        self._desk.fail_all(ended.failure)
+        self._emit(ended)
 
     def _apply(self, command: Command) -> None:
         match command:

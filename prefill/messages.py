@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from prefill.rank_plan import Closure
 from prefill.request import PrefillRequest
-from runtime.errors import TandemError
+from runtime.errors import InternalError, PeerLostError, TandemError
 from runtime.sampling import FinishReason, PositionLogprobs
 
 
@@ -112,6 +112,16 @@ class LoopEnded:
     """The loop thread is over: no event follows. `error` is None after `StopLoop`."""
 
     error: BaseException | None
+
+    @property
+    def failure(self) -> TandemError:
+        """What requests that are left are answered with; one that another worker may still serve
+        where ranks of this one are gone.
+        """
+        if self.error is None:
+            return InternalError("the prefill worker stopped")
+        kind = PeerLostError if isinstance(self.error, PeerLostError) else InternalError
+        return kind(f"the prefill worker ended: {self.error!r}")
 
 
 Event = FirstTokenSampled | RequestFailed | PartClosed | RequestFinished | LoopEnded

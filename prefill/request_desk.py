@@ -159,11 +159,11 @@ class RequestDesk:
             del self._items[item.nonce]
             self._emit(RequestFinished(item.nonce))
 
-    def fail_all(self, cause: str) -> None:
+    def fail_all(self, error: TandemError) -> None:
         """The loop is over: answer all who still wait for a first token."""
         for item in self._items.values():
             if item.first_token_at == 0.0 and item.error is None:
-                failure = InternalError(cause, request_id=item.request_id)
+                failure = type(error)(error.message, request_id=item.request_id)
                 self._emit(RequestFailed(item.nonce, failure))
 
     def _end_early(self, item: PrefillRequest, error: TandemError) -> None:

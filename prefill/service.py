@@ -183,7 +183,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if self._is_draining:
             raise DrainingError("this prefill worker takes nothing new: use another one")
         if self._runs.loop_ended.done():
-            raise InternalError("this prefill worker has ended: use another one")
+            raise DrainingError("this prefill worker has ended: use another one")
 
     async def _meet(self, request: prefill_pb2.RunRequest) -> PeerEndpoint:
         ticket = request.ticket

@@ -18,7 +18,7 @@ from runtime.errors import OverloadedError
 Filter = Callable[[Sequence[Candidate]], list[Candidate]]
 Scorer = Callable[[Candidate], float]
 _PairRank = tuple[int, float, int]
-"""(suspects, score, when last picked) of one or both: the lowest is picked."""
+"""(suspicion, score, when last picked) of one or both: the lowest is picked."""
 
 TOKENS_PER_REQUEST = 1024
 """So many waiting prompt tokens weigh as much as one request."""
@@ -154,10 +154,13 @@ class PairingPolicy:
         if not prefills or not decodes:
             return None
 
+        lives = {key.life for key in suspects}
+
         def rank(candidate: Candidate) -> _PairRank:
             key = candidate.member.key
-            last = self._last_picked.get(key, 0)
-            return int(key in suspects), self._scorer(candidate), last
+            # Ranks of an instance end together, so the others are half as suspect.
+            suspicion = (key in suspects) + (key.life in lives)
+            return suspicion, self._scorer(candidate), self._last_picked.get(key, 0)
 
         prefill, decode = min(prefills, key=rank), min(decodes, key=rank)
         (p_suspect, p_score, p_last), (d_suspect, d_score, d_last) = rank(prefill), rank(decode)

@@ -184,7 +184,7 @@ def test_a_rank_that_dies_ends_the_other_with_every_request_answered() -> None:
     assert isinstance(other.end.error, PeerLostError)
     failures = [event for event in other.events if isinstance(event, RequestFailed)]
     assert {event.nonce for event in failures} == {1, 2}
-    assert {event.error.code for event in failures} == {ErrorCode.INTERNAL}
+    assert {event.error.code for event in failures} == {ErrorCode.PEER_LOST}
     assert dying.loop.join(5.0)
     assert dying.count(RequestFailed) == 1
 

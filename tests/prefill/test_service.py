@@ -325,7 +325,7 @@ async def test_when_the_engine_loop_dies_nobody_hangs(bench: ServiceBench) -> No
     for answer in await asyncio.gather(*calls):
         assert code_of(answer) == "INTERNAL"
     assert isinstance(await bench.runs.loop_ended, RuntimeError)
-    assert code_of(await bench.run(4)) == "INTERNAL"
+    assert code_of(await bench.run(4)) == "DRAINING", "another worker may serve it"
     bench.runs.close_left(0, LayoutMismatchError("over"))
     await bench.runs.wait_empty()
     assert {nonce for nonce, _ in bench.outcomes()} == {1, 2, 3, 4}

@@ -79,12 +79,15 @@ def test_a_pick_is_legal_and_found_whenever_there_is_one(pool, name: str, data) 
         assert "Fix" in refusal
         return
     assert pair.keys in legal
-    num_suspects = {keys: len(suspects & set(keys)) for keys in legal}
-    fewest = min(num_suspects.values())
-    assert num_suspects[pair.keys] == fewest
+    lives = {key.life for key in suspects}
+    suspicion = {
+        keys: len(suspects & set(keys)) + sum(key.life in lives for key in keys) for keys in legal
+    }
+    least = min(suspicion.values())
+    assert suspicion[pair.keys] == least
     if name == "least-loaded":
         score = {c.member.key: load_score(c) for c in (*prefills, *decodes)}
-        best = min(score[p] + score[d] for p, d in legal if num_suspects[p, d] == fewest)
+        best = min(score[p] + score[d] for p, d in legal if suspicion[p, d] == least)
         assert sum(score[key] for key in pair.keys) == best
 
 
@@ -193,6 +196,28 @@ def test_a_failure_counts_against_all_ranks_of_the_instance() -> None:
     pool.mark_failed(rank(0).key, "test")
     failed = {c.member.key: c.recently_failed for c in pool.candidates(Role.DECODE)}
     assert failed == {rank(0).key: True, rank(1).key: True, other.key: False}
+
+
+def test_ranks_beside_a_suspect_come_after_other_instances() -> None:
+    pool = PoolView(Clock())
+    beside = [prefill_rank(number, num_parts=1) for number in range(4)]
+    other = replace(beside[0], key=WorkerKey("prefill-1", 1, 0), num_ranks=1)
+    decode = rank(0, num_ranks=1)
+    policy = PairingPolicy("least-loaded")
+    exclusions = Exclusions(suspects={beside[0].key, decode.key})
+
+    def pick() -> Member:
+        candidates = pool.candidates(Role.PREFILL), pool.candidates(Role.DECODE)
+        return policy.pick(*candidates, exclusions).prefill
+
+    pool.update([*beside, other, decode])
+    with pool.in_flight(other.key, 10_000):
+        assert pick() == other
+    pool.update([*beside, decode])
+    with ExitStack() as in_flight:
+        for member in beside[1:]:
+            in_flight.enter_context(pool.in_flight(member.key, 10_000))
+        assert pick() != beside[0]
 
 
 def test_load_is_ours_and_what_others_reported() -> None:
