@@ -106,6 +106,8 @@ class Soak:
 
     def _restart(self, instance: str) -> None:
         self.cluster.kill(f"{instance}/0")
+        for name in [name for name in self.cluster.processes if name.startswith(f"{instance}/")]:
+            self.cluster.wait_exit(name)
         role, _, index = instance.partition("-")
         self.cluster.start_instance(role, int(index))
 
@@ -177,7 +179,8 @@ def check_end(
 ) -> None:
     """Everything is answered and right, nothing is held, and the same memory is registered."""
     cluster = soak.cluster
-    cluster.wait_workers(4)
+    sections = (cluster.config.prefill, cluster.config.decode)
+    cluster.wait_workers(sum(section.instances * section.num_endpoints for section in sections))
     cluster.wait_idle(60.0)
     # Copies of late posts are gone a moment after they have landed.
     wait_until(lambda: registered_bytes(cluster) == registered, 10.0, "registered memory is back")
@@ -237,6 +240,30 @@ def test_a_short_soak(
 ) -> None:
     with capsys.disabled():
         run_soak(soak_config(), tmp_path, oracle, {50: "prefill-0"}, num_requests=150)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_a_soak_of_data_parallel_prefill(
+    tmp_path: Path,
+    oracle: DeepseekV3ForCausalLM,
+    capsys: pytest.CaptureFixture[str],
+    overlap: str,
+) -> None:
+    config = soak_config()
+    prefill = dataclasses.replace(
+        config.prefill, dp=2, overlap_steps=overlap, two_batch_overlap=overlap
+    )
+    restarts = {60: "prefill-0", 200: "prefill-1"}
+    with capsys.disabled():
+        run_soak(
+            dataclasses.replace(config, prefill=prefill),
+            tmp_path,
+            oracle,
+            restarts,
+            num_requests=350,
+        )
 
 
 @pytest.mark.soak
