@@ -6,7 +6,7 @@ engine loop's last snapshot at each scrape.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -23,8 +23,10 @@ class PrefillMetrics:
     """Counters and histograms of one worker, on the registry that it is given."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def histogram(name: str, documentation: str) -> Histogram:
-            return Histogram(name, documentation, buckets=LATENCY_BUCKETS_S, registry=registry)
+        def histogram(
+            name: str, documentation: str, buckets: Sequence[float] = LATENCY_BUCKETS_S
+        ) -> Histogram:
+            return Histogram(name, documentation, buckets=buckets, registry=registry)
 
         self._registry = registry
         self._requests = Counter(
@@ -39,9 +41,7 @@ class PrefillMetrics:
             registry=registry,
         )
         self._cached_tokens = Counter(
-            "pd_prefill_cached_tokens_total",
-            "Prompt tokens that the prefix cache gave",
-            registry=registry,
+            "pd_prefill_cached_tokens_total", "Those that the prefix cache gave", registry=registry
         )
         self._sent_bytes = Counter(
             "pd_prefill_kv_sent_bytes_total", "Bytes of KV that all ranks sent", registry=registry
@@ -60,24 +60,19 @@ class PrefillMetrics:
         self._exposed = histogram(
             "pd_prefill_kv_exposed_seconds", "From the first token to the end of a sent part"
         )
-        self._stall = Histogram(
+        self._stall = histogram(
             "pd_prefill_kv_stall_seconds",
             "Of a step of the engine loop, in calls into the KV sender",
-            buckets=SHORT_BUCKETS_S,
-            registry=registry,
+            SHORT_BUCKETS_S,
         )
         self._step = histogram("pd_prefill_step_seconds", "One step")
-        self._step_tokens = Histogram(
-            "pd_prefill_step_tokens",
-            "Prompt tokens of a step",
-            buckets=_TOKENS_BUCKETS,
-            registry=registry,
+        self._step_tokens = histogram(
+            "pd_prefill_step_tokens", "Prompt tokens of a step", _TOKENS_BUCKETS
         )
-        self._gap = Histogram(
+        self._gap = histogram(
             "pd_prefill_step_gap_seconds",
             "GPU idle between the end of a step and the start of the next",
-            buckets=SHORT_BUCKETS_S,
-            registry=registry,
+            SHORT_BUCKETS_S,
         )
         self._longest_stall_s = 0.0
         gauge_of(
