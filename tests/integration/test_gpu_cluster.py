@@ -14,6 +14,7 @@ Ranks share GPUs where there are fewer: slow, since ranks that wait for one anot
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -51,57 +52,72 @@ ROWS_OF_A_TILE = 64
 """Up to so many rows a product has one tile, and compiles once: steps here have no more."""
 
 
-def config_of(dtype: str, num_ranks: int, dispatcher: str) -> ClusterConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How many ranks do what; see the fields of the same names in the configuration."""
+
+    dtype: str = "bfloat16"
+    prefill_tp: int = 1
+    prefill_dp: int = 1
+    decode_dp: int = 1
+    dispatcher: str = "auto"
+
+    def __str__(self) -> str:
+        """For the test's name."""
+        prefill = f"tp{self.prefill_tp}-dp{self.prefill_dp}"
+        return f"{self.dtype}-prefill-{prefill}-decode-ep{self.decode_dp}-{self.dispatcher}"
+
+
+LAYOUTS = (
+    Layout(dtype="float32"),
+    Layout(),
+    Layout(dtype="float32", prefill_tp=2, decode_dp=2),
+    Layout(prefill_tp=2, decode_dp=2),
+    Layout(prefill_tp=2, decode_dp=2, dispatcher="nvlink"),
+    Layout(prefill_dp=2, decode_dp=2),
+    Layout(prefill_tp=4, decode_dp=4),
+    Layout(prefill_tp=4, decode_dp=4, dispatcher="nvlink"),
+    Layout(prefill_tp=8, decode_dp=8),
+)
+
+
+def config_of(layout: Layout) -> ClusterConfig:
     """Small steps, so that few kernels compile and few graphs are captured, and chunks are many."""
     return ClusterConfig(
-        model=ModelSection(path=str(MODEL_DIR), dtype=dtype),
+        model=ModelSection(path=str(MODEL_DIR), dtype=layout.dtype),
         prefill=PrefillSection(
-            tp=num_ranks,
+            tp=layout.prefill_tp,
+            dp=layout.prefill_dp,
             device="cuda",
             num_blocks=128,
             max_num_batched_tokens=ROWS_OF_A_TILE,
         ),
         decode=DecodeSection(
-            dp=num_ranks,
+            dp=layout.decode_dp,
             device="cuda",
             num_blocks=128,
             max_num_seqs=8,
-            dispatcher=dispatcher,
+            dispatcher=layout.dispatcher,
             # The reference's routing reads the device: such a step cannot be captured.
-            cuda_graphs="on" if dtype == "bfloat16" else "off",
+            cuda_graphs="on" if layout.dtype == "bfloat16" else "off",
         ),
         kv_transfer=KVTransferSection(transport="nixl", layers_per_group=2),
     )
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("float32", 1, "auto"),
-        ("bfloat16", 1, "auto"),
-        ("float32", 2, "auto"),
-        ("bfloat16", 2, "auto"),
-        ("bfloat16", 2, "nvlink"),
-        ("bfloat16", 4, "auto"),
-        ("bfloat16", 4, "nvlink"),
-        ("bfloat16", 8, "auto"),
-    ],
-    ids=lambda param: f"{param[0]}-tp{param[1]}-dp{param[1]}-{param[2]}",
-)
+@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    dtype, num_ranks, dispatcher = request.param
     num_devices = torch.cuda.device_count()
     if not num_devices:
         pytest.skip("needs a GPU")
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setenv(ROWS_VARIABLE, f"8,{ROWS_OF_A_TILE}")
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    folder: Path = tmp_path_factory.mktemp("gpu")
     running = Cluster(
-        config_of(dtype, num_ranks, dispatcher),
-        folder,
+        config_of(request.param),
+        tmp_path_factory.mktemp("gpu"),
         num_devices=num_devices,
         start_timeout_s=START_TIMEOUT_S,
     )
