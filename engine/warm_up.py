@@ -60,10 +60,9 @@ def row_counts(max_tokens: int) -> list[int]:
     """Return the numbers of rows to try, ascending: enough of them to meet every tile.
 
     A library's choice depends on the rows in tiles of 64 to 256, by how well the last of many waves
-    of tiles is filled: back and forth among neighbours, the less the more waves there are. Below
-    129 rows, our own products know powers of two, and whether they are reached.
+    of tiles is filled: back and forth among neighbours, the less the more waves there are.
     """
-    small = [1, 16, 24, *range(32, 128, 16), *range(128, 2048, 64)]
+    small = [1, *range(16, 128, 16), *range(128, 2048, 64)]
     large = [*range(2048, 8192, 128), *range(8192, max_tokens, 512)]
     return [rows for rows in (*small, *large) if rows < max_tokens] + [max_tokens]
 

@@ -10,10 +10,8 @@ import torch
 from engine.kernels import deep_gemm, flash_attention, flash_mla
 from engine.kernels.base import Kernels
 from engine.kernels.expert_stream.tiles import MEASURED
-from engine.kernels.few_rows.tables import find_cuts
 from engine.kernels.fused_steps import MEASURED as MEASURED_STEPS
 from engine.kernels.fused_steps import FusedSteps
-from engine.kernels.parts import BlockGemm
 from engine.kernels.portable import PortableKernels
 from engine.kernels.triton_gemm.limits import DeviceLimits
 from engine.kernels.triton_gemm.tables import find_table
@@ -103,18 +101,19 @@ def _build(kind: KernelSet, device: torch.device, steps: FusedSteps) -> Kernels:
 
 def _build_hopper(device: torch.device, steps: FusedSteps) -> Kernels:
     from engine.kernels.expert_stream.mlp import ExpertStream
-    from engine.kernels.few_rows.gemm import FewRowsGemm
     from engine.kernels.hopper import HopperKernels
 
     attention = flash_attention.FlashAttention() if flash_attention.is_available() else None
     paged = flash_mla.FlashMLA() if flash_mla.is_available() else None
     if paged is None:
         logger.warning("decode attends slowly: flash_mla is not installed")
-    gemm: BlockGemm = deep_gemm.DeepGemm()
-    if cuts := find_cuts(torch.cuda.get_device_name(device)):
-        gemm = FewRowsGemm(gemm, cuts)
-    experts = ExpertStream(MEASURED, DeviceLimits.of(device).num_sms)
-    return HopperKernels(gemm=gemm, attention=attention, paged=paged, experts=experts, steps=steps)
+    return HopperKernels(
+        gemm=deep_gemm.DeepGemm(),
+        attention=attention,
+        paged=paged,
+        experts=ExpertStream(MEASURED, DeviceLimits.of(device).num_sms),
+        steps=steps,
+    )
 
 
 def _build_triton(device: torch.device) -> Kernels:
