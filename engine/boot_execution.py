@@ -13,7 +13,6 @@ from typing import Final
 
 import torch
 
-from engine.ahead import Ahead, PrefetchBudget
 from engine.boot_experts import open_transfers
 from engine.config import ModelConfig
 from engine.execution import Execution
@@ -40,14 +39,9 @@ AUTO_DECODE_OVERLAP: Final = False
 """Whether `decode.two_batch_overlap = "auto"` overlaps. Not measured yet; a step of half of the
 tokens reads as many weights."""
 
-BEGIN_EARLY: Final = Ahead(
-    dependent_launches=True,
-    prefetch=PrefetchBudget(attention=20 * 10**6, dispatch=0, combine=30 * 10**6),
-)
-"""What `decode.begin_early` begins early where it is on."""
-
-AUTO_BEGIN_EARLY: Final = False
-"""Whether `decode.begin_early = "auto"` is on. Not measured yet."""
+AUTO_DEPENDENT_LAUNCHES: Final = True
+"""Whether `decode.dependent_launches = "auto"` is on, on GPUs: a layer of 64 or 128 requests takes
+7 us less on one H200, with the same results bit by bit."""
 
 _MIN_SYMMETRIC_BYTES = 64 * 2**20
 
@@ -93,7 +87,7 @@ def open_execution(
             dispatcher=dispatcher,
             overlap=decode_overlap(section, takes_turns=takes_turns),
             overlap_shared_expert=section.overlap_shared_expert,
-            ahead=work_ahead(section),
+            dependent_launches=launches_dependently(section),
         )
     else:
         symmetric = _open_symmetric(section, config, groups, kernels, device)
@@ -143,10 +137,11 @@ def decode_overlap(section: DecodeSection, *, takes_turns: bool) -> OverlapRule 
     return OverlapRule(min_tokens=0, lag=TURNS_LAG if takes_turns else 1)
 
 
-def work_ahead(section: DecodeSection) -> Ahead | None:
-    """Return what steps begin early; None for nothing."""
-    is_on = AUTO_BEGIN_EARLY if section.begin_early == "auto" else section.begin_early == "on"
-    return BEGIN_EARLY if is_on else None
+def launches_dependently(section: DecodeSection) -> bool:
+    """Return whether a kernel of a step is brought onto the GPU while the one before it runs."""
+    if section.dependent_launches == "auto":
+        return section.device == "cuda" and AUTO_DEPENDENT_LAUNCHES
+    return section.dependent_launches == "on"
 
 
 def _open_symmetric(

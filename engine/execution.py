@@ -6,7 +6,6 @@ Made once, before the model is built. Everything has a default that fits the axe
 from dataclasses import dataclass
 from typing import Any
 
-from engine.ahead import Ahead
 from engine.micro_batches import OverlapRule
 from engine.parallel.groups import Collectives
 from engine.parallel.token_dispatcher import TokenDispatcher
@@ -25,7 +24,8 @@ class Execution:
             every step does, because the ranks have to make the same calls.
         overlap_shared_expert: run the shared expert while tokens travel to the routed ones, or
             after they have arrived.
-        ahead: what decode steps begin early; None for nothing.
+        dependent_launches: bring each kernel of a decode step onto the GPU while the one before it
+            runs; without effect where no Hopper GPU runs the model.
     """
 
     scatter_tokens: bool | None = None
@@ -33,4 +33,4 @@ class Execution:
     dispatcher: TokenDispatcher[Any] | None = None
     overlap: OverlapRule | None = None
     overlap_shared_expert: bool = True
-    ahead: Ahead | None = None
+    dependent_launches: bool = False

@@ -235,9 +235,9 @@ class DecodeSection:
     tokens travel: "on", "off", or "auto" (by measurements)."""
     overlap_shared_expert: bool = True
     """Run the shared expert while tokens travel to the routed ones."""
-    begin_early: str = "auto"
-    """Bring kernels and weights near before they are needed: "on", "off", or "auto" (by
-    measurements)."""
+    dependent_launches: str = "auto"
+    """Bring a kernel onto a Hopper GPU while the one before it runs: "on", "off", or "auto" (on
+    with "cuda")."""
     num_redundant_experts: int = 0
     """Slots for second copies of experts, of all ranks together."""
     dispatcher: str = "auto"
@@ -280,7 +280,7 @@ class DecodeSection:
         _check_worker("decode", self)
         _one_of("decode.cuda_graphs", self.cuda_graphs, ("auto", "on", "off"))
         _one_of("decode.two_batch_overlap", self.two_batch_overlap, ("auto", "on", "off"))
-        _one_of("decode.begin_early", self.begin_early, ("auto", "on", "off"))
+        _one_of("decode.dependent_launches", self.dependent_launches, ("auto", "on", "off"))
         _one_of("decode.dispatcher", self.dispatcher, ("auto", "nvlink", "deep-ep", "gathered"))
         _at_least("decode.dp", self.dp, 1)
         if self.two_batch_overlap == "on" and self.dp == 1:

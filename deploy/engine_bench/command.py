@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from deploy.engine_bench.launcher import RankPlace
     from deploy.engine_bench.options import DecodeOptions, PrefillOptions, Setup
     from deploy.engine_bench.report import Report
-    from engine.ahead import PrefetchBudget
 
 OptionsT = TypeVar("OptionsT")
 
@@ -56,14 +55,8 @@ def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dependent-launches",
         type=_switch,
-        default=False,
+        default=True,
         help="bring a kernel onto the GPU while the one before it runs: on, off",
-    )
-    parser.add_argument(
-        "--prefetch",
-        default="0/0/0",
-        metavar="A/D/C",
-        help="MB of weights brought into the L2 cache during attention, dispatch and combine",
     )
 
 
@@ -190,7 +183,6 @@ def _prefill_options(arguments: argparse.Namespace) -> PrefillOptions:
 
 def _decode_options(arguments: argparse.Namespace) -> DecodeOptions:
     from deploy.engine_bench.options import DecodeOptions, KVDtype
-    from engine.ahead import Ahead
 
     return DecodeOptions(
         setup=_setup(arguments, "dp"),
@@ -199,26 +191,8 @@ def _decode_options(arguments: argparse.Namespace) -> DecodeOptions:
         kv_dtype=KVDtype(arguments.kv_dtype),
         graphs=arguments.graphs,
         overlap=arguments.overlap,
-        ahead=Ahead(
-            dependent_launches=arguments.dependent_launches,
-            prefetch=parse_budget(arguments.prefetch),
-        ),
+        dependent_launches=arguments.dependent_launches,
     )
-
-
-def parse_budget(text: str) -> PrefetchBudget:
-    """Read ``20/20/30``, in MB.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    from engine.ahead import PrefetchBudget
-
-    try:
-        attention, dispatch, combine = (int(part) * 10**6 for part in text.split("/"))
-    except ValueError as error:
-        raise ConfigError("prefetch", text, "is not three numbers", "20/20/30") from error
-    return PrefetchBudget(attention=attention, dispatch=dispatch, combine=combine)
 
 
 def _switch(text: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -99,10 +99,11 @@ def decode_execution(options: DecodeOptions, parts: RankParts) -> OpenExecution:
     """
     setup, experts = options.setup, _experts(parts)
     kind = setup.dispatcher
+    execution = Execution(dependent_launches=options.dependent_launches)
     if setup.dp == 1:
         # A rank alone plays one of many, or has nobody to send to.
         if not (setup.shard_of and experts.are_fp8):
-            return OpenExecution(execution=Execution(ahead=options.ahead))
+            return OpenExecution(execution=execution)
         kind = DispatcherKind.LOOPBACK
     opened = open_decode_dispatcher(
         kind,
@@ -111,9 +112,9 @@ def decode_execution(options: DecodeOptions, parts: RankParts) -> OpenExecution:
         played_ranks=setup.shard_of,
     )
     if opened is None:
-        return OpenExecution(execution=Execution(ahead=options.ahead))
+        return OpenExecution(execution=execution)
     return OpenExecution(
-        execution=Execution(dispatcher=opened.dispatcher, ahead=options.ahead), close=opened.close
+        execution=replace(execution, dispatcher=opened.dispatcher), close=opened.close
     )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.ahead import Ahead
 from engine.parallel.dims import ParallelDims
 from engine.parallel.open_dispatcher import DispatcherKind
 from runtime.errors import ConfigError
@@ -129,7 +128,9 @@ class PrefillOptions:
         _check_least("prompt-len", self.prompt_len, 1)
         _check_least("lag", self.lag, 0)
         if self.setup.dispatcher is DispatcherKind.NVLINK:
-            raise ConfigError("dispatcher", "nvlink", "is made for the few tokens of decode", "auto")
+            raise ConfigError(
+                "dispatcher", "nvlink", "is made for the few tokens of decode", "auto"
+            )
         if self.collectives is Collectives.SYMMETRIC and not self.is_scattered:
             problem = "symmetric memory serves ranks that keep their own rows"
             raise ConfigError("collectives", "symmetric", problem, "--tp N --scatter on, or nccl")
@@ -160,7 +161,7 @@ class DecodeOptions:
         kv_dtype: how latents are stored.
         graphs: whether steps are captured as CUDA graphs.
         overlap: whether a step is prepared while the one before runs.
-        ahead: what a step begins early.
+        dependent_launches: see `Execution`.
     """
 
     setup: Setup
@@ -169,7 +170,7 @@ class DecodeOptions:
     kv_dtype: KVDtype = KVDtype.BF16
     graphs: bool = True
     overlap: bool = True
-    ahead: Ahead = field(default_factory=Ahead)
+    dependent_launches: bool = True
 
     def __post_init__(self) -> None:
         _check_least("batch", self.batch, 1)

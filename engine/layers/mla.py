@@ -23,7 +23,6 @@ from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.norm import FeedFormat, RMSNorm
 from engine.layers.rotary import softmax_scale
-from engine.layers.weight_prefetch import PrefetchPoint, WeightPrefetch
 from engine.operations import Operations
 from engine.parallel.pending import Ready
 
@@ -33,7 +32,6 @@ class MLA(nn.Module):
 
     Attributes:
         feed_format: of the rows that `forward` takes.
-        prefetch: of weights, while this attends.
     """
 
     def __init__(self, config: ModelConfig, ctx: LayerContext, layer_index: int) -> None:
@@ -71,7 +69,6 @@ class MLA(nn.Module):
         self.feed_format = FeedFormat.of(is_fp8=is_fp8)
         # Of kv_b_proj, made at the first absorbed step: the weight itself unless that is FP8.
         self._up_weight: Tensor | None = None
-        self.prefetch = WeightPrefetch()
 
     def forward(self, hidden: Activation, step: AttentionStep) -> Operations[Tensor]:
         """Attend; writes this step's latents into the pool first.
@@ -114,11 +111,6 @@ class MLA(nn.Module):
             self._head_weights()
         else:
             self._up_projections()
-
-    def first_weights(self) -> list[Tensor]:
-        """Return the large weights in the order in which a step reads them, before attention."""
-        up = self.q_b_proj if self.q_lora_rank else self.q_proj
-        return [self.qkv_a_proj.weight, up.weight]
 
     def _attend(self, q_THA: Tensor, step: AttentionStep) -> Activation:
         """Attend in the forms of the plan: [T, H * V], padded for the next product."""
@@ -237,7 +229,6 @@ class MLA(nn.Module):
         kernels, cache = self._kernels, step.kv_pool.layer(self.layer_index)
         w_uk, w_uv = self._head_weights()
         q_THL = kernels.absorb_queries(q_THA, w_uk, self._rotation(step), cache)
-        self.prefetch.bring(PrefetchPoint.ATTENTION, q_THA.shape[0])
         out_THC = kernels.paged_attention(q_THL, cache, queries, self.kv_lora_rank, self.scale)
         is_padded = self._sharding.sends_rows
         values = kernels.expand_values(out_THC, w_uv, fp8=self.o_proj.is_fp8 and not is_padded)

@@ -24,7 +24,6 @@ from engine.layers.context import LayerContext
 from engine.layers.matrix import Matrix
 from engine.layers.mlp import MLP
 from engine.layers.norm import FeedFormat, Normed
-from engine.layers.weight_prefetch import PrefetchPoint, WeightPrefetch
 from engine.operations import Operations
 from engine.parallel.create_dispatcher import create_dispatcher
 from engine.parallel.expert_placement import ExpertPlacement
@@ -153,7 +152,6 @@ class MoE(nn.Module):
     Attributes:
         dispatcher: the one that all layers share.
         feed_format: of the rows that `forward` takes, beside the plain ones.
-        prefetch: of weights, while tokens travel.
     """
 
     def __init__(
@@ -175,7 +173,6 @@ class MoE(nn.Module):
             self.shared_experts = MLP(shared_ctx, config.hidden_size, width)
         self.dispatcher = dispatcher
         self._overlap_shared = ctx.overlap_shared_expert
-        self.prefetch = WeightPrefetch()
         is_shared_fp8 = self.shared_experts is not None and self.shared_experts.is_fp8
         self.feed_format = FeedFormat.of(
             is_fp8=dispatcher.takes_fp8 or is_shared_fp8, is_sent=ctx.sharding.sends_rows
@@ -186,17 +183,13 @@ class MoE(nn.Module):
         topk_ids_TK, topk_weights_TK = self.gate(normed.plain)
         topk_ids_TK = self.placement.to_physical(topk_ids_TK)
         feed = normed.feed if self.dispatcher.takes_fp8 else normed.plain
-        num_rows = topk_ids_TK.shape[0]
-        self.prefetch.bring(PrefetchPoint.DISPATCH, num_rows)
         dispatching = self.dispatcher.start_dispatch(feed, topk_ids_TK, topk_weights_TK)
         own_TD = self._run_shared(normed) if self._overlap_shared else None
         yield
         rows, handle = dispatching.wait()
         if not self._overlap_shared:
             own_TD = self._run_shared(normed)
-        expert_out = self.experts(rows)
-        self.prefetch.bring(PrefetchPoint.COMBINE, num_rows)
-        combining = self.dispatcher.start_combine(expert_out, handle, own_TD)
+        combining = self.dispatcher.start_combine(self.experts(rows), handle, own_TD)
         yield
         out_TD = combining.wait()
         if self.dispatcher.takes_turns:

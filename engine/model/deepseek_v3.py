@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.ahead import Ahead
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.execution import Execution
-from engine.kernels.ahead import create_ahead_kernels
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.kernels.fp8_rows import GROUP
+from engine.kernels.launches import choose_launches
 from engine.layers.attention_plan import (
     AttentionPlan,
     AttentionRule,
@@ -42,7 +41,6 @@ from engine.memory.kv_pool import KVPool
 from engine.micro_batches import choose_cut, split_batch, split_decode
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.mtp import MTPLayer
-from engine.model.prefetch_plan import plan_prefetch
 from engine.operations import Operations, interleave, run
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
@@ -141,8 +139,10 @@ class DeepseekV3ForCausalLM(nn.Module):
             config.hidden_size,
             tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,
         )
-        self._overlap, self._ahead = execution.overlap, execution.ahead or Ahead()
-        self._ahead_kernels = create_ahead_kernels(self.device)
+        self._overlap = execution.overlap
+        self._decode_launches = choose_launches(
+            self.device, are_dependent=execution.dependent_launches
+        )
         self._sharding, self._scratch = ctx.sharding, Scratch()
         self._rotary = RotaryEmbedding(config, self.device)
         self._rule = attention_rule or AttentionRule.of(config)
@@ -196,9 +196,7 @@ class DeepseekV3ForCausalLM(nn.Module):
 
     def _launching(self, batch: ForwardBatch) -> AbstractContextManager[None]:
         """Return in what the kernels of a step are launched."""
-        if self._ahead.dependent_launches and batch.max_seqlen_q == 1:
-            return self._ahead_kernels.dependent_launches()
-        return nullcontext()
+        return self._decode_launches() if batch.max_seqlen_q == 1 else nullcontext()
 
     def _split(self, batch: ForwardBatch) -> tuple[ForwardBatch, ...]:
         """Return the micro-batches of a step: one, or two if they are to overlap."""
@@ -282,14 +280,6 @@ class DeepseekV3ForCausalLM(nn.Module):
         for module in self.modules():
             if isinstance(module, MLA):
                 module.prepare_absorption()
-        self.begin_ahead(self._ahead)
-
-    def begin_ahead(self, ahead: Ahead | None) -> None:
-        """Begin other things early than before; after loading, and before steps are captured."""
-        self._ahead = ahead or Ahead()
-        modules = self.model.layers[: self.config.num_hidden_layers]
-        layers = [layer for layer in modules if isinstance(layer, DecoderLayer)]
-        plan_prefetch(layers, self._ahead.prefetch, self._ahead_kernels)
 
     def weight_slices(self, prefix: str = "") -> Iterator[WeightSlice]:
         """Yield the load plan of the whole model on this rank."""

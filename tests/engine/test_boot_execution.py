@@ -8,6 +8,7 @@ from engine.boot_execution import (
     OpenExecution,
     decode_overlap,
     halves_steps,
+    launches_dependently,
     open_execution,
     prefill_overlap,
 )
@@ -98,11 +99,13 @@ def test_decode_overlaps_in_halves_and_in_turns_where_transfers_take_them() -> N
         DecodeSection(two_batch_overlap="on")
 
 
-def test_steps_begin_as_much_early_as_they_are_told() -> None:
-    assert open_with(DecodeSection(begin_early="on")).execution.ahead == boot_execution.BEGIN_EARLY
-    assert open_with(DecodeSection(begin_early="off")).execution.ahead is None
-    auto = open_with(DecodeSection()).execution.ahead
-    assert (auto is not None) is boot_execution.AUTO_BEGIN_EARLY
+def test_kernels_are_launched_dependently_on_gpus_unless_told_otherwise() -> None:
+    for asked, expected in (("on", True), ("off", False), ("auto", False)):
+        opened = open_with(DecodeSection(dependent_launches=asked))
+        assert opened.execution.dependent_launches is expected
+    assert launches_dependently(DecodeSection(device="cuda"))
+    assert not launches_dependently(DecodeSection(device="cuda", dependent_launches="off"))
+    assert not open_with(PrefillSection(tp=2)).execution.dependent_launches
 
 
 def test_the_shared_expert_overlaps_unless_told_otherwise() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from deploy.cli import build_parser, main
-from deploy.engine_bench.command import parse_budget, parse_range
+from deploy.engine_bench.command import parse_range
 from deploy.engine_bench.options import Axis, Collectives, DecodeOptions, PrefillOptions, Setup
 from deploy.engine_bench.prefill import prefill_rates
 from deploy.engine_bench.shapes import choose_model
@@ -29,8 +29,6 @@ from runtime.errors import ConfigError
         ),
         (lambda: DecodeOptions(setup=Setup(), context=(9, 3)), "context", "1500-1660"),
         (lambda: parse_range("long", "context"), "context", "1500-1660"),
-        (lambda: parse_budget("20/20"), "prefetch", "20/20/30"),
-        (lambda: parse_budget("20/x/30"), "prefetch", "20/20/30"),
     ],
 )
 def test_a_wrong_option_is_named_with_its_fix(
@@ -41,9 +39,10 @@ def test_a_wrong_option_is_named_with_its_fix(
     assert (caught.value.path, caught.value.fix.endswith(fix)) == (field, True)
 
 
-def test_a_budget_is_read_in_megabytes() -> None:
-    budget = parse_budget("1/20/300")
-    assert (budget.attention, budget.dispatch, budget.combine) == (10**6, 20 * 10**6, 300 * 10**6)
+def test_launches_are_dependent_unless_told_otherwise() -> None:
+    parse = build_parser().parse_args
+    assert parse(["bench", "decode"]).dependent_launches is True
+    assert parse(["bench", "decode", "--dependent-launches", "off"]).dependent_launches is False
 
 
 def test_the_command_line_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:

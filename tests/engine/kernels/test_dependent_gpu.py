@@ -102,24 +102,6 @@ def test_otherwise_no_kernel_waits(compiled: list[Any]) -> None:
     assert not any(kernel.metadata.launch_pdl for kernel in compiled)
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_prefetch_asks_first_and_waits_afterwards(compiled: list[Any], keep: bool) -> None:
-    module = importlib.import_module("engine.kernels.fused.prefetch")
-    chunks = importlib.import_module("engine.kernels.weight_chunks").WeightChunks(
-        addresses_N=torch.zeros(100, dtype=torch.int64), chunk_bytes=8192
-    )
-    module.prefetch(chunks, keep=keep)
-    with dependent.dependent_launches():
-        module.prefetch(chunks, keep=keep)
-    plain, waiting = (kernel.asm["ptx"] for kernel in compiled)
-    for code in (plain, waiting):
-        assert code.count("cp.async.bulk.prefetch.L2") == 1
-        assert ("evict_last" in code) is keep
-    assert "griddepcontrol" not in plain
-    order = [waiting.index(what) for what in ("launch_dependents", "bulk.prefetch", "rol.wait")]
-    assert order == sorted(order)
-
-
 def make_chain(rows: Tensor, weight: Tensor) -> Callable[[], Tensor]:
     """Many short kernels, each of which reads what the one before has written."""
     norm = importlib.import_module("engine.kernels.fused.norm")
@@ -159,19 +141,3 @@ def test_a_graph_of_dependent_launches_computes_the_same() -> None:
         early.replay()
         early.replay()
         assert torch.equal(early_out[0], expected)
-
-
-@NEEDS_GPU
-def test_asking_for_memory_leaves_it_unchanged() -> None:
-    """To the last chunk; that it is faster to read then, a benchmark says."""
-    prefetch = importlib.import_module("engine.kernels.fused.prefetch").prefetch
-    first_chunks = importlib.import_module("engine.kernels.weight_chunks").first_chunks
-    weights = [torch.randn(size, device="cuda") for size in (1 << 20, 5000, 3)]
-    before = [weight.clone() for weight in weights]
-    for chunk_bytes in (16, 4096, 65536):
-        chunks = first_chunks(weights, 1 << 30, chunk_bytes)
-        assert chunks is not None
-        for keep in (False, True):
-            prefetch(chunks, keep=keep, max_programs=7)
-    torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(before, weights, strict=True))
