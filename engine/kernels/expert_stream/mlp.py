@@ -99,19 +99,17 @@ def launch(
     assert width % (2 * tile.block_n) == 0
     assert depth % (GROUP * tile.unroll) == 0
     assert tile.block_n == GROUP or not is_gated
-    start, options = kernel.ALONE.value, {}
-    if joins_chain() and isinstance(kernel.stream, triton.runtime.JITFunction):
-        # The product before the second one has waited for what wrote the counts.
-        start = (kernel.WAITS if is_gated else kernel.ASKS).value
-        options = {"launch_pdl": True}
+    is_compiled = isinstance(kernel.stream, triton.runtime.JITFunction)
+    waits = joins_chain() and is_compiled
+    options = {"launch_pdl": True} if waits else {}
     run = run or _run
     return run(
-        TensorDescriptor.from_tensor(weight[0].view(-1, depth), [tile.block_n, GROUP]), *weight,
+        TensorDescriptor.from_tensor(weight[0].view(-1, depth), [tile.block_n, GROUP]), weight[1],
         TensorDescriptor.from_tensor(data.view(-1, depth), [tile.block_m, GROUP]), scale,
         rows.num_rows_L, *out, max_rows,
         NUM_GROUPS=num_groups, LANES=triton.next_power_of_2(num_groups), WIDTH=width, DEPTH=depth,
         ACTIVATE=is_gated, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        UNROLL=tile.unroll, STAGES=tile.num_stages, START=start,
+        UNROLL=tile.unroll, STAGES=tile.num_stages, WAITS=waits,
         num_warps=tile.num_warps, grid=(num_sms * tile.per_sm,), **options,
     )  # fmt: skip
 

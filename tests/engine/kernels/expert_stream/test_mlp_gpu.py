@@ -14,12 +14,14 @@ from torch import Tensor
 
 from engine.kernels import masked_reference, reference
 from engine.kernels.expert_stream.tiles import (
+    MEASURED,
     StreamTile,
     StreamTiles,
     is_legal,
     shared_memory,
 )
 from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.fused.dependent import dependent_launches
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.triton_gemm.limits import HOPPER
 from engine.weights.fp8 import dequantize_block, quantize_block
@@ -34,7 +36,7 @@ DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 PRODUCT = 1e-2 if IS_INTERPRETED else 6e-3
 """Relative error of a product: bfloat16 results (the interpreter cuts), sums in another order."""
 
-ROUNDING = 4.0 if IS_INTERPRETED else 1.05
+ROUNDING = 6.0 if IS_INTERPRETED else 1.05
 """Error of activated numbers over the reference's own, which comes of rounding them to e4m3."""
 
 MLP = 0.1 if IS_INTERPRETED else 3e-2
@@ -42,16 +44,11 @@ MLP = 0.1 if IS_INTERPRETED else 3e-2
 
 NUM_SMS = 3 if IS_INTERPRETED else 132
 
-TILES = [
+TILES = [entry.gated for entry in MEASURED] + [
     StreamTile(block_m=16, num_stages=4),
-    StreamTile(block_m=32, num_warps=8, num_stages=3, unroll=2),
     StreamTile(block_m=64, num_warps=8, num_stages=4),
 ]
-DOWN_TILES = [
-    *TILES,
-    StreamTile(block_m=16, block_n=64, num_stages=5, per_sm=2),
-    StreamTile(block_m=32, block_n=64, num_stages=2, unroll=2, per_sm=2),
-]
+DOWN_TILES = [*TILES, StreamTile(block_m=16, block_n=64, unroll=2, num_stages=3, per_sm=2)]
 
 
 @pytest.fixture
@@ -142,7 +139,7 @@ def test_mlp(mlp: Any, num_experts: int, max_rows: int) -> None:
     counts[-1] = min(counts[-1], max_rows)
     rows = draw_rows(counts, 512, max_rows)
     w13, w2 = draw_experts(num_experts, 512, 512), draw_experts(num_experts, 512, 256)
-    tiles = StreamTiles(rows=16, gated=TILES[0], down=DOWN_TILES[3])
+    tiles = StreamTiles(rows=16, gated=TILES[0], down=DOWN_TILES[-1])
     stream = mlp.ExpertStream((tiles,), NUM_SMS)
     assert stream.takes(rows, w13, w2)
     out = stream.masked_fp8_mlp(rows, w13, w2)
@@ -182,15 +179,10 @@ def test_counts_are_read_when_a_graph_is_replayed(mlp: Any) -> None:
             assert torch.equal(out[expert, :count], expected[expert, :count])
 
 
-@pytest.mark.parametrize("is_gated", [True, False])
-@pytest.mark.parametrize("tile", DOWN_TILES)
-def test_tiles_compile_to_what_was_reckoned(driver: Any, is_gated: bool, tile: StreamTile) -> None:
-    if is_gated and tile.block_n != 128:
-        pytest.skip("rows of 128 are quantised together")
+def compile_elsewhere(driver: Any, tile: StreamTile, *, is_gated: bool) -> Any:
     module = importlib.import_module("engine.kernels.expert_stream.mlp")
     stream = importlib.import_module("engine.kernels.expert_stream.kernel").stream
     driver.set_active(Elsewhere(HOPPER))
-    assert is_legal(tile, HOPPER)
     rows = MaskedRows(
         data_LMD=torch.empty(4, 128, 512, dtype=torch.float8_e4m3fn),
         scale_LMG=torch.empty(4, 4, 128).transpose(1, 2),
@@ -200,7 +192,25 @@ def test_tiles_compile_to_what_was_reckoned(driver: Any, is_gated: bool, tile: S
     weight = torch.empty(4, 512, 512, dtype=torch.float8_e4m3fn), torch.empty(4, 4, 4)
     data = torch.empty(4, 128, 256, dtype=torch.float8_e4m3fn)
     out = (data, torch.empty(4, 2, 128)) if is_gated else (data.bfloat16(), rows.scale_LMG)
-    compiled = module.launch(rows, weight, out, tile, num_sms=NUM_SMS, run=stream.warmup)
+    return module.launch(rows, weight, out, tile, num_sms=NUM_SMS, run=stream.warmup)
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize("tile", DOWN_TILES)
+def test_tiles_compile_to_what_was_reckoned(driver: Any, is_gated: bool, tile: StreamTile) -> None:
+    if is_gated and tile.block_n != 128:
+        pytest.skip("rows of 128 are quantised together")
+    assert is_legal(tile, HOPPER)
+    compiled = compile_elsewhere(driver, tile, is_gated=is_gated)
     assert compiled.metadata.shared <= shared_memory(tile)
     assert "wgmma.mma_async" in compiled.asm["ptx"]
     assert "ld.local" not in compiled.asm["ptx"]
+    assert "griddepcontrol" not in compiled.asm["ptx"]
+
+
+def test_a_dependent_launch_waits_before_it_reads(driver: Any) -> None:
+    with dependent_launches():
+        compiled = compile_elsewhere(driver, TILES[0], is_gated=True)
+    assert compiled.metadata.launch_pdl
+    code = compiled.asm["ptx"]
+    assert code.index("griddepcontrol.wait") < code.index("ld.global")
