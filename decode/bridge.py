@@ -2,7 +2,7 @@
 
 Nothing here waits while holding anything. A command that changes something is awaited where its
 outcome matters, and left to itself where it does not; after the end of the engine loop both kinds
-find nothing to do, or raise the error that ended it.
+find nothing to do, or raise DrainingError.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RankBridge:
         """Take a request on; all answers go to `request.tell`.
 
         Raises:
-            TandemError: the loop is over.
+            DrainingError: the loop is over.
         """
         future = self._loop.submit(lambda: self._rank.reserve(request))
         if future.done():

@@ -18,7 +18,7 @@ from decode.requests import DecodeRequest, RejectedUpdate, Writer
 from decode.reservations import Reservations
 from decode.scheduler import DecodeScheduler
 from decode.tickets import TicketDesk, WriterDemand
-from runtime.errors import InternalError, RequestCancelledError, TandemError
+from runtime.errors import RequestCancelledError, TandemError
 from runtime.lifecycle import DecodeStatus
 from runtime.sampling import FinishReason
 
@@ -94,10 +94,11 @@ class LiveRequests:
                 self.end(request, FinishReason.ABORT, error)
         self._news.drop(router_id)
 
-    def fail_all(self, message: str) -> None:
-        """End every request: the rank cannot go on."""
+    def fail_all(self, error: TandemError) -> None:
+        """End every request with an error like this one: the rank cannot go on."""
         for request in list(self._requests.values()):
-            self.end(request, FinishReason.ERROR, InternalError(message))
+            failure = type(error)(error.message, request_id=request.request_id)
+            self.end(request, FinishReason.ERROR, failure)
 
     def expire(self, now: float) -> None:
         """End every request that is late."""

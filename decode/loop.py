@@ -11,9 +11,10 @@ has ended is then known one step late; the token that the late step gives it is 
 blocks are free when that step is over.
 
 If anything in a step fails, the rank cannot know what state the model or the group is in: every
-request is answered with an error, later commands are refused, and `on_end` tells the process, which
-exits. The failure of one request never comes here; the rank handles it. So it does where a step, or
-the meeting before it, never returns: a `Watchdog` then stands in for this thread.
+request is answered with an error (see `endings`), later commands are refused, and `on_end` tells
+the process, which exits. The failure of one request never comes here; the rank handles it. So it
+does where a step, or the meeting before it, never returns: a `Watchdog` then stands in for this
+thread.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from decode.endings import RankName, failure_of_requests, refusal_of_calls
 from decode.frames import Delta
 from decode.metrics import DecodeMetrics
 from decode.rank import DecodeRank
 from decode.scheduler import StepPlan
 from engine.parallel.lockstep import GroupState, IdlePace, Lockstep, RankState
+from engine.parallel.lost_peer import as_lost_peer
 from engine.request import ScheduledRequest
 from engine.runner import PendingStep
 from runtime.errors import InternalError, PeerLostError, TandemError
@@ -107,6 +110,7 @@ class EngineLoop:
         max_ahead: int = 0,
         step_timeout_s: float = 0.0,
         watchdog: WatchdogOptions | None = None,
+        name: RankName | None = None,
     ) -> None:
         """Build; `start` runs it.
 
@@ -120,6 +124,7 @@ class EngineLoop:
             max_ahead: steps that may run while another is launched: 0 or 1.
             step_timeout_s: a step that takes longer ends the loop; 0 for no limit.
             watchdog: how that is noticed.
+            name: of the rank, for its last words.
         """
         self._rank = rank
         self._runner = runner
@@ -130,6 +135,7 @@ class EngineLoop:
         self._max_ahead = max_ahead
         self._step_timeout_s = step_timeout_s
         self._watchdog = Watchdog(self._end, watchdog)
+        self._name = name or RankName()
         self._in_flight: deque[_LaunchedStep] = deque()
         self._is_following = False  # the latest turn launched a step
         self._taken_over_at = 0.0
@@ -195,7 +201,7 @@ class EngineLoop:
                 logger.info("the other ranks left first")
             else:
                 logger.exception("the engine loop failed")
-                error = _as_ours(caught)
+                error = self._as_ours(caught)
         self._watchdog.close()
         self._end(error)
 
@@ -290,11 +296,10 @@ class EngineLoop:
     def _end(self, error: TandemError | None) -> None:
         """Answer everybody; on the loop's thread, or on the watchdog's in its stead."""
         with self._lock:
-            self._over = error or InternalError("the worker has stopped")
+            self._over = refusal_of_calls(self._name)
         self._run_last_commands()
-        message = f"the decode worker failed: {error.message}" if error else "the worker stops"
         try:
-            self._rank.live.fail_all(message)
+            self._rank.live.fail_all(failure_of_requests(self._name, error))
             self._tell()
         except Exception:
             logger.exception("requests could not be answered")
@@ -309,8 +314,6 @@ class EngineLoop:
             except Exception:
                 logger.exception("a command failed after the end of the loop")
 
-
-def _as_ours(error: Exception) -> TandemError:
-    if isinstance(error, PeerLostError):
-        return error
-    return InternalError(f"{type(error).__name__}: {error}")
+    def _as_ours(self, error: Exception) -> TandemError:
+        lost = as_lost_peer(error) if self._lockstep.is_group else None
+        return lost or InternalError(f"{type(error).__name__}: {error}")

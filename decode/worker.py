@@ -25,6 +25,7 @@ from decode.assembly import (
     build_transfer_side,
 )
 from decode.bridge import RankBridge
+from decode.endings import RankName
 from decode.frames import Delta, Outboxes
 from decode.live import WriterOrder
 from decode.loop import EngineLoop
@@ -33,7 +34,7 @@ from decode.service import DecodeService, RankFacts
 from engine.boot import use_device
 from kv_transfer.receiver import Arrival
 from kv_transfer.transport import peer_name
-from runtime.errors import TandemError
+from runtime.errors import DrainingError, TandemError
 from runtime.logging import fields, get_logger
 from runtime.metrics import MetricsServer, gauge_of
 from runtime.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, registry_pb2
@@ -91,7 +92,8 @@ class DecodeWorker:
             await asyncio.wait({self._ended}, timeout=SWEEP_INTERVAL_S)
             if not self._ended.done():
                 self._outboxes.sweep()
-                await self._revoker.sweep()
+                with contextlib.suppress(DrainingError):  # the engine loop has just ended
+                    await self._revoker.sweep()
         error = self._ended.result()
         if error is not None:
             raise error
@@ -123,6 +125,7 @@ class DecodeWorker:
             on_end=self._engine_ended,
             max_ahead=self._options.config.decode.max_ahead,
             step_timeout_s=self._options.config.decode.step_timeout_s,
+            name=_name_of(self._options),
         )
         self._bridge = RankBridge(self._engine, rank)
         self._outboxes = Outboxes(self._bridge.abort_router, time.monotonic)
@@ -263,6 +266,12 @@ class DecodeWorker:
 def _set_once(future: asyncio.Future[TandemError | None], error: TandemError | None) -> None:
     if not future.done():
         future.set_result(error)
+
+
+def _name_of(options: WorkerOptions) -> RankName:
+    return RankName(
+        instance=options.instance, rank=options.rank, num_ranks=options.config.decode.dp
+    )
 
 
 def _facts(

@@ -10,13 +10,14 @@ from concurrent.futures import Future
 import pytest
 from prometheus_client import CollectorRegistry
 
+from decode.endings import RankName
 from decode.frames import Delta
 from decode.loop import EngineLoop
 from decode.metrics import DecodeMetrics
 from engine.parallel.lockstep import GroupState, RankState, SoloLockstep
 from engine.request import ScheduledRequest
 from engine.runner import StepResult
-from runtime.errors import InternalError, TandemError
+from runtime.errors import DrainingError, InternalError, PeerLostError, TandemError
 from runtime.pb import decode_pb2
 from runtime.sampling import FinishReason
 from runtime.watchdog import StepOverdueError, WatchdogOptions
@@ -70,8 +71,18 @@ class HangingPeer:
         return GroupState(has_work=True, max_num_tokens=1, all_leaving=state.leaving)
 
 
-@pytest.mark.parametrize("where", ["launch", "collect", "dummy", "exchange"])
-def test_a_step_that_never_ends_is_given_up(where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "is_group"),
+    [
+        ("launch", False),
+        ("launch", True),
+        ("collect", False),
+        ("collect", True),
+        ("dummy", True),
+        ("exchange", True),
+    ],
+)
+def test_a_step_that_never_ends_is_given_up(where: str, is_group: bool) -> None:
     bench, runner = Bench(), HangingRunner(where)
     deltas: list[Delta] = []
     ended: Future[TandemError | None] = Future()
@@ -83,12 +94,13 @@ def test_a_step_that_never_ends_is_given_up(where: str) -> None:
     loop = EngineLoop(
         bench.rank,
         runner,
-        HangingPeer(runner) if where in ("dummy", "exchange") else SoloLockstep(),
+        HangingPeer(runner) if is_group else SoloLockstep(),
         metrics=DecodeMetrics(CollectorRegistry()),
         publish=publish,
         on_end=ended.set_result,
         step_timeout_s=0.1,
         watchdog=WatchdogOptions(poll_s=0.005, grace_s=0.3, abort=aborted.set),
+        name=RankName(num_ranks=2 if is_group else 1),
     )
     waiting = loop.submit(lambda: bench.reserve(6, max_tokens=6))
     if where != "dummy":
@@ -102,8 +114,10 @@ def test_a_step_that_never_ends_is_given_up(where: str) -> None:
     if where != "dummy":
         assert deltas[-1].finish_reason is FinishReason.ERROR
         assert "did not end within 0.1 s" in str(deltas[-1].error)
+        # In a group it waits for another rank, as a rule: no fault of the request.
+        assert type(deltas[-1].error) is (PeerLostError if is_group else InternalError)
     assert len(bench.rank.live) == 0
-    with pytest.raises(InternalError):
+    with pytest.raises(DrainingError):
         loop.submit(lambda: 1).result(TIMEOUT_S)
     assert not loop.stop(TIMEOUT_S), "nobody waits for the thread that hangs"
     # Should the call return after all, its thread changes nothing any more.

@@ -10,15 +10,22 @@ from concurrent.futures import Future
 import pytest
 from prometheus_client import CollectorRegistry
 
+from decode.endings import RankName
 from decode.frames import Delta
 from decode.loop import EngineLoop
 from decode.metrics import DecodeMetrics
-from decode.requests import DecodeRequest
+from decode.requests import DecodeRequest, RejectedUpdate
 from engine.parallel.lockstep import GroupState, Lockstep, RankState, SoloLockstep
 from engine.request import ScheduledRequest
 from engine.runner import StepResult
 from engine.sampling.inputs import SampledToken
-from runtime.errors import InternalError, InvalidRequestError, PeerLostError, TandemError
+from runtime.errors import (
+    DrainingError,
+    InternalError,
+    InvalidRequestError,
+    PeerLostError,
+    TandemError,
+)
 from runtime.pb import decode_pb2
 from runtime.sampling import FinishReason
 from tests.decode.test_rank import Bench
@@ -75,6 +82,10 @@ class PeerWithWork:
         self._num_steps = num_steps
         self._error = error
 
+    def lose(self, error: TandemError) -> None:
+        """Have no more work, and die."""
+        self._num_steps, self._error = 0, error
+
     def exchange(self, state: RankState) -> GroupState:
         self.states.append(state)
         busy = len(self.states) <= self._num_steps
@@ -86,7 +97,7 @@ class PeerWithWork:
 class Driver:
     """A loop around a rank of fakes."""
 
-    def __init__(self, lockstep: Lockstep | None = None) -> None:
+    def __init__(self, lockstep: Lockstep | None = None, name: RankName | None = None) -> None:
         self.bench = Bench()
         self.runner = FakeRunner()
         self.deltas: list[Delta] = []
@@ -98,6 +109,7 @@ class Driver:
             metrics=DecodeMetrics(CollectorRegistry()),
             publish=self._publish,
             on_end=self.ended.set_result,
+            name=name,
         )
 
     def _publish(self, news: Mapping[str, list[Delta]], load: decode_pb2.LoadReport) -> None:
@@ -147,7 +159,7 @@ def test_commands_return_raise_and_are_refused_after_the_end() -> None:
         driver.loop.submit(refuse).result(TIMEOUT_S)
     assert driver.loop.submit(lambda: 6).result(TIMEOUT_S) == 6  # the loop goes on
     assert driver.loop.stop(TIMEOUT_S)
-    with pytest.raises(InternalError, match="stopped"):
+    with pytest.raises(DrainingError, match="decode rank 0 of 1 has ended: use another one"):
         driver.loop.submit(lambda: 7).result(TIMEOUT_S)
 
 
@@ -176,8 +188,9 @@ def test_a_broken_invariant_ends_the_loop_and_answers_everybody(error: Exception
     ended = driver.ended.result(TIMEOUT_S)
     assert isinstance(ended, InternalError)
     assert driver.last.finish_reason is FinishReason.ERROR
-    assert "the decode worker failed" in str(driver.last.error)
-    with pytest.raises(InternalError):
+    assert type(driver.last.error) is InternalError
+    assert "decode rank 0 of 1 failed: " in str(driver.last.error)
+    with pytest.raises(DrainingError):
         driver.loop.submit(lambda: 1).result(TIMEOUT_S)
 
 
@@ -203,7 +216,7 @@ def test_what_was_submitted_before_the_end_is_answered() -> None:
     first.result(TIMEOUT_S)
     late = [driver.loop.submit(lambda: len(driver.bench.rank.live)) for _ in range(3)]
     for future in late:
-        assert future.exception(TIMEOUT_S) is None or isinstance(future.exception(), InternalError)
+        assert future.exception(TIMEOUT_S) is None or isinstance(future.exception(), DrainingError)
     assert driver.ended.result(TIMEOUT_S) is not None
     assert len(driver.bench.rank.live) == 0
 
@@ -224,6 +237,50 @@ def test_a_lost_rank_ends_the_group_with_its_own_error() -> None:
     driver.loop.start()
     ended = driver.ended.result(TIMEOUT_S)
     assert isinstance(ended, PeerLostError)
+
+
+@pytest.mark.parametrize("trap", [False, True])
+def test_survivors_say_that_their_group_is_lost_and_what_becomes_of_it(trap: bool) -> None:
+    peer = PeerWithWork(num_steps=10**6)
+    driver = Driver(peer, RankName(instance="decode-0", rank=0, num_ranks=2))
+    waiting = driver.loop.submit(lambda: driver.bench.reserve(6, max_tokens=6))
+    queued = driver.loop.submit(lambda: driver.bench.reserve(40))
+    if trap:
+        driver.runner.error = RuntimeError("CUDA error: unspecified launch failure")
+        driver.loop.submit(lambda: driver.bench.arrive(waiting.result()))
+    else:
+        peer.lose(PeerLostError("another rank was lost in all_gather"))
+    driver.loop.start()
+    assert isinstance(driver.ended.result(TIMEOUT_S), PeerLostError)
+    rejected = driver.bench.updates[queued.result().request_id][-1]
+    assert isinstance(rejected, RejectedUpdate)
+    for error in (driver.last.error, rejected.error):
+        assert type(error) is PeerLostError
+        assert error.message.startswith("decode-0 rank 0 of 2 cannot go on: ")
+        assert "another rank" in error.message
+        assert error.message.endswith(
+            "decode-0 ends with all its ranks, and starts again where it is supervised"
+        )
+    with pytest.raises(DrainingError, match="decode-0 rank 0 of 2 has ended: use another one"):
+        driver.loop.submit(lambda: 1).result(TIMEOUT_S)
+
+
+def test_alone_the_same_error_of_a_gpu_is_the_ranks_own() -> None:
+    driver = Driver()
+    driver.runner.error = RuntimeError("CUDA error: unspecified launch failure")
+    driver.loop.start()
+    driver.add_running()
+    assert type(driver.ended.result(TIMEOUT_S)) is InternalError
+    assert type(driver.last.error) is InternalError
+
+
+def test_what_is_left_when_the_rank_is_told_to_stop_may_go_elsewhere() -> None:
+    driver = Driver()
+    driver.loop.submit(driver.bench.reserve)  # its KV never comes
+    driver.loop.start()
+    assert driver.loop.stop(TIMEOUT_S)
+    assert driver.ended.result(TIMEOUT_S) is None
+    assert type(driver.last.error) is DrainingError
 
 
 def test_a_rank_that_leaves_does_not_mind_that_the_others_left_first() -> None:

@@ -27,7 +27,15 @@ from engine.sampling.inputs import SampledToken
 from kv_transfer.metadata import MetadataRecord
 from kv_transfer.ownership import Quarantine
 from kv_transfer.receiver import Arrival
-from runtime.errors import ErrorCode, RequestCancelledError, StaleTicketError, TransferFailedError
+from runtime.errors import (
+    ErrorCode,
+    InternalError,
+    PeerLostError,
+    RequestCancelledError,
+    StaleTicketError,
+    TandemError,
+    TransferFailedError,
+)
 from runtime.lifecycle import DecodeStatus
 from runtime.pb import decode_pb2
 from runtime.sampling import FinishReason, PositionLogprobs
@@ -371,15 +379,20 @@ def test_the_last_delta_of_a_finished_request() -> None:
     bench.check_empty()
 
 
-def test_fail_all_answers_every_state() -> None:
+@pytest.mark.parametrize("kind", [InternalError, PeerLostError])
+def test_fail_all_answers_every_state(kind: type[TandemError]) -> None:
     bench = Bench(num_usable=12)
     requests = [bench.reserve() for _ in range(3)]
     bench.bring(requests[0], DecodeStatus.RUNNING)
     bench.bring(requests[1], DecodeStatus.WAITING)
     queued = bench.reserve(40)
     bench.rank.news.take()
-    bench.rank.live.fail_all("the device is gone")
+    bench.rank.live.fail_all(kind("the device is gone"))
     deltas = bench.rank.news.take()["router-0"]
     assert {delta.request_id for delta in deltas} == {r.request_id for r in requests}
-    assert isinstance(bench.updates[queued.request_id][-1], RejectedUpdate)
+    rejected = bench.updates[queued.request_id][-1]
+    assert isinstance(rejected, RejectedUpdate)
+    for error in (rejected.error, *(delta.error for delta in deltas)):
+        assert type(error) is kind
+        assert error.message == "the device is gone"
     assert len(bench.rank.live) == 0
