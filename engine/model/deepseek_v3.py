@@ -140,9 +140,7 @@ class DeepseekV3ForCausalLM(nn.Module):
             tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,
         )
         self._overlap = execution.overlap
-        self._decode_launches = choose_launches(
-            self.device, are_dependent=execution.dependent_launches
-        )
+        self._launches = choose_launches(self.device, are_dependent=execution.dependent_launches)
         self._sharding, self._scratch = ctx.sharding, Scratch()
         self._rotary = RotaryEmbedding(config, self.device)
         self._rule = attention_rule or AttentionRule.of(config)
@@ -196,7 +194,7 @@ class DeepseekV3ForCausalLM(nn.Module):
 
     def _launching(self, batch: ForwardBatch) -> AbstractContextManager[None]:
         """Return in what the kernels of a step are launched."""
-        return self._decode_launches() if batch.max_seqlen_q == 1 else nullcontext()
+        return self._launches() if batch.max_seqlen_q == 1 else nullcontext()
 
     def _split(self, batch: ForwardBatch) -> tuple[ForwardBatch, ...]:
         """Return the micro-batches of a step: one, or two if they are to overlap."""
