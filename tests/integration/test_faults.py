@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,11 @@ from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSe
 from tests.integration.client import Completion, complete, run_all, stream
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
+from tests.integration.test_soak import KNOWN_CODES
+
+RETRIES_METRIC = "pd_router_retries_total"
+ANSWERED_WITHIN_S = 15.0
+"""After a death, on a busy machine; what is waited for is a socket that closes, and leases."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -61,6 +68,15 @@ async def streams_while(
         return await asyncio.wait_for(asyncio.gather(*tasks), 60)
 
 
+def num_retries(cluster: Cluster) -> float:
+    """Requests that the router has tried on another pair."""
+    with urllib.request.urlopen(f"{cluster.base_url}/metrics", timeout=5) as response:
+        lines = response.read().decode().splitlines()
+    return sum(
+        float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(RETRIES_METRIC + "{")
+    )
+
+
 def check_answered(answers: list[Completion], max_tokens: int) -> int:
     """Every request is whole, or failed with its id in the message; returns how many failed."""
     num_failed = 0
@@ -72,7 +88,26 @@ def check_answered(answers: list[Completion], max_tokens: int) -> int:
             num_failed += 1
             assert answer.request_id
             assert answer.error["request_id"] == answer.request_id
+            assert answer.error["code"] in KNOWN_CODES, answer.error  # no internal_error
     return num_failed
+
+
+class Death:
+    """Kills a process when it is called; knows how long ago that was."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self._cluster, self._name = cluster, name
+        self._at = 0.0
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since then."""
+        assert self._at
+        return time.monotonic() - self._at
+
+    def __call__(self) -> None:
+        self._cluster.kill(self._name)
+        self._at = time.monotonic()
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -120,9 +155,9 @@ def test_a_dead_rank_ends_its_group_and_its_requests(
     )
     with Cluster(config, tmp_path) as running:
         prompts = random_prompts(count, length)
-        answers = asyncio.run(
-            streams_while(running, prompts, 400, lambda: running.kill(f"{role}-0/1"))
-        )
+        death = Death(running, f"{role}-0/1")
+        answers = asyncio.run(streams_while(running, prompts, 400, death))
+        assert role != "decode" or death.age_s < ANSWERED_WITHIN_S
         assert check_answered(answers, 400) > 0
         running.wait_exit(f"{role}-0/0")
         running.start_instance(role, 0)
@@ -134,4 +169,27 @@ def test_a_dead_rank_ends_its_group_and_its_requests(
                 return await complete(session, prompts[0], model="tandem-python", max_tokens=4)
 
         assert asyncio.run(one()).status == 200
+        running.wait_idle()
+
+
+def test_another_decode_group_takes_what_a_dead_rank_leaves(tmp_path: Path) -> None:
+    config = config_with(
+        router=RouterSection(lease_ttl_s=2.0),
+        decode=DecodeSection(instances=2, dp=2, num_blocks=128),
+    )
+    with Cluster(config, tmp_path) as running:
+        prompts = random_prompts(30, 500)
+        death = Death(running, "decode-0/1")
+        answers = asyncio.run(streams_while(running, prompts, 40, death))
+        check_answered(answers, 40)
+        failed = [answer for answer in answers if answer.error is not None]
+        # What the client had no second token of is served by the other group, whoever lost it.
+        assert all(len(answer.token_ids) > 1 for answer in failed), failed
+        for answer in failed:
+            assert answer.error is not None
+            assert answer.error["code"] == "worker_lost"
+        assert num_retries(running) > 0
+        running.wait_exit("decode-0/0")
+        running.start_instance("decode", 0)
+        running.wait_workers(5)
         running.wait_idle()
