@@ -4,7 +4,7 @@ Usage: python -m tests.engine.parallel.nvlink_main RANK WORLD PORT OUTPUT [lost]
 
 Random steps, eager and replayed from graphs of several batch sizes, each rank as it likes, while
 products of random sizes keep the ranks at odds with each other; every result is compared bit by
-bit. Writes what was done as JSON. With `lost` the last rank never sends, and the others have to
+bit. Writes what was done as JSON. With `lost` the last rank stops sending, and the others have to
 notice. Ranks share the GPUs that there are.
 """
 
@@ -24,11 +24,15 @@ from engine.kernels.create import create_kernels
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import RankGroup, init_process_groups
+from engine.parallel.lost_peer import as_lost_peer
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
 from engine.parallel.nvlink.open import open_nvlink_buffer
 from engine.parallel.nvlink.shape import NvlinkShape
 
 NUM_STEPS = 200
+WAIT_SECONDS = 2
+"""The patience of a rank that is to lose another."""
+PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +86,11 @@ def factor(experts: Tensor) -> Tensor:
 class Rank:
     """One rank and its dispatcher."""
 
-    def __init__(self, group: RankGroup, shape: NvlinkShape, sizes: list[int]) -> None:
+    def __init__(
+        self, group: RankGroup, shape: NvlinkShape, sizes: list[int], wait_seconds: int = 120
+    ) -> None:
         self.group, self.shape = group, shape
-        self.buffer = open_nvlink_buffer(group, shape)
+        self.buffer = open_nvlink_buffer(group, shape, wait_seconds=wait_seconds)
         self.dispatcher = NvlinkDispatcher(create_kernels("cuda"), self.buffer)
         self.matrix = torch.randn(2048, 2048, device="cuda").bfloat16()
         self.graphs: dict[int, tuple[Any, Batch, Tensor]] = {}
@@ -185,21 +191,43 @@ def shapes(world: int) -> dict[str, tuple[NvlinkShape, list[int]]]:
     }
 
 
-def lose(group: RankGroup, shape: NvlinkShape) -> dict[str, object]:
-    """Wait for a rank that does not come; return what the GPU says of it."""
-    buffer = open_nvlink_buffer(group, shape, wait_seconds=2)
-    dispatcher = NvlinkDispatcher(create_kernels("cuda"), buffer)
-    group.barrier()
-    error = ""
+def lose(rank: Rank) -> dict[str, object]:
+    """Wait for a rank that does not come; return what is known of it, and after how long.
+
+    The rank's memory has to outlive the call: its destructor aborts the process after a trap.
+    """
+    batch = draw(rank.shape, 4, 0)
+    assert rank.is_right(batch, rank.step(batch))  # compiled, and all are there
+    rank.group.barrier()
+    error = None
     began = time.monotonic()
-    if group.rank < group.size - 1:
-        batch = draw(shape, 4, 0)
+    if rank.group.rank < rank.group.size - 1:
         try:
-            dispatcher.start_dispatch(batch.rows, batch.ids, batch.weights).wait()
+            rank.dispatch(batch).wait()
             torch.cuda.synchronize()
         except RuntimeError as caught:
-            error = str(caught)
-    return {"error": error, "seconds": time.monotonic() - began}
+            error = as_lost_peer(caught)
+    seconds = time.monotonic() - began
+    return {"error": "" if error is None else error.message, "seconds": seconds}
+
+
+def end_after_trap(output: Path) -> None:
+    """End as `runtime.worker` ends a rank that lost another: no destructor may run.
+
+    The last rank, whose memory the others have mapped, goes when they have said what they saw.
+    """
+    end = time.monotonic() + PATIENCE_S
+    first = output.with_name("0.json")
+    while not first.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    os._exit(0 if first.exists() else 1)
+
+
+def write_whole(output: Path, results: dict[str, dict[str, object]]) -> None:
+    """Write results that nobody can read halfway."""
+    part = output.with_suffix(".part")
+    part.write_text(json.dumps(results))
+    part.rename(output)
 
 
 def main() -> None:
@@ -213,17 +241,17 @@ def main() -> None:
         backend="gloo" if is_lost or world > num_devices else "cpu:gloo,cuda:nccl",
     )
     output = Path(sys.argv[4])
-    results = {}
+    results: dict[str, dict[str, object]] = {}
     with torch.inference_mode():
         if is_lost:
-            results["lost"] = lose(groups.ep_group, shapes(world)["small"][0])
-            output.write_text(json.dumps(results))
-            groups.boot_group.barrier()
-            # A trap is the end of this process's GPU: nothing can be given back.
-            os._exit(0)
+            shape, _ = shapes(world)["small"]
+            doomed = Rank(groups.ep_group, shape, [], wait_seconds=WAIT_SECONDS)
+            results["lost"] = lose(doomed)
+            write_whole(output, results)
+            end_after_trap(output)
         for name, (shape, sizes) in shapes(world).items():
             results[name] = run(groups.ep_group, shape, sizes)
-    output.write_text(json.dumps(results))
+    write_whole(output, results)
     groups.destroy()
 
 

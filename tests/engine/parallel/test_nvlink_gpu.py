@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deploy.checks import free_port
+from tests.engine.parallel.nvlink_main import WAIT_SECONDS
 from tests.engine.parallel.processes import run_rank_processes
 
 pytestmark = [
@@ -45,9 +46,11 @@ def test_results_are_exact_under_load(num_ranks: int, tmp_path: Path) -> None:
             assert result["count"]
 
 
-def test_a_lost_rank_is_an_error(tmp_path: Path) -> None:
-    results = [result["lost"] for result in run_ranks(2, tmp_path, "lost")]
-    print(results)
-    assert results[0]["error"]
-    assert float(str(results[0]["seconds"])) < 60
-    assert not results[1]["error"]
+def test_a_lost_rank_is_an_error_in_time(tmp_path: Path) -> None:
+    """It is raised and says why, after the patience that was asked for; nobody hangs."""
+    survivor, lost = (result["lost"] for result in run_ranks(2, tmp_path, "lost"))
+    print(survivor)
+    assert "as it does when another rank is lost" in str(survivor["error"])
+    # The GPU counts cycles, of a clock that changes.
+    assert 0.5 * WAIT_SECONDS < float(str(survivor["seconds"])) < 5 * WAIT_SECONDS
+    assert not lost["error"]
