@@ -116,7 +116,7 @@ def fill(pool: KVPool) -> None:
 
 
 def measure_layer(
-    kernels: Kernels, num_seqs: int, context: int, kv_dtype: torch.dtype
+    kernels: Kernels, num_seqs: int, context: int, kv_dtype: torch.dtype, *, dependent: bool = True
 ) -> dict[str, Any]:
     """Time an MoE layer, and list its kernels."""
     times = {}
@@ -134,7 +134,7 @@ def measure_layer(
             device=DEVICE,
             load_format=LoadFormat.DUMMY,
             kernels=kernels,
-            execution=Execution(dispatcher=dispatcher),
+            execution=Execution(dispatcher=dispatcher, dependent_launches=dependent),
         )
         model.prepare_absorption()
         num_blocks = 1 + num_seqs * -(-context // BLOCK_SIZE)
@@ -226,10 +226,13 @@ def measure_sampling(num_rows: int, sharpness: float) -> dict[str, Any]:
     return {"what": what, "us": us, "num_differences": num_differences}
 
 
-def measure_layers(batch: int, context: int, dtype: str, steps: FusedSteps) -> list[dict[str, Any]]:
+def measure_layers(
+    batch: int, context: int, dtype: str, steps: FusedSteps, *, dependent: bool
+) -> list[dict[str, Any]]:
     """Time a layer alone."""
     kernels = create_kernels(DEVICE, steps=steps)
-    return [{"steps": repr(steps)}, measure_layer(kernels, batch, context, DTYPES[dtype])]
+    layer = measure_layer(kernels, batch, context, DTYPES[dtype], dependent=dependent)
+    return [{"steps": repr(steps), "dependent_launches": dependent}, layer]
 
 
 def measure_all(batch: int, context: int) -> list[dict[str, Any]]:
@@ -256,6 +259,12 @@ def main() -> None:
     parser.add_argument("--layer-only", action="store_true", help="no attention, no sampling")
     parser.add_argument("--kv", choices=DTYPES, default="bf16", help="with --layer-only")
     parser.add_argument("--steps", choices=STEPS, default="measured", help="with --layer-only")
+    parser.add_argument(
+        "--dependent-launches",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with --layer-only",
+    )
     arguments = parser.parse_args()
     torch.manual_seed(0)
     results: list[dict[str, Any]] = [{"device": torch.cuda.get_device_name()}]
@@ -263,8 +272,13 @@ def main() -> None:
         for num_rows in (arguments.batch, 2 * arguments.batch):
             results += [measure_sampling(num_rows, sharpness) for sharpness in (0.5, 4.0)]
     elif arguments.layer_only:
-        steps = STEPS[arguments.steps]
-        results += measure_layers(arguments.batch, arguments.context, arguments.kv, steps)
+        results += measure_layers(
+            arguments.batch,
+            arguments.context,
+            arguments.kv,
+            STEPS[arguments.steps],
+            dependent=arguments.dependent_launches,
+        )
     else:
         results += measure_all(arguments.batch, arguments.context)
     for result in results:
