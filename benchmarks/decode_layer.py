@@ -28,7 +28,6 @@ from engine.execution import Execution
 from engine.graphs.capture import Capture
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
-from engine.kernels.fused_steps import MEASURED, UNFUSED, FusedSteps
 from engine.kernels.latent_storage import to_storage
 from engine.memory.kv_pool import KVPool
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
@@ -54,7 +53,6 @@ SAMPLING: dict[str, SamplingParams] = {
         temperature=0.6, top_p=0.95, top_k=50, presence_penalty=0.5, repetition_penalty=1.1
     ),
 }
-STEPS = {"measured": MEASURED, "unfused": UNFUSED, "fused": FusedSteps.everything()}
 NUM_PROMPT_TOKENS = 1024
 """That penalties see."""
 
@@ -227,12 +225,12 @@ def measure_sampling(num_rows: int, sharpness: float) -> dict[str, Any]:
 
 
 def measure_layers(
-    batch: int, context: int, dtype: str, steps: FusedSteps, *, dependent: bool
+    batch: int, context: int, dtype: str, *, dependent: bool
 ) -> list[dict[str, Any]]:
     """Time a layer alone."""
-    kernels = create_kernels(DEVICE, steps=steps)
+    kernels = create_kernels(DEVICE)
     layer = measure_layer(kernels, batch, context, DTYPES[dtype], dependent=dependent)
-    return [{"steps": repr(steps), "dependent_launches": dependent}, layer]
+    return [{"dependent_launches": dependent}, layer]
 
 
 def measure_all(batch: int, context: int) -> list[dict[str, Any]]:
@@ -258,7 +256,6 @@ def main() -> None:
     parser.add_argument("--sampling-only", action="store_true", help="no attention, no layer")
     parser.add_argument("--layer-only", action="store_true", help="no attention, no sampling")
     parser.add_argument("--kv", choices=DTYPES, default="bf16", help="with --layer-only")
-    parser.add_argument("--steps", choices=STEPS, default="measured", help="with --layer-only")
     parser.add_argument(
         "--dependent-launches",
         action=argparse.BooleanOptionalAction,
@@ -276,7 +273,6 @@ def main() -> None:
             arguments.batch,
             arguments.context,
             arguments.kv,
-            STEPS[arguments.steps],
             dependent=arguments.dependent_launches,
         )
     else:

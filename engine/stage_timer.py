@@ -19,7 +19,6 @@ from torch import Tensor
 from engine.bounds import H200
 from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.fp8_rows import Fp8Rows
-from engine.kernels.head_weights import HeadWeights
 from engine.kernels.paged_queries import PagedQueries
 from engine.parallel.groups import Collectives, ProcessGroups
 
@@ -221,8 +220,6 @@ def _nbytes(item: Any) -> int:
         return item.numel() * item.element_size()
     if isinstance(item, Fp8Rows):
         return item.data_TK.numel() + 4 * item.scale_TG.numel()
-    if isinstance(item, HeadWeights):
-        return _nbytes(item.data_HNC)
     if isinstance(item, tuple):
         return sum(_nbytes(part) for part in item)
     return 0

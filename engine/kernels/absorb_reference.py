@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from engine.kernels.fp8_rows import Activation, Fp8Rows
-from engine.kernels.head_weights import HeadWeights
 from engine.kernels.reference import quantize_rows, rms_norm, rotate_queries, store_latents
 from engine.kernels.rotation import Rotation
 
@@ -42,14 +41,12 @@ def split_latents(
     return quantize_rows(rms_norm(q_TQ, q_weight_Q, eps))
 
 
-def absorb_queries(
-    q_THA: Tensor, weights: HeadWeights, rotation: Rotation, cache: Tensor
-) -> Tensor:
+def absorb_queries(q_THA: Tensor, weight_HNC: Tensor, rotation: Rotation, cache: Tensor) -> Tensor:
     """Carry queries into the latent space, and rotate the rest of them.
 
     Args:
         q_THA: [T, H, A], not rotated; what is there afterwards means nothing.
-        weights: [H, N, C], W_UK.
+        weight_HNC: W_UK.
         rotation: of the T tokens.
         cache: the layer of the pool that will be attended to; kernels may round queries to its
             dtype, as their attention would.
@@ -57,12 +54,11 @@ def absorb_queries(
     Returns:
         [T, H, L]: W_UK^T q_nope, then q_pe.
     """
-    return carry(rotate_queries(q_THA, rotation), weights)
+    return carry(rotate_queries(q_THA, rotation), weight_HNC)
 
 
-def carry(q_THA: Tensor, weights: HeadWeights) -> Tensor:
-    """Do the same for rotated queries, in their dtype."""
-    weight_HNC = weights.dequantize(q_THA.dtype)
+def carry(q_THA: Tensor, weight_HNC: Tensor) -> Tensor:
+    """Do the same for rotated queries."""
     nope, rank = weight_HNC.shape[1:]
     num_tokens, num_heads, size = q_THA.shape
     # The product is written where it is read, in [T, H, L], so that it is not copied.
@@ -73,24 +69,23 @@ def carry(q_THA: Tensor, weights: HeadWeights) -> Tensor:
     return q_THL
 
 
-def expand_values(latents_THC: Tensor, weights: HeadWeights, *, fp8: bool) -> Activation:
+def expand_values(latents_THC: Tensor, weight_HVC: Tensor, *, fp8: bool) -> Activation:
     """Take what was attended to out of the latent space.
 
     Args:
         latents_THC: [T, H, C].
-        weights: [H, V, C], W_UV.
+        weight_HVC: W_UV.
         fp8: whether the values are wanted quantised.
 
     Returns:
         [T, H * V].
     """
-    values = expand(latents_THC, weights)
+    values = expand(latents_THC, weight_HVC)
     return quantize_rows(values) if fp8 else values
 
 
-def expand(latents_THC: Tensor, weights: HeadWeights) -> Tensor:
+def expand(latents_THC: Tensor, weight_HVC: Tensor) -> Tensor:
     """Do the same in the dtype of the latents."""
-    weight_HVC = weights.dequantize(latents_THC.dtype)
     out_THV = latents_THC.new_empty((*latents_THC.shape[:2], weight_HVC.shape[1]))
     torch.bmm(latents_THC.transpose(0, 1), weight_HVC.mT, out=out_THV.transpose(0, 1))
     return out_THV.flatten(1)

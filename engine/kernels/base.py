@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engine.kernels.alignment import Alignment, RowCounts
 from engine.kernels.fp8_rows import Activation, Fp8Rows
-from engine.kernels.head_weights import HeadWeights
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
 from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.rotation import Rotation
@@ -268,18 +267,13 @@ class Kernels(Protocol):
         """Prepare a step's paged attention over layers like `cache`, without a host read."""
         ...
 
-    @property
-    def absorbs_fp8(self) -> bool:
-        """Whether the next two best take weights in e4m3, where a head is 128 numbers."""
-        ...
-
     def absorb_queries(
-        self, q_THA: Tensor, weights: HeadWeights, rotation: Rotation, cache: Tensor
+        self, q_THA: Tensor, weight_HNC: Tensor, rotation: Rotation, cache: Tensor
     ) -> Tensor:
         """Rotate queries and carry them into the latent space, for attention to `cache`."""
         ...
 
-    def expand_values(self, latents_THC: Tensor, weights: HeadWeights, *, fp8: bool) -> Activation:
+    def expand_values(self, latents_THC: Tensor, weight_HVC: Tensor, *, fp8: bool) -> Activation:
         """Take what was attended to out of the latent space: [T, H * V]."""
         ...
 

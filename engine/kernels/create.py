@@ -10,8 +10,6 @@ import torch
 from engine.kernels import deep_gemm, flash_attention, flash_mla
 from engine.kernels.base import Kernels
 from engine.kernels.expert_stream.tiles import MEASURED
-from engine.kernels.fused_steps import MEASURED as MEASURED_STEPS
-from engine.kernels.fused_steps import FusedSteps
 from engine.kernels.portable import PortableKernels
 from engine.kernels.triton_gemm.limits import DeviceLimits
 from engine.kernels.triton_gemm.tables import find_table
@@ -39,7 +37,6 @@ def create_kernels(
     dtype: torch.dtype = torch.bfloat16,
     *,
     kernels: KernelSet | None = None,
-    steps: FusedSteps = MEASURED_STEPS,
 ) -> Kernels:
     """Return the fastest set that runs on `device` with activations of `dtype`, and log it.
 
@@ -47,7 +44,6 @@ def create_kernels(
         device: that the model lies on.
         dtype: of activations.
         kernels: takes the choice away, for tests and comparisons.
-        steps: that run fused on Hopper GPUs, for comparisons.
 
     Raises:
         ConfigError: the set that is asked for does not run there.
@@ -59,7 +55,7 @@ def create_kernels(
     elif reasons[kernels]:
         fitting = [kind for kind in KernelSet if not reasons[kind]]
         raise ConfigError("kernels", kernels, reasons[kernels], ", ".join(fitting))
-    created = _build(kernels, device, steps)
+    created = _build(kernels, device)
     logger.info(
         "chose kernels name=%s device=%s fp8=%s%s",
         created.name, device, created.has_fp8,
@@ -84,10 +80,10 @@ def _missing(kind: KernelSet, device: torch.device, dtype: torch.dtype) -> str:
     return "" if sm >= MIN_SM else f"the GPU is sm{sm}, older than sm{MIN_SM}"
 
 
-def _build(kind: KernelSet, device: torch.device, steps: FusedSteps) -> Kernels:
+def _build(kind: KernelSet, device: torch.device) -> Kernels:
     match kind:
         case KernelSet.HOPPER:
-            return _build_hopper(device, steps)
+            return _build_hopper(device)
         case KernelSet.TRITON:
             return _build_triton(device)
         case KernelSet.PORTABLE:
@@ -99,7 +95,7 @@ def _build(kind: KernelSet, device: torch.device, steps: FusedSteps) -> Kernels:
 # Modules that need Triton are imported late: a machine without a GPU lacks it.
 
 
-def _build_hopper(device: torch.device, steps: FusedSteps) -> Kernels:
+def _build_hopper(device: torch.device) -> Kernels:
     from engine.kernels.expert_stream.mlp import ExpertStream
     from engine.kernels.hopper import HopperKernels
 
@@ -112,7 +108,6 @@ def _build_hopper(device: torch.device, steps: FusedSteps) -> Kernels:
         attention=attention,
         paged=paged,
         experts=ExpertStream(MEASURED, DeviceLimits.of(device).num_sms),
-        steps=steps,
     )
 
 

@@ -25,8 +25,6 @@ from engine.kernels.fused import (
     slices,
 )
 from engine.kernels.fused.dependent import break_chain
-from engine.kernels.fused_steps import MEASURED, FusedSteps
-from engine.kernels.head_weights import HeadWeights
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.parts import BlockGemm, MaskedMlp, VarlenAttention
@@ -50,7 +48,6 @@ class HopperKernels:
         attention: VarlenAttention | None,
         paged: FlashMLA | None = None,
         experts: MaskedMlp | None = None,
-        steps: FusedSteps = MEASURED,
     ) -> None:
         """Take the libraries that are there.
 
@@ -59,9 +56,7 @@ class HopperKernels:
             attention: None where it is not installed; attention is then slow, and right.
             paged: of decode steps; None as above.
             experts: over few masked rows; what it does not take `gemm` multiplies.
-            steps: that run fused.
         """
-        self._steps = steps
         self._gemm = gemm
         self._attention = attention
         self._paged = paged
@@ -90,6 +85,7 @@ class HopperKernels:
     spread_masked_rows = staticmethod(masked.spread_masked_rows)
     rotate_queries = staticmethod(latents.rotate_queries)
     store_latents = staticmethod(latents.store_latents)
+    split_latents = staticmethod(latents.split_latents)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels`."""
@@ -100,16 +96,10 @@ class HopperKernels:
         return self._gemm.linear(x, weight_NK, scale_inv_PQ)
 
     def gate_logits(self, hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:
-        """See `Kernels`.
-
-        Products of two bfloat16 numbers are exact in float32, so nothing is lost against
-        converting first, as long as the weight is bfloat16 (it is in the checkpoint).
-        """
-        if weight_ED.dtype != torch.bfloat16 or hidden_TD.dtype != torch.bfloat16:
-            return torch.nn.functional.linear(hidden_TD.float(), weight_ED.float())
-        if hidden_TD.shape[0] <= self._steps.scored_tokens and routing.takes(hidden_TD, weight_ED):
+        """See `Kernels`."""
+        if routing.is_better_in_parts(hidden_TD, weight_ED):
             return routing.score_in_parts(hidden_TD, weight_ED)
-        return torch.mm(hidden_TD, weight_ED.t(), out_dtype=torch.float32)
+        return routing.score(hidden_TD, weight_ED)
 
     def group_limited_topk(
         self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule
@@ -140,25 +130,6 @@ class HopperKernels:
             return self._experts.masked_fp8_mlp(rows, w13, w2)
         gate_up = self._gemm.masked_linear(rows, *w13)
         return self._gemm.masked_linear(masked.masked_silu_and_mul_fp8(gate_up, rows), *w2)
-
-    def split_latents(
-        self,
-        latents_TX: Tensor,
-        q_weight_Q: Tensor,
-        weight_C: Tensor,
-        eps: float,
-        rotation: Rotation,
-        *,
-        cache: Tensor,
-        slots_T: Tensor,
-    ) -> Fp8Rows:
-        """See `Kernels`."""
-        weights, to = (q_weight_Q, weight_C), {"cache": cache, "slots_T": slots_T}
-        if self._steps.latents:
-            return latents.split_latents(latents_TX, *weights, eps, rotation, **to)
-        q_TQ, latents_TL = latents_TX.tensor_split([q_weight_Q.shape[0]], dim=1)
-        latents.store_latents(latents_TL, weight_C, eps, rotation, **to)
-        return norm.rms_norm_fp8(q_TQ, q_weight_Q, eps)
 
     def join_keys(self, k_nope_PHN: Tensor, k_pe_PR: Tensor) -> Tensor:
         """See `Kernels`."""
@@ -194,26 +165,21 @@ class HopperKernels:
             q_THA, k_PHA, v_PHV, seqs, scale, is_causal=is_causal
         )
 
-    @property
-    def absorbs_fp8(self) -> bool:
-        """See `Kernels`."""
-        return self._steps.absorption and self._steps.absorbs_fp8
-
     def absorb_queries(
-        self, q_THA: Tensor, weights: HeadWeights, rotation: Rotation, cache: Tensor
+        self, q_THA: Tensor, weight_HNC: Tensor, rotation: Rotation, cache: Tensor
     ) -> Tensor:
         """See `Kernels`."""
-        if self._steps.absorption and absorb.takes(weights):
+        if absorb.takes(weight_HNC):
             is_rounded = self._paged is not None and self._paged.takes(cache)
             dtype = cache.dtype if is_rounded else q_THA.dtype
-            return absorb.absorb_queries(q_THA, weights, rotation, dtype)
-        return absorb_reference.carry(latents.rotate_queries(q_THA, rotation), weights)
+            return absorb.absorb_queries(q_THA, weight_HNC, rotation, dtype)
+        return absorb_reference.carry(latents.rotate_queries(q_THA, rotation), weight_HNC)
 
-    def expand_values(self, latents_THC: Tensor, weights: HeadWeights, *, fp8: bool) -> Activation:
+    def expand_values(self, latents_THC: Tensor, weight_HVC: Tensor, *, fp8: bool) -> Activation:
         """See `Kernels`."""
-        if self._steps.absorption and absorb.takes(weights):
-            return absorb.expand_values(latents_THC, weights, fp8=fp8)
-        values = absorb_reference.expand(latents_THC, weights)
+        if absorb.takes(weight_HVC):
+            return absorb.expand_values(latents_THC, weight_HVC, fp8=fp8)
+        values = absorb_reference.expand(latents_THC, weight_HVC)
         return quant.quantize_rows(values) if fp8 else values
 
     @property

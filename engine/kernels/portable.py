@@ -21,22 +21,14 @@ class PortableKernels:
     Attributes:
         has_fp8: normally false: weights are dequantised at load, which is faster without hardware.
         has_paged_attention: normally false: attending in groups of sequences is faster on a CPU.
-        absorbs_fp8: normally false: a weight would be dequantised in every step.
     """
 
     name = "portable"
     max_attention_positions = 0
 
-    def __init__(
-        self,
-        *,
-        has_fp8: bool = False,
-        has_paged_attention: bool = False,
-        absorbs_fp8: bool = False,
-    ) -> None:
+    def __init__(self, *, has_fp8: bool = False, has_paged_attention: bool = False) -> None:
         self.has_fp8 = has_fp8
         self.has_paged_attention = has_paged_attention
-        self.absorbs_fp8 = absorbs_fp8
 
     rms_norm = staticmethod(reference.rms_norm)
     sum_slices = staticmethod(reference.sum_slices)

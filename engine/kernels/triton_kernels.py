@@ -9,8 +9,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.kernels import absorb_reference
 from engine.kernels.fp8_rows import Fp8Rows
-from engine.kernels.fused_steps import UNFUSED
+from engine.kernels.fused import routing
 from engine.kernels.hopper import HopperKernels
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.parts import VarlenAttention
@@ -68,11 +69,13 @@ class TritonKernels:
     has_fp8 = True
     max_attention_positions = HopperKernels.max_attention_positions
     has_paged_attention = False
-    absorbs_fp8 = False
+    gate_logits = staticmethod(routing.score)
+    absorb_queries = staticmethod(absorb_reference.absorb_queries)
+    expand_values = staticmethod(absorb_reference.expand_values)
 
     def __init__(self, *, gemm: TritonGemm, attention: VarlenAttention) -> None:
         """Take what multiplies, which also says what the GPU can do, and what attends."""
-        shared = HopperKernels(gemm=gemm, attention=attention, steps=UNFUSED)
+        shared = HopperKernels(gemm=gemm, attention=attention)
         own: _Quantised = _ByHand(gemm, shared) if gemm.widens else shared
         self.name = f"triton on sm{gemm.limits.sm}"
 
@@ -87,7 +90,6 @@ class TritonKernels:
         self.add_rms_norm = shared.add_rms_norm
         self.silu_and_mul = shared.silu_and_mul
         self.fp8_linear = shared.fp8_linear
-        self.gate_logits = shared.gate_logits
         self.group_limited_topk = shared.group_limited_topk
         self.grouped_mlp = shared.grouped_mlp
         self.count_rows = shared.count_rows
@@ -105,8 +107,6 @@ class TritonKernels:
         self.varlen_attention_part = shared.varlen_attention_part
         self.merge_attention = shared.merge_attention
         self.absorbed_attention = shared.absorbed_attention
-        self.absorb_queries = shared.absorb_queries
-        self.expand_values = shared.expand_values
         self.plan_paged = shared.plan_paged
         self.paged_attention = shared.paged_attention
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
-from engine.kernels.fp8_rows import GROUP, Activation, Fp8Rows
-from engine.kernels.head_weights import HeadWeights
+from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.rotation import Rotation
 from engine.layers.attention_plan import AttentionStep, ContextPart, DecompressedSegment
@@ -107,10 +106,7 @@ class MLA(nn.Module):
 
         After loading; a step that is captured in a graph must find them.
         """
-        if self._kernels.has_paged_attention:
-            self._head_weights()
-        else:
-            self._up_projections()
+        self._up_projections()
 
     def _attend(self, q_THA: Tensor, step: AttentionStep) -> Activation:
         """Attend in the forms of the plan: [T, H * V], padded for the next product."""
@@ -227,27 +223,13 @@ class MLA(nn.Module):
     ) -> Activation:
         """Attend in the latent space, one query a sequence, in the pages themselves: [T, H * V]."""
         kernels, cache = self._kernels, step.kv_pool.layer(self.layer_index)
-        w_uk, w_uv = self._head_weights()
-        q_THL = kernels.absorb_queries(q_THA, w_uk, self._rotation(step), cache)
+        w_uk_HNC, w_uv_HVC = self._up_projections()
+        q_THL = kernels.absorb_queries(q_THA, w_uk_HNC, self._rotation(step), cache)
         out_THC = kernels.paged_attention(q_THL, cache, queries, self.kv_lora_rank, self.scale)
         is_padded = self._sharding.sends_rows
-        values = kernels.expand_values(out_THC, w_uv, fp8=self.o_proj.is_fp8 and not is_padded)
+        fp8 = self.o_proj.is_fp8 and not is_padded
+        values = kernels.expand_values(out_THC, w_uv_HVC, fp8=fp8)
         return self._sharding.pad(values) if isinstance(values, Tensor) else values
-
-    def _head_weights(self) -> tuple[HeadWeights, HeadWeights]:
-        """Return W_UK and W_UV as the kernels of paged attention take them."""
-        matrix, size = self.kv_b_proj.matrix, self.nope_dim
-        is_one_block = size == self.value_dim == GROUP and self.kv_lora_rank % GROUP == 0
-        if not (self._kernels.absorbs_fp8 and matrix.is_fp8 and is_one_block):
-            w_uk_HNC, w_uv_HVC = self._up_projections()
-            return HeadWeights(data_HNC=w_uk_HNC), HeadWeights(data_HNC=w_uv_HVC)
-        weight, scale = matrix.quantized_pair()
-        per_head = weight.view(self.num_heads, 2 * size, -1)
-        scale_H2G = scale.view(self.num_heads, 2, -1)
-        return (
-            HeadWeights(data_HNC=per_head[:, :size], scale_HG=scale_H2G[:, 0]),
-            HeadWeights(data_HNC=per_head[:, size:], scale_HG=scale_H2G[:, 1]),
-        )
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
         """Return kv_b_proj per head in the compute dtype: W_UK [H, N, C] and W_UV [H, V, C]."""

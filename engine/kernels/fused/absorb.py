@@ -3,9 +3,8 @@
 Bound by memory: each head's part of kv_b_proj is read for a few tokens. So what else has to be done
 to a tile is done while it is in registers. On the way into the latent space: the query's rotated
 part is turned and put beside the product, and both are rounded as the pool's numbers are. On the
-way out: a head's values are one group of 128, quantised for the product that follows. The key idea:
-a weight in e4m3 needs no copy in bfloat16, because each of its numbers is one, and a tile of 128
-columns has one scale.
+way out: a head's values are one group of 128, quantised for the product that follows. Weights are
+in bfloat16: read in e4m3, and converted on the way, they took as long.
 """
 
 import torch
@@ -17,7 +16,6 @@ from engine.kernels.fp8_rows import GROUP, Activation, Fp8Rows
 from engine.kernels.fused.latents import rotated
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.fused.quant import _quantize_tile
-from engine.kernels.head_weights import HeadWeights
 from engine.kernels.rotation import Rotation
 
 STAGES = 3
@@ -37,9 +35,9 @@ def _to_pool(x, TO_E4M3: tl.constexpr):
 
 @launched("num_tokens")
 def _absorb(
-    q, weight, scale, cos, sin, out, num_heads, nope, rank, head_stride, scale_stride, num_tokens,
+    q, weight, cos, sin, out, num_heads, nope, rank, head_stride, num_tokens,
     B: tl.constexpr, N: tl.constexpr, W: tl.constexpr, HALF: tl.constexpr,
-    INTERLEAVE: tl.constexpr, HAS_SCALE: tl.constexpr, TO_E4M3: tl.constexpr,
+    INTERLEAVE: tl.constexpr, TO_E4M3: tl.constexpr,
 ):  # fmt: skip
     """Multiply a head's queries with W columns of its weight, or (last program) rotate the rest."""
     block = tl.program_id(0)
@@ -54,10 +52,7 @@ def _absorb(
         columns = block * W + tl.arange(0, W)
         tile = tl.load(weight + head * head_stride + inner[:, None] * rank + columns[None, :])
         queries = tl.load(source + inner[None, :], mask=mask, other=0.0)
-        product = tl.dot(queries, tile.to(queries.dtype))
-        if HAS_SCALE:
-            product *= tl.load(scale + head * scale_stride + block)
-        product = product.to(queries.dtype)
+        product = tl.dot(queries, tile).to(queries.dtype)
         tl.store(target + columns[None, :], _to_pool(product, TO_E4M3), mask=mask)
     else:
         index = tokens[:, None] * HALF + tl.arange(0, HALF)[None, :]
@@ -71,10 +66,9 @@ def _absorb(
 
 @launched("row_stride", "group_stride", "num_tokens")
 def _expand(
-    latents, weight, weight_scale, out, out_scale, num_heads, rank, head_stride, scale_stride,
+    latents, weight, out, out_scale, num_heads, rank, head_stride,
     row_stride, group_stride, num_tokens,
-    B: tl.constexpr, V: tl.constexpr, K: tl.constexpr, HAS_SCALE: tl.constexpr,
-    TO_FP8: tl.constexpr, STAGES: tl.constexpr,
+    B: tl.constexpr, V: tl.constexpr, K: tl.constexpr, TO_FP8: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Multiply a head's attended latents with its weight's rows, and quantise them as one group."""
     head = tl.program_id(1).to(tl.int64)
@@ -88,11 +82,7 @@ def _expand(
     total = tl.zeros([B, V], tl.float32)
     for start in tl.range(0, rank, K, num_stages=STAGES):
         rows = tl.load(source + start, mask=mask, other=0.0)
-        tile = tl.trans(tl.load(tile_at + start)).to(rows.dtype)
-        if HAS_SCALE:
-            total += tl.dot(rows, tile) * tl.load(weight_scale + head * scale_stride + start // K)
-        else:
-            total = tl.dot(rows, tile, total)
+        total = tl.dot(rows, tl.trans(tl.load(tile_at + start)), total)
     values = total.to(latents.dtype.element_ty)
     target = out + place * V + columns[None, :]
     if TO_FP8:
@@ -104,20 +94,19 @@ def _expand(
         tl.store(target, values, mask=mask)
 
 
-def takes(weights: HeadWeights) -> bool:
+def takes(weight_HNC: Tensor) -> bool:
     """Return whether these are heads of 128 numbers, and latents whole groups of 128."""
-    _, size, rank = weights.data_HNC.shape
-    return size == GROUP and rank % GROUP == 0
+    _, size, rank = weight_HNC.shape
+    return size == GROUP and rank % GROUP == 0 and weight_HNC.stride()[1:] == (rank, 1)
 
 
 def absorb_queries(
-    q_THA: Tensor, weights: HeadWeights, rotation: Rotation, pool_dtype: torch.dtype
+    q_THA: Tensor, weight_HNC: Tensor, rotation: Rotation, pool_dtype: torch.dtype
 ) -> Tensor:
-    """Return [T, H, C + R]; see `absorb_reference`. For weights that `takes` takes."""
+    """Return [T, H, C + R]; see `absorb_reference`. For a weight that `takes` takes."""
     assert q_THA.is_contiguous()
     num_tokens, num_heads, _ = q_THA.shape
-    data, scale = weights.data_HNC, weights.scale_HG
-    _, nope, rank = data.shape
+    _, nope, rank = weight_HNC.shape
     half = rotation.cos.shape[1]
     to_e4m3 = pool_dtype == torch.float8_e4m3fn
     out = torch.empty(
@@ -125,25 +114,23 @@ def absorb_queries(
         dtype=pool_dtype if to_e4m3 else q_THA.dtype,
         device=q_THA.device,
     )
-    rows = _rows(num_tokens, most=128)
+    rows = _rows(num_tokens, most=64)
     if num_tokens:
         _absorb(
             (rank // GROUP + 1, num_heads, ceil_div(num_tokens, rows)),
-            (q_THA, data, data if scale is None else scale, rotation.cos, rotation.sin, out),
-            (num_heads, nope, rank, data.stride(0), 0 if scale is None else scale.stride(0)),
+            (q_THA, weight_HNC, rotation.cos, rotation.sin, out),
+            (num_heads, nope, rank, weight_HNC.stride(0)),
             (num_tokens,),
-            (rows, nope, GROUP, half, rotation.interleave, scale is not None, to_e4m3),
-            num_warps=8 if rows == 128 else 4,
+            (rows, nope, GROUP, half, rotation.interleave, to_e4m3),
         )
     return out
 
 
-def expand_values(latents_THC: Tensor, weights: HeadWeights, *, fp8: bool) -> Activation:
-    """Return [T, H * V]; see `absorb_reference`. For weights that `takes` takes."""
+def expand_values(latents_THC: Tensor, weight_HVC: Tensor, *, fp8: bool) -> Activation:
+    """Return [T, H * V]; see `absorb_reference`. For a weight that `takes` takes."""
     latents_THC = latents_THC.contiguous()
     num_tokens, num_heads, rank = latents_THC.shape
-    data, scale = weights.data_HNC, weights.scale_HG
-    value, device = data.shape[1], latents_THC.device
+    value, device = weight_HVC.shape[1], latents_THC.device
     size = (num_tokens, num_heads * value)
     out: Activation
     if fp8:
@@ -151,14 +138,14 @@ def expand_values(latents_THC: Tensor, weights: HeadWeights, *, fp8: bool) -> Ac
         target, out_scale = out.data_TK, out.scale_TG
     else:
         out = target = out_scale = torch.empty(size, dtype=latents_THC.dtype, device=device)
-    rows = _rows(num_tokens, most=64)
+    rows = _rows(num_tokens, most=128)
     if num_tokens:
         _expand(
             (ceil_div(num_tokens, rows), num_heads),
-            (latents_THC, data, data if scale is None else scale, target, out_scale),
-            (num_heads, rank, data.stride(0), 0 if scale is None else scale.stride(0)),
+            (latents_THC, weight_HVC, target, out_scale),
+            (num_heads, rank, weight_HVC.stride(0)),
             (*out_scale.stride(), num_tokens),
-            (rows, value, GROUP, scale is not None, fp8, STAGES),
+            (rows, value, GROUP, fp8, STAGES),
             num_warps=8 if rows == 128 else 4,
         )
     return out

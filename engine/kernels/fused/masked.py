@@ -19,11 +19,11 @@ from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows
 PAIRS = 1024
 """Pairs (token, expert) that a program of `mask_to_experts` looks at in one go."""
 
-ROWS = 16
+ROWS = 8
 """Rows of a tile of the activation."""
 
-MAX_SPLITS = 16
-"""Programs that share an expert's rows, at most."""
+SPLITS = 6, 16
+"""Programs that share an expert's rows: at least, as routing is uneven, and at most."""
 
 
 @launched("first")
@@ -124,13 +124,15 @@ def masked_silu_and_mul_fp8(gate_up_LMF: Tensor, like: MaskedRows) -> MaskedRows
     num_groups = double // 2 // GROUP
     data, scale = empty_masked(num_experts, max_rows, double // 2, gate_up_LMF.device)
     wanted = ceil_div(min(like.expected_rows, max_rows), ROWS)
-    num_splits = min(MAX_SPLITS, wanted)
+    least, most = SPLITS
+    num_splits = min(most, max(least, wanted))
     _silu_and_mul(
         (num_groups, num_splits, num_experts),
         (gate_up_LMF, like.num_rows_L, data, scale),
         (max_rows, double // 2, num_groups),
         (num_splits,),
         (ROWS,),
+        num_warps=2,
     )
     return MaskedRows(
         data_LMD=data,

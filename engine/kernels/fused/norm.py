@@ -11,8 +11,8 @@ from engine.kernels.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.fused.quant import _quantize_tile
 
-FEW_ROWS = 0
-"""Rows that are normed by twice as many warps each."""
+FEW_ROWS = 256
+"""Rows that are normed by twice as many warps each: faster up to there, measured on an H200."""
 
 
 @launched("row_stride", "group_stride")
@@ -52,13 +52,6 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     out = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     _launch(x_TD, weight_D, eps, out=out)
     return out
-
-
-def rms_norm_fp8(x_TD: Tensor, weight_D: Tensor, eps: float) -> Fp8Rows:
-    """Return the norm of [T, D], quantised; D is a multiple of 128."""
-    rows = Fp8Rows.empty(x_TD.shape[0], x_TD.shape[1], x_TD.device)
-    _launch(x_TD, weight_D, eps, fp8=rows)
-    return rows
 
 
 def add_rms_norm(

@@ -1,11 +1,9 @@
 """The way into absorbed attention's latent space and out, written out sum by sum."""
 
-import pytest
 import torch
 
 from engine.kernels import absorb_reference, reference
 from engine.kernels.fp8_rows import Fp8Rows
-from engine.kernels.head_weights import HeadWeights
 from engine.kernels.latent_storage import take_blocks
 from engine.kernels.rotation import Rotation
 
@@ -17,44 +15,22 @@ def rotation() -> Rotation:
     return Rotation(cos=angles.cos(), sin=angles.sin())
 
 
-def weights(*, size: int, fp8: bool) -> HeadWeights:
-    data = torch.randn(HEADS, size, RANK)
-    if not fp8:
-        return HeadWeights(data_HNC=data)
-    return HeadWeights(
-        data_HNC=data.to(torch.float8_e4m3fn), scale_HG=torch.rand(HEADS, RANK // 128) + 0.5
-    )
-
-
-def test_weights_in_e4m3_have_a_scale_for_128_columns_of_a_head() -> None:
-    stored = weights(size=16, fp8=True)
-    assert stored.scale_HG is not None
-    wide = stored.dequantize(torch.float32)
-    for head in range(HEADS):
-        for column in (0, 127, 128, 255):
-            expected = (
-                stored.data_HNC[head, :, column].float() * stored.scale_HG[head, column // 128]
-            )
-            assert torch.equal(wide[head, :, column], expected)
-
-
-@pytest.mark.parametrize("fp8", [True, False])
-def test_queries_are_carried_into_the_latent_space(fp8: bool) -> None:
-    stored, q, turn = weights(size=16, fp8=fp8), torch.randn(TOKENS, HEADS, 16 + ROPE), rotation()
+def test_queries_are_carried_into_the_latent_space() -> None:
+    weight, turn = torch.randn(HEADS, 16, RANK), rotation()
+    q = torch.randn(TOKENS, HEADS, 16 + ROPE)
     rotated = reference.apply_rotary(q[..., 16:], turn.cos, turn.sin)
-    expected = torch.einsum("thn,hnc->thc", q[..., :16], stored.dequantize(torch.float32))
-    actual = absorb_reference.absorb_queries(q, stored, turn, torch.empty(0))
+    expected = torch.einsum("thn,hnc->thc", q[..., :16], weight)
+    actual = absorb_reference.absorb_queries(q, weight, turn, torch.empty(0))
     torch.testing.assert_close(actual, torch.cat((expected, rotated), dim=-1))
 
 
-@pytest.mark.parametrize("fp8", [True, False])
-def test_values_are_taken_out_of_it(fp8: bool) -> None:
-    stored, latents = weights(size=128, fp8=fp8), torch.randn(TOKENS, HEADS, RANK)
-    expected = torch.einsum("thc,hvc->thv", latents, stored.dequantize(torch.float32)).flatten(1)
-    plain = absorb_reference.expand_values(latents, stored, fp8=False)
+def test_values_are_taken_out_of_it() -> None:
+    weight, latents = torch.randn(HEADS, 128, RANK), torch.randn(TOKENS, HEADS, RANK)
+    expected = torch.einsum("thc,hvc->thv", latents, weight).flatten(1)
+    plain = absorb_reference.expand_values(latents, weight, fp8=False)
     assert isinstance(plain, torch.Tensor)
     torch.testing.assert_close(plain, expected, rtol=1e-5, atol=1e-4)
-    rows = absorb_reference.expand_values(latents, stored, fp8=True)
+    rows = absorb_reference.expand_values(latents, weight, fp8=True)
     assert isinstance(rows, Fp8Rows)
     assert torch.equal(rows.dequantize(), reference.quantize_rows(plain).dequantize())
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engine.kernels import absorb_reference, reference
 from engine.kernels.fp8_rows import Fp8Rows
-from engine.kernels.head_weights import HeadWeights
 from engine.kernels.latent_storage import to_storage
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
@@ -51,13 +50,11 @@ def draw_rotation(num_tokens: int, *, interleave: bool) -> Rotation:
     return Rotation(cos=angles.cos(), sin=angles.sin(), interleave=interleave)
 
 
-def draw_weights(*, fp8: bool) -> HeadWeights:
+def draw_weight() -> Tensor:
     """Return the second half of every head's rows: a view, as in the model."""
     data = torch.randn(HEADS, 2 * NOPE, RANK, device=DEVICE) / RANK**0.5
-    if not fp8:
-        return HeadWeights(data_HNC=data.to(DTYPE)[:, NOPE:])
-    scale_HG = torch.rand(HEADS, 2, RANK // 128, device=DEVICE)[:, 1] + 0.5
-    return HeadWeights(data_HNC=to_storage(data, torch.float8_e4m3fn)[:, NOPE:], scale_HG=scale_HG)
+    wide: Tensor = data.to(DTYPE)
+    return wide[:, NOPE:]
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -65,19 +62,18 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
-@pytest.mark.parametrize("fp8_weights", [True, False])
 @pytest.mark.parametrize("interleave", [True, False])
-def test_absorb_queries(num_tokens: int, fp8_weights: bool, interleave: bool) -> None:
-    q, weights = draw(num_tokens, HEADS, NOPE + ROPE), draw_weights(fp8=fp8_weights)
+def test_absorb_queries(num_tokens: int, interleave: bool) -> None:
+    q, weight = draw(num_tokens, HEADS, NOPE + ROPE), draw_weight()
     rotation, cache = draw_rotation(num_tokens, interleave=interleave), torch.empty(0)
-    exact = absorb_reference.absorb_queries(q.float(), weights, rotation, cache)
-    actual = fused("absorb").absorb_queries(q, weights, rotation, DTYPE)
+    exact = absorb_reference.absorb_queries(q.float(), weight.float(), rotation, cache)
+    actual = fused("absorb").absorb_queries(q, weight, rotation, DTYPE)
     assert actual.dtype == DTYPE
     assert relative_error(actual, exact) < (1e-2 if IS_INTERPRETED else 4e-3)
     torch.testing.assert_close(
         actual[..., RANK:], exact[..., RANK:].to(DTYPE), rtol=BF16, atol=1e-2
     )
-    rounded = fused("absorb").absorb_queries(q, weights, rotation, torch.float8_e4m3fn)
+    rounded = fused("absorb").absorb_queries(q, weight, rotation, torch.float8_e4m3fn)
     assert rounded.dtype == torch.float8_e4m3fn
     assert relative_error(rounded, exact) < E4M3
     if not IS_INTERPRETED:
@@ -85,11 +81,11 @@ def test_absorb_queries(num_tokens: int, fp8_weights: bool, interleave: bool) ->
 
 
 def test_queries_saturate_and_keep_nan() -> None:
-    q, weights = draw(2, HEADS, NOPE + ROPE), draw_weights(fp8=False)
+    q, weight = draw(2, HEADS, NOPE + ROPE), draw_weight()
     q[0] *= 3e3
     q[1, :, 5], q[1, :, -1] = float("nan"), float("nan")
     rotation = draw_rotation(2, interleave=True)
-    rounded = fused("absorb").absorb_queries(q, weights, rotation, torch.float8_e4m3fn).float()
+    rounded = fused("absorb").absorb_queries(q, weight, rotation, torch.float8_e4m3fn).float()
     assert rounded[0].abs().max() == 448.0
     assert not rounded[0].isnan().any()
     if not IS_INTERPRETED:  # which knows no NaN of e4m3
@@ -99,14 +95,13 @@ def test_queries_saturate_and_keep_nan() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
-@pytest.mark.parametrize("fp8_weights", [True, False])
-def test_expand_values(num_tokens: int, fp8_weights: bool) -> None:
-    latents, weights = draw(num_tokens, HEADS, RANK), draw_weights(fp8=fp8_weights)
-    exact = absorb_reference.expand(latents.float(), weights)
-    plain = fused("absorb").expand_values(latents, weights, fp8=False)
+def test_expand_values(num_tokens: int) -> None:
+    latents, weight = draw(num_tokens, HEADS, RANK), draw_weight()
+    exact = absorb_reference.expand(latents.float(), weight.float())
+    plain = fused("absorb").expand_values(latents, weight, fp8=False)
     assert plain.shape == (num_tokens, HEADS * 128)
     assert relative_error(plain, exact) < (1e-2 if IS_INTERPRETED else 4e-3)
-    rows = fused("absorb").expand_values(latents, weights, fp8=True)
+    rows = fused("absorb").expand_values(latents, weight, fp8=True)
     assert isinstance(rows, Fp8Rows)
     expected = reference.quantize_rows(plain)
     torch.testing.assert_close(rows.scale_TG, expected.scale_TG, rtol=0, atol=0)

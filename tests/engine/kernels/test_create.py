@@ -8,7 +8,6 @@ import torch
 
 from engine.kernels import create, deep_gemm
 from engine.kernels.create import KernelSet, create_kernels
-from engine.kernels.fused_steps import FusedSteps
 from engine.kernels.portable import PortableKernels
 from engine.kernels.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from runtime.errors import ConfigError
@@ -49,7 +48,7 @@ class FakeHost:
         )
         self._patch.setattr(create, "_build", self._build)
 
-    def _build(self, kind: KernelSet, device: torch.device, _: FusedSteps) -> PortableKernels:
+    def _build(self, kind: KernelSet, device: torch.device) -> PortableKernels:
         self.built.append(kind)
         return PortableKernels()
 

@@ -95,7 +95,9 @@ def test_rms_norm(num_tokens: int, size: int) -> None:
     expected = reference.rms_norm(x, weight, 1e-6)
     # bf16 has 8 bits: one unit in the last place
     torch.testing.assert_close(norm.rms_norm(x, weight, 1e-6), expected, rtol=BF16, atol=1e-3)
-    assert_rows(norm.rms_norm_fp8(x, weight, 1e-6), reference.quantize_rows(expected))
+    same, _, rows = norm.add_rms_norm_fp8(x, None, weight, 1e-6, with_plain=False)
+    assert same is x
+    assert_rows(rows, reference.quantize_rows(expected))
     total, normed = norm.add_rms_norm(x, delta, weight, 1e-6)
     assert_sum(total, x, delta)
     expected = reference.rms_norm(total, weight, 1e-6)
