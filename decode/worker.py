@@ -34,6 +34,7 @@ from decode.service import DecodeService, RankFacts
 from engine.boot import use_device
 from kv_transfer.receiver import Arrival
 from kv_transfer.transport import peer_name
+from runtime.daemon import run_on_daemon
 from runtime.errors import DrainingError, TandemError
 from runtime.logging import fields, get_logger
 from runtime.metrics import MetricsServer, gauge_of
@@ -69,18 +70,21 @@ class DecodeWorker:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._exit = contextlib.AsyncExitStack()
         self.is_stuck = False
-        """The engine loop did not end, or the device may hang: nobody may wait for either."""
+        """The boot or the engine loop did not end, or the device may hang, or the ranks of the
+        group did not end together: nobody may wait for them, and no destructor run."""
 
     async def startup(self) -> None:
         """Boot; on return the rank is in the router's pool."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[TandemError | None] = self._loop.create_future()
         self._registry, self._metrics = build_metrics()
-        side = await asyncio.to_thread(self._build_model, self._options)
+        self.is_stuck = True  # unless the boot ends well
+        side = await run_on_daemon(partial(self._build_model, self._options), name="boot")
         self._exit.callback(self._leave_groups, side)
         transfer = self._open_transfer(side)
         # Registering memory may take one rank longer than another; from here on steps are watched.
-        await asyncio.to_thread(side.groups.boot_group.barrier)
+        await run_on_daemon(side.groups.boot_group.barrier, name="boot-barrier")
+        self.is_stuck = False
         self._start_engine(side, transfer)
         address = await self._serve(side, transfer)
         await self._register(side, transfer, address)
@@ -205,7 +209,7 @@ class DecodeWorker:
         await server.stop(grace=0.5)
 
     def _leave_groups(self, side: ModelSide) -> None:
-        if self._ended.done() and self._ended.result() is not None:
+        if not (self._ended.done() and self._ended.result() is None):
             # Others may be gone, and leaving in order takes all ranks; kernels may wait for them.
             self.is_stuck |= side.groups.dims.world_size > 1
         if not self.is_stuck:

@@ -18,6 +18,7 @@ from prefill.assembly import RankParts, build_rank
 from prefill.follower import Follower
 from prefill.rank_link import FollowerLink
 from prefill.rank_plan import Closure
+from runtime.daemon import run_on_daemon
 from runtime.logging import get_logger
 from runtime.watchdog import AbandonedError, Watchdog
 from runtime.worker import WorkerOptions
@@ -42,7 +43,9 @@ class FollowerWorker:
 
     async def startup(self) -> None:
         """Build the rank and start to follow."""
-        parts = await asyncio.to_thread(build_rank, self._options, self._ticket_closed)
+        self.is_stuck = True  # unless the boot ends well; `shutdown` knows better
+        build = partial(build_rank, self._options, self._ticket_closed)
+        parts = await run_on_daemon(build, name="boot")
         self._parts = parts
         loop = asyncio.get_running_loop()
         ended = self._ended = loop.create_future()

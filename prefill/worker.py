@@ -35,6 +35,7 @@ from prefill.sender_group import SenderGroup
 from prefill.service import PrefillService
 from prefill.stall import StallMeter
 from prefill.validation import RunLimits
+from runtime.daemon import run_on_daemon
 from runtime.errors import InternalError
 from runtime.logging import fields, get_logger
 from runtime.metrics import MetricsServer, gauge_of
@@ -75,7 +76,10 @@ class PrefillWorker:
     async def startup(self) -> None:
         """Build the rank, serve, register."""
         self._stack.push_async_callback(self._channels.close)
-        parts = await asyncio.to_thread(build_rank, self._options, self._ticket_closed)
+        self.is_stuck = True  # unless the boot ends well
+        build = partial(build_rank, self._options, self._ticket_closed)
+        parts = await run_on_daemon(build, name="boot")
+        self.is_stuck = False
         self._stack.callback(self._leave_groups, parts)
         self._stack.push_async_callback(asyncio.to_thread, parts.send.transport.close)
         peers = self._meet_peers(parts)
@@ -194,7 +198,7 @@ class PrefillWorker:
 
     def _leave_groups(self, parts: RankParts) -> None:
         ended = None if self._runs is None else self._runs.loop_ended
-        if ended is not None and ended.done() and ended.result() is not None:
+        if ended is None or not ended.done() or ended.result() is not None:
             # Others may be gone, and leaving in order takes all ranks; kernels may wait for them.
             self.is_stuck |= parts.model.groups.dims.world_size > 1
         if not self.is_stuck:

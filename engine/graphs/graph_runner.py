@@ -96,6 +96,7 @@ def capture_steps(
     try:
         graphs.capture(progress)
     except RuntimeError as error:
+        graphs.close()  # now, and not when nobody refers to them any more
         raise CaptureError(str(error).partition("\n")[0]) from error
     logger.info("captured decode steps sizes=%s", graphs.buckets)
     return GraphRunner(runner, graphs)
