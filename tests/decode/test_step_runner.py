@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from decode.assembly import choose_runner
 from engine.boot import BootedRank
+from engine.graphs.capture import Eager
 from engine.graphs.graph_runner import GraphRunner
 from engine.memory.kv_pool import KVPool
 from engine.parallel.groups import ProcessGroups
@@ -56,6 +59,27 @@ def test_what_cannot_be_captured_runs_without_graphs(caplog: pytest.LogCaptureFi
     assert choose_runner(section(device="cuda"), booted, show=False) is booted.runner
     assert "without graphs" in caplog.text
     assert "not permitted" in caplog.text
+
+
+def test_a_capture_that_fails_halfway_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[object] = []
+
+    class Third(Eager):
+        """The third cannot be captured."""
+
+        def __init__(self, work: Callable[[], None]) -> None:
+            super().__init__(work)
+            if len(held) == 2:
+                raise RuntimeError("out of something")
+            held.append(self)
+
+        def reset(self) -> None:
+            held.remove(self)
+
+    monkeypatch.setattr("engine.graphs.step_graphs.Eager", Third)
+    booted = boot(FakeModel())
+    assert choose_runner(section(device="cuda"), booted, show=False) is booted.runner
+    assert not held, "NCCL would wait for these when the groups end"
 
 
 def test_but_not_if_graphs_are_asked_for() -> None:

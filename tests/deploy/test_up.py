@@ -155,7 +155,17 @@ def test_a_killed_decode_worker_comes_back_and_serves(detached: tuple[Cluster, s
     assert cluster.generate() == before
 
 
-def test_parallel_ranks_say_the_same_and_ctrl_c_leaves_nothing(
+def kill_one_rank_of_two(cluster: Cluster) -> None:
+    """Kill decode rank 1 for real, and wait until both ranks of the group live anew."""
+    names = ("decode-0/0", "decode-0/1")
+    pids = {cluster.process(name)["pid"] for name in names}
+    os.kill(cluster.process(names[1])["pid"], signal.SIGKILL)
+    until(lambda: all(cluster.process(name)["pid"] not in (0, *pids) for name in names))
+    until(lambda: all(cluster.process(name)["phase"] == "ready" for name in names))
+    assert [cluster.process(name)["num_restarts"] for name in names] == [1, 1]
+
+
+def test_parallel_ranks_come_back_together_and_ctrl_c_leaves_nothing(
     detached: tuple[Cluster, str], tmp_path: Path
 ) -> None:
     expected = detached[0].generate()
@@ -169,6 +179,8 @@ def test_parallel_ranks_say_the_same_and_ctrl_c_leaves_nothing(
             until(lambda: "Ctrl-C" in (tmp_path / "output").read_text() or up.poll() is not None)
             assert up.poll() is None, (tmp_path / "output").read_text()
             run_id = cluster.run_id
+            assert cluster.generate() == expected
+            kill_one_rank_of_two(cluster)
             assert cluster.generate() == expected
         finally:
             # As a terminal does it: to the whole foreground group.
