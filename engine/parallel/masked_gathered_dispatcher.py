@@ -72,9 +72,10 @@ class MaskedGatheredDispatcher:
     def masked_room(self, num_tokens: int, top_k: int) -> MaskedRoom:
         """See `MaskingDispatcher`."""
         size = self._group.size
-        everyone = size * self._padded(num_tokens)
+        # Padding needs room in the message, and chooses no expert.
         return MaskedRoom(
-            max_masked_rows(everyone), guess_rows(everyone, top_k, size * self._num_local_experts)
+            max_masked_rows(size * self._padded(num_tokens)),
+            guess_rows(size * num_tokens, top_k, size * self._num_local_experts),
         )
 
     def start_dispatch(

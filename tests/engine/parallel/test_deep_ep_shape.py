@@ -17,7 +17,7 @@ def test_deepseek_v3_on_eight_ranks() -> None:
     assert (shape.num_local_experts, shape.rows_per_expert) == (32, 1024)
     assert round(shape.buffer_bytes / 2**20, 1) == 1820.0
     assert shape.queue_depth == 1024
-    assert [shape.expected_rows(n, 8) for n in (128, 32, 1, 0)] == [32, 8, 1, 1]
+    assert [shape.expected_rows(n, 8) for n in (128, 64, 32, 1, 0)] == [32, 16, 8, 1, 1]
     normal = NormalShape(num_ranks=8, num_experts=256, hidden_size=7168)
     normal.check_library()
     assert round(normal.buffer_bytes / 2**20, 1) == 320.2

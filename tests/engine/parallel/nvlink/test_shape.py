@@ -20,7 +20,7 @@ def test_deepseek_v3_on_eight_ranks() -> None:
     shape = NvlinkShape(**V3)
     assert (shape.num_local_experts, shape.rows_per_expert, shape.row_bytes) == (32, 1024, 7392)
     assert round(shape.buffer_bytes / 2**20, 1) == 28.0
-    assert [shape.expected_rows(n) for n in (128, 32, 1, 0)] == [32, 8, 1, 1]
+    assert [shape.expected_rows(n) for n in (128, 64, 32, 1, 0)] == [32, 16, 8, 1, 1]
 
 
 @given(
