@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from runtime.errors import TandemError
+from runtime.errors import OutOfBlocksError, TandemError
 from runtime.pb import (
     common_pb2,
     decode_pb2,
@@ -111,6 +111,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     queue_s: float = 0.0
     fail_after: int = 0
     """Send an error instead of this output token; 0: never."""
+    fail_error: TandemError = field(
+        default_factory=lambda: OutOfBlocksError("the KV pool is full and nothing can be preempted")
+    )
     hold_after: int = 0
     """Send nothing from this output token on; 0: never."""
     skip_token: int = 0
@@ -228,8 +231,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         delta = decode_pb2.TokenDelta(request_id=request.request_id, start_index=index)
         if index == self.fail_after:
             delta.finish_reason = common_pb2.FINISH_REASON_ERROR
-            delta.error.code = common_pb2.ERROR_CODE_OUT_OF_BLOCKS
-            delta.error.message = "the KV pool is full and nothing can be preempted"
+            delta.error.CopyFrom(error_to_proto(self.fail_error, request.request_id))
             return delta
         prompt_length = len(request.prompt_token_ids)
         finish = finish_reason_after(

@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from runtime.errors import (
+    DrainingError,
     OutOfBlocksError,
     PeerLostError,
     StaleTicketError,
@@ -101,3 +102,36 @@ async def test_decode_fails_while_prefill_computes(http, cluster: Cluster) -> No
     assert error is not None
     assert error["code"] == "out_of_kv_blocks"
     await cluster.until(lambda: cluster.prefill.cancelled == [request_id])
+
+
+@pytest.mark.parametrize("error", [PeerLostError("decode-0 cannot go on"), DrainingError("ended")])
+async def test_a_reservation_in_a_broken_group_is_made_in_another(
+    http, cluster: Cluster, error
+) -> None:
+    other = await cluster.add_decode("decode-1")
+    await cluster.until(lambda: other.num_streams > 0)
+    cluster.decode.reserve_error = error
+    for _ in range(4):
+        assert await stream(http) == (ANSWER, None)
+    refused = {request.request_id for request in cluster.decode.seen}
+    assert refused
+    assert {f"{request_id}-r1" for request_id in refused} <= {r.request_id for r in other.seen}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+async def test_a_lost_group_costs_what_has_more_than_its_first_token(
+    http, cluster: Cluster, num_tokens: int
+) -> None:
+    other = await cluster.add_decode("decode-1")
+    await cluster.until(lambda: other.num_streams > 0)
+    lost = PeerLostError("decode-0 rank 0 of 2 cannot go on")
+    cluster.decode.fail_error, cluster.decode.fail_after = lost, num_tokens
+    answers = [await stream(http) for _ in range(4)]
+    errors = [error for _, error in answers if error is not None]
+    assert cluster.decode.seen
+    if num_tokens == 1:
+        assert answers == [(ANSWER, None)] * 4
+        return
+    assert len(errors) == len(cluster.decode.seen)
+    assert {(e["code"], e["message"]) for e in errors} == {("worker_lost", lost.message)}
+    assert all(ANSWER.startswith(text) for text, _ in answers)
