@@ -30,6 +30,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 SAME_INPUTS = 5e-3
 """Relative error where both sides multiply the same FP8 numbers: bfloat16 results, other sums."""
 
+MASKED = 4e-2
+"""Relative error of masked experts. Streamed ones do not round to bfloat16 between the products, so
+numbers that lie between two of e4m3 fall apart: 1.4e-2 over many rows, 3.3e-2 in the worst of 128.
+"""
+
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[Kernels]:
@@ -110,7 +115,7 @@ def test_masked_experts(kernels: Kernels, num_tokens: int, first: int, num_local
         outs.append(k.gather_rows(out.flatten(0, 1), places, weights, None))
     assert outs[0].shape == (num_tokens, 1024)
     if num_tokens:
-        assert relative_error(outs[0], outs[1]) < 2e-2
+        assert relative_error(outs[0], outs[1]) < MASKED
 
 
 @pytest.mark.parametrize("expected_rows", [1, 40, 128, 1000])
@@ -125,7 +130,7 @@ def test_every_row_of_every_expert_in_use(kernels: Kernels, expected_rows: int) 
         places = k.mask_to_experts(ids, 0, 4, 256, expected_rows=expected_rows)
         out = k.masked_fp8_mlp(k.spread_masked_rows(tokens, places), w13, w2)
         outs.append(k.gather_rows(out.flatten(0, 1), places, weights, None))
-    assert relative_error(outs[0], outs[1]) < 2e-2
+    assert relative_error(outs[0], outs[1]) < MASKED
 
 
 def test_masked_experts_in_a_graph(kernels: Kernels) -> None:
@@ -151,7 +156,7 @@ def test_masked_experts_in_a_graph(kernels: Kernels) -> None:
         ids.copy_(scores.topk(4).indices)
         captured.fill_(float("nan"))
         graph.replay()
-        assert relative_error(captured, step(PortableKernels(has_fp8=True))) < 2e-2
+        assert relative_error(captured, step(PortableKernels(has_fp8=True))) < MASKED
 
 
 @pytest.mark.parametrize(
