@@ -129,7 +129,12 @@ def run_worker(
     configure_logging(role, options.instance, options.rank)
     limit_threads(options.section.num_threads)
     service = make_service(options)
-    status = run_service(service, grace_s=grace_s(options))
+    try:
+        status = run_service(service, grace_s=grace_s(options))
+    except Exception:
+        # After the loss of a device even closing fails; the end is the same.
+        logger.exception("the process could not end in order")
+        status = 1
     if service.is_stuck:
         # No destructor may wait for the thread that never ends.
         logging.shutdown()
