@@ -40,7 +40,10 @@ ROUNDING = 6.0 if IS_INTERPRETED else 1.05
 """Error of activated numbers over the reference's own, which comes of rounding them to e4m3."""
 
 MLP = 0.1 if IS_INTERPRETED else 4e-2
-"""Relative error of both, down to one row: the reference rounds to bfloat16 between them, so e4m3 falls apart."""
+"""Relative error of both, down to one row.
+
+The reference rounds to bfloat16 between them, so e4m3 falls apart.
+"""
 
 NUM_SMS = 3 if IS_INTERPRETED else 132
 
