@@ -4,13 +4,14 @@ The dense decode kernel of Hopper: one query a sequence, 576 numbers a position,
 pages of 64 through a block table. Pages may be strided, so it takes one layer of the page-major
 pool without a copy. In bfloat16, or with latents and queries in e4m3 (all scales 1, accumulation
 in float32). The schedule, which splits long sequences over the GPU, depends on the lengths: it is
-made by a kernel as well, once a step, so that a replayed graph makes it anew.
+made by a kernel as well, once a step, so that a replayed graph makes it anew. That kernel is the
+library's, or one of ours, which fills the GPU more evenly (`schedule_reference`).
 """
 
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,6 +21,12 @@ from engine.kernels.paged_queries import PagedQueries
 
 PAGE, LATENT_DIM, KV_LORA_RANK = 64, 576, 512
 """What the kernel is built for: positions of a page, numbers of a position, and of a value."""
+
+HEADS_PER_PART = 64
+"""Heads that one of the GPU's processors attends with."""
+
+OWN_SCHEDULE: Final = False
+"""Whether bfloat16 steps take our schedule."""
 
 
 def is_available() -> bool:
@@ -34,7 +41,8 @@ def is_available() -> bool:
 class FlashMLA:
     """The kernel, with the library loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, own_schedule: bool = OWN_SCHEDULE) -> None:
+        """Load the library; `own_schedule` says whose schedule steps in bfloat16 take."""
         library = importlib.import_module("flash_mla")
         interface = importlib.import_module("flash_mla.flash_mla_interface")
         self._run: Callable[..., Any] = library.flash_mla_with_kvcache
@@ -42,6 +50,9 @@ class FlashMLA:
         self._schedule_type: Callable[..., Any] = interface.FlashMLASchedMeta
         # Made here and not in a step: a graph would otherwise capture a copy from the host.
         self._one = torch.ones(1, dtype=torch.float32, device="cuda")
+        self._ours = importlib.import_module("engine.kernels.fused.schedule")
+        self._own_schedule = own_schedule
+        self._num_processors = torch.cuda.get_device_properties("cuda").multi_processor_count
 
     def takes(self, cache: Tensor) -> bool:
         """Return whether one layer [num_blocks, block_size, L] of a pool suits the kernel."""
@@ -52,6 +63,11 @@ class FlashMLA:
         self, seq_lens_S: Tensor, num_heads: int, cache_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """Return tile metadata and split counts for lengths [S] int32, without a host read."""
+        is_bf16 = cache_dtype == torch.bfloat16
+        if self._own_schedule and is_bf16 and seq_lens_S.shape[0] <= self._ours.MAX_SEQS:
+            num_parts = self._num_processors // -(-num_heads // HEADS_PER_PART)
+            tiles, splits = self._ours.schedule(seq_lens_S, max(1, num_parts))
+            return tiles, splits
         tiles, splits = self._plan(
             seq_lens_S,
             num_heads,

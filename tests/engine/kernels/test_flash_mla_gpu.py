@@ -8,6 +8,7 @@ from engine.kernels import flash_mla
 from engine.kernels.latent_storage import to_storage
 from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.paged_reference import paged_attention
+from engine.kernels.schedule_reference import count_pages, even_schedule, tabulate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -16,11 +17,11 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 6e-2}
 """Relative error: probabilities in bfloat16; with e4m3, queries and probabilities in e4m3."""
 
 
-@pytest.fixture(scope="module")
-def kernel() -> flash_mla.FlashMLA:
+@pytest.fixture(scope="module", params=[False, True], ids=["schedule", "own-schedule"])
+def kernel(request: pytest.FixtureRequest) -> flash_mla.FlashMLA:
     if not flash_mla.is_available():
         pytest.skip("needs a Hopper GPU with flash_mla")
-    return flash_mla.FlashMLA()
+    return flash_mla.FlashMLA(own_schedule=request.param)
 
 
 def draw_case(
@@ -61,6 +62,25 @@ def test_against_the_reference(
     assert actual.shape == (len(lengths), num_heads, RANK)
     expected = paged_attention(q_SHL.float(), cache, queries, RANK, SCALE)
     assert relative_error(actual, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("num_heads", [16, 64, 128])
+@pytest.mark.parametrize(
+    "lengths", [[1], [4096, 100, 1, 2000, 640], [2048] * 64, [2000] * 32, [1] * 256]
+)
+def test_the_library_s_schedule_is_the_even_one(lengths: list[int], num_heads: int) -> None:
+    """Row by row: ours are tables of the same form, so this is what says that form is known."""
+    if not flash_mla.is_available():
+        pytest.skip("needs a Hopper GPU with flash_mla")
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    theirs = flash_mla.FlashMLA(own_schedule=False)
+    tiles, sums = theirs.schedule(seq_lens, num_heads, torch.bfloat16)
+    plain = even_schedule(count_pages(lengths), tiles.shape[0])
+    rows, expected_sums = tabulate(plain, tiles.shape[0])
+    assert tiles[:, :7].tolist() == [row[:7] for row in rows]
+    assert sums.tolist() == expected_sums
+    ours, _ = flash_mla.FlashMLA(own_schedule=True).schedule(seq_lens, num_heads, torch.bfloat16)
+    assert ours.shape == tiles.shape
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
