@@ -178,7 +178,7 @@ def test_another_decode_group_takes_what_a_dead_rank_leaves(tmp_path: Path) -> N
         decode=DecodeSection(instances=2, dp=2, num_blocks=128),
     )
     with Cluster(config, tmp_path) as running:
-        prompts = random_prompts(30, 500)
+        prompts = random_prompts(30, 300)
         death = Death(running, "decode-0/1")
         answers = asyncio.run(streams_while(running, prompts, 40, death))
         check_answered(answers, 40)
