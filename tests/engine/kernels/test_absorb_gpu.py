@@ -136,7 +136,7 @@ def test_split_latents(num_tokens: int, interleave: bool, q_rank: int, dtype: to
     if dtype == DTYPE:
         torch.testing.assert_close(pools[0], pools[1], rtol=BF16, atol=1e-3)
     written = [pool[:, 1].flatten(0, 1)[slots].float() for pool in pools]
-    assert relative_error(*written) < (0.2 if IS_INTERPRETED else 2e-2)
+    assert relative_error(*written) < (0.3 if IS_INTERPRETED else 2e-2)
     assert (pools[0][:, 0].float() == 7.0).all()
 
 
