@@ -192,7 +192,7 @@ def bound_s(name: str, args: tuple[Any, ...], result: Any) -> float:
     elif name == "rotate_queries":
         return _nbytes(result) * 2 / 3 / H200.memory
     elif name in ("absorb_queries", "expand_values"):
-        operations = 2.0 * args[0].shape[0] * args[1].data_HNC.numel()
+        operations = 2.0 * args[0].shape[0] * args[1].numel()
         moved, peak = _nbytes(args[0]) + _nbytes(args[1]) + _nbytes(result), H200.attention
     return max(operations / peak, moved / H200.memory)
 

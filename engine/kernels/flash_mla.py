@@ -25,7 +25,7 @@ PAGE, LATENT_DIM, KV_LORA_RANK = 64, 576, 512
 HEADS_PER_PART = 64
 """Heads that one of the GPU's processors attends with."""
 
-OWN_SCHEDULE: Final = False
+OWN_SCHEDULE: Final = True
 """Whether bfloat16 steps take our schedule."""
 
 

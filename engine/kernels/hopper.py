@@ -170,8 +170,10 @@ class HopperKernels:
     ) -> Tensor:
         """See `Kernels`."""
         if absorb.takes(weight_HNC):
-            is_rounded = self._paged is not None and self._paged.takes(cache)
-            dtype = cache.dtype if is_rounded else q_THA.dtype
+            is_paged = self._paged is not None and self._paged.takes(cache)
+            if is_paged:
+                break_chain()  # FlashMLA, which comes next, begins when a kernel of ours lets it
+            dtype = cache.dtype if is_paged else q_THA.dtype
             return absorb.absorb_queries(q_THA, weight_HNC, rotation, dtype)
         return absorb_reference.carry(latents.rotate_queries(q_THA, rotation), weight_HNC)
 

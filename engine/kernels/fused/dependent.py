@@ -8,7 +8,9 @@ The key idea is what makes it safe: such a kernel waits before it does anything 
 here writes the wait into it, so that no author of a kernel can forget. A wait ends when the kernel
 before has ended, and what that wrote can be read. As the one before has waited itself, all before
 it have ended too. A kernel of somebody else's that may end without having waited breaks this chain
-(`break_chain`): what we launch next is then launched as usual, behind everything.
+(`break_chain`): what we launch next is then launched as usual, behind everything. And as a kernel
+of ours lets the next one come at once, the next one must be one that waits: before somebody else's
+dependent launch that does not, ours is launched as usual too, and lets nothing come before it ends.
 
 Nothing here is for prefill: its kernels are long, and the idle time between them does not count.
 """
