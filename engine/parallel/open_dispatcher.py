@@ -45,8 +45,9 @@ class DispatcherKind(StrEnum):
     LOOPBACK = "loopback"
 
 
-AUTO_DECODE: Final = (DispatcherKind.DEEP_EP,)
-"""What is tried for decode, in this order; by measurements. `NVLINK` is not measured yet."""
+AUTO_DECODE: Final = (DispatcherKind.NVLINK, DispatcherKind.DEEP_EP)
+"""What is tried for decode, in this order. Dispatch and combine of 128 tokens on four H200 took
+44 us by `NVLINK` and 111 by `DEEP_EP`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

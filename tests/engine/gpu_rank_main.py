@@ -9,6 +9,7 @@ people on stdout. On a CPU it is float32.
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass, field, replace
@@ -144,11 +145,14 @@ def main() -> None:
     rank, world = int(sys.argv[1]), int(sys.argv[2])
     first_port = int(sys.argv[3])
     prompts: Prompts = json.loads(Path(sys.argv[4]).read_text())
-    device, backend = torch.device("cpu"), "gloo"
-    num_devices = world
+    device = torch.device("cpu")
+    num_devices, backend = world, "gloo"
     if sys.argv[6:] != ["cpu"]:
         num_devices = torch.cuda.device_count()
-        device, backend = torch.device("cuda", rank % num_devices), "cpu:gloo,cuda:nccl"
+        if num_devices < world:  # a rank may share the one device that it sees
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(rank % num_devices)
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
         use_jit_cache()
     results: dict[str, dict[int, object]] = {}

@@ -102,10 +102,13 @@ class Cluster:
             command = [module, "--config", str(self._file), "--instance", f"{role}-{index}"]
             command += ["--rank", str(rank), "--rendezvous", rendezvous]
             command += ["--router", f"127.0.0.1:{self.config.router.control_port}"]
-            self._start(f"{role}-{index}/{rank}", command, self._devices_of(role, index))
+            self._start(f"{role}-{index}/{rank}", command, self._devices_of(role, index, rank))
 
-    def _devices_of(self, role: str, index: int) -> dict[str, str]:
-        """All devices for every rank, as memory of one opens in another; rank r takes number r."""
+    def _devices_of(self, role: str, index: int, rank: int) -> dict[str, str]:
+        """All devices for every rank, as memory of one opens in another; rank r takes number r.
+
+        If there are fewer than ranks, each sees its own alone: workers refuse to share otherwise.
+        """
         prefill, decode = self.config.prefill, self.config.decode
         section = prefill if role == "prefill" else decode
         if section.device == "cpu":
@@ -116,6 +119,8 @@ class Cluster:
             before = on_devices + index * decode.dp
         names = visible_devices(os.environ, self._num_devices)
         order = rotate(names, before % self._num_devices)
+        if section.num_ranks > self._num_devices:
+            order = [order[rank % self._num_devices]]
         return {**NO_MULTICAST, "CUDA_VISIBLE_DEVICES": ",".join(order)}
 
     def _start(

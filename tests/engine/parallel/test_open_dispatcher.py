@@ -1,4 +1,4 @@
-"""Which dispatcher is opened: DeepEP where it runs, gathered elsewhere, and refusals by name."""
+"""Which dispatcher is opened: NVLink or DeepEP where they run, else gathered; and refusals."""
 
 import logging
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.kernels.portable import PortableKernels
-from engine.parallel import deep_ep, open_dispatcher
+from engine.parallel import deep_ep
 from engine.parallel.deep_ep_low_latency_dispatcher import DeepEPLowLatencyDispatcher
 from engine.parallel.deep_ep_normal_dispatcher import DeepEPNormalDispatcher
 from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
@@ -59,11 +59,21 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvlink, "open_nvlink_buffer", Opened)
 
 
+@pytest.fixture
+def no_nvlink(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvlink, "is_available", lambda: False)
+    monkeypatch.setattr(nvlink, "open_nvlink_buffer", _refuse)
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise ConfigError("dispatcher", "nvlink", "there is no GPU, or no Triton", "gathered")
+
+
 def decode(kind: DispatcherKind, parts: RankExperts, **more: int) -> OpenDispatcher | None:
     return open_decode_dispatcher(kind, parts, **({"max_tokens_per_rank": 128} | more))
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("no_nvlink")
 def test_deep_ep_where_it_runs() -> None:
     for kind in (AUTO, DEEP_EP):
         opened = decode(kind, experts(num_physical_experts=288))
@@ -99,7 +109,7 @@ def test_gathered_where_it_does_not(caplog: pytest.LogCaptureFixture) -> None:
         assert (caught.value.path, caught.value.fix) == ("dispatcher", "gathered")
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("no_nvlink")
 def test_sizes_that_deep_ep_does_not_take(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         opened = decode(AUTO, experts(config=TINY))
@@ -156,10 +166,7 @@ def test_nvlink_by_name() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_nvlink_may_be_tried_first(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(open_dispatcher, "AUTO_DECODE", (NVLINK, DEEP_EP))
+def test_nvlink_is_tried_first(caplog: pytest.LogCaptureFixture) -> None:
     opened = decode(AUTO, experts())
     assert opened is not None
     assert isinstance(opened.dispatcher, NvlinkDispatcher)
