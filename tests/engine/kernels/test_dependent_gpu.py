@@ -13,6 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.triton_gemm.limits import HOPPER
+from tests.engine.elsewhere import compiling_only
+
 triton = pytest.importorskip("triton")
 dependent = importlib.import_module("engine.kernels.fused.dependent")
 
@@ -26,36 +29,11 @@ TOUCHES_MEMORY = re.compile(r"\b(ld|st|atom|red|cp\.async)\S*global")
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-class Hopper:
-    """A driver that only says what it would run on."""
-
-    def get_current_device(self) -> int:
-        return 90
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
-
-
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Compile instead of launching, and keep what was compiled."""
-    driver = importlib.import_module("triton.runtime.driver").driver
-    jit = importlib.import_module("triton.runtime.jit").JITFunction
-    launcher = importlib.import_module("engine.kernels.fused.launch").Launcher
-    run, found = jit.run, list[Any]()
-
-    def compile_only(self: Any, *arguments: Any, **options: Any) -> None:
-        found.append(run(self, *arguments, **{**options, "warmup": True}))
-
-    monkeypatch.setattr(jit, "run", compile_only)
-    monkeypatch.setattr(launcher, "_remember", lambda *_: None)
-    driver.set_active(Hopper())
-    yield found
-    if torch.cuda.is_available():
-        driver.reset_active()
+    with compiling_only(monkeypatch, HOPPER.sm) as found:
+        yield found
 
 
 def bf16(*shape: int) -> Tensor:
@@ -86,7 +64,7 @@ def test_every_kernel_waits_before_it_touches_memory(compiled: list[Any]) -> Non
     with dependent.dependent_launches():
         run_kernels()
     assert len(compiled) >= 7
-    for kernel in compiled:
+    for _, kernel in compiled:
         code = kernel.asm["ptx"]
         assert kernel.metadata.launch_pdl
         assert code.count("griddepcontrol.wait") == 1
@@ -98,8 +76,8 @@ def test_every_kernel_waits_before_it_touches_memory(compiled: list[Any]) -> Non
 
 def test_otherwise_no_kernel_waits(compiled: list[Any]) -> None:
     run_kernels()
-    assert not any("griddepcontrol" in kernel.asm["ptx"] for kernel in compiled)
-    assert not any(kernel.metadata.launch_pdl for kernel in compiled)
+    assert not any("griddepcontrol" in kernel.asm["ptx"] for _, kernel in compiled)
+    assert not any(kernel.metadata.launch_pdl for _, kernel in compiled)
 
 
 def make_chain(rows: Tensor, weight: Tensor) -> Callable[[], Tensor]:

@@ -20,29 +20,12 @@ from engine.kernels.torch_attention import TorchAttention
 from engine.kernels.triton_gemm.candidates import candidates, shared_memory
 from engine.kernels.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from engine.kernels.triton_gemm.tiles import ProductShape, RowLayout
+from tests.engine.elsewhere import Elsewhere, compiling_only
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 NUM_TILES = 12
 """Drawn anew each time, of each kind of GPU."""
-
-
-class Elsewhere:
-    """A driver that only says what it would run on."""
-
-    def __init__(self, limits: DeviceLimits) -> None:
-        compiler = importlib.import_module("triton.backends.compiler")
-        self._target = compiler.GPUTarget("cuda", limits.sm, 32)
-
-    def get_current_device(self) -> int:
-        # Kernels that are compiled are kept by device: one number for each kind.
-        return int(self._target.arch)
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return self._target
 
 
 @pytest.fixture
@@ -63,7 +46,7 @@ def test_tiles_compile_within_their_memory(
 ) -> None:
     shape = ProductShape(layout=layout, num_rows=4096, num_columns=512, depth=1024, num_experts=4)
     module = importlib.import_module("engine.kernels.triton_gemm.gemm")
-    driver.set_active(Elsewhere(limits))
+    driver.set_active(Elsewhere(limits.sm))
     num_groups = 4 if layout is RowLayout.MASKED else 1
     job = module.Product(
         layout=layout,
@@ -86,19 +69,15 @@ def test_tiles_compile_within_their_memory(
 
 
 @pytest.mark.parametrize("limits", [AMPERE, ADA], ids=["ampere", "ada"])
-def test_every_operation_compiles(
-    driver: Any, limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jit = importlib.import_module("triton.runtime.jit").JITFunction
-    run, compiled = jit.run, []
+@pytest.mark.usefixtures("driver")
+def test_every_operation_compiles(limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch) -> None:
+    with compiling_only(monkeypatch, limits.sm) as compiled:
+        run_every_operation(limits)
+    assert len(compiled) > 15
+    assert all(kernel is not None for _, kernel in compiled)
 
-    def compile_only(self: Any, *arguments: Any, **options: Any) -> Any:
-        kernel = run(self, *arguments, **{**options, "warmup": True})
-        compiled.append(kernel)
-        return kernel
 
-    monkeypatch.setattr(jit, "run", compile_only)
-    driver.set_active(Elsewhere(limits))
+def run_every_operation(limits: DeviceLimits) -> None:
     gemm = importlib.import_module("engine.kernels.triton_gemm.gemm").TritonGemm(limits)
     module = importlib.import_module("engine.kernels.triton_kernels")
     kernels = module.TritonKernels(gemm=gemm, attention=TorchAttention())
@@ -134,5 +113,3 @@ def test_every_operation_compiles(
         top_k=2, n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0
     )
     kernels.group_limited_topk(torch.zeros(4, 16), torch.zeros(16), rule)
-    assert len(compiled) > 15
-    assert all(kernel is not None for kernel in compiled)

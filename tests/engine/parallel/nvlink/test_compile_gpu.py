@@ -13,53 +13,28 @@ import pytest
 import torch
 
 from engine.kernels.fp8_rows import Fp8Rows
+from engine.kernels.triton_gemm.limits import HOPPER
 from engine.parallel.nvlink.shape import NvlinkShape
 from engine.parallel.nvlink.window import Window
+from tests.engine.elsewhere import compiling_only
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 CPU = torch.device("cpu")
 
 
-class Hopper:
-    """A driver that only says what it would run on."""
-
-    def get_current_device(self) -> int:
-        return 90
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
-
-
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
     """What was compiled, by the kernel's name."""
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("the interpreter compiles nothing")
-    jit = importlib.import_module("triton.runtime.jit").JITFunction
-    launcher = importlib.import_module("engine.kernels.fused.launch").Launcher
-    driver = importlib.import_module("triton.runtime.driver").driver
-    run, found = jit.run, {}
-
-    def compile_only(self: Any, *arguments: Any, **options: Any) -> Any:
-        kernel = run(self, *arguments, **{**options, "warmup": True})
-        found[self.fn.__name__] = kernel
-        return kernel
-
-    monkeypatch.setattr(jit, "run", compile_only)
-    monkeypatch.setattr(launcher, "_remember", lambda *_: None)
-    driver.set_active(Hopper())
-    yield found
-    if torch.cuda.is_available():
-        driver.reset_active()
+    with compiling_only(monkeypatch, HOPPER.sm) as found:
+        yield found
 
 
 @pytest.mark.parametrize(("num_ranks", "tokens"), [(8, 128), (2, 512), (3, 5)])
-def test_kernels(num_ranks: int, tokens: int, compiled: dict[str, Any]) -> None:
+def test_kernels(num_ranks: int, tokens: int, compiled: list[tuple[str, Any]]) -> None:
     rows, sums = (
         importlib.import_module(f"engine.parallel.nvlink.{name}") for name in ("rows", "sums")
     )
@@ -79,7 +54,7 @@ def test_kernels(num_ranks: int, tokens: int, compiled: dict[str, Any]) -> None:
     )
     sums.receive_sums(window, ids, torch.zeros(4, 7168, dtype=torch.bfloat16))
     assert len(compiled) == 4
-    for name, kernel in compiled.items():
+    for name, kernel in compiled:
         ptx: str = kernel.asm["ptx"]
         assert "st.global.v4.b32" in ptx, name
         assert "ld.global.v4.b32" in ptx, name
