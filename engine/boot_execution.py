@@ -22,6 +22,7 @@ from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.symmetric import SymmetricGroup, SymmetricOptions, open_symmetric_group
 from engine.parallel.token_dispatcher import TURNS_LAG
+from engine.side_stream import SideStream
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 
@@ -87,6 +88,7 @@ def open_execution(
             dispatcher=dispatcher,
             overlap=decode_overlap(section, takes_turns=takes_turns),
             overlap_shared_expert=section.overlap_shared_expert,
+            side_stream=shared_expert_stream(section, device),
             dependent_launches=launches_dependently(section),
         )
     else:
@@ -132,9 +134,20 @@ def decode_overlap(section: DecodeSection, *, takes_turns: bool) -> OverlapRule 
         section: of the role.
         takes_turns: of the dispatcher (see `TokenDispatcher`).
     """
-    if not halves_steps(section):
-        return None
+    return decode_rule(takes_turns=takes_turns) if halves_steps(section) else None
+
+
+def decode_rule(*, takes_turns: bool) -> OverlapRule:
+    """Return the rule by which all steps run as two micro-batches; `takes_turns` as above."""
     return OverlapRule(min_tokens=0, lag=TURNS_LAG if takes_turns else 1)
+
+
+def shared_expert_stream(section: DecodeSection, device: torch.device) -> SideStream | None:
+    """Return a stream of its own for the shared expert, if it is to overlap with anything."""
+    travels = section.dp > 1
+    if device.type != "cuda" or not travels or not section.overlap_shared_expert:
+        return None
+    return SideStream(device)
 
 
 def launches_dependently(section: DecodeSection) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from engine.micro_batches import OverlapRule
 from engine.parallel.groups import Collectives
 from engine.parallel.token_dispatcher import TokenDispatcher
+from engine.side_stream import SideStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class Execution:
             every step does, because the ranks have to make the same calls.
         overlap_shared_expert: run the shared expert while tokens travel to the routed ones, or
             after they have arrived.
+        side_stream: that the shared expert runs on, beside routing and travelling tokens; None for
+            the stream of all else.
         dependent_launches: bring each kernel of a decode step onto the GPU while the one before it
             runs; without effect where no Hopper GPU runs the model.
     """
@@ -33,4 +36,5 @@ class Execution:
     dispatcher: TokenDispatcher[Any] | None = None
     overlap: OverlapRule | None = None
     overlap_shared_expert: bool = True
+    side_stream: SideStream | None = None
     dependent_launches: bool = False

@@ -58,6 +58,18 @@ def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="bring a kernel onto the GPU while the one before it runs: on, off",
     )
+    parser.add_argument(
+        "--side-stream",
+        type=_switch,
+        default=True,
+        help="run the shared expert beside routing and travelling tokens: on, off",
+    )
+    parser.add_argument(
+        "--two-batch-overlap",
+        type=_switch,
+        default=False,
+        help="run a step as two micro-batches in turns: on, off",
+    )
 
 
 def run_prefill_command(arguments: argparse.Namespace) -> int:
@@ -192,6 +204,8 @@ def _decode_options(arguments: argparse.Namespace) -> DecodeOptions:
         graphs=arguments.graphs,
         overlap=arguments.overlap,
         dependent_launches=arguments.dependent_launches,
+        side_stream=arguments.side_stream,
+        two_batch_overlap=arguments.two_batch_overlap,
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from deploy.engine_bench.options import Collectives, DecodeOptions, PrefillOptions
+from engine.boot_execution import decode_rule
 from engine.config import ModelConfig
 from engine.execution import Execution
 from engine.kernels.base import Kernels
@@ -27,6 +28,7 @@ from engine.parallel.open_dispatcher import (
     open_prefill_dispatcher,
 )
 from engine.parallel.symmetric import SymmetricGroup, SymmetricOptions, open_symmetric_group
+from engine.side_stream import SideStream
 from engine.stage_timer import StageTimer
 from runtime.errors import ConfigError
 
@@ -99,18 +101,26 @@ def decode_execution(options: DecodeOptions, parts: RankParts) -> OpenExecution:
     """
     setup, experts = options.setup, _experts(parts)
     kind = setup.dispatcher
-    execution = Execution(dependent_launches=options.dependent_launches)
+    is_beside = options.side_stream and parts.device.type == "cuda"
+    execution = Execution(
+        dependent_launches=options.dependent_launches,
+        side_stream=SideStream(parts.device) if is_beside else None,
+    )
     if setup.dp == 1:
         # A rank alone plays one of many, or has nobody to send to.
         if not (setup.shard_of and experts.are_fp8):
             return OpenExecution(execution=execution)
         kind = DispatcherKind.LOOPBACK
+    batch = -(-options.batch // 2) if options.two_batch_overlap else options.batch
     opened = open_decode_dispatcher(
         kind,
         experts,
-        max_tokens_per_rank=_room(options.batch, setup.dp),
+        max_tokens_per_rank=_room(batch, setup.dp),
         played_ranks=setup.shard_of,
     )
+    if options.two_batch_overlap:
+        takes_turns = opened is not None and opened.dispatcher.takes_turns
+        execution = replace(execution, overlap=decode_rule(takes_turns=takes_turns))
     if opened is None:
         return OpenExecution(execution=execution)
     return OpenExecution(

@@ -162,6 +162,8 @@ class DecodeOptions:
         graphs: whether steps are captured as CUDA graphs.
         overlap: whether a step is prepared while the one before runs.
         dependent_launches: see `Execution`.
+        side_stream: whether the shared expert runs on a stream of its own, on GPUs.
+        two_batch_overlap: whether a step runs as two micro-batches of half of the requests.
     """
 
     setup: Setup
@@ -171,6 +173,8 @@ class DecodeOptions:
     graphs: bool = True
     overlap: bool = True
     dependent_launches: bool = True
+    side_stream: bool = True
+    two_batch_overlap: bool = False
 
     def __post_init__(self) -> None:
         _check_least("batch", self.batch, 1)

@@ -44,6 +44,24 @@ def dependent_launches() -> Iterator[None]:
         library.set_pdl(before)
 
 
+@contextmanager
+def on_few_multiprocessors(number: int) -> Iterator[None]:
+    """Launch the library's kernels on so many multiprocessors in this block, behind all others.
+
+    Its programs stay until all tiles are done and leave no room beside them, so a product of the
+    whole GPU keeps every other kernel waiting. Whatever the thread.
+    """
+    library = importlib.import_module("deep_gemm")
+    before, was_dependent = library.get_num_sms(), library.get_pdl()
+    library.set_num_sms(min(number, before))
+    library.set_pdl(False)
+    try:
+        yield
+    finally:
+        library.set_num_sms(before)
+        library.set_pdl(was_dependent)
+
+
 class DeepGemm:
     """The products, with the library loaded."""
 

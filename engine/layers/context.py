@@ -13,6 +13,7 @@ from engine.kernels.base import Kernels
 from engine.kernels.portable import PortableKernels
 from engine.parallel.groups import Collectives, ProcessGroups
 from engine.parallel.token_sharding import ReplicatedTokens, ScatteredTokens, TokenSharding
+from engine.side_stream import SideStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class LayerContext:
         scatter_tokens: whether the tp ranks keep shares of the hidden states, not all of them.
         collectives: for scattered tokens, over the ranks of the tp group; None for the group's.
         overlap_shared_expert: whether it runs while tokens travel to the routed experts.
+        side_stream: that the shared expert runs on; None for the stream of all else.
     """
 
     dtype: torch.dtype = torch.float32
@@ -34,6 +36,7 @@ class LayerContext:
     scatter_tokens: bool = False
     collectives: Collectives | None = None
     overlap_shared_expert: bool = True
+    side_stream: SideStream | None = None
 
     @property
     def sharding(self) -> TokenSharding:

@@ -39,15 +39,20 @@ class MLP(nn.Module):
         yield
         return reducing.wait()
 
+    def choose(self, normed: Normed) -> Activation:
+        """Return the rows that `partial` is best given."""
+        return normed.feed if self.is_fp8 else normed.plain
+
     def partial(self, hidden: Activation) -> Tensor:
         """Map [T, D] to [T, D]: this rank's part of the sum over tp, without communication."""
+        out_TD: Tensor = self.down_proj(self.activate(hidden))
+        return out_TD
+
+    def activate(self, hidden: Activation) -> Activation:
+        """Map [T, D] to what `down_proj` takes: silu(gate) * up of this rank's columns."""
         if isinstance(hidden, Fp8Rows):
             hidden = hidden.column_major()
         gate_up: Tensor = self.gate_up_proj(hidden)
-        activated: Activation
         if self.down_proj.is_fp8:
-            activated = self._kernels.silu_and_mul_fp8(gate_up)
-        else:
-            activated = self._kernels.silu_and_mul(gate_up)
-        out_TD: Tensor = self.down_proj(activated)
-        return out_TD
+            return self._kernels.silu_and_mul_fp8(gate_up)
+        return self._kernels.silu_and_mul(gate_up)

@@ -2,7 +2,7 @@
 
 The gate chooses logical experts; the placement says in which physical slots they stand; the
 dispatcher brings tokens there and back. Each of the three can change without the others. The shared
-expert is not routed; it runs while tokens travel, unless that is turned off. Where all ranks hold
+expert is not routed; when it runs says `shared_expert`. Where all ranks hold
 all tokens it is split over tp, and its partial sum rides on the dispatcher's reduction; otherwise
 each rank runs it whole, on its own rows.
 
@@ -24,6 +24,7 @@ from engine.layers.context import LayerContext
 from engine.layers.matrix import Matrix
 from engine.layers.mlp import MLP
 from engine.layers.norm import FeedFormat, Normed
+from engine.layers.shared_expert import plan_shared
 from engine.operations import Operations
 from engine.parallel.create_dispatcher import create_dispatcher
 from engine.parallel.expert_placement import ExpertPlacement
@@ -172,7 +173,11 @@ class MoE(nn.Module):
             shared_ctx = ctx.unsplit if ctx.scatter_tokens else ctx
             self.shared_experts = MLP(shared_ctx, config.hidden_size, width)
         self.dispatcher = dispatcher
-        self._overlap_shared = ctx.overlap_shared_expert
+        self._start_shared = plan_shared(
+            self.shared_experts,
+            overlaps=ctx.overlap_shared_expert,
+            side_stream=ctx.side_stream,
+        )
         is_shared_fp8 = self.shared_experts is not None and self.shared_experts.is_fp8
         self.feed_format = FeedFormat.of(
             is_fp8=dispatcher.takes_fp8 or is_shared_fp8, is_sent=ctx.sharding.sends_rows
@@ -180,27 +185,21 @@ class MoE(nn.Module):
 
     def forward(self, normed: Normed) -> Operations[Tensor]:
         """Map [T, D] to [T, D]; T may be 0, and with ep > 1 every rank must call."""
+        shared = self._start_shared(normed)
         topk_ids_TK, topk_weights_TK = self.gate(normed.plain)
         topk_ids_TK = self.placement.to_physical(topk_ids_TK)
         feed = normed.feed if self.dispatcher.takes_fp8 else normed.plain
         dispatching = self.dispatcher.start_dispatch(feed, topk_ids_TK, topk_weights_TK)
-        own_TD = self._run_shared(normed) if self._overlap_shared else None
+        shared.while_dispatched()
         yield
         rows, handle = dispatching.wait()
-        if not self._overlap_shared:
-            own_TD = self._run_shared(normed)
-        combining = self.dispatcher.start_combine(self.experts(rows), handle, own_TD)
+        out = self.experts(rows)
+        combining = self.dispatcher.start_combine(out, handle, shared.while_combined())
         yield
         out_TD = combining.wait()
         if self.dispatcher.takes_turns:
             yield
         return out_TD
-
-    def _run_shared(self, normed: Normed) -> Tensor | None:
-        shared = self.shared_experts
-        if shared is None:
-            return None
-        return shared.partial(normed.feed if shared.is_fp8 else normed.plain)
 
 
 def create_expert_dispatcher(

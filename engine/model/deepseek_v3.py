@@ -130,6 +130,7 @@ class DeepseekV3ForCausalLM(nn.Module):
             scatter_tokens=dims.tp > 1 and dims.ep > 1 if scatter is None else scatter,
             collectives=execution.collectives,
             overlap_shared_expert=execution.overlap_shared_expert,
+            side_stream=execution.side_stream,
         )
         dispatcher = execution.dispatcher or create_expert_dispatcher(config, ctx, placement)
         self.model = DeepseekV3Model(config, ctx, placement, dispatcher, with_mtp=with_mtp)
@@ -139,9 +140,8 @@ class DeepseekV3ForCausalLM(nn.Module):
             config.hidden_size,
             tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,
         )
-        self._overlap = execution.overlap
         self._launches = choose_launches(self.device, are_dependent=execution.dependent_launches)
-        self._sharding, self._scratch = ctx.sharding, Scratch()
+        self._overlap, self._sharding, self._scratch = execution.overlap, ctx.sharding, Scratch()
         self._rotary = RotaryEmbedding(config, self.device)
         self._rule = attention_rule or AttentionRule.of(config)
 

@@ -13,7 +13,7 @@ from engine.kernels.alignment import Alignment
 from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation
 from engine.parallel.groups import RankGroup
-from engine.parallel.pending import Pending, Ready, Then
+from engine.parallel.pending import Pending, Ready, Then, wait_for
 from engine.parallel.row_placer import RowPlacer
 from engine.parallel.token_dispatcher import AlignedRows, quantized
 
@@ -52,10 +52,10 @@ class AlignedDispatcher:
         return Then(self._placer.start(Ready(topk_ids_TK), topk_ids_TK.device), spread)
 
     def start_combine(
-        self, expert_out_MD: Tensor, handle: AlignedHandle, own_TD: Tensor | None
+        self, expert_out_MD: Tensor, handle: AlignedHandle, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
         """Sum per token, then over the ranks; see `TokenDispatcher`."""
         summed_TD = self._kernels.gather_rows(
-            expert_out_MD, handle.alignment, handle.topk_weights_TK, own_TD
+            expert_out_MD, handle.alignment, handle.topk_weights_TK, wait_for(own)
         )
         return self._group.start_all_reduce(summed_TD)

@@ -17,7 +17,7 @@ from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.parallel.groups import RankGroup
 from engine.parallel.packed_rows import packed_bytes
-from engine.parallel.pending import Pending, Ready, Then
+from engine.parallel.pending import Pending, Ready, Then, wait_for
 from engine.parallel.token_dispatcher import (
     AlignedRows,
     ExpertRows,
@@ -87,13 +87,13 @@ class AllToAllDispatcher:
         )
 
     def start_combine(
-        self, expert_out_MD: Tensor, handle: AllToAllHandle, own_TD: Tensor | None
+        self, expert_out_MD: Tensor, handle: AllToAllHandle, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
         """Send the rows home and sum them per token; see `TokenDispatcher`."""
         exchange = handle.exchange
         arrived_MD = expert_out_MD.index_select(0, handle.places_M)
         home = self._ep_group.start_all_to_all(arrived_MD, exchange.num_received, exchange.num_sent)
-        return Then(home, lambda rows_MD: sum_per_token(rows_MD, exchange.routed, own_TD))
+        return Then(home, lambda rows_MD: sum_per_token(rows_MD, exchange.routed, wait_for(own)))
 
     def _dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor

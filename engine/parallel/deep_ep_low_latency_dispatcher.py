@@ -69,11 +69,12 @@ class DeepEPLowLatencyDispatcher:
         return Then(arriving, receive)
 
     def start_combine(
-        self, expert_out_LMD: Tensor, handle: LowLatencyHandle, own_TD: Tensor | None
+        self, expert_out_LMD: Tensor, handle: LowLatencyHandle, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
-        """See `TokenDispatcher`; `own_TD` is complete for this rank's tokens."""
+        """See `TokenDispatcher`; `own` is complete for this rank's tokens."""
         arriving = self._buffer.start_combine(
             expert_out_LMD, handle.topk_ids_TK, handle.topk_weights_TK, handle.handle
         )
-
-        return arriving if own_TD is None else Then(arriving, lambda out_TD: out_TD.add_(own_TD))
+        if own is None:
+            return arriving
+        return Then(arriving, lambda out_TD: out_TD.add_(own.wait()))

@@ -17,7 +17,7 @@ from engine.kernels.alignment import ROW_BLOCK, Alignment
 from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.parallel.deep_ep_buffers import Arrived, LibraryHandle, NormalBuffer
-from engine.parallel.pending import Pending, Then
+from engine.parallel.pending import Pending, Then, wait_for
 from engine.parallel.token_dispatcher import AlignedRows
 
 
@@ -62,13 +62,13 @@ class DeepEPNormalDispatcher:
         return Then(arriving, self._align)
 
     def start_combine(
-        self, expert_out_MD: Tensor, handle: NormalHandle, own_TD: Tensor | None
+        self, expert_out_MD: Tensor, handle: NormalHandle, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
-        """See `TokenDispatcher`; `own_TD` is complete for this rank's tokens."""
+        """See `TokenDispatcher`; `own` is complete for this rank's tokens."""
         out_ND = self._kernels.gather_rows(
             expert_out_MD, handle.alignment, handle.topk_weights_NK, None
         )
-        return self._buffer.start_combine(out_ND, handle.handle, own_TD)
+        return self._buffer.start_combine(out_ND, handle.handle, wait_for(own))
 
     def _align(self, arrived: Arrived) -> tuple[AlignedRows, NormalHandle]:
         counts = self._kernels.count_rows(

@@ -63,11 +63,11 @@ class GatheredDispatcher:
         return Then(rows, pick)
 
     def start_combine(
-        self, expert_out_MD: Tensor, handle: RoutedRows, own_TD: Tensor | None
+        self, expert_out_MD: Tensor, handle: RoutedRows, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
         """Sum per token, then over the ranks; see `TokenDispatcher`."""
         summed_PD = sum_per_token(expert_out_MD, handle, None)
-        return _add_own(self._group.start_reduce_scatter(summed_PD), own_TD)
+        return _add_own(self._group.start_reduce_scatter(summed_PD), own)
 
 
 class GatheredFp8Dispatcher:
@@ -95,13 +95,13 @@ class GatheredFp8Dispatcher:
         return _Dispatch(self._kernels, rows, placing, arrived, send.data_TK.shape[1])
 
     def start_combine(
-        self, expert_out_MD: Tensor, handle: AlignedHandle, own_TD: Tensor | None
+        self, expert_out_MD: Tensor, handle: AlignedHandle, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
         """Sum per token, then over the ranks; see `TokenDispatcher`."""
         summed_PD = self._kernels.gather_rows(
             expert_out_MD, handle.alignment, handle.topk_weights_TK, None
         )
-        return _add_own(self._group.start_reduce_scatter(summed_PD), own_TD)
+        return _add_own(self._group.start_reduce_scatter(summed_PD), own)
 
 
 class _Arrived:
@@ -150,7 +150,7 @@ def unpack_routing(routing_T2K: Tensor) -> tuple[Tensor, Tensor]:
     return ids_TK, weights_TK.view(torch.float32)
 
 
-def _add_own(reducing: Pending[Tensor], own_TD: Tensor | None) -> Pending[Tensor]:
-    if own_TD is None:
+def _add_own(reducing: Pending[Tensor], own: Pending[Tensor] | None) -> Pending[Tensor]:
+    if own is None:
         return reducing
-    return Then(reducing, lambda sum_TD: sum_TD.add_(own_TD))
+    return Then(reducing, lambda sum_TD: sum_TD.add_(own.wait()))

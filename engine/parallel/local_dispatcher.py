@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.kernels.fp8_rows import Activation
 from engine.parallel.groups import RankGroup
-from engine.parallel.pending import Pending, Ready
+from engine.parallel.pending import Pending, Ready, wait_for
 from engine.parallel.token_dispatcher import (
     ExpertRows,
     RoutedRows,
@@ -41,7 +41,7 @@ class LocalDispatcher:
         return Ready((rows, routed))
 
     def start_combine(
-        self, expert_out_MD: Tensor, handle: RoutedRows, own_TD: Tensor | None
+        self, expert_out_MD: Tensor, handle: RoutedRows, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
         """Sum per token, then over the slices; see `TokenDispatcher`."""
-        return self._tp_group.start_all_reduce(sum_per_token(expert_out_MD, handle, own_TD))
+        return self._tp_group.start_all_reduce(sum_per_token(expert_out_MD, handle, wait_for(own)))

@@ -16,7 +16,7 @@ from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows, max_masked_rows
 from engine.parallel.masked_room import MaskedRoom
-from engine.parallel.pending import Pending, Ready
+from engine.parallel.pending import Pending, Ready, wait_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +71,10 @@ class LoopbackMaskedDispatcher:
         return Ready((masked, handle))
 
     def start_combine(
-        self, expert_out_LMD: Tensor, handle: LoopbackHandle, own_TD: Tensor | None
+        self, expert_out_LMD: Tensor, handle: LoopbackHandle, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
         """See `TokenDispatcher`."""
         summed_TD = self._kernels.gather_rows(
-            expert_out_LMD.flatten(0, 1), handle.places, handle.topk_weights_TK, own_TD
+            expert_out_LMD.flatten(0, 1), handle.places, handle.topk_weights_TK, wait_for(own)
         )
         return Ready(summed_TD)

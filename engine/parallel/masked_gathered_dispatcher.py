@@ -99,9 +99,9 @@ class MaskedGatheredDispatcher:
         return Then(gathering, receive)
 
     def start_combine(
-        self, expert_out_LMD: Tensor, handle: MaskedGatheredHandle, own_TD: Tensor | None
+        self, expert_out_LMD: Tensor, handle: MaskedGatheredHandle, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
-        """See `TokenDispatcher`; `own_TD` is complete for this rank's tokens."""
+        """See `TokenDispatcher`; `own` is complete for this rank's tokens."""
         partial = self._kernels.gather_rows(
             expert_out_LMD.flatten(0, 1), handle.places, handle.topk_weights, None
         )
@@ -109,7 +109,7 @@ class MaskedGatheredDispatcher:
 
         def receive(all_TD: Tensor) -> Tensor:
             summed_TD = all_TD[: handle.num_tokens]
-            return summed_TD if own_TD is None else summed_TD + own_TD
+            return summed_TD if own is None else summed_TD + own.wait()
 
         return Then(reducing, receive)
 

@@ -35,6 +35,11 @@ class Ready(Generic[T]):
         return self.value
 
 
+def wait_for(pending: Pending[T] | None) -> T | None:
+    """Return the result of what may be nothing."""
+    return None if pending is None else pending.wait()
+
+
 @dataclass(frozen=True, slots=True)
 class Then(Generic[S, T]):
     """A result to which a function is applied after its arrival."""

@@ -99,7 +99,7 @@ class TokenDispatcher(Protocol[Handle]):
         ...
 
     def start_combine(
-        self, expert_out_MD: Tensor, handle: Handle, own_TD: Tensor | None
+        self, expert_out_MD: Tensor, handle: Handle, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
         """Start to bring the experts' output home and sum it, weighted, per token.
 
@@ -107,9 +107,9 @@ class TokenDispatcher(Protocol[Handle]):
             expert_out_MD: [M, D], in the order of the rows that the dispatch returned; for
                 `MaskedRows` [L, M, D].
             handle: of the dispatch.
-            own_TD: [T, D] or None, a term that this rank adds of itself (the shared expert); left
-                unchanged. On ranks that hold the same tokens it is this rank's part of a sum over
-                the ranks, so that both terms share one reduction.
+            own: [T, D] or None, a term that this rank adds of itself (the shared expert); waited
+                for as late as possible, and left unchanged. On ranks that hold the same tokens it
+                is this rank's part of a sum over the ranks, so that both terms share one reduction.
 
         Returns:
             [T, D], complete.

@@ -43,6 +43,16 @@ def dependent_launches() -> Iterator[None]:
         _chain.reset(token)
 
 
+@contextmanager
+def ordinary_launches() -> Iterator[None]:
+    """Launch our kernels in this block, on this thread, behind what their stream waits for."""
+    token = _chain.set(None)
+    try:
+        yield
+    finally:
+        _chain.reset(token)
+
+
 def break_chain() -> None:
     """Say that a kernel was launched that may end before those in front of it have ended."""
     chain = _chain.get()

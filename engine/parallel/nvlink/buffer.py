@@ -16,7 +16,7 @@ from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
 from engine.parallel.deferred import Deferred
 from engine.parallel.nvlink.shape import NvlinkShape
-from engine.parallel.pending import Pending
+from engine.parallel.pending import Pending, wait_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,22 +93,26 @@ class NvlinkBuffer:
         return Deferred(receive)
 
     def start_combine(
-        self, out_LMD: Tensor, received: ReceivedRows, topk_ids_TK: Tensor, own_TD: Tensor | None
+        self,
+        out_LMD: Tensor,
+        received: ReceivedRows,
+        topk_ids_TK: Tensor,
+        own: Pending[Tensor] | None,
     ) -> Pending[Tensor]:
-        """Send experts' sums home; waiting gives those of the own tokens, and `own_TD`, together.
+        """Send experts' sums home; waiting gives those of the own tokens, and `own`, together.
 
         Args:
             out_LMD: [L, M, D] bfloat16, not weighted.
             received: by the dispatch.
             topk_ids_TK: of the dispatch.
-            own_TD: [., D] bfloat16 or None.
+            own: [., D] bfloat16 or None.
         """
         self._send("combine")
         self._exchange.send_sums(out_LMD, received)
 
         def receive() -> Tensor:
             self._under_way = ""
-            return self._exchange.receive_sums(topk_ids_TK.contiguous(), own_TD)
+            return self._exchange.receive_sums(topk_ids_TK.contiguous(), wait_for(own))
 
         return Deferred(receive)
 

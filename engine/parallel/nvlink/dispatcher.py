@@ -59,9 +59,7 @@ class NvlinkDispatcher:
         return Then(arriving, receive)
 
     def start_combine(
-        self, expert_out_LMD: Tensor, handle: NvlinkHandle, own_TD: Tensor | None
+        self, expert_out_LMD: Tensor, handle: NvlinkHandle, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
-        """See `TokenDispatcher`; `own_TD` is complete for this rank's tokens."""
-        return self._buffer.start_combine(
-            expert_out_LMD, handle.received, handle.topk_ids_TK, own_TD
-        )
+        """See `TokenDispatcher`; `own` is complete for this rank's tokens."""
+        return self._buffer.start_combine(expert_out_LMD, handle.received, handle.topk_ids_TK, own)

@@ -45,6 +45,14 @@ def test_launches_are_dependent_unless_told_otherwise() -> None:
     assert parse(["bench", "decode", "--dependent-launches", "off"]).dependent_launches is False
 
 
+def test_a_step_runs_whole_with_the_shared_expert_beside_it_unless_told_otherwise() -> None:
+    parse = build_parser().parse_args
+    usual = parse(["bench", "decode"])
+    assert (usual.side_stream, usual.two_batch_overlap) == (True, False)
+    other = parse(["bench", "decode", "--side-stream", "off", "--two-batch-overlap", "on"])
+    assert (other.side_stream, other.two_batch_overlap) == (False, True)
+
+
 def test_the_command_line_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "prefill", "--device", "cpu", "--batch-tokens", "5000"]) == 2
     assert "error: batch-tokens = 5000" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """On a GPU, captured steps do what the same work does when it is called."""
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,12 +10,15 @@ import torch
 from engine.build import LoadFormat, build_kv_pool, build_model
 from engine.graphs.step_graphs import StepGraphs
 from engine.kernels.create import create_kernels
-from engine.kernels.launches import dependent_launches
+from engine.kernels.launches import Launches, dependent_launches
+from engine.layers.moe import MoE
+from engine.layers.shared_expert import plan_shared
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner, PendingStep
 from engine.sampling.sampler import Sampler
 from engine.shapes import DEEPSEEK_V3
+from engine.side_stream import SideStream
 from runtime.sampling import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -140,6 +144,25 @@ def test_dependent_launches_change_no_bit(
         dependent_tokens, dependent_kv = run(model, use_graphs=use_graphs, kv_dtype=kv_dtype)
         assert dependent_tokens == tokens
         assert torch.equal(dependent_kv[1:], kv[1:])
+
+
+@pytest.mark.parametrize("launches", [nullcontext, dependent_launches])
+def test_a_shared_expert_on_a_side_stream_changes_no_bit(
+    model: DeepseekV3ForCausalLM,
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens, kv = run(model, use_graphs=True, kv_dtype=torch.bfloat16)
+    monkeypatch.setattr(model, "_launches", launches)
+    side_stream = SideStream(model.device)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            start = plan_shared(module.shared_experts, overlaps=True, side_stream=side_stream)
+            monkeypatch.setattr(module, "_start_shared", start)
+    for use_graphs in (True, False):
+        other_tokens, other_kv = run(model, use_graphs=use_graphs, kv_dtype=torch.bfloat16)
+        assert other_tokens == tokens
+        assert torch.equal(other_kv[1:], kv[1:])
 
 
 def test_a_launch_does_not_wait_for_the_device(model: DeepseekV3ForCausalLM) -> None:

@@ -1,5 +1,8 @@
 """Mixture of experts against a loop, whole and in shards, with and without redundant slots."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor
@@ -84,6 +87,46 @@ def test_redundant_slots_change_nothing() -> None:
     redundant = build(tensors, placement=placement)
     assert redundant.experts.num_local_experts == 12
     torch.testing.assert_close(call(redundant, x), call(plain, x), rtol=1e-4, atol=1e-4)
+
+
+@dataclass(frozen=True)
+class RecordedStart:
+    value: Tensor
+    events: list[str]
+
+    def wait(self) -> Tensor:
+        self.events.append("join")
+        return self.value
+
+
+class RecordedSideStream:
+    """Runs what is started at once, and says what happened."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def start(self, work: Callable[[], Tensor]) -> RecordedStart:
+        self._events.append("start")
+        return RecordedStart(work(), self._events)
+
+
+def test_the_shared_expert_leaves_memory_to_the_routed_ones() -> None:
+    tensors: dict[str, Tensor] = {}
+    plain = build(tensors)
+    events: list[str] = []
+    beside = build(tensors, LayerContext(side_stream=RecordedSideStream(events)))  # type: ignore[arg-type]
+    assert beside.shared_experts is not None
+    parts = {
+        "route": beside.gate,
+        "gate and up": beside.shared_experts.gate_up_proj,
+        "experts": beside.experts,
+        "down": beside.shared_experts.down_proj,
+    }
+    for name, module in parts.items():
+        module.register_forward_pre_hook(lambda *_, name=name: events.append(name))
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(8))
+    assert torch.equal(call(beside, x), call(plain, x))
+    assert events == ["start", "gate and up", "route", "experts", "start", "down", "join"]
 
 
 def test_no_shared_expert() -> None:

@@ -12,6 +12,7 @@ from engine.kernels.reference import quantize_rows
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import init_process_groups
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
+from engine.parallel.pending import Ready
 from tests.engine.parallel.expert_world import (
     WORST_ERROR,
     World,
@@ -46,7 +47,8 @@ def main() -> None:
         leaving = []
         for pending, (*_, own) in zip(arriving, steps, strict=True):
             rows, handle = pending.wait()
-            leaving.append(dispatcher.start_combine(run_experts(rows, world, rank), handle, own))
+            result = run_experts(rows, world, rank)
+            leaving.append(dispatcher.start_combine(result, handle, Ready(own)))
         for number, pending in enumerate(leaving):
             error = relative_error(pending.wait(), world.expected(rank, first + number))
             assert error < WORST_ERROR, (rank, first + number, error)

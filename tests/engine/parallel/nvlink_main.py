@@ -28,6 +28,7 @@ from engine.parallel.lost_peer import as_lost_peer
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
 from engine.parallel.nvlink.open import open_nvlink_buffer
 from engine.parallel.nvlink.shape import NvlinkShape
+from engine.parallel.pending import Ready
 
 NUM_STEPS = 200
 WAIT_SECONDS = 2
@@ -112,7 +113,7 @@ class Rank:
         factors = factor(torch.arange(first, first + num_local, device="cuda"))
         groups = rows.data_LMD.float().unflatten(2, (-1, 128)) * rows.scale_LMG.unsqueeze(3)
         out = (groups.flatten(2) * factors[:, None, None]).bfloat16()
-        return self.dispatcher.start_combine(out, handle, batch.own)
+        return self.dispatcher.start_combine(out, handle, Ready(batch.own))
 
     def replay(self, batch: Batch) -> Tensor:
         """Run the graph of the batch's size."""

@@ -17,6 +17,7 @@ from engine.parallel.deep_ep_normal_dispatcher import DeepEPNormalDispatcher
 from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
+from engine.parallel.pending import Ready
 from tests.engine.parallel.expert_world import (
     HIDDEN,
     TOP_K,
@@ -74,7 +75,8 @@ def compare(world: World, make: Make, *, num_steps: int = 2, fp8: bool | None = 
             feed = quantize_rows(hidden) if use_fp8 else hidden
             kept = own.clone()
             rows, handle = dispatcher.start_dispatch(feed, ids, weights).wait()
-            out = dispatcher.start_combine(run_experts(rows, world, rank), handle, own).wait()
+            result = run_experts(rows, world, rank)
+            out = dispatcher.start_combine(result, handle, Ready(own)).wait()
             if isinstance(rows, MaskedRows):
                 num_rows += int(rows.num_rows_L.sum())
             assert own.equal(kept), "the caller's term is left alone"
@@ -183,7 +185,7 @@ def test_normal_dispatch_waits_late() -> None:
         num_used = 128 * len(set(world.tokens(0, step)[1].flatten().tolist()))
         assert rows.rows.num_rows == stepped_rows(num_used)
         out = dispatcher.start_combine(
-            run_experts(rows, world, 0), handle, world.tokens(0, step)[3]
+            run_experts(rows, world, 0), handle, Ready(world.tokens(0, step)[3])
         )
         torch.testing.assert_close(
             out.wait().float(), world.expected(0, step), rtol=0.02, atol=0.03
@@ -226,6 +228,6 @@ def test_loopback_carries_the_load_of_one_of_eight() -> None:
     factors = torch.arange(1.0, num_local + 1).view(-1, 1, 1)
     data = rows.data_LMD.float() * rows.scale_LMG.repeat_interleave(128, 2) * factors
     own = torch.ones(num_tokens, HIDDEN).bfloat16()
-    out = dispatcher.start_combine(data.bfloat16(), handle, own).wait()
+    out = dispatcher.start_combine(data.bfloat16(), handle, Ready(own)).wait()
     expected = hidden.float() * ((ids % num_local + 1) * weights).sum(1, keepdim=True) + 1
     torch.testing.assert_close(out.float(), expected, rtol=0.08, atol=2.0)

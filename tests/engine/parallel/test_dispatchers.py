@@ -22,6 +22,7 @@ from engine.parallel.gathered_dispatcher import (
 )
 from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.parallel.local_dispatcher import LocalDispatcher
+from engine.parallel.pending import Ready
 from engine.parallel.replicated_dispatcher import ReplicatedDispatcher
 from engine.parallel.token_dispatcher import AlignedRows, ExpertRows, TokenDispatcher
 from tests.engine.parallel.fake_ranks import SilentGroup
@@ -53,7 +54,8 @@ def run(
     counts = torch.tensor(rows.num_rows_per_expert)
     assert int(counts.sum()) == rows.rows_MD.shape[0]
     factors = torch.arange(first + 1.0, first + 1 + len(counts)).repeat_interleave(counts)
-    return dispatcher.start_combine(rows.rows_MD * factors.unsqueeze(1), handle, own).wait()
+    out = rows.rows_MD * factors.unsqueeze(1)
+    return dispatcher.start_combine(out, handle, None if own is None else Ready(own)).wait()
 
 
 def expected(routing: Routing) -> Tensor:
@@ -86,7 +88,7 @@ def run_fp8(dispatcher: TokenDispatcher[Any], routing: Routing, own: Tensor | No
     assert used <= rows.rows.num_rows <= stepped_rows(used)
     factors = rows.expert_M.unsqueeze(1) + 1.0
     out = (rows.rows.dequantize() * factors).bfloat16()
-    return dispatcher.start_combine(out, handle, own).wait()
+    return dispatcher.start_combine(out, handle, None if own is None else Ready(own)).wait()
 
 
 @given(seed=st.integers(0, 1000), num_tokens=st.integers(0, 20))
@@ -139,7 +141,7 @@ def test_sum_is_made_in_float32() -> None:
     own = torch.ones(1, 4, dtype=torch.bfloat16)
     dispatcher = LocalDispatcher(8, RankGroup())
     rows, handle = dispatcher.start_dispatch(hidden, ids, weights).wait()
-    out = dispatcher.start_combine(rows.rows_MD, handle, own).wait()
+    out = dispatcher.start_combine(rows.rows_MD, handle, Ready(own)).wait()
     # Each 2^-9 alone would round away beside 1 in bf16; together they are 2^-6.
     assert out.dtype == torch.bfloat16
     assert out[0, 0].item() == 1 + 2.0**-6

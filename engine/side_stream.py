@@ -1,0 +1,56 @@
+"""A second stream of a GPU, for work whose result is wanted only later.
+
+The key idea: a step is a chain of kernels, some of which read gigabytes and others nearly nothing:
+a router, tokens on their way. Work that reads much and depends on neither is started beside them.
+Both streams take the same part in a CUDA graph that is captured.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from engine.kernels.fused.dependent import break_chain
+from engine.kernels.launches import Launches, choose_side_launches
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Started(Generic[T]):
+    """A `Pending` of a side stream.
+
+    Attributes:
+        value: the result, for other work of the same side stream.
+        stream: that makes it.
+    """
+
+    value: T
+    stream: torch.cuda.Stream
+
+    def wait(self) -> T:
+        """See `Pending`."""
+        torch.cuda.current_stream().wait_stream(self.stream)
+        break_chain()  # what comes next waits for two kernels, not for the one before it alone
+        return self.value
+
+
+class SideStream:
+    """Starts work beside the current stream; work of one side stream runs in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Take a CUDA device."""
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._launches: Launches = choose_side_launches(device)
+
+    def start(self, work: Callable[[], T]) -> Started[T]:
+        """Launch `work` behind all that the current stream has been given so far.
+
+        What `work` reads has to stay until the result, or that of later work, was waited for. What
+        it allocates belongs to the side stream and goes back to it: it may be dropped once it was
+        waited for and the current stream was given its last reader.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), self._launches():
+            return Started(work(), self._stream)
