@@ -234,7 +234,7 @@ class DecodeSection:
     """Run a step as two micro-batches of half of the requests each, one computing while the other's
     tokens travel: "on", "off", or "auto" (by measurements)."""
     overlap_shared_expert: bool = True
-    """Run the shared expert while tokens travel to the routed ones."""
+    """Run the shared expert while tokens are routed and travel, on GPUs on a stream of its own."""
     dependent_launches: str = "auto"
     """Bring a kernel onto a Hopper GPU while the one before it runs: "on", "off", or "auto" (on
     with "cuda")."""
