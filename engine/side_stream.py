@@ -24,10 +24,12 @@ class Started(Generic[T]):
     Attributes:
         value: the result, for other work of the same side stream.
         stream: that makes it.
+        work: kept with all that it reads, which must not be given back before it is read.
     """
 
     value: T
     stream: torch.cuda.Stream
+    work: Callable[[], T]
 
     def wait(self) -> T:
         """See `Pending`."""
@@ -47,10 +49,10 @@ class SideStream:
     def start(self, work: Callable[[], T]) -> Started[T]:
         """Launch `work` behind all that the current stream has been given so far.
 
-        What `work` reads has to stay until the result, or that of later work, was waited for. What
-        it allocates belongs to the side stream and goes back to it: it may be dropped once it was
-        waited for and the current stream was given its last reader.
+        What `work` refers to stays until the result is dropped; so that has to be kept until it, or
+        later work of this side stream, was waited for. What `work` allocates belongs to the side
+        stream and goes back to it.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), self._launches():
-            return Started(work(), self._stream)
+            return Started(work(), self._stream, work)

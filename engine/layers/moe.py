@@ -24,7 +24,7 @@ from engine.layers.context import LayerContext
 from engine.layers.matrix import Matrix
 from engine.layers.mlp import MLP
 from engine.layers.norm import FeedFormat, Normed
-from engine.layers.shared_expert import plan_shared
+from engine.layers.shared_expert import SharedSchedule
 from engine.operations import Operations
 from engine.parallel.create_dispatcher import create_dispatcher
 from engine.parallel.expert_placement import ExpertPlacement
@@ -173,10 +173,8 @@ class MoE(nn.Module):
             shared_ctx = ctx.unsplit if ctx.scatter_tokens else ctx
             self.shared_experts = MLP(shared_ctx, config.hidden_size, width)
         self.dispatcher = dispatcher
-        self._start_shared = plan_shared(
-            self.shared_experts,
-            overlaps=ctx.overlap_shared_expert,
-            side_stream=ctx.side_stream,
+        self._shared_schedule = SharedSchedule(
+            overlaps=ctx.overlap_shared_expert, side_stream=ctx.side_stream
         )
         is_shared_fp8 = self.shared_experts is not None and self.shared_experts.is_fp8
         self.feed_format = FeedFormat.of(
@@ -185,7 +183,7 @@ class MoE(nn.Module):
 
     def forward(self, normed: Normed) -> Operations[Tensor]:
         """Map [T, D] to [T, D]; T may be 0, and with ep > 1 every rank must call."""
-        shared = self._start_shared(normed)
+        shared = self._shared_schedule.start(self.shared_experts, normed)
         topk_ids_TK, topk_weights_TK = self.gate(normed.plain)
         topk_ids_TK = self.placement.to_physical(topk_ids_TK)
         feed = normed.feed if self.dispatcher.takes_fp8 else normed.plain

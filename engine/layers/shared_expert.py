@@ -6,7 +6,6 @@ tokens are routed and travel, down while the experts' sums travel home. Between 
 experts have the memory to themselves.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -30,23 +29,26 @@ class SharedRun(Protocol):
         ...
 
 
-StartShared = Callable[[Normed], SharedRun]
-"""To be called before tokens are routed."""
+class SharedSchedule:
+    """Decides when shared experts run; one serves all layers."""
 
+    def __init__(self, *, overlaps: bool, side_stream: SideStream | None) -> None:
+        """Choose.
 
-def plan_shared(mlp: MLP | None, *, overlaps: bool, side_stream: SideStream | None) -> StartShared:
-    """Return how the shared expert runs.
+        Args:
+            overlaps: whether they run while tokens travel.
+            side_stream: to overlap with routing too; None for the stream of all else.
+        """
+        self._overlaps = overlaps
+        self._side_stream = side_stream if overlaps else None
 
-    Args:
-        mlp: the expert; None for none.
-        overlaps: whether it runs while tokens travel.
-        side_stream: to overlap with routing too; None for the stream of all else.
-    """
-    if mlp is None:
-        return lambda _: _Absent()
-    if side_stream is None or not overlaps:
-        return partial(_InOrder, mlp, overlaps)
-    return partial(_Beside, mlp, side_stream)
+    def start(self, mlp: MLP | None, normed: Normed) -> SharedRun:
+        """Begin a pass of an expert, if there is one; to be called before tokens are routed."""
+        if mlp is None:
+            return _Absent()
+        if self._side_stream is None:
+            return _InOrder(mlp, normed, overlaps=self._overlaps)
+        return _Beside(mlp, normed, self._side_stream)
 
 
 class _Absent:
@@ -58,7 +60,7 @@ class _Absent:
 
 
 class _InOrder:
-    def __init__(self, mlp: MLP, overlaps: bool, normed: Normed) -> None:
+    def __init__(self, mlp: MLP, normed: Normed, *, overlaps: bool) -> None:
         self._run = partial(mlp.partial, mlp.choose(normed))
         self._overlaps = overlaps
         self._out: Tensor | None = None
@@ -72,14 +74,16 @@ class _InOrder:
 
 
 class _Beside:
-    def __init__(self, mlp: MLP, side_stream: SideStream, normed: Normed) -> None:
+    def __init__(self, mlp: MLP, normed: Normed, side_stream: SideStream) -> None:
         self._mlp, self._side_stream = mlp, side_stream
-        # Kept until the end of the pass: the side stream still reads it.
-        self._hidden = mlp.choose(normed)
-        self._activated = side_stream.start(partial(mlp.activate, self._hidden))
+        self._activated = side_stream.start(partial(mlp.activate, mlp.choose(normed)))
 
     def while_dispatched(self) -> None:
         pass
 
     def while_combined(self) -> Pending[Tensor]:
-        return self._side_stream.start(partial(self._mlp.down_proj, self._activated.value))
+        return self._side_stream.start(self._run_down)
+
+    def _run_down(self) -> Tensor:
+        out_TD: Tensor = self._mlp.down_proj(self._activated.value)
+        return out_TD

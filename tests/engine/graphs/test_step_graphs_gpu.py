@@ -12,7 +12,7 @@ from engine.graphs.step_graphs import StepGraphs
 from engine.kernels.create import create_kernels
 from engine.kernels.launches import Launches, dependent_launches
 from engine.layers.moe import MoE
-from engine.layers.shared_expert import plan_shared
+from engine.layers.shared_expert import SharedSchedule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner, PendingStep
@@ -154,11 +154,10 @@ def test_a_shared_expert_on_a_side_stream_changes_no_bit(
 ) -> None:
     tokens, kv = run(model, use_graphs=True, kv_dtype=torch.bfloat16)
     monkeypatch.setattr(model, "_launches", launches)
-    side_stream = SideStream(model.device)
+    schedule = SharedSchedule(overlaps=True, side_stream=SideStream(model.device))
     for module in model.modules():
         if isinstance(module, MoE):
-            start = plan_shared(module.shared_experts, overlaps=True, side_stream=side_stream)
-            monkeypatch.setattr(module, "_start_shared", start)
+            monkeypatch.setattr(module, "_shared_schedule", schedule)
     for use_graphs in (True, False):
         other_tokens, other_kv = run(model, use_graphs=use_graphs, kv_dtype=torch.bfloat16)
         assert other_tokens == tokens
