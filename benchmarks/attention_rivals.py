@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.prefill_layer import measure
+from benchmarks.device_time import median_seconds
 from engine.kernels.base import VarlenLengths
 from engine.kernels.flash_attention import FlashAttention
 from engine.stage_timer import attention_operations
@@ -143,7 +143,7 @@ def measure_case(case: Case) -> list[dict[str, Any]]:
         expected = got if expected is None else expected
         row["relative_error"] = relative_error(got, expected)
         if row["relative_error"] < TOLERANCE:
-            seconds = measure(call)
+            seconds = median_seconds(call)
             row |= {"ms": seconds * 1e3, "tflops": operations * 1e-12 / seconds}
         results.append(row)
     return results

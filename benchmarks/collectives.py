@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.device_time import median_seconds
 from engine.jit_cache import use_jit_cache
 from engine.kernels.create import create_kernels
 from engine.parallel.dims import ParallelDims
@@ -133,21 +133,17 @@ class Bench:
         """Return the slowest rank's median seconds of a call, several calls back to back."""
         for _ in range(2):
             call()
-        times = []
-        for _ in range(repeats):
+
+        def meet() -> None:
             torch.cuda.synchronize()
             self._group.barrier()
-            first, last = (
-                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                for _ in range(2)
-            )
-            first.record()
+
+        def several() -> None:
             for _ in range(calls):
                 call()
-            last.record()
-            last.synchronize()
-            times.append(first.elapsed_time(last) / 1e3 / calls)
-        return self._max(statistics.median(times))
+
+        seconds = median_seconds(several, repeats, warm_up=0, before=meet)
+        return self._max(seconds / calls)
 
     def _max(self, value: float) -> float:
         return float(self._group.all_gather(torch.tensor([value], dtype=torch.float64)).max())

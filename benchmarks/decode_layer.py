@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.device_time import median_seconds
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.build import LoadFormat, build_kv_pool, build_model
 from engine.execution import Execution
@@ -60,18 +60,7 @@ NUM_PROMPT_TOKENS = 1024
 def measure(work: Callable[[], object], repeats: int = 30) -> tuple[float, torch.cuda.CUDAGraph]:
     """Capture `work`; return the median microseconds of a replay, and the graph."""
     graph = Capture(DEVICE).graph(lambda: void(work()))
-    times = []
-    for _ in range(repeats):
-        first, last = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
-        first.record()
-        graph.replay()
-        last.record()
-        last.synchronize()
-        times.append(float(first.elapsed_time(last)) * 1e3)
-    return statistics.median(times), graph
+    return median_seconds(graph.replay, repeats, warm_up=0) * 1e6, graph
 
 
 def void(_: object) -> None:

@@ -6,13 +6,13 @@ What the measurements of `benchmarks.deep_ep` have in common.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from benchmarks.device_time import median_seconds
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.kernels.masked_rows import MaskedRows
@@ -97,24 +97,15 @@ class Bench:
 
     def slowest(self, call: Callable[[], object], repeats: int = 20, warm_up: int = 5) -> float:
         """Return the median seconds of a call on the device, of the slowest rank."""
-        for _ in range(warm_up):
-            call()
-        times = []
-        for _ in range(repeats):
+
+        def begin_together() -> None:
             self.group.barrier()
             torch.cuda.synchronize()
             # Some work first, so that the host runs ahead, and ranks begin together.
             torch.cuda._sleep(200_000)  # type: ignore[no-untyped-call]
-            first, last = (
-                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                for _ in range(2)
-            )
-            first.record()
-            call()
-            last.record()
-            last.synchronize()
-            times.append(float(first.elapsed_time(last)) / 1e3)
-        mine = torch.tensor([statistics.median(times)], dtype=torch.float64, device="cuda")
+
+        seconds = median_seconds(call, repeats, warm_up=warm_up, before=begin_together)
+        mine = torch.tensor([seconds], dtype=torch.float64, device="cuda")
         return float(self.group.all_gather(mine).max())
 
     def check(self, name: str, dispatcher: Any, num_tokens: int, steps: int = 3) -> dict[str, Any]:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.device_time import median_seconds
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.build import build_kv_pool
 from engine.execution import Execution
@@ -39,24 +38,6 @@ from engine.weights.fp8 import quantize_block
 PROMPTS = 4
 PROMPT_LEN = 4096
 BLOCK_SIZE = 64
-
-
-def measure(call: Callable[[], object], repeats: int = 15) -> float:
-    """Return the median device seconds of a call."""
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        first, last = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
-        first.record()
-        call()
-        last.record()
-        last.synchronize()
-        times.append(float(first.elapsed_time(last)) / 1e3)
-    return statistics.median(times)
 
 
 def random_weight(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,7 +61,7 @@ def measure_dense(kernels: Kernels) -> list[dict[str, Any]]:
             def call(x: Any = x, weight: Any = weight) -> object:
                 return kernels.fp8_linear(x, *weight)
 
-            seconds = measure(call)
+            seconds = median_seconds(call)
             results.append(
                 {
                     "what": f"fp8 {name} {num_tokens}x{rows}x{columns}",
@@ -102,10 +83,10 @@ def measure_experts(kernels: Kernels, num_rows: int = 65536, experts: int = 32) 
     names = torch.arange(experts, dtype=torch.int32, device="cuda")
     expert_M = names.repeat_interleave(num_rows // experts)
     gemm = kernels._gemm  # type: ignore[attr-defined]  # the products without the activation
-    up = measure(lambda: gemm.grouped_linear(rows, expert_M, *w13))
+    up = median_seconds(lambda: gemm.grouped_linear(rows, expert_M, *w13))
     narrow = kernels.quantize_rows(torch.randn(num_rows, width, device="cuda").bfloat16())
-    down = measure(lambda: gemm.grouped_linear(narrow, expert_M, *w2))
-    whole = measure(lambda: kernels.grouped_fp8_mlp(rows, expert_M, w13, w2))  # type: ignore[arg-type]
+    down = median_seconds(lambda: gemm.grouped_linear(narrow, expert_M, *w2))
+    whole = median_seconds(lambda: kernels.grouped_fp8_mlp(rows, expert_M, w13, w2))  # type: ignore[arg-type]
     operations = 2e-12 * num_rows * 3 * width * hidden
     return {
         "what": f"grouped pair, {num_rows} rows over {experts} experts",
@@ -126,7 +107,7 @@ def measure_attention(kernels: Kernels, num_heads: int) -> dict[str, Any]:
     ends = torch.arange(PROMPTS + 1, dtype=torch.int32, device="cuda") * PROMPT_LEN
     lengths = [(PROMPT_LEN, PROMPT_LEN)] * PROMPTS
     seqs = VarlenLengths(lengths=lengths, cu_seqlens_q=ends, cu_seqlens_k=ends)
-    seconds = measure(lambda: kernels.varlen_attention(q, k, v, seqs, 0.1352))
+    seconds = median_seconds(lambda: kernels.varlen_attention(q, k, v, seqs, 0.1352))
     operations = attention_operations(q, v, seqs)
     return {
         "what": f"causal attention {PROMPTS} x {PROMPT_LEN}, {num_heads} heads",
@@ -203,7 +184,7 @@ def measure_layer(
     def call() -> object:
         return run(layer(Residual(hidden), step))
 
-    whole = measure(call, repeats=7)
+    whole = median_seconds(call, repeats=7)
     timer.mode = TimerMode.BOUNDS
     call()
     repeats = 5

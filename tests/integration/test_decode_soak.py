@@ -42,6 +42,7 @@ from tests.integration.conftest import MODEL_DIR
 from tests.integration.lagging_decode import BROKEN, BROKEN_AT
 from tests.integration.test_soak import num_open_files
 
+FIXED, LAGGING = "tests.integration.fixed_decode", "tests.integration.lagging_decode"
 SECONDS = float(os.environ.get("TANDEM_SOAK_SECONDS", "600"))
 NUM_CASES = 64
 MAX_MODEL_LEN = 320
@@ -161,7 +162,8 @@ def crowded(case: Case) -> Case:
     return replace(case, params={**case.params, "stop_token_ids": stops, "min_tokens": 1})
 
 
-def make_cases(oracle: DeepseekV3ForCausalLM, count: int, *, can_break: bool) -> list[Case]:
+def make_cases(oracle: DeepseekV3ForCausalLM, count: int) -> list[Case]:
+    """Cases of all kinds; those with an `error` need ranks that can break."""
     draw = random.Random(29)
     plain = with_outputs(oracle, draw_cases(draw, count))
     stopped = with_outputs(
@@ -170,15 +172,13 @@ def make_cases(oracle: DeepseekV3ForCausalLM, count: int, *, can_break: bool) ->
     # Hardly in the time that a request has, and with most of a pool.
     long = [replace(case, params={**case.params, "max_tokens": 200}) for case in plain[:2]]
     plainly = with_outputs(oracle, [crowded(case) for case in plain[1:20:6]])
-    cases = [*plain[::2], *stopped, *with_outputs(oracle, long), *plainly]
-    if can_break:
-        broken = [replace(case, prompt=[BROKEN, *case.prompt]) for case in plain[:6]]
-        broken = [replace(c, params={**c.params, "max_tokens": 20}) for c in broken]
-        cases += [
-            replace(case, token_ids=case.token_ids[:BROKEN_AT], error="internal_error")
-            for case in with_outputs(oracle, broken)
-        ]
-    return cases
+    broken = [replace(case, prompt=[BROKEN, *case.prompt]) for case in plain[:4]]
+    broken = [replace(case, params={**case.params, "max_tokens": 20}) for case in broken]
+    failing = [
+        replace(case, token_ids=case.token_ids[:BROKEN_AT], error="internal_error")
+        for case in with_outputs(oracle, broken)
+    ]
+    return [*plain[::2], *stopped, *with_outputs(oracle, long), *plainly, *failing]
 
 
 def with_stop_text(draw: random.Random, case: Case) -> Case:
@@ -383,15 +383,14 @@ COUNTED = (
 
 def run_decode_soak(
     folder: Path,
-    oracle: DeepseekV3ForCausalLM,
+    cases: list[Case],
     seconds: float,
     *,
     module: str,
-    num_cases: int,
     report: Callable[[str], object] = print,
 ) -> None:
-    can_break = module.endswith("lagging_decode")
-    cases = make_cases(oracle, num_cases, can_break=can_break)
+    can_break = module == LAGGING
+    cases = [case for case in cases if can_break or not case.error]
     with Cluster(decode_soak_config(), folder, modules={"decode": module}) as cluster:
         soak = DecodeSoak(cluster, cases, random.Random(31))
         asyncio.run(soak.undisturbed())
@@ -425,20 +424,20 @@ def run_decode_soak(
     assert cluster.marked_processes() == []
 
 
-FIXED, LAGGING = "tests.integration.fixed_decode", "tests.integration.lagging_decode"
+@pytest.fixture(scope="module")
+def few_cases(oracle: DeepseekV3ForCausalLM) -> list[Case]:
+    """Of the short runs: what one process gives takes as long as what is measured."""
+    return make_cases(oracle, 10)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("module", [FIXED, LAGGING])
 def test_a_short_decode_soak(
-    tmp_path: Path,
-    oracle: DeepseekV3ForCausalLM,
-    capsys: pytest.CaptureFixture[str],
-    module: str,
+    tmp_path: Path, few_cases: list[Case], capsys: pytest.CaptureFixture[str], module: str
 ) -> None:
     with capsys.disabled():
-        run_decode_soak(tmp_path, oracle, 20.0, module=module, num_cases=16)
+        run_decode_soak(tmp_path, few_cases, 20.0, module=module)
 
 
 @pytest.mark.soak
@@ -447,4 +446,4 @@ def test_a_long_decode_soak(
     tmp_path: Path, oracle: DeepseekV3ForCausalLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with capsys.disabled():
-        run_decode_soak(tmp_path, oracle, SECONDS, module=LAGGING, num_cases=NUM_CASES)
+        run_decode_soak(tmp_path, make_cases(oracle, NUM_CASES), SECONDS, module=LAGGING)

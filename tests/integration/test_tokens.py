@@ -29,9 +29,11 @@ from tests.integration.conftest import MODEL_DIR
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 NUM_TOKENS = 24
+NUM_GROWN = 140
 
 GREEDY = {"temperature": 0}
 SEEDED = {"temperature": 1.0, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1}
+SAMPLING: dict[str, dict[str, Any]] = {"greedy": GREEDY, "seeded": SEEDED}
 
 
 def requests_for(
@@ -65,11 +67,6 @@ CONFIGS = {
         model=ModelSection(path=str(MODEL_DIR)),
         prefill=PrefillSection(max_num_batched_tokens=96, num_blocks=96),
         kv_transfer=KVTransferSection(layers_per_group=2),
-    ),
-    "preemption": ClusterConfig(
-        model=ModelSection(path=str(MODEL_DIR)),
-        # All prompts fit, their growth does not: 14 requests hold 37 blocks and want 10 more.
-        decode=DecodeSection(num_blocks=40, enable_prefix_caching=False),
     ),
     "tp2-to-dp2-ep2": ClusterConfig(
         model=ModelSection(path=str(MODEL_DIR)),
@@ -113,15 +110,23 @@ def cluster(
     assert running.marked_processes() == []
 
 
-@pytest.mark.parametrize("extra", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.fixture(scope="module")
+def one_process(
+    oracle: DeepseekV3ForCausalLM, prompts: list[list[int]]
+) -> dict[str, list[list[int]]]:
+    """What one process gives for all prompts, by the name of the sampling."""
+    return {name: expected_tokens(oracle, prompts, extra) for name, extra in SAMPLING.items()}
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
 def test_split_equals_one_process(
+    one_process: dict[str, list[list[int]]],
     cluster: Cluster,
-    oracle: DeepseekV3ForCausalLM,
     prompts: list[list[int]],
-    extra: dict[str, Any],
+    sampling: str,
 ) -> None:
-    expected = expected_tokens(oracle, prompts, extra)
-    params = requests_for(prompts, extra)
+    expected = one_process[sampling]
+    params = requests_for(prompts, SAMPLING[sampling])
     assert_same(run_all(cluster.base_url, prompts, params), expected)
     # Once more: now every whole block of every prompt is a prefix hit where caches are on.
     again = run_all(cluster.base_url, prompts, params)
@@ -132,23 +137,44 @@ def test_split_equals_one_process(
         for rank in range(num_endpoints):
             tokens = cluster.metric("prefill-0", "pd_prefill_prompt_tokens_total", rank=rank)
             assert tokens > 0, f"rank {rank} computed nothing"
-    elif cluster.config.decode.enable_prefix_caching:
+    else:
         for prompt, completion in zip(prompts, again, strict=True):
             assert completion.num_cached_tokens == (len(prompt) - 1) // 64 * 64
     cluster.wait_idle()
 
 
-@pytest.mark.parametrize("overlap_steps", ["off", "on"])
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """Prompts of a block that grow to four, and what one process gives for them."""
+
+    prompts: list[list[int]]
+    expected: dict[str, list[list[int]]]
+    """By the name of the sampling."""
+
+
+@pytest.fixture(scope="module")
+def growth(oracle: DeepseekV3ForCausalLM, prompts: list[list[int]]) -> Growth:
+    short = [prompt[:60] for prompt in prompts if len(prompt) >= 60][:2]
+    expected = {
+        name: expected_tokens(oracle, short, extra, NUM_GROWN) for name, extra in SAMPLING.items()
+    }
+    return Growth(prompts=short, expected=expected)
+
+
+@pytest.mark.parametrize(("overlap_steps", "sampling"), [("off", "seeded"), ("on", "greedy")])
 def test_preemption_took_part(
-    oracle: DeepseekV3ForCausalLM, prompts: list[list[int]], tmp_path: Path, overlap_steps: str
+    growth: Growth, tmp_path: Path, overlap_steps: str, sampling: str
 ) -> None:
-    """Two requests run that grow to five blocks each, for which admission expects three."""
-    decode = DecodeSection(num_blocks=7, enable_prefix_caching=False, overlap_steps=overlap_steps)
-    config = dataclasses.replace(CONFIGS["preemption"], decode=decode)
-    short = [prompt[:60] for prompt in prompts if len(prompt) >= 60][:4]
+    """Two requests run that grow to four blocks each, for which admission expects three."""
+    config = ClusterConfig(
+        model=ModelSection(path=str(MODEL_DIR)),
+        decode=DecodeSection(
+            num_blocks=7, enable_prefix_caching=False, overlap_steps=overlap_steps
+        ),
+    )
     with Cluster(config, tmp_path) as running:
-        expected = expected_tokens(oracle, short, GREEDY, 200)
-        got = run_all(running.base_url, short, requests_for(short, GREEDY, 200))
-        assert_same(got, expected)
+        params = requests_for(growth.prompts, SAMPLING[sampling], NUM_GROWN)
+        got = run_all(running.base_url, growth.prompts, params)
+        assert_same(got, growth.expected[sampling])
         running.wait_idle()
         assert running.metric("decode-0", "pd_decode_preemptions_total") > 0

@@ -4,21 +4,17 @@ The parts that time nothing also run in Triton's interpreter: TRITON_INTERPRET=1
 """
 
 import importlib
-import os
 from typing import Any
 
 import pytest
-import torch
 
 from engine.kernels.triton_gemm.candidates import candidates
 from engine.kernels.triton_gemm.limits import AMPERE, HOPPER, DeviceLimits
 from engine.kernels.triton_gemm.tables import choose
 from engine.kernels.triton_gemm.tiles import ProductShape, RowLayout
+from tests.engine.triton_device import DEVICE, IS_INTERPRETED, skip_without_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
-
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 
 SHAPES = [
     ProductShape(layout=RowLayout.PLAIN, num_rows=70, num_columns=160, depth=256),
@@ -29,9 +25,7 @@ SHAPES = [
 
 @pytest.fixture(autouse=True)
 def _needs_a_device() -> None:
-    pytest.importorskip("triton")
-    if not IS_INTERPRETED and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
+    skip_without_device()
 
 
 def load(name: str) -> Any:

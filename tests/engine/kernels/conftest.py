@@ -1,19 +1,18 @@
 """Where Triton's kernels are checked: a GPU, or Triton's interpreter on a CPU."""
 
-import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.triton_device import skip_without_device
+
 
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip without a device; otherwise give fresh inputs, and memory that nobody has written."""
-    pytest.importorskip("triton")
-    if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
+    skip_without_device()
     torch.seed()  # fresh inputs every run
 
     def poisoned(*size: Any, **kwargs: Any) -> Tensor:

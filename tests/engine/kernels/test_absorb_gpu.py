@@ -4,7 +4,6 @@ See `test_fused_gpu` for how that is run.
 """
 
 import importlib
-import os
 from typing import Any
 
 import pytest
@@ -16,6 +15,8 @@ from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.latent_storage import to_storage
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
+from tests.engine.relative_error import relative_error
+from tests.engine.triton_device import DEVICE, IS_INTERPRETED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,8 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
 ]
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 DTYPE = torch.float16 if IS_INTERPRETED else torch.bfloat16
 """The interpreter multiplies the bits of bfloat16."""
 TOKENS = [1, 5, 33] if IS_INTERPRETED else [1, 5, 32, 64, 100, 128, 256, 300]
@@ -55,10 +54,6 @@ def draw_weight() -> Tensor:
     data = torch.randn(HEADS, 2 * NOPE, RANK, device=DEVICE) / RANK**0.5
     wide: Tensor = data.to(DTYPE)
     return wide[:, NOPE:]
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)

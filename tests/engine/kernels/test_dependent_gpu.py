@@ -4,7 +4,6 @@ What is compiled needs Triton and no GPU; not for its interpreter.
 """
 
 import importlib
-import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from engine.kernels.triton_gemm.limits import HOPPER
 from tests.engine.elsewhere import compiling_only
+from tests.engine.triton_device import IS_INTERPRETED
 
 triton = pytest.importorskip("triton")
 dependent = importlib.import_module("engine.kernels.fused.dependent")
@@ -22,7 +22,7 @@ dependent = importlib.import_module("engine.kernels.fused.dependent")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("default"),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles nothing"),
+    pytest.mark.skipif(IS_INTERPRETED, reason="compiles nothing"),
 ]
 
 TOUCHES_MEMORY = re.compile(r"\b(ld|st|atom|red|cp\.async)\S*global")

@@ -9,6 +9,7 @@ from engine.kernels.latent_storage import to_storage
 from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.paged_reference import paged_attention
 from engine.kernels.schedule_reference import count_pages, even_schedule, tabulate
+from tests.engine.relative_error import relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -38,12 +39,6 @@ def draw_case(
     q_SHL = torch.randn(len(lengths), num_heads, LATENT, device="cuda").bfloat16()
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     return q_SHL * 0.3, to_storage(pool, dtype)[:, LAYER], tables.cuda(), seq_lens
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    error = (actual.float() - expected.float()).norm() / expected.float().norm()
-    assert not error.isnan()
-    return float(error)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

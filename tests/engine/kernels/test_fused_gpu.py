@@ -5,7 +5,6 @@ They also run on a CPU in Triton's interpreter: TRITON_INTERPRET=1 pytest -m gpu
 """
 
 import importlib
-import os
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
+from tests.engine.triton_device import DEVICE, IS_INTERPRETED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,8 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
 ]
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 TOKENS = [1, 5, 70] if IS_INTERPRETED else [1, 5, 70, 129, 4099]
 HIDDEN = 384 if IS_INTERPRETED else 7168
 BF16 = 2e-2

@@ -24,6 +24,7 @@ from engine.weights.fp8 import quantize_block
 from engine.weights.loader import load_weights
 from runtime.sampling import SamplingParams
 from tests.engine.agreement import BUNDLED, SAMPLING, Answer, compare, read_texts
+from tests.engine.relative_error import relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -62,12 +63,6 @@ def draw_experts(num_experts: int, hidden: int, width: int) -> list[tuple[Tensor
         pairs = [draw_weight(*shape) for _ in range(num_experts)]
         stacks.append((torch.stack([w for w, _ in pairs]), torch.stack([s for _, s in pairs])))
     return stacks
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    error = (actual.float() - expected.float()).norm() / expected.float().norm()
-    assert not error.isnan()
-    return float(error)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 77, 513])

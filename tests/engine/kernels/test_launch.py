@@ -3,7 +3,6 @@
 Needs Triton and no GPU; not for its interpreter, which compiles nothing.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,13 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.engine.triton_device import IS_INTERPRETED
+
 triton = pytest.importorskip("triton")
 launch = pytest.importorskip("engine.kernels.fused.launch")
 tl: Any = triton.language
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles nothing"),
+    pytest.mark.skipif(IS_INTERPRETED, reason="compiles nothing"),
 ]
 
 

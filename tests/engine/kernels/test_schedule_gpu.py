@@ -4,13 +4,13 @@ Also in Triton's interpreter (see `test_fused_gpu`).
 """
 
 import importlib
-import os
 import random
 
 import pytest
 import torch
 
 from engine.kernels.schedule_reference import OVERHEAD, best_schedule, count_pages, tabulate
+from tests.engine.triton_device import DEVICE, IS_INTERPRETED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,8 +18,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
 ]
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 ROUNDS = 2 if IS_INTERPRETED else 60
 
 

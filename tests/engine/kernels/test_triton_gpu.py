@@ -20,6 +20,7 @@ from engine.kernels.portable import PortableKernels
 from engine.kernels.triton_gemm.limits import AMPERE, DeviceLimits
 from engine.weights.fp8 import quantize_block
 from runtime.sampling import SamplingParams
+from tests.engine.relative_error import relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -51,12 +52,6 @@ def draw_experts(number: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     weights = torch.randn(number, rows, columns, device="cuda") / columns**0.5
     pairs = [quantize_block(weight) for weight in weights]
     return torch.stack([w for w, _ in pairs]), torch.stack([s for _, s in pairs])
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    error = (actual.float() - expected.float()).norm() / expected.float().norm()
-    assert not error.isnan()
-    return float(error)
 
 
 def aligned_experts(

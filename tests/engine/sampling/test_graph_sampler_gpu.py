@@ -5,7 +5,6 @@ TRITON_INTERPRET=1 pytest -m gpu.
 """
 
 import importlib
-import os
 import random
 from dataclasses import fields
 
@@ -15,11 +14,10 @@ from torch import Tensor
 
 from engine.sampling.graph_sampler import MAX_EDITS, GraphSampler, SamplingRows, SamplingStage
 from engine.sampling.noise import mix_seed
+from tests.engine.triton_device import DEVICE, IS_INTERPRETED, skip_without_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 NUM_ROWS = 6 if IS_INTERPRETED else 160
 WIDE = 20000 if IS_INTERPRETED else 129280
 """More tokens than are set apart, and than there are lanes."""
@@ -121,9 +119,7 @@ def count_differences(kind: str, vocab_size: int, rows: SamplingRows) -> int:
 
 @pytest.fixture(autouse=True)
 def _needs_gpu() -> None:
-    pytest.importorskip("triton")
-    if not (torch.cuda.is_available() or IS_INTERPRETED):
-        pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
+    skip_without_device()
     torch.manual_seed(0)
 
 

@@ -4,7 +4,6 @@ They also run on a CPU in Triton's interpreter, on small shapes (TRITON_INTERPRE
 """
 
 import importlib
-import os
 import random
 from typing import Any
 
@@ -26,13 +25,13 @@ from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.triton_gemm.limits import HOPPER
 from engine.weights.fp8 import dequantize_block, quantize_block
 from tests.engine.kernels.triton_gemm.test_compile_gpu import Elsewhere, driver
+from tests.engine.relative_error import relative_error
+from tests.engine.triton_device import DEVICE, IS_INTERPRETED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 __all__ = ["driver"]
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 PRODUCT = 1e-2 if IS_INTERPRETED else 6e-3
 """Relative error of a product: bfloat16 results (the interpreter cuts), sums in another order."""
 
@@ -71,9 +70,7 @@ def draw_experts(number: int, num_rows: int, num_columns: int) -> tuple[Tensor, 
 
 def draw_rows(counts: list[int], num_columns: int, max_rows: int = 128) -> MaskedRows:
     """Return random rows, and NaN in data and scales beyond them."""
-    data, scale = masked_reference.empty_masked(
-        len(counts), max_rows, num_columns, torch.device(DEVICE)
-    )
+    data, scale = masked_reference.empty_masked(len(counts), max_rows, num_columns, DEVICE)
     for expert, count in enumerate(counts):
         part = reference.quantize_rows(torch.randn(count, num_columns, device=DEVICE))
         data.view(torch.uint8)[expert, :count] = part.data_TK.view(torch.uint8)
@@ -95,11 +92,6 @@ def weight_of(weight: tuple[Tensor, Tensor], expert: int) -> Tensor:
     return dequantize_block(weight[0][expert], weight[1][expert])
 
 
-def error_of(actual: Tensor, expected: Tensor) -> float:
-    assert actual.isfinite().all()
-    return float((actual.float() - expected).norm() / expected.norm())
-
-
 COUNTS = [[3, 0, 128, 17], [0, 0, 0, 1], [16, 33, 64, 65]]
 WIDTHS = (512, 256) if IS_INTERPRETED else (4096, 2048)
 
@@ -118,8 +110,8 @@ def test_gate_and_up_are_activated_and_quantised(
         if count:
             exact = rows_of(rows, expert, count) @ weight_of(w13, expert).T
             exact = reference.silu_and_mul(exact)
-            own = error_of(reference.quantize_rows(exact).dequantize(), exact)
-            assert error_of(rows_of(out, expert, count), exact) < ROUNDING * own
+            own = relative_error(reference.quantize_rows(exact).dequantize(), exact)
+            assert relative_error(rows_of(out, expert, count), exact) < ROUNDING * own
 
 
 @pytest.mark.parametrize("tile", DOWN_TILES)
@@ -132,7 +124,7 @@ def test_plain_product(mlp: Any, tile: StreamTile, counts: list[int]) -> None:
         assert out[expert, count:].isnan().all()
         if count:
             exact = rows_of(rows, expert, count) @ weight_of(w2, expert).T
-            assert error_of(out[expert, :count], exact) < PRODUCT
+            assert relative_error(out[expert, :count], exact) < PRODUCT
 
 
 @pytest.mark.parametrize("num_experts", [1, 3, 5])
@@ -149,7 +141,7 @@ def test_mlp(mlp: Any, num_experts: int, max_rows: int) -> None:
     expected = masked_reference.masked_fp8_mlp(rows, w13, w2)
     for expert, count in enumerate(counts):
         if count:
-            assert error_of(out[expert, :count], expected[expert, :count].float()) < MLP
+            assert relative_error(out[expert, :count], expected[expert, :count]) < MLP
 
 
 def test_what_is_not_streamed(mlp: Any) -> None:

@@ -5,7 +5,6 @@ machine because Triton is missing there.
 """
 
 import importlib
-import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from engine.kernels.triton_gemm.candidates import candidates, shared_memory
 from engine.kernels.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from engine.kernels.triton_gemm.tiles import ProductShape, RowLayout
 from tests.engine.elsewhere import Elsewhere, compiling_only
+from tests.engine.triton_device import IS_INTERPRETED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -31,7 +31,7 @@ NUM_TILES = 12
 @pytest.fixture
 def driver() -> Iterator[Any]:
     pytest.importorskip("triton")
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if IS_INTERPRETED:
         pytest.skip("the interpreter compiles nothing")
     driver = importlib.import_module("triton.runtime.driver").driver
     yield driver

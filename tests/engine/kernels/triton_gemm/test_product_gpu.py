@@ -6,7 +6,6 @@ interpreter: TRITON_INTERPRET=1 pytest -m gpu, on small shapes (with a NumPy bef
 """
 
 import importlib
-import os
 import random
 from typing import Any
 
@@ -21,6 +20,8 @@ from engine.kernels.triton_gemm.candidates import candidates, shared_memory
 from engine.kernels.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from engine.kernels.triton_gemm.tiles import ProductShape, RowLayout, TileConfig
 from engine.weights.fp8 import quantize_block
+from tests.engine.relative_error import relative_error
+from tests.engine.triton_device import DEVICE, IS_INTERPRETED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,8 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 SAME_INPUTS = 1e-2 if IS_INTERPRETED else 5e-3
 """Relative error: bfloat16 results (the interpreter cuts), sums in another order."""
 
@@ -64,9 +63,7 @@ def draw_experts(number: int, num_rows: int, num_columns: int) -> tuple[Tensor, 
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = SAME_INPUTS) -> None:
-    assert not actual.isnan().any()
-    error = (actual.float() - expected.float()).norm() / expected.float().norm()
-    assert error < tolerance, float(error)
+    assert relative_error(actual, expected) < tolerance
 
 
 SHAPES = (
@@ -164,7 +161,7 @@ def test_aligned_rows_and_blocks_of_no_expert(limits: DeviceLimits) -> None:
 def test_masked_rows(limits: DeviceLimits, expected_rows: int) -> None:
     counts = [3, 0, 128, 65]
     weight = draw_experts(4, 192, 256)
-    data, scale = masked_reference.empty_masked(4, 128, 256, torch.device(DEVICE))
+    data, scale = masked_reference.empty_masked(4, 128, 256, DEVICE)
     for expert, count in enumerate(counts):
         part = draw_rows(count, 256)
         data.view(torch.uint8)[expert, :count] = part.data_TK.view(torch.uint8)
