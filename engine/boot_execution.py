@@ -37,8 +37,8 @@ to cover them, and the host launches twice as much. Symmetric ones are not measu
 ranks of `prefill.dp`, which do not overlap."""
 
 AUTO_DECODE_OVERLAP: Final = False
-"""Whether `decode.two_batch_overlap = "auto"` overlaps. Not measured yet; a step of half of the
-tokens reads as many weights."""
+"""Whether `decode.two_batch_overlap = "auto"` overlaps. Each half reads all weights: on four H200 a
+step takes 1.5 times as long, with 128 requests a rank and with 256."""
 
 AUTO_DEPENDENT_LAUNCHES: Final = True
 """Whether `decode.dependent_launches = "auto"` is on, on GPUs: a layer of 64 or 128 requests takes
