@@ -177,7 +177,7 @@ def test_counts_are_read_when_a_graph_is_replayed(mlp: Any) -> None:
 def compile_elsewhere(driver: Any, tile: StreamTile, *, is_gated: bool) -> Any:
     module = importlib.import_module("engine.kernels.expert_stream.mlp")
     stream = importlib.import_module("engine.kernels.expert_stream.kernel").stream
-    driver.set_active(Elsewhere(HOPPER))
+    driver.set_active(Elsewhere(HOPPER.sm))
     rows = MaskedRows(
         data_LMD=torch.empty(4, 128, 512, dtype=torch.float8_e4m3fn),
         scale_LMG=torch.empty(4, 4, 128).transpose(1, 2),
