@@ -77,7 +77,7 @@ LAYOUTS = (
     Layout(prefill_dp=2, decode_dp=2),
     Layout(prefill_tp=4, decode_dp=4),
     Layout(prefill_tp=4, decode_dp=4, dispatcher="nvlink"),
-    Layout(decode_dp=8),
+    Layout(decode_dp=8, dispatcher="gathered"),
     Layout(prefill_tp=8, decode_dp=8),
 )
 
