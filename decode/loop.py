@@ -11,9 +11,9 @@ has ended is then known one step late; the token that the late step gives it is 
 blocks are free when that step is over.
 
 If anything in a step fails, the rank cannot know what state the model or the group is in: every
-request is answered with an error (see `endings`), later commands are refused, and `on_end` tells
-the process, which exits. The failure of one request never comes here; the rank handles it. So it
-does where a step, or the meeting before it, never returns: a `Watchdog` then stands in for this
+request is answered with an error (see `runtime.endings`), later commands are refused, and `on_end`
+tells the process, which exits. The failure of one request never comes here; the rank handles it. So
+it does where a step, or the meeting before it, never returns: a `Watchdog` then stands in for this
 thread.
 """
 
@@ -29,15 +29,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from decode.endings import RankName, failure_of_requests, refusal_of_calls
 from decode.frames import Delta
 from decode.metrics import DecodeMetrics
 from decode.rank import DecodeRank
 from decode.scheduler import StepPlan
 from engine.parallel.lockstep import GroupState, IdlePace, Lockstep, RankState
-from engine.parallel.lost_peer import as_lost_peer
+from engine.parallel.lost_peer import reason_of_end
 from engine.request import ScheduledRequest
 from engine.runner import PendingStep
+from runtime.endings import RankName, failure_of_requests, refusal_of_calls
 from runtime.errors import InternalError, PeerLostError, TandemError
 from runtime.logging import get_logger
 from runtime.pb import decode_pb2
@@ -135,7 +135,7 @@ class EngineLoop:
         self._max_ahead = max_ahead
         self._step_timeout_s = step_timeout_s
         self._watchdog = Watchdog(self._end, watchdog)
-        self._name = name or RankName()
+        self._name = name or RankName(instance="decode")
         self._in_flight: deque[_LaunchedStep] = deque()
         self._is_following = False  # the latest turn launched a step
         self._taken_over_at = 0.0
@@ -201,7 +201,7 @@ class EngineLoop:
                 logger.info("the other ranks left first")
             else:
                 logger.exception("the engine loop failed")
-                error = self._as_ours(caught)
+                error = reason_of_end(caught, in_group=self._name.num_ranks > 1)
         self._watchdog.close()
         self._end(error)
 
@@ -313,7 +313,3 @@ class EngineLoop:
                 return
             except Exception:
                 logger.exception("a command failed after the end of the loop")
-
-    def _as_ours(self, error: Exception) -> TandemError:
-        lost = as_lost_peer(error) if self._lockstep.is_group else None
-        return lost or InternalError(f"{type(error).__name__}: {error}")

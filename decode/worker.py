@@ -25,7 +25,6 @@ from decode.assembly import (
     build_transfer_side,
 )
 from decode.bridge import RankBridge
-from decode.endings import RankName
 from decode.frames import Delta, Outboxes
 from decode.live import WriterOrder
 from decode.loop import EngineLoop
@@ -129,7 +128,7 @@ class DecodeWorker:
             on_end=self._engine_ended,
             max_ahead=self._options.config.decode.max_ahead,
             step_timeout_s=self._options.config.decode.step_timeout_s,
-            name=_name_of(self._options),
+            name=self._options.rank_name,
         )
         self._bridge = RankBridge(self._engine, rank)
         self._outboxes = Outboxes(self._bridge.abort_router, time.monotonic)
@@ -270,12 +269,6 @@ class DecodeWorker:
 def _set_once(future: asyncio.Future[TandemError | None], error: TandemError | None) -> None:
     if not future.done():
         future.set_result(error)
-
-
-def _name_of(options: WorkerOptions) -> RankName:
-    return RankName(
-        instance=options.instance, rank=options.rank, num_ranks=options.config.decode.dp
-    )
 
 
 def _facts(

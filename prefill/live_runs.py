@@ -112,10 +112,8 @@ class LiveRuns:
         self._is_closed = False
         self._is_empty = asyncio.Event()
         self._is_empty.set()
-        self.loop_ended: asyncio.Future[BaseException | None] = (
-            asyncio.get_running_loop().create_future()
-        )
-        """Done when the engine loop is over, with its error if it failed."""
+        self.loop_ended: asyncio.Future[LoopEnded] = asyncio.get_running_loop().create_future()
+        """Done when the engine loop is over, with its last event."""
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -212,10 +210,11 @@ class LiveRuns:
             self._finish(run)
 
     def _end(self, event: LoopEnded) -> None:
+        # Those, too, that were handed over before the end and that the loop had not come to.
         for run in self._runs.values():
             self._answer(run, event.failure)
         if not self.loop_ended.done():
-            self.loop_ended.set_result(event.error)
+            self.loop_ended.set_result(event)
 
     def _answer(self, run: LiveRun, answer: FirstTokenSampled | TandemError) -> None:
         if not run.answer.done():

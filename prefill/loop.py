@@ -28,6 +28,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from engine.parallel.lockstep import GroupState, IdlePace, Lockstep, RankState, SoloLockstep
+from engine.parallel.lost_peer import reason_of_end
 from prefill.commands import PushBlocks
 from prefill.kv_push import PushSettings, plan_pushes
 from prefill.messages import (
@@ -46,7 +47,8 @@ from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
 from prefill.stall import StallMeter
 from prefill.steps import StepLine, StepRunner
-from runtime.errors import PeerLostError
+from runtime.endings import RankName
+from runtime.errors import PeerLostError, TandemError
 from runtime.logging import get_logger
 from runtime.watchdog import AbandonedError, Watchdog, WatchdogOptions
 
@@ -64,6 +66,7 @@ class LoopSettings:
     Attributes:
         max_model_len: most tokens of prompt and output together.
         push: how layers are grouped for sending.
+        name: of the rank, for its last words.
         keep_hidden: send the last hidden state along, for MTP.
         max_ahead: steps that may run while another is launched; 0 on a CPU, which runs one at once.
         enter_thread: called first on the loop's thread.
@@ -76,6 +79,7 @@ class LoopSettings:
 
     max_model_len: int
     push: PushSettings
+    name: RankName = field(default_factory=lambda: RankName(instance="prefill"))
     keep_hidden: bool = False
     max_ahead: int = 0
     enter_thread: Callable[[], None] = lambda: None
@@ -207,7 +211,7 @@ class EngineLoop:
         return is_any
 
     def _run(self) -> None:
-        error: BaseException | None = None
+        error: TandemError | None = None
         try:
             self._settings.enter_thread()
             while not self._is_over:
@@ -222,7 +226,7 @@ class EngineLoop:
             if self._stopping and not len(self._desk) and isinstance(caught, PeerLostError):
                 logger.info("the other ranks left first")
             else:
-                error = caught
+                error = reason_of_end(caught, in_group=self._settings.name.num_ranks > 1)
                 logger.exception("the engine loop failed")
         self._watchdog.close()
         self._end(error)
@@ -247,8 +251,9 @@ class EngineLoop:
             self._scheduler.check_integrity()
             self._is_checked = True
 
-    def _end(self, error: BaseException | None) -> None:
-        ended = LoopEnded(error)
+    def _end(self, error: TandemError | None) -> None:
+        """Answer everybody; on the loop's thread, or on the watchdog's in its stead."""
+        ended = LoopEnded(self._settings.name, error)
         self._desk.fail_all(ended.failure)
         self._emit(ended)
 

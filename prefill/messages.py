@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from prefill.rank_plan import Closure
 from prefill.request import PrefillRequest
-from runtime.errors import InternalError, PeerLostError, TandemError
+from runtime.endings import RankName, failure_of_requests, refusal_of_calls
+from runtime.errors import TandemError
 from runtime.sampling import FinishReason, PositionLogprobs
 
 
@@ -109,19 +110,25 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class LoopEnded:
-    """The loop thread is over: no event follows. `error` is None after `StopLoop`."""
+    """The loop thread is over: no event follows.
 
-    error: BaseException | None
+    Attributes:
+        name: of the rank.
+        error: why; None after `StopLoop`.
+    """
+
+    name: RankName
+    error: TandemError | None
 
     @property
     def failure(self) -> TandemError:
-        """What requests that are left are answered with; one that another worker may still serve
-        where ranks of this one are gone.
-        """
-        if self.error is None:
-            return InternalError("the prefill worker stopped")
-        kind = PeerLostError if isinstance(self.error, PeerLostError) else InternalError
-        return kind(f"the prefill worker ended: {self.error!r}")
+        """What requests that are left are answered with."""
+        return failure_of_requests(self.name, self.error)
+
+    @property
+    def refusal(self) -> TandemError:
+        """What calls that come after the end are answered with."""
+        return refusal_of_calls(self.name)
 
 
 Event = FirstTokenSampled | RequestFailed | PartClosed | RequestFinished | LoopEnded

@@ -181,9 +181,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     def _check_open(self) -> None:
         if self._is_draining:
-            raise DrainingError("this prefill worker takes nothing new: use another one")
+            raise DrainingError(f"{self._limits.identity.instance} is draining: use another one")
         if self._runs.loop_ended.done():
-            raise DrainingError("this prefill worker has ended: use another one")
+            raise self._runs.loop_ended.result().refusal
 
     async def _meet(self, request: prefill_pb2.RunRequest) -> PeerEndpoint:
         ticket = request.ticket

@@ -36,7 +36,7 @@ from prefill.service import PrefillService
 from prefill.stall import StallMeter
 from prefill.validation import RunLimits
 from runtime.daemon import run_on_daemon
-from runtime.errors import InternalError
+from runtime.endings import failure_of_requests
 from runtime.logging import fields, get_logger
 from runtime.metrics import MetricsServer, gauge_of
 from runtime.pb import common_pb2, prefill_pb2_grpc, registry_pb2
@@ -106,12 +106,12 @@ class PrefillWorker:
         """Run as long as the engine loop does.
 
         Raises:
-            InternalError: the engine loop failed; every request was answered.
+            TandemError: what ended the engine loop; every request was answered.
         """
         assert self._runs is not None
-        error = await asyncio.shield(self._runs.loop_ended)
-        if error is not None:
-            raise InternalError(f"the engine loop failed: {error!r}") from error
+        ended = await asyncio.shield(self._runs.loop_ended)
+        if ended.error is not None:
+            raise ended.error
 
     async def drain(self) -> None:
         """Refuse new requests; return when the last one is drained and decode knows."""
@@ -198,7 +198,7 @@ class PrefillWorker:
 
     def _leave_groups(self, parts: RankParts) -> None:
         ended = None if self._runs is None else self._runs.loop_ended
-        if ended is None or not ended.done() or ended.result() is not None:
+        if ended is None or not ended.done() or ended.result().error is not None:
             # Others may be gone, and leaving in order takes all ranks; kernels may wait for them.
             self.is_stuck |= parts.model.groups.dims.world_size > 1
         if not self.is_stuck:
@@ -209,7 +209,10 @@ class PrefillWorker:
         """Stop sending, then tell decode of what will not come any more."""
         assert self._runs is not None
         await asyncio.to_thread(parts.send.sender.close)
-        self._runs.close_left(0, InternalError("the prefill worker stopped"))
+        ended = self._runs.loop_ended
+        # Where it has not ended in its time it was told to, and the request may go elsewhere.
+        error = ended.result().error if ended.done() else None
+        self._runs.close_left(0, failure_of_requests(self._options.rank_name, error))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
                 await self._closer.flush()
@@ -262,6 +265,7 @@ def make_loop(
         LoopSettings(
             max_model_len=model.max_model_len,
             push=parts.send.push,
+            name=options.rank_name,
             max_ahead=section.max_ahead,
             step_limit_s=section.step_limit_s,
             enter_thread=partial(use_device, model.kv_pool.device),

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 from runtime.config_file import cluster_secret, load_config
+from runtime.endings import RankName
 from runtime.errors import ConfigError
 from runtime.logging import configure_logging, get_logger
 from runtime.process import limit_threads
@@ -64,6 +65,11 @@ class WorkerOptions:
     def section(self) -> PrefillSection | DecodeSection:
         """The configuration of this role."""
         return self.config.prefill if self.role == "prefill" else self.config.decode
+
+    @property
+    def rank_name(self) -> RankName:
+        """How this rank speaks of itself."""
+        return RankName(instance=self.instance, rank=self.rank, num_ranks=self.section.num_ranks)
 
     @property
     def served_name(self) -> str:

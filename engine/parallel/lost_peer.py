@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from torch.distributed import DistBackendError
 
-from runtime.errors import PeerLostError
+from runtime.errors import InternalError, PeerLostError, TandemError
 
 _TRAPPED = "unspecified launch failure"
 
 
-def as_lost_peer(error: Exception) -> PeerLostError | None:
+def as_lost_peer(error: BaseException) -> PeerLostError | None:
     """Return what another rank's loss is called here; None where the error is something else.
 
     Args:
@@ -30,3 +30,14 @@ def as_lost_peer(error: Exception) -> PeerLostError | None:
         reason = str(error).partition("\n")[0]
         return PeerLostError(f"a kernel gave up, as it does when another rank is lost: {reason}")
     return None
+
+
+def reason_of_end(error: BaseException, *, in_group: bool) -> TandemError:
+    """Return why an engine loop ends, from what was raised in it.
+
+    Args:
+        error: of a step, of the meeting before it, or of anything between two steps.
+        in_group: the rank's steps wait for other ranks.
+    """
+    lost = as_lost_peer(error) if in_group or isinstance(error, PeerLostError) else None
+    return lost or InternalError(f"{type(error).__name__}: {error}")

@@ -10,13 +10,13 @@ from concurrent.futures import Future
 import pytest
 from prometheus_client import CollectorRegistry
 
-from decode.endings import RankName
 from decode.frames import Delta
 from decode.loop import EngineLoop
 from decode.metrics import DecodeMetrics
 from engine.parallel.lockstep import GroupState, RankState, SoloLockstep
 from engine.request import ScheduledRequest
 from engine.runner import StepResult
+from runtime.endings import RankName
 from runtime.errors import DrainingError, InternalError, PeerLostError, TandemError
 from runtime.pb import decode_pb2
 from runtime.sampling import FinishReason
@@ -100,7 +100,7 @@ def test_a_step_that_never_ends_is_given_up(where: str, is_group: bool) -> None:
         on_end=ended.set_result,
         step_timeout_s=0.1,
         watchdog=WatchdogOptions(poll_s=0.005, grace_s=0.3, abort=aborted.set),
-        name=RankName(num_ranks=2 if is_group else 1),
+        name=RankName(instance="decode-0", num_ranks=2 if is_group else 1),
     )
     waiting = loop.submit(lambda: bench.reserve(6, max_tokens=6))
     if where != "dummy":

@@ -10,7 +10,6 @@ from concurrent.futures import Future
 import pytest
 from prometheus_client import CollectorRegistry
 
-from decode.endings import RankName
 from decode.frames import Delta
 from decode.loop import EngineLoop
 from decode.metrics import DecodeMetrics
@@ -19,6 +18,7 @@ from engine.parallel.lockstep import GroupState, Lockstep, RankState, SoloLockst
 from engine.request import ScheduledRequest
 from engine.runner import StepResult
 from engine.sampling.inputs import SampledToken
+from runtime.endings import RankName
 from runtime.errors import (
     DrainingError,
     InternalError,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -68,12 +69,14 @@ async def streams_while(
         return await asyncio.wait_for(asyncio.gather(*tasks), 60)
 
 
-def num_retries(cluster: Cluster) -> float:
-    """Requests that the router has tried on another pair."""
+def num_retries(cluster: Cluster, cause: str = "") -> float:
+    """Requests that the router has tried on another pair; for this cause, if one is given."""
     with urllib.request.urlopen(f"{cluster.base_url}/metrics", timeout=5) as response:
         lines = response.read().decode().splitlines()
     return sum(
-        float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(RETRIES_METRIC + "{")
+        float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith(RETRIES_METRIC + "{") and cause in line
     )
 
 
@@ -192,4 +195,48 @@ def test_another_decode_group_takes_what_a_dead_rank_leaves(tmp_path: Path) -> N
         running.wait_exit("decode-0/0")
         running.start_instance("decode", 0)
         running.wait_workers(5)
+        running.wait_idle()
+
+
+@pytest.mark.soak
+def test_another_prefill_group_takes_what_one_that_ends_leaves(tmp_path: Path) -> None:
+    config = config_with(
+        router=RouterSection(lease_ttl_s=2.0),
+        decode=DecodeSection(num_blocks=256),
+        prefill=PrefillSection(
+            # Small steps: on a busy CPU none may take as long as one that never ends.
+            instances=2,
+            dp=2,
+            num_blocks=128,
+            max_num_batched_tokens=256,
+            step_timeout_s=6.0,
+        ),
+    )
+    with Cluster(config, tmp_path) as running:
+
+        def hang() -> None:
+            """One rank stands still: the other waits for it until its watchdog has enough."""
+            running.processes["prefill-0/1"].send_signal(signal.SIGSTOP)
+
+        def stop() -> None:
+            """Both ranks are told to stop, and not to wait for what they have."""
+            for _ in range(2):
+                for rank in range(2):
+                    running.processes[f"prefill-1/{rank}"].send_signal(signal.SIGTERM)
+                time.sleep(0.1)
+
+        # Other prompts each time: none is cached.
+        for action, count, cause in ((hang, 24, "peer_lost"), (stop, 36, "draining")):
+            prompts = random_prompts(count, 700)
+            answers = asyncio.run(streams_while(running, prompts, 8, action))
+            assert check_answered(answers, 8) == 0, [answer.error for answer in answers]
+            assert num_retries(running, cause) > 0
+            if action is hang:
+                running.wait_exit("prefill-0/0")
+                running.kill("prefill-0/1")
+                running.start_instance("prefill", 0)
+                running.wait_workers(5)
+        for rank in range(2):
+            assert running.processes.pop(f"prefill-1/{rank}").wait(20) == 0
+        running.wait_workers(3)
         running.wait_idle()

@@ -184,7 +184,9 @@ def test_a_loop_that_stops_takes_over_what_is_in_flight() -> None:
     (first,) = bench.of_type(FirstTokenSampled)
     assert isinstance(first, FirstTokenSampled)
     assert first.token_id == FIRST_TOKEN
-    assert bench.events[-1] == LoopEnded(None)
+    ended = bench.events[-1]
+    assert isinstance(ended, LoopEnded)
+    assert ended.error is None
 
 
 def run_prompts(

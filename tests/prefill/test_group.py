@@ -25,6 +25,7 @@ from prefill.messages import (
 )
 from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
+from runtime.endings import RankName
 from runtime.errors import ErrorCode, PeerLostError, RequestCancelledError
 from tests.prefill.fakes import BLOCK_SIZE, FakeRunner, FakeTicketSender, make_item
 from tests.prefill.test_ranks import Meeting, make_group
@@ -63,6 +64,7 @@ class Rank:
             LoopSettings(
                 max_model_len=64,
                 push=PushSettings(num_layers=self.runner.num_layers),
+                name=RankName(instance="prefill-0", rank=rank, num_ranks=2),
                 max_ahead=max_ahead,
             ),
             lockstep=GroupLockstep(make_group(rank, 2, meeting), epoch),
@@ -172,9 +174,18 @@ def test_a_rank_that_was_told_to_stop_goes_on_for_the_other() -> None:
     assert [leaving.end.error, working.end.error] == [None, None]
 
 
-def test_a_rank_that_dies_ends_the_other_with_every_request_answered() -> None:
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        ("the device is gone", ErrorCode.INTERNAL),
+        ("CUDA error: unspecified launch failure", ErrorCode.PEER_LOST),
+    ],
+)
+def test_a_rank_that_dies_ends_the_other_with_every_request_answered(
+    failure: str, code: ErrorCode
+) -> None:
     dying, other = make_ranks()
-    dying.runner.failure = RuntimeError("the device is gone")
+    dying.runner.failure = RuntimeError(failure)
     dying.runner.before_step = dying_meeting(dying)
     other.loop.submit(AddRequest(make_item(1, 60)))
     other.loop.submit(AddRequest(make_item(2, 60)))
@@ -185,8 +196,13 @@ def test_a_rank_that_dies_ends_the_other_with_every_request_answered() -> None:
     failures = [event for event in other.events if isinstance(event, RequestFailed)]
     assert {event.nonce for event in failures} == {1, 2}
     assert {event.error.code for event in failures} == {ErrorCode.PEER_LOST}
+    for event in failures:
+        assert event.error.message.startswith("prefill-0 rank 1 of 2 cannot go on: ")
+        assert "prefill-0 ends with all its ranks" in event.error.message
     assert dying.loop.join(5.0)
-    assert dying.count(RequestFailed) == 1
+    # Its own request may be what it died of; a kernel that gave up waited for another rank.
+    (own,) = (event for event in dying.events if isinstance(event, RequestFailed))
+    assert own.error.code is code
 
 
 def dying_meeting(rank: Rank) -> Callable[[], None]:

@@ -12,15 +12,19 @@ from engine.parallel.lockstep import GroupLockstep, Lockstep
 from engine.runner import StepResult
 from prefill.kv_push import PushSettings
 from prefill.loop import EngineLoop, LoopSettings
-from prefill.messages import AddRequest, Event, LoopEnded, RequestFailed
+from prefill.messages import AddRequest, Event, LoopEnded, RankClosed, RequestFailed
+from prefill.rank_plan import BatchArrays
 from prefill.scheduler import Scheduler
-from prefill.sender_group import SenderGroup
+from prefill.sender_group import Followers, SenderGroup
 from runtime.config import PrefillSection
+from runtime.endings import RankName
+from runtime.errors import InternalError, PeerLostError
 from runtime.watchdog import StepOverdueError, WatchdogOptions
 from tests.prefill.fakes import BLOCK_SIZE, FakePending, FakeRunner, FakeTicketSender, make_item
 from tests.prefill.test_ranks import Meeting, make_group
 
 TIMEOUT_S = 10
+ALONE = RankName(instance="prefill-0")
 
 
 class HangingRunner(FakeRunner):
@@ -62,10 +66,13 @@ def make_loop(
     max_ahead: int,
     *,
     lockstep: Lockstep | None = None,
+    followers: Followers | None = None,
+    name: RankName = ALONE,
 ) -> EngineLoop:
     settings = LoopSettings(
         max_model_len=64,
         push=PushSettings(num_layers=runner.num_layers),
+        name=name,
         idle_s=0.01,
         max_ahead=max_ahead,
         step_limit_s=PrefillSection(step_timeout_s=0.1).step_limit_s,
@@ -73,7 +80,8 @@ def make_loop(
     )
     scheduler = Scheduler(BlockPool(33, BLOCK_SIZE), max_num_seqs=4, max_num_batched_tokens=8)
     sender = FakeTicketSender(lambda closure: None)
-    return EngineLoop(scheduler, runner, SenderGroup(sender), emit, settings, lockstep=lockstep)
+    senders = SenderGroup(sender, followers)
+    return EngineLoop(scheduler, runner, senders, emit, settings, lockstep=lockstep)
 
 
 @pytest.mark.parametrize("where", ["launch", "collect"])
@@ -94,7 +102,10 @@ def test_a_step_that_never_ends_is_given_up(where: str, max_ahead: int) -> None:
     assert over.wait(TIMEOUT_S)
     failed = [event for event in events if isinstance(event, RequestFailed)]
     assert len(failed) == 2
-    assert all("did not end within 0.1 s" in str(event.error) for event in failed)
+    for event in failed:
+        assert type(event.error) is InternalError  # one of them may be the cause
+        assert event.error.message.startswith("prefill-0 rank 0 of 1 failed: ")
+        assert "did not end within 0.1 s" in event.error.message
     assert isinstance(events[-1], LoopEnded)
     assert isinstance(events[-1].error, StepOverdueError)
     assert loop.is_abandoned
@@ -118,6 +129,48 @@ class _Ending:
         if isinstance(event, LoopEnded):
             self.over.set()
 
+    def check_lost(self, nonces: set[int], prefix: str) -> None:
+        """It gave a step up, and each of these requests may be served by another instance."""
+        assert self.over.wait(TIMEOUT_S)
+        failed = [event for event in self.events if isinstance(event, RequestFailed)]
+        assert {event.nonce for event in failed} == nonces
+        for event in failed:
+            assert type(event.error) is PeerLostError
+            assert event.error.message.startswith(prefix)
+            assert "did not end within 0.1 s" in event.error.message
+        last = self.events[-1]
+        assert isinstance(last, LoopEnded)
+        assert isinstance(last.error, StepOverdueError)
+
+
+class SilentFollowers:
+    """A follower that takes part in no step, until it is released."""
+
+    num_followers = 1
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+
+    def exchange(self, batch: BatchArrays | None, commands: bytes) -> list[RankClosed]:
+        if batch is not None:
+            self.release.wait(TIMEOUT_S)
+        return []
+
+    def stop(self) -> None:
+        raise AssertionError("nobody is there to be told")
+
+
+def test_a_follower_that_hangs_is_a_lost_rank() -> None:
+    ending, followers = _Ending(), SilentFollowers()
+    name = RankName(instance="prefill-0", num_ranks=2)
+    loop = make_loop(FakeRunner(), ending.emit, ending.aborted, 0, followers=followers, name=name)
+    loop.submit(AddRequest(make_item(1, 20)))
+    loop.start()
+    ending.check_lost({1}, "prefill-0 rank 0 of 2 cannot go on: telling the ranks")
+    followers.release.set()
+    assert loop.join(TIMEOUT_S)
+    assert ending.aborted.wait(TIMEOUT_S)
+
 
 @pytest.mark.parametrize("max_ahead", [0, 1])
 def test_a_rank_that_hangs_ends_the_ranks_that_wait_for_it(max_ahead: int) -> None:
@@ -125,19 +178,17 @@ def test_a_rank_that_hangs_ends_the_ranks_that_wait_for_it(max_ahead: int) -> No
     endings, loops = (_Ending(), _Ending()), []
     for rank, (runner, ending) in enumerate(zip((hanging, FakeRunner()), endings, strict=True)):
         lockstep = GroupLockstep(make_group(rank, 2, meeting), 7)
-        loop = make_loop(runner, ending.emit, ending.aborted, max_ahead, lockstep=lockstep)
+        name = RankName(instance="prefill-0", rank=rank, num_ranks=2)
+        loop = make_loop(
+            runner, ending.emit, ending.aborted, max_ahead, lockstep=lockstep, name=name
+        )
         loop.submit(AddRequest(make_item(1, 20)))
         loop.submit(AddRequest(make_item(2, 20)))
         loops.append(loop)
     for loop in loops:
         loop.start()
-    for ending in endings:
-        assert ending.over.wait(TIMEOUT_S)
-        failed = [event for event in ending.events if isinstance(event, RequestFailed)]
-        assert {event.nonce for event in failed} == {1, 2}
-        last = ending.events[-1]
-        assert isinstance(last, LoopEnded)
-        assert isinstance(last.error, StepOverdueError)
+    for rank, ending in enumerate(endings):
+        ending.check_lost({1, 2}, f"prefill-0 rank {rank} of 2 cannot go on: ")
     assert "launch of a prefill step" in str(endings[0].events[-1])
     assert "meeting of the ranks before a prefill step" in str(endings[1].events[-1])
     hanging.release.set()

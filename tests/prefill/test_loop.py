@@ -28,6 +28,7 @@ from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
 from runtime.errors import (
     DeadlineExceededError,
+    DrainingError,
     ErrorCode,
     InternalError,
     OutOfBlocksError,
@@ -314,7 +315,9 @@ def test_the_thread_sleeps_until_there_is_work_and_stops_when_told() -> None:
     wait_for(lambda: len(bench.of_type(RequestFinished)) == 1)
     bench.loop.submit(StopLoop())
     assert bench.loop.join(5.0)
-    assert bench.events[-1] == LoopEnded(None)
+    ended = bench.events[-1]
+    assert isinstance(ended, LoopEnded)
+    assert ended.error is None
 
 
 def test_when_the_loop_dies_every_waiting_request_is_answered() -> None:
@@ -328,11 +331,25 @@ def test_when_the_loop_dies_every_waiting_request_is_answered() -> None:
     assert {event.nonce for event in failures if isinstance(event, RequestFailed)} == {1, 2, 3}
     for event in failures:
         assert isinstance(event, RequestFailed)
-        assert isinstance(event.error, InternalError)
-        assert "device lost" in event.error.message
+        assert type(event.error) is InternalError
+        text = "prefill rank 0 of 1 failed: RuntimeError: device lost"
+        assert event.error.message == text
     ended = bench.events[-1]
     assert isinstance(ended, LoopEnded)
-    assert isinstance(ended.error, RuntimeError)
+    assert type(ended.error) is InternalError
+
+
+def test_what_is_left_when_the_loop_is_told_to_stop_may_go_elsewhere() -> None:
+    bench = Bench()
+    for command in (AddRequest(make_item(1, 12)), StopLoop(), AddRequest(make_item(2))):
+        bench.loop.submit(command)
+    bench.loop.start()
+    assert bench.loop.join(5.0)
+    (failed,) = bench.of_type(RequestFailed)  # nobody took the second on
+    assert isinstance(failed, RequestFailed)
+    assert type(failed.error) is DrainingError
+    assert failed.error.request_id == "request-1"
+    assert failed.error.message.startswith("prefill rank 0 of 1 was told to stop")
 
 
 happenings = st.lists(

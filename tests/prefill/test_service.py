@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 from prometheus_client import CollectorRegistry
 
-from runtime.errors import LayoutMismatchError
+from prefill.messages import StopLoop
+from runtime.errors import InternalError, LayoutMismatchError
 from runtime.metrics import render_metrics
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2
 from tests.prefill.fakes import BLOCK_SIZE, FIRST_TOKEN
@@ -23,6 +24,17 @@ async def bench() -> AsyncIterator[ServiceBench]:
 def code_of(answer: object) -> str:
     assert isinstance(answer, common_pb2.Error), answer
     return common_pb2.ErrorCode.Name(answer.code).removeprefix("ERROR_CODE_")
+
+
+def message_of(answer: object) -> str:
+    assert isinstance(answer, common_pb2.Error), answer
+    return answer.message
+
+
+def num_queued(bench: ServiceBench) -> int:
+    """Calls that were handed to the engine loop."""
+    live = (bench.runs.get(nonce) for nonce in range(1, 10))
+    return sum(run is not None and run.is_queued for run in live)
 
 
 def metric(registry: CollectorRegistry, name: str, **labels: str) -> float:
@@ -319,13 +331,37 @@ async def test_draining_refuses_new_calls_and_waits_for_the_rest(bench: ServiceB
 async def test_when_the_engine_loop_dies_nobody_hangs(bench: ServiceBench) -> None:
     bench.runner.before_step = gate = Gate()
     bench.runner.failure = RuntimeError("device lost")
-    calls = [asyncio.create_task(bench.run(nonce)) for nonce in (1, 2, 3)]
+    first = asyncio.create_task(bench.run(1))
     await bench.until(gate.reached.is_set)
+    late = [asyncio.create_task(bench.run(nonce)) for nonce in (2, 3)]
+    await bench.until(lambda: num_queued(bench) == 3)
     gate.opened.set()
-    for answer in await asyncio.gather(*calls):
+    for answer in await asyncio.gather(first, *late):
         assert code_of(answer) == "INTERNAL"
-    assert isinstance(await bench.runs.loop_ended, RuntimeError)
-    assert code_of(await bench.run(4)) == "DRAINING", "another worker may serve it"
+        assert message_of(answer) == "prefill rank 0 of 1 failed: RuntimeError: device lost"
+    ended = await bench.runs.loop_ended
+    assert type(ended.error) is InternalError
+    after = await bench.run(4)
+    assert code_of(after) == "DRAINING", "another worker may serve it"
+    assert message_of(after) == "prefill rank 0 of 1 has ended: use another one"
     bench.runs.close_left(0, LayoutMismatchError("over"))
     await bench.runs.wait_empty()
     assert {nonce for nonce, _ in bench.outcomes()} == {1, 2, 3, 4}
+
+
+async def test_what_is_left_at_an_orderly_end_may_go_elsewhere() -> None:
+    async with service_bench(max_num_batched_tokens=8) as bench:
+        bench.runner.before_step = gate = Gate()
+        running = asyncio.create_task(bench.run(1, 20))
+        await bench.until(gate.reached.is_set)
+        # In the middle of one prompt, before it looks at the other.
+        bench.loop.submit(StopLoop())
+        waiting = asyncio.create_task(bench.run(2))
+        await bench.until(lambda: num_queued(bench) == 2)
+        gate.opened.set()
+        for answer in await asyncio.gather(running, waiting):
+            assert code_of(answer) == "DRAINING"
+            assert message_of(answer).startswith("prefill rank 0 of 1 was told to stop")
+        after = await bench.run(3)
+        assert code_of(after) == "DRAINING"
+        assert message_of(after) == "prefill rank 0 of 1 has ended: use another one"

@@ -116,12 +116,25 @@ class Bench:
 
 @asynccontextmanager
 async def worker(
-    oracle: Oracle, folder: Path, *, tp: int = 1, dp: int = 1, layers_per_group: int = 0
+    oracle: Oracle,
+    folder: Path,
+    *,
+    tp: int = 1,
+    dp: int = 1,
+    layers_per_group: int = 0,
+    step_timeout_s: float = 30.0,
 ) -> AsyncIterator[Bench]:
     """A running instance, addressed at its last endpoint."""
+    prefill = PrefillSection(
+        tp=tp,
+        dp=dp,
+        num_blocks=NUM_BLOCKS,
+        max_num_batched_tokens=96,
+        step_timeout_s=step_timeout_s,
+    )
     config = ClusterConfig(
         model=ModelSection(path=str(MODEL)),
-        prefill=PrefillSection(tp=tp, dp=dp, num_blocks=NUM_BLOCKS, max_num_batched_tokens=96),
+        prefill=prefill,
         kv_transfer=KVTransferSection(transport="loopback", layers_per_group=layers_per_group),
     )
     registry = FakeRegistry()
@@ -254,6 +267,22 @@ async def test_when_a_rank_dies_calls_are_answered_and_the_instance_ends(
         assert response.error.request_id == "request-1"
         async with asyncio.timeout(20):
             assert await bench.processes[1 - dead].wait() == 1
+
+
+async def test_when_a_rank_hangs_calls_may_go_elsewhere_and_the_instance_ends(
+    oracle: Oracle, tmp_path: Path
+) -> None:
+    async with worker(oracle, tmp_path, dp=2, step_timeout_s=2.0) as bench:
+        hanging = bench.processes[1 - bench.record.identity.rank]
+        hanging.send_signal(signal.SIGSTOP)
+        response = await bench.run(1, [1, 2, 3, 4])
+        assert response.error.code == common_pb2.ERROR_CODE_PEER_LOST
+        assert response.error.message.startswith("prefill-0 rank 1 of 2 cannot go on: ")
+        async with asyncio.timeout(20):
+            assert await bench.processes[1].wait() == 1
+        # Decode is told the same of what it waits for.
+        (closing,) = await bench.closures_of(1)
+        assert closing.error.code == common_pb2.ERROR_CODE_PEER_LOST
 
 
 async def test_a_worker_that_was_shut_out_meets_decode_again(

@@ -8,6 +8,7 @@ import aiohttp
 import orjson
 import pytest
 
+from runtime.endings import RankName, failure_of_requests
 from runtime.errors import (
     DrainingError,
     OutOfBlocksError,
@@ -16,6 +17,7 @@ from runtime.errors import (
     TransferFailedError,
 )
 from runtime.pb import common_pb2, decode_pb2
+from runtime.watchdog import StepOverdueError
 from runtime.wire import error_to_proto
 from tests.router.conftest import ANSWER, MODEL, Cluster
 
@@ -116,6 +118,22 @@ async def test_a_reservation_in_a_broken_group_is_made_in_another(
     refused = {request.request_id for request in cluster.decode.seen}
     assert refused
     assert {f"{request_id}-r1" for request_id in refused} <= {r.request_id for r in other.seen}
+
+
+@pytest.mark.parametrize("kind", ["hangs", "loses a rank", "is stopped"])
+async def test_a_prompt_of_a_prefill_group_that_ends_goes_to_another(
+    http, cluster: Cluster, kind: str
+) -> None:
+    causes = {"hangs": StepOverdueError("a step"), "loses a rank": PeerLostError("rank 0")}
+    name = RankName(instance="prefill-0", rank=1, num_ranks=2)
+    other = await cluster.add_prefill("prefill-1")
+    # As the rank itself would say it.
+    cluster.prefill.run_error = failure_of_requests(name, causes.get(kind))
+    for _ in range(4):
+        assert await stream(http) == (ANSWER, None)
+    failed = {request.request_id for request in cluster.prefill.seen}
+    assert failed
+    assert {f"{request_id}-r1" for request_id in failed} <= {r.request_id for r in other.seen}
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])

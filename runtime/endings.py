@@ -1,5 +1,6 @@
-"""What requests are told when the engine loop ends. Decides by the cause alone, of which request
-is asked: whether another rank may still serve it, and what becomes of this one.
+"""What requests are told when the engine loop of a rank ends, of either role. Decides by the cause
+alone, of which request is asked: whether another rank may still serve it, and what becomes of this
+one.
 
 A rank that lost another one of its group is whole itself, and so are its requests; a step that
 never ended in a group waits for another rank as a rule. Both are told as the loss of a worker,
@@ -25,7 +26,7 @@ class RankName:
         num_ranks: of the instance.
     """
 
-    instance: str = "decode"
+    instance: str
     rank: int = 0
     num_ranks: int = 1
 

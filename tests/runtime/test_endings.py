@@ -1,0 +1,76 @@
+"""The rules of what is told at the end of an engine loop: pure, and the same for both roles."""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
+from runtime.endings import RankName, failure_of_requests, refusal_of_calls
+from runtime.errors import (
+    DrainingError,
+    InternalError,
+    OutOfBlocksError,
+    PeerLostError,
+    TandemError,
+)
+from runtime.watchdog import StepOverdueError
+from runtime.worker import WorkerOptions
+
+ALONE = RankName(instance="prefill-0")
+OF_GROUP = RankName(instance="prefill-0", rank=1, num_ranks=4)
+OVERDUE = StepOverdueError("a step did not end within 30 s")
+LOST = PeerLostError("another rank was lost in all_gather")
+FATE = "prefill-0 ends with all its ranks, and starts again where it is supervised"
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "kind", "message"),
+    [
+        (ALONE, None, DrainingError, "{name} was told to stop before the request was over"),
+        (OF_GROUP, None, DrainingError, "{name} was told to stop before the request was over"),
+        (ALONE, OVERDUE, InternalError, "{name} failed: {error}"),
+        (OF_GROUP, OVERDUE, PeerLostError, f"{{name}} cannot go on: {{error}}. {FATE}"),
+        (ALONE, LOST, PeerLostError, f"{{name}} cannot go on: {{error}}. {FATE}"),
+        (OF_GROUP, LOST, PeerLostError, f"{{name}} cannot go on: {{error}}. {FATE}"),
+        (ALONE, InternalError("bug"), InternalError, "{name} failed: {error}"),
+        (OF_GROUP, InternalError("bug"), InternalError, "{name} failed: {error}"),
+        # Whatever else ends a loop is a fault of ours, whatever its own name.
+        (OF_GROUP, OutOfBlocksError("none"), InternalError, "{name} failed: {error}"),
+    ],
+)
+def test_requests_are_told_by_the_cause_alone(
+    name: RankName, error: TandemError | None, kind: type[TandemError], message: str
+) -> None:
+    told = failure_of_requests(name, error)
+    assert type(told) is kind
+    assert told.message == message.format(name=name, error=error)
+
+
+def test_calls_after_the_end_are_sent_elsewhere() -> None:
+    refusal = refusal_of_calls(OF_GROUP)
+    assert type(refusal) is DrainingError
+    assert refusal.message == "prefill-0 rank 1 of 4 has ended: use another one"
+
+
+@pytest.mark.parametrize(
+    ("role", "section", "expected"),
+    [
+        ("prefill", PrefillSection(tp=4), "prefill-0 rank 1 of 4"),
+        ("prefill", PrefillSection(dp=2), "prefill-0 rank 1 of 2"),
+        ("decode", DecodeSection(dp=3), "decode-0 rank 1 of 3"),
+    ],
+)
+def test_a_process_knows_its_name(
+    role: str, section: PrefillSection | DecodeSection, expected: str
+) -> None:
+    options = WorkerOptions(
+        role=role,
+        config=ClusterConfig(model=ModelSection(path="model"), **{role: section}),  # type: ignore[arg-type]
+        instance=f"{role}-0",
+        rank=1,
+        rendezvous="127.0.0.1:1",
+        router="127.0.0.1:2",
+        host="127.0.0.1",
+        secret="secret",
+    )
+    assert str(options.rank_name) == expected
