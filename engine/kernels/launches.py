@@ -14,7 +14,7 @@ from engine.kernels import deep_gemm
 from engine.kernels.fused import dependent
 
 SIDE_MULTIPROCESSORS: Final = 100
-"""Of a Hopper GPU's 132, for products of a second stream."""
+"""Of a Hopper GPU's 132, for products of a second stream; from 68 to 132 a layer takes as long."""
 
 Launches: TypeAlias = Callable[[], AbstractContextManager[None]]
 """Makes a block; kernels that this thread launches in it are launched so."""
