@@ -33,6 +33,9 @@ logger = get_logger(__name__)
 
 ABORT_TIMEOUT_S = 5.0
 REVOCATION_REASON_S = 0.5
+OF_A_TICKET = frozenset({ErrorCode.PEER_LOST, ErrorCode.TRANSFER_FAILED})
+"""Errors of decode's frames that may be prefill's words."""
+
 T = TypeVar("T")
 
 
@@ -209,7 +212,7 @@ class Attempt:
             watched: set[asyncio.Future[T] | asyncio.Future[None]] = {task, ended}
             await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                self.culprits = {self._pair.decode.key}
+                self.culprits = self._blamed(ended, key)
                 ended.result()
                 raise InternalError(f"decode finished the request before {leg} {key} answered")
             return self._result_of(task, leg, key)
@@ -220,6 +223,16 @@ class Attempt:
                 await asyncio.gather(task, return_exceptions=True)
             elif not task.cancelled():
                 task.exception()  # ended as we were cancelled: somebody has to have seen it
+
+    def _blamed(self, ended: asyncio.Future[None], called: WorkerKey) -> set[WorkerKey]:
+        """Whom to avoid after decode's frames have ended the attempt during a call to `called`.
+
+        While prefill runs, they may say what prefill has told decode about the ticket: then either
+        may be at fault, and both are suspects only.
+        """
+        error, decode = ended.exception(), self._pair.decode.key
+        is_of_ticket = isinstance(error, TandemError) and error.code in OF_A_TICKET
+        return set() if is_of_ticket and called != decode else {decode}
 
     def _result_of(self, task: asyncio.Future[T], leg: str, key: WorkerKey) -> T:
         """The result of a finished call; one that gRPC broke is the loss of ``key``."""

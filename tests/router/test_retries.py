@@ -106,6 +106,24 @@ async def test_decode_fails_while_prefill_computes(http, cluster: Cluster) -> No
     await cluster.until(lambda: cluster.prefill.cancelled == [request_id])
 
 
+@pytest.mark.parametrize("error", [LOST, PeerLostError("prefill-0 cannot go on")])
+async def test_a_ticket_that_failed_is_not_decode_s_fault(http, cluster: Cluster, error) -> None:
+    """Its frames may say so before prefill does: the only decode worker is tried again."""
+    cluster.prefill.run_s = 30
+    task = asyncio.create_task(stream(http))
+    await cluster.until(lambda: len(cluster.prefill.seen) == 1)
+    other = await cluster.add_prefill("prefill-1")
+    (request_id, reserved) = next(iter(cluster.decode.requests.items()))
+    delta = decode_pb2.TokenDelta(
+        request_id=request_id,
+        finish_reason=common_pb2.FINISH_REASON_ERROR,
+        error=error_to_proto(error),
+    )
+    cluster.decode.send(reserved.request.router_id, [delta])
+    assert await asyncio.wait_for(task, 5) == (ANSWER, None)
+    assert [request.request_id for request in other.seen] == [f"{request_id}-r1"]
+
+
 @pytest.mark.parametrize("error", [PeerLostError("decode-0 cannot go on"), DrainingError("ended")])
 async def test_a_reservation_in_a_broken_group_is_made_in_another(
     http, cluster: Cluster, error
