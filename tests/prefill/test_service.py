@@ -50,7 +50,7 @@ async def test_the_first_token_comes_while_the_kv_still_moves(bench: ServiceBenc
     assert token.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
     assert token.timings.prefill_queue_s >= 0
     assert bench.decode.closures == []
-    assert bench.sender.open_tickets == {1: "finishing"}
+    await bench.until(lambda: bench.sender.open_tickets == {1: "finishing"})  # right behind it
     await bench.drain_senders()
     (closing,) = bench.decode.closures
     assert closing.outcome == decode_pb2.TICKET_OUTCOME_SENT
