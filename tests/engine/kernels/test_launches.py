@@ -8,7 +8,11 @@ import torch
 
 from engine.kernels import deep_gemm
 from engine.kernels.fused.dependent import joins_chain
-from engine.kernels.launches import choose_launches
+from engine.kernels.launches import (
+    SIDE_MULTIPROCESSORS,
+    choose_launches,
+    choose_side_launches,
+)
 
 CUDA = torch.device("cuda")
 
@@ -17,6 +21,13 @@ class Library(SimpleNamespace):
     """What DeepGEMM has for it."""
 
     is_dependent = False
+    num_sms = 132
+
+    def get_num_sms(self) -> int:
+        return self.num_sms
+
+    def set_num_sms(self, number: int) -> None:
+        self.num_sms = number
 
     def get_pdl(self) -> bool:
         return self.is_dependent
@@ -62,3 +73,25 @@ def test_otherwise_launches_are_ordinary(
     monkeypatch.setattr(deep_gemm, "is_available", lambda: is_available)
     with choose_launches(torch.device(device), are_dependent=are_dependent)():
         assert (library.is_dependent, joins_chain()) == (False, False)
+
+
+@pytest.mark.parametrize("num_sms", [132, 60])
+def test_a_side_stream_s_products_leave_room_and_come_behind_what_they_wait_for(
+    library: Library, num_sms: int
+) -> None:
+    library.num_sms = num_sms
+    with choose_launches(CUDA, are_dependent=True)():
+        for _ in range(2):
+            with choose_side_launches(CUDA)():
+                assert (library.is_dependent, joins_chain()) == (False, False)
+                assert library.num_sms == min(num_sms, SIDE_MULTIPROCESSORS)
+            assert (library.is_dependent, joins_chain()) == (True, True)
+            assert library.num_sms == num_sms
+
+
+def test_elsewhere_a_side_stream_s_launches_are_those_of_all_else(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deep_gemm, "is_available", lambda: False)
+    with choose_side_launches(CUDA)():
+        assert library.num_sms == 132
