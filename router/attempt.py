@@ -231,8 +231,10 @@ class Attempt:
         may be at fault, and both are suspects only.
         """
         error, decode = ended.exception(), self._pair.decode.key
+        if called == decode or self._generation.is_decode_lost:
+            return {decode}
         is_of_ticket = isinstance(error, TandemError) and error.code in OF_A_TICKET
-        return set() if is_of_ticket and called != decode else {decode}
+        return set() if is_of_ticket else {decode}
 
     def _result_of(self, task: asyncio.Future[T], leg: str, key: WorkerKey) -> T:
         """The result of a finished call; one that gRPC broke is the loss of ``key``."""

@@ -119,6 +119,8 @@ class Generation:
         """Whether this attempt's prefill has answered."""
         self._early: list[decode_pb2.TokenDelta] = []
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_decode_lost = False
+        """Whether this attempt's stream of tokens broke."""
 
     @property
     def num_tokens(self) -> int:
@@ -151,6 +153,7 @@ class Generation:
         self._has_first = False
         self._early = []
         self._ended = asyncio.get_running_loop().create_future()
+        self.is_decode_lost = False
 
     def close_attempt(self) -> None:
         """Mark the attempt's failure as seen, where nobody waited for it."""
@@ -203,6 +206,7 @@ class Generation:
 
     def on_lost(self, error: TandemError) -> None:
         """The stream of tokens broke."""
+        self.is_decode_lost = True
         if not self._ended.done():
             self._break(error)
 

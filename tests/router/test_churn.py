@@ -12,6 +12,8 @@ from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
 from tests.router.fakes import FakeDecode, FakePrefill
 
 NUM_REQUESTS = 240
+PACE = 6
+"""Answers between two changes, at least."""
 NUM_CHANGES = 40
 TIMEOUT_S = 20.0
 
@@ -56,7 +58,10 @@ async def test_no_request_hangs_while_workers_come_and_go(start_router: StartRou
     async def churn() -> None:
         for number in range(2, 2 + NUM_CHANGES):
             await change_a_worker(cluster, draw, number)
-            await asyncio.sleep(0.03)
+            # By progress, not by time: a slow machine is to see as many changes a request.
+            enough = min(outcomes.total() + PACE, NUM_REQUESTS)
+            while outcomes.total() < enough:
+                await asyncio.sleep(0.005)
 
     async with aiohttp.ClientSession(cluster.url) as http, asyncio.timeout(TIMEOUT_S + 10):
         changing = asyncio.create_task(churn())

@@ -62,8 +62,13 @@ async def test_metrics_count_what_happened(http, cluster: Cluster) -> None:
 async def test_health_and_status(http, cluster: Cluster) -> None:
     async with http.get("/health") as response:
         assert response.status == 200
-    async with http.get("/status") as response:
-        status = await response.json()
+    async with asyncio.timeout(5):  # a worker's load comes with its first heartbeat
+        while True:
+            async with http.get("/status") as response:
+                status = await response.json()
+            if status["workers"][0]["load"]["num_total_blocks"]:
+                break
+            await asyncio.sleep(0.02)
     assert status["model"] == MODEL
     assert status["ready"] is True
     decode, prefill = status["workers"]
