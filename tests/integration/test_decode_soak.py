@@ -361,8 +361,9 @@ def check_outcomes(
     assert soak.wrong == []
     assert sum(soak.outcomes.values()) == soak.num_requests
     assert soak.outcomes["no answer"] == 0
-    # On a busy machine many run out of time; what they had by then was right.
-    assert soak.outcomes["success"] > 0.3 * soak.num_requests
+    # On a busy machine many run out of time, of seconds most; what they had by then was right.
+    least = 0.3 if seconds >= 60.0 else 0.1
+    assert soak.outcomes["success"] > least * soak.num_requests
     assert soak.outcomes["left"] > 0
     assert counted["pd_decode_cached_prompt_tokens_total"] > 0
     assert not can_break or soak.outcomes["internal_error"] > 0
