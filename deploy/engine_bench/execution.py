@@ -14,6 +14,7 @@ import torch
 
 from deploy.engine_bench.options import Collectives, DecodeOptions, PrefillOptions
 from engine.boot_execution import decode_rule
+from engine.boot_experts import half_room
 from engine.config import ModelConfig
 from engine.execution import Execution
 from engine.kernels.base import Kernels
@@ -111,11 +112,11 @@ def decode_execution(options: DecodeOptions, parts: RankParts) -> OpenExecution:
         if not (setup.shard_of and experts.are_fp8):
             return OpenExecution(execution=execution)
         kind = DispatcherKind.LOOPBACK
-    batch = -(-options.batch // 2) if options.two_batch_overlap else options.batch
+    room = _room(options.batch, setup.dp)
     opened = open_decode_dispatcher(
         kind,
         experts,
-        max_tokens_per_rank=_room(batch, setup.dp),
+        max_tokens_per_rank=half_room(room, setup.dp) if options.two_batch_overlap else room,
         played_ranks=setup.shard_of,
     )
     if options.two_batch_overlap:

@@ -2,9 +2,9 @@
 
 The gate chooses logical experts; the placement says in which physical slots they stand; the
 dispatcher brings tokens there and back. Each of the three can change without the others. The shared
-expert is not routed; when it runs says `shared_expert`. Where all ranks hold
-all tokens it is split over tp, and its partial sum rides on the dispatcher's reduction; otherwise
-each rank runs it whole, on its own rows.
+expert is not routed; when it runs says `shared_expert`. Where all ranks hold all tokens it is split
+over tp, and its partial sum rides on the dispatcher's reduction; otherwise each rank runs it whole,
+on its own rows.
 
 Legend: T tokens, D hidden size, E routed experts, K experts per token, L slots of this rank,
 M rows at this rank's experts, F expert width (of this rank, if tp splits it).

@@ -30,7 +30,7 @@ class SharedRun(Protocol):
 
 
 class SharedSchedule:
-    """Decides when shared experts run; one serves all layers."""
+    """Decides when shared experts run."""
 
     def __init__(self, *, overlaps: bool, side_stream: SideStream | None) -> None:
         """Choose.

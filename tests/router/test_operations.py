@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -59,16 +60,24 @@ async def test_metrics_count_what_happened(http, cluster: Cluster) -> None:
     assert values["pd_router_requests_in_flight"] == 0
 
 
+async def status_when(
+    http: aiohttp.ClientSession, condition: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
+    """Ask until the condition holds of the first worker."""
+    async with asyncio.timeout(5):
+        while True:
+            async with http.get("/status") as response:
+                status: dict[str, Any] = await response.json()
+            if condition(status["workers"][0]):
+                return status
+            await asyncio.sleep(0.02)
+
+
 async def test_health_and_status(http, cluster: Cluster) -> None:
     async with http.get("/health") as response:
         assert response.status == 200
-    async with asyncio.timeout(5):  # a worker's load comes with its first heartbeat
-        while True:
-            async with http.get("/status") as response:
-                status = await response.json()
-            if status["workers"][0]["load"]["num_total_blocks"]:
-                break
-            await asyncio.sleep(0.02)
+    # A worker's load comes with its first heartbeat.
+    status = await status_when(http, lambda worker: worker["load"]["num_total_blocks"])
     assert status["model"] == MODEL
     assert status["ready"] is True
     decode, prefill = status["workers"]
@@ -76,12 +85,7 @@ async def test_health_and_status(http, cluster: Cluster) -> None:
     assert (prefill["instance"], prefill["rank"]) == ("prefill-0", 0)
     assert decode["load"]["num_total_blocks"] == 10
     cluster.decode.registration.set_draining()
-    async with asyncio.timeout(5):
-        while True:
-            async with http.get("/status") as response:
-                if (await response.json())["workers"][0]["state"] == "draining":
-                    break
-            await asyncio.sleep(0.02)
+    await status_when(http, lambda worker: worker["state"] == "draining")
     async with http.get("/ready") as response:
         assert (await response.json())["missing"] == ["no decode worker is ready"]
 
