@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from router.members import Member, Role
+from router.pool.members import Member, Role
 from runtime.errors import ErrorCode
 from runtime.metrics import LATENCY_BUCKETS_S, render_metrics
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from router.chat_template import ChatTemplate, load_chat_template
-from router.control_text import ControlText
-from router.members import Member
-from router.params import ModelLimits
-from router.tokenizer import Tokenizer, read_json, token_content
+from router.http.params import ModelLimits
+from router.pool.members import Member
+from router.text.control_text import ControlText
+from router.text.template import ChatTemplate, load_chat_template
+from router.text.tokenizer import Tokenizer, read_json, token_content
 from runtime.config import ModelSection
 from runtime.errors import ConfigError
 

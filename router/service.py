@@ -21,11 +21,11 @@ from pathlib import Path
 import grpc.aio
 from prometheus_client.multiprocess import mark_process_dead
 
-from router.http_server import HttpServer, bind_http, port_of
+from router.http.server import HttpServer, bind_http, port_of
 from router.metrics import RouterMetrics
 from router.model import ServedModel, load_served_model
-from router.registry import Registry
-from router.registry_service import RegistryService, watch_forever
+from router.pool.registry import Registry
+from router.pool.registry_service import RegistryService, watch_forever
 from runtime.config import ClusterConfig
 from runtime.config_file import SECRET_VARIABLE, cluster_secret
 from runtime.logging import get_logger

@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 
 from router.service import RouterService
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection
 from tests.router.fakes import MAX_MODEL_LEN, SECRET, FakeDecode, FakePrefill
 

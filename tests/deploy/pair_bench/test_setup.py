@@ -12,8 +12,8 @@ from deploy.pair_bench.model_folder import count_tokens, hf_config, write_model_
 from deploy.pair_bench.options import PairOptions, with_setting
 from engine.config import ModelConfig
 from engine.shapes import SHAPES, with_layers
-from router.detokenizer import Detokenizer
 from router.model import load_served_model
+from router.text.detokenizer import Detokenizer
 from runtime.config import ClusterConfig, ModelSection
 from runtime.errors import ConfigError
 

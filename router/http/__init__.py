@@ -1,0 +1,1 @@
+"""The OpenAI API over HTTP: endpoints, bodies and their errors, answers whole or streamed."""

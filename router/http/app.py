@@ -1,0 +1,210 @@
+"""The HTTP application: routes, and the middleware that gives every failure one shape."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+
+import orjson
+from aiohttp import web
+
+from router.http.endpoints import REQUEST_ID_KEY, OpenAIEndpoints, Serving, request_id_of
+from router.http.errors import (
+    CLIENT_CLOSED,
+    RequestError,
+    as_tandem_error,
+    failure_from,
+)
+from router.pool.members import Member, Role
+from runtime.errors import TandemError
+from runtime.logging import get_logger
+from runtime.metrics import CONTENT_TYPE
+
+logger = get_logger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
+
+
+def create_app(serving: Serving, max_body_bytes: int) -> web.Application:
+    """The application of one router process; run it with ``handler_cancellation=True``.
+
+    A handler is then cancelled when its client goes away, which frees the request in the workers.
+    """
+    app = web.Application(
+        client_max_size=max_body_bytes, middlewares=[_answer_failures(serving, max_body_bytes)]
+    )
+    endpoints = OpenAIEndpoints(serving)
+    app.router.add_post("/v1/chat/completions", endpoints.chat_completions)
+    app.router.add_post("/v1/completions", endpoints.completions)
+    app.router.add_get("/v1/models", endpoints.models)
+    app.router.add_get("/v1/models/{model:.+}", endpoints.model)
+    operations = Operations(serving)
+    app.router.add_get("/health", operations.health)
+    app.router.add_get("/ready", operations.ready)
+    app.router.add_get("/metrics", operations.metrics)
+    app.router.add_get("/status", operations.status)
+    return app
+
+
+class Operations:
+    """Handlers for those who run the cluster."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._started = time.monotonic()
+
+    async def health(self, request: web.Request) -> web.Response:
+        """200 while the process lives."""
+        return web.json_response({"status": "ok"})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """200 when a request can be served, else 503 and what is missing."""
+        missing = missing_roles(self._serving)
+        if missing:
+            body = {"status": "not ready", "missing": missing}
+            return web.json_response(body, status=503, headers={"Retry-After": "1"})
+        return web.json_response({"status": "ready"})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Prometheus text, always of version 0.0.4."""
+        return web.Response(
+            body=self._serving.metrics.text(), headers={"Content-Type": CONTENT_TYPE}
+        )
+
+    async def status(self, request: web.Request) -> web.Response:
+        """The pool and the load as JSON, for ``tandem status``."""
+        serving = self._serving
+        members = sorted(serving.pool.members(), key=lambda m: (m.role.value, m.key))
+        body = {
+            "model": serving.model.name,
+            "ready": not missing_roles(serving),
+            "missing": missing_roles(serving),
+            "pid": os.getpid(),
+            "uptime_s": round(time.monotonic() - self._started, 3),
+            "num_requests_in_flight": serving.admission.num_in_flight,
+            "workers": [self._worker(member) for member in members],
+        }
+        return web.Response(body=orjson.dumps(body), content_type="application/json")
+
+    def _worker(self, member: Member) -> dict[str, object]:
+        pool = self._serving.pool
+        load = member.load
+        return {
+            "instance": member.key.instance,
+            "rank": member.key.rank,
+            "epoch": member.key.epoch,
+            "role": member.role.value,
+            "address": member.address,
+            "state": worker_state(member, pool.recently_failed(member.key)),
+            "num_ranks": member.num_ranks,
+            "max_model_len": member.max_model_len,
+            "transport": member.transport,
+            "metrics_address": member.metrics_address,
+            "pid": member.pid,
+            "num_requests_in_flight": pool.num_in_flight(member.key),
+            "load": {
+                "num_requests_running": load.num_requests_running,
+                "num_requests_waiting": load.num_requests_waiting,
+                "num_tokens_waiting": load.num_tokens_waiting,
+                "num_free_blocks": load.num_free_blocks,
+                "num_total_blocks": load.num_total_blocks,
+                "num_quarantined_blocks": load.num_quarantined_blocks,
+            },
+        }
+
+
+def worker_state(member: Member, recently_failed: bool) -> str:
+    """``draining``, ``failing`` or ``ready``."""
+    if member.draining:
+        return "draining"
+    return "failing" if recently_failed else "ready"
+
+
+def missing_roles(serving: Serving) -> list[str]:
+    """What keeps this process from serving; empty when it can."""
+    missing = ["the router is draining"] if serving.admission.draining else []
+    for role in Role:
+        usable = [c for c in serving.pool.candidates(role) if c.whole and not c.member.draining]
+        if not usable:
+            missing.append(f"no {role.value} worker is ready")
+    return missing
+
+
+def _answer_failures(
+    serving: Serving, max_body_bytes: int
+) -> Callable[..., Awaitable[web.StreamResponse]]:
+    metrics = serving.metrics
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request_id = request_id_of(request)
+        request[REQUEST_ID_KEY] = request_id
+        endpoint = request.path if request.method == "POST" else ""
+        status = CLIENT_CLOSED
+        try:
+            response = await handler(request)
+            status = response.status
+        except (asyncio.CancelledError, ConnectionError):
+            logger.info("the client went away request_id=%s path=%s", request_id, request.path)
+            raise
+        except Exception as error:
+            response = _failure(request, request_id, _as_error(error, request, max_body_bytes))
+            status = response.status
+            metrics.count_error(str(status))
+        finally:
+            if endpoint in ("/v1/chat/completions", "/v1/completions"):
+                metrics.count_request(endpoint, status)
+        if not response.prepared:
+            response.headers["x-request-id"] = request_id
+        return response
+
+    return middleware
+
+
+def _as_error(error: Exception, request: web.Request, max_body_bytes: int) -> TandemError:
+    """``error`` in our tree; aiohttp's own are about the URL, the method or the body's size."""
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return RequestError(
+            f"the body is larger than router.max_body_bytes = {max_body_bytes}. Fix: send less",
+            code="request_too_large",
+            status=413,
+        )
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        return RequestError(
+            f"{request.method} {request.path} is not allowed. Fix: use {allowed}",
+            code="method_not_allowed",
+            status=405,
+        )
+    if isinstance(error, web.HTTPNotFound):
+        return RequestError(
+            f"there is nothing at {request.method} {request.path}. Fix: use a path under /v1",
+            code="unknown_url",
+            status=404,
+        )
+    if isinstance(error, web.RequestPayloadError):
+        return RequestError(
+            "the body cannot be read with its Content-Encoding or Transfer-Encoding. "
+            "Fix: send plain JSON, or what the headers say"
+        )
+    if isinstance(error, web.HTTPException):
+        return RequestError(str(error.reason), status=error.status)
+    tandem_error = as_tandem_error(error)
+    if tandem_error is not error:
+        logger.error("a handler failed path=%s", request.path, exc_info=error)
+    return tandem_error
+
+
+def _failure(request: web.Request, request_id: str, error: TandemError) -> web.Response:
+    failure = failure_from(error)
+    if failure.status >= 500:
+        logger.warning("request failed request_id=%s error=%r", request_id, failure.message)
+    return web.Response(
+        body=orjson.dumps(failure.body(request_id)),
+        status=failure.status,
+        content_type="application/json",
+        headers=failure.headers,
+    )

@@ -1,0 +1,241 @@
+"""From a request to SamplingParams: defaults, ranges, context length, seeds.
+
+After this module every number is legal and every default is filled in: workers apply none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from router.http.errors import RequestError
+from router.http.schema import ChatRequest, CompletionRequest, GenerationRequest
+from runtime.sampling import SamplingParams
+
+MAX_CHOICES = 128
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+MAX_LOGPROBS = 20
+COMPLETION_MAX_TOKENS = 16
+_SEEDS = 2**64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What requests are measured by."""
+
+    max_model_len: int
+    """Tokens of prompt and output together."""
+    vocab_size: int
+    """Token ids are below it."""
+    eos_token_ids: tuple[int, ...]
+
+
+def sampling_from(request: GenerationRequest, limits: ModelLimits) -> SamplingParams:
+    """The sampling of ``request``; ``max_tokens`` is still uncapped (``for_prompt`` does it).
+
+    Raises:
+        RequestError: a value is out of range, or asks for what this server does not do.
+    """
+    _refuse_unsupported(request)
+    max_tokens = _max_tokens(request, limits)
+    min_tokens = _integer("min_tokens", request.min_tokens, 0, 0, max_tokens)
+    num_logprobs, num_prompt_logprobs = _logprobs(request)
+    _check_stops(request.stop)
+    top_k = _integer("top_k", request.top_k, 0, -1, 2**31 - 1)
+    seed = secrets.randbits(64) if request.seed is None else request.seed % _SEEDS
+    return SamplingParams(
+        temperature=_number("temperature", request.temperature, 1.0, 0.0, 2.0),
+        top_p=_number("top_p", request.top_p, 1.0, 0.0, 1.0, exclusive=True),
+        top_k=max(top_k, 0),
+        min_p=_number("min_p", request.min_p, 0.0, 0.0, 1.0),
+        repetition_penalty=_number(
+            "repetition_penalty", request.repetition_penalty, 1.0, 0.0, 10.0, exclusive=True
+        ),
+        presence_penalty=_number("presence_penalty", request.presence_penalty, 0.0, -2.0, 2.0),
+        frequency_penalty=_number("frequency_penalty", request.frequency_penalty, 0.0, -2.0, 2.0),
+        logit_bias=_logit_bias(request.logit_bias, limits),
+        seed=seed,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop_token_ids=_stop_token_ids(request, limits),
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
+    )
+
+
+def num_choices(request: GenerationRequest) -> int:
+    """``n``, checked."""
+    return _integer("n", request.n, 1, 1, MAX_CHOICES)
+
+
+def for_prompt(
+    params: SamplingParams, num_prompt_tokens: int, limits: ModelLimits, *, param: str
+) -> SamplingParams:
+    """``params`` with max_tokens capped by the room that the prompt leaves.
+
+    Raises:
+        RequestError: the prompt is empty, or leaves no room; ``param`` is the field that holds it.
+    """
+    if num_prompt_tokens == 0:
+        raise RequestError(f"{param} is empty. Fix: send at least one token of text", param=param)
+    room = limits.max_model_len - num_prompt_tokens
+    if room < 1:
+        raise RequestError(
+            f"{param} has {num_prompt_tokens} tokens, but the model's context holds "
+            f"{limits.max_model_len} for prompt and output together. "
+            f"Fix: shorten it to at most {limits.max_model_len - 1} tokens",
+            param=param,
+            code="context_length_exceeded",
+        )
+    max_tokens = min(params.max_tokens, room)
+    return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))
+
+
+def for_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """The sampling of one of a prompt's n choices: choice 0 has the request's own seed."""
+    if choice == 0:
+        return params
+    digest = hashlib.blake2b(
+        params.seed.to_bytes(8, "little") + choice.to_bytes(8, "little"), digest_size=8
+    ).digest()
+    return replace(params, seed=int.from_bytes(digest, "little"))
+
+
+def check_token_ids(ids: Sequence[int], limits: ModelLimits, *, param: str) -> None:
+    """Raise RequestError unless all ``ids`` are of the vocabulary."""
+    if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
+        bad = next(i for i in ids if not 0 <= i < limits.vocab_size)
+        raise RequestError(
+            f"{param} holds the token id {bad}, which the model does not have. "
+            f"Fix: send ids from 0 to {limits.vocab_size - 1}",
+            param=param,
+        )
+
+
+def _max_tokens(request: GenerationRequest, limits: ModelLimits) -> int:
+    top = 2**31 - 1
+    if isinstance(request, ChatRequest):
+        if request.max_completion_tokens is not None:
+            return _integer("max_completion_tokens", request.max_completion_tokens, 0, 1, top)
+        return _integer("max_tokens", request.max_tokens, limits.max_model_len, 1, top)
+    return _integer("max_tokens", request.max_tokens, COMPLETION_MAX_TOKENS, 1, top)
+
+
+def _logprobs(request: GenerationRequest) -> tuple[int, int]:
+    """(num_logprobs, num_prompt_logprobs), -1 where none are wanted."""
+    if isinstance(request, ChatRequest):
+        if request.top_logprobs and not request.logprobs:
+            raise RequestError(
+                f"top_logprobs = {request.top_logprobs} needs logprobs. Fix: send logprobs: true",
+                param="top_logprobs",
+            )
+        count = _integer("top_logprobs", request.top_logprobs, 0, 0, MAX_LOGPROBS)
+        return (count if request.logprobs else -1), -1
+    assert isinstance(request, CompletionRequest)
+    if request.logprobs is None:
+        return -1, -1
+    count = _integer("logprobs", request.logprobs, 0, 0, MAX_LOGPROBS)
+    return count, (count if request.echo else -1)
+
+
+def _stop_token_ids(request: GenerationRequest, limits: ModelLimits) -> tuple[int, ...]:
+    ids = request.stop_token_ids or []
+    check_token_ids(ids, limits, param="stop_token_ids")
+    eos = () if request.ignore_eos else limits.eos_token_ids
+    return tuple(dict.fromkeys((*eos, *ids)))
+
+
+def _logit_bias(bias: dict[int, float], limits: ModelLimits) -> dict[int, float]:
+    check_token_ids(list(bias), limits, param="logit_bias")
+    for token_id, value in bias.items():
+        _number(f"logit_bias[{token_id}]", value, 0.0, -100.0, 100.0)
+    return bias
+
+
+def _check_stops(stops: Sequence[str]) -> None:
+    if len(stops) > MAX_STOPS:
+        raise RequestError(
+            f"stop has {len(stops)} strings. Fix: send at most {MAX_STOPS}", param="stop"
+        )
+    for stop in stops:
+        if not 0 < len(stop) <= MAX_STOP_CHARS:
+            raise RequestError(
+                f"stop holds a string of {len(stop)} characters. "
+                f"Fix: send strings of 1 to {MAX_STOP_CHARS} characters",
+                param="stop",
+            )
+
+
+def _refuse_unsupported(request: GenerationRequest) -> None:
+    """Refuse what would silently change the meaning of the answer if it were ignored."""
+    kind = (request.response_format or {}).get("type", "text")
+    if kind != "text":
+        raise _unsupported("response_format", kind, 'send {"type": "text"} or leave it out')
+    for name in (
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+    ):
+        if getattr(request, name) is not None:
+            raise _unsupported(name, "a constraint", "leave it out")
+    if isinstance(request, CompletionRequest):
+        if request.suffix:
+            raise _unsupported("suffix", request.suffix[:40], "leave it out")
+        if request.best_of is not None and request.best_of != (request.n or 1):
+            raise _unsupported("best_of", request.best_of, "leave it out, or send the value of n")
+    elif isinstance(request, ChatRequest):
+        for name, choice in (
+            ("tool_choice", request.tool_choice),
+            ("function_call", request.function_call),
+        ):
+            if choice not in (None, "none", "auto"):
+                raise _unsupported(name, choice, 'send "auto" or "none": calls cannot be forced')
+        if request.modalities and request.modalities != ["text"]:
+            raise _unsupported("modalities", request.modalities, 'send ["text"] or leave it out')
+
+
+def _unsupported(param: str, value: object, fix: str) -> RequestError:
+    return RequestError(
+        f"{param} = {value!r} is not supported by this server. Fix: {fix}",
+        param=param,
+        code="unsupported_value",
+    )
+
+
+def _integer(name: str, value: int | None, default: int, least: int, most: int) -> int:
+    if value is None:
+        return default
+    if not least <= value <= most:
+        raise RequestError(
+            f"{name} = {value} is out of range. Fix: send an integer from {least} to {most}",
+            param=name,
+        )
+    return value
+
+
+def _number(
+    name: str,
+    value: float | None,
+    default: float,
+    least: float,
+    most: float,
+    *,
+    exclusive: bool = False,
+) -> float:
+    """``exclusive``: the least value itself is out of range."""
+    if value is None:
+        return default
+    if not math.isfinite(value) or not least <= value <= most or (exclusive and value == least):
+        wanted = (
+            f"above {least:g} and at most {most:g}" if exclusive else f"from {least:g} to {most:g}"
+        )
+        raise RequestError(
+            f"{name} = {value:g} is out of range. Fix: send a number {wanted}", param=name
+        )
+    return float(value)

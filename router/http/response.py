@@ -1,0 +1,119 @@
+"""What chat and completion answers have in common: the choices, usage, timings.
+
+A ``ResponseFormat`` is told of each choice's opening and pieces and gives the bytes to send: events
+in a stream, nothing until the closing in a plain answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from router.requests.generation import Generation
+from router.text.output import ChoiceText, Piece
+from router.text.tokenizer import Vocabulary
+from runtime.pb import prefill_pb2
+
+Json = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One prompt of a request."""
+
+    token_ids: list[int]
+    text: str | None = None
+    """As the client sent it; None where it sent ids."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    """One choice of an answer."""
+
+    index: int
+    prompt: Prompt
+    generation: Generation
+    text: ChoiceText
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseInfo:
+    """What every chunk and body of one answer repeats, and what the client asked to be told."""
+
+    response_id: str
+    created: int
+    model: str
+    vocabulary: Vocabulary
+    includes_usage: bool = False
+    continuous_usage: bool = False
+    wants_logprobs: bool = False
+    wants_token_ids: bool = False
+    wants_timings: bool = False
+    choices_per_prompt: int = 1
+    choices: list[Choice] = field(default_factory=list)
+
+    def head(self, kind: str) -> Json:
+        """The fields with which every chunk and body begins."""
+        return {
+            "id": self.response_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+        }
+
+    def chunk(self, kind: str, choice: Json) -> Json:
+        """A streamed chunk with one choice; usage, if asked for, is null before the last."""
+        payload: Json = {**self.head(kind), "choices": [choice]}
+        if self.includes_usage:
+            payload["usage"] = self.usage() if self.continuous_usage else None
+        return payload
+
+    def body(self, kind: str, choices: list[Json]) -> Json:
+        """A whole answer."""
+        payload: Json = {**self.head(kind), "choices": choices, "usage": self.usage()}
+        if self.wants_timings:
+            payload["timings"] = self.timings()
+        return payload
+
+    def usage(self) -> Json:
+        """Tokens so far; a prompt counts once however many choices it has."""
+        firsts = self.choices[:: self.choices_per_prompt]
+        prompt_tokens = sum(len(choice.prompt.token_ids) for choice in firsts)
+        completion_tokens = sum(choice.text.num_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(choice.generation.num_cached_tokens for choice in firsts)
+            },
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
+    def timings(self) -> dict[str, float]:
+        """Seconds by stage, of the first choice."""
+        return self.choices[0].generation.timings.split()
+
+    @property
+    def plain_text_only(self) -> bool:
+        """Whether chunks differ in their text alone and can be rendered from a template."""
+        return not (self.wants_logprobs or self.wants_token_ids or self.continuous_usage)
+
+
+class ResponseFormat(Protocol):
+    """Bytes of one answer, in order."""
+
+    def opening(self, choice: Choice, first: prefill_pb2.FirstToken) -> bytes:
+        """With a choice's first token, before its first piece."""
+
+    def piece(self, choice: Choice, piece: Piece) -> bytes:
+        """News of a choice."""
+
+    def closing(self) -> bytes:
+        """After the last piece of the last choice."""
+
+
+def sum_texts(pieces: Sequence[Piece]) -> str:
+    """The whole text of a choice."""
+    return "".join(piece.text for piece in pieces)

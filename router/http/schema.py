@@ -1,0 +1,250 @@
+"""The bodies of the OpenAI endpoints: which fields there are, of which types, not which ranges.
+
+Unknown fields are ignored: clients send many that mean nothing here (metadata, user, store,
+service_tier and the like). Fields that would change the answer and are not supported are refused in
+``params``. A validation failure becomes one sentence that names the field.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
+
+from router.http.errors import RequestError
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def _strings(value: object) -> list[str]:
+    """``stop``: null, a string or a list of strings."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return value
+    raise ValueError("must be a string or a list of strings")
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _prompts(value: object) -> list[str | list[int]]:
+    """``prompt`` in its four shapes, as a list of texts or token id lists."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if _is_ids(value):
+            return [value]
+        if all(isinstance(item, str) for item in value) or all(_is_ids(item) for item in value):
+            return value
+    raise ValueError(
+        "must be a string, a list of strings, a list of token ids or a list of lists of token ids, "
+        "and not empty"
+    )
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    if value is None:
+        return {}
+    try:
+        if isinstance(value, dict) and not any(isinstance(v, bool | str) for v in value.values()):
+            return {int(key): float(bias) for key, bias in value.items()}
+    except (TypeError, ValueError):
+        pass
+    raise ValueError("must be an object of token id (as a string) to a number")
+
+
+class StreamOptions(BaseModel):
+    """``stream_options``."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(BaseModel):
+    """What both endpoints share. None: the client did not say."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: Annotated[list[str], PlainValidator(_strings)] = []
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = {}
+    response_format: dict[str, Any] | None = None
+    # Beyond OpenAI's API, as other engines name them.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    timings: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        options = self.stream_options
+        return options is not None and bool(options.include_usage or options.continuous_usage_stats)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream carries the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+
+class CompletionRequest(GenerationRequest):
+    """``POST /v1/completions``."""
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    add_special_tokens: bool | None = None
+
+
+def _messages(value: object) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a list of at least one message")
+    return [_message(index, item) for index, item in enumerate(value)]
+
+
+def _message(index: int, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"[{index}] must be an object with role and content")
+    role = value.get("role")
+    if role not in _ROLES:
+        raise ValueError(f"[{index}].role is {role!r}; it must be one of {', '.join(_ROLES)}")
+    content = _content(index, value.get("content"))
+    if content is None and not (role == "assistant" and value.get("tool_calls")):
+        if role != "assistant":
+            raise ValueError(f"[{index}].content is missing; send a string")
+        content = ""
+    # Templates of this model family know "system", not its newer name.
+    return {**value, "role": "system" if role == "developer" else role, "content": content}
+
+
+def _content(index: int, content: object) -> str | None:
+    """A message's content as one text: a string, null, or a list of text parts."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"[{index}].content must be a string or a list of text parts")
+    texts = []
+    for number, part in enumerate(content):
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ValueError(
+                f"[{index}].content[{number}] is of type {kind!r}; this model reads text parts only"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+class ChatRequest(GenerationRequest):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[dict[str, Any]], PlainValidator(_messages)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+
+
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+
+
+def parse_body(body: bytes, request_type: type[RequestT]) -> RequestT:
+    """The request in ``body``.
+
+    Raises:
+        RequestError: it is no JSON object, or a field is missing or of the wrong type.
+    """
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(
+            f"the body is no valid JSON: {error}. Fix: send one JSON object"
+        ) from error
+    if not isinstance(fields, dict):
+        found = type(fields).__name__
+        raise RequestError(f"the body is a JSON {found}. Fix: send one JSON object")
+    try:
+        return request_type.model_validate(fields)
+    except ValidationError as error:
+        raise _first_problem(error, fields) from error
+
+
+_WANTED = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+
+
+def _first_problem(error: ValidationError, fields: Mapping[str, object]) -> RequestError:
+    """One sentence on the first thing that is wrong."""
+    problem = error.errors(include_url=False, include_context=False)[0]
+    location = problem["loc"]
+    param = _path(location)
+    kind = problem["type"]
+    if kind == "missing":
+        return RequestError(f"{param} is missing. Fix: send it", param=param)
+    if kind == "value_error":
+        text = problem["msg"].removeprefix("Value error, ")
+        joint = "" if text.startswith("[") else " "
+        return RequestError(f"{param}{joint}{text}", param=param)
+    wanted = _WANTED.get(kind, "of another type")
+    if param in ("tool_choice", "function_call"):
+        wanted = "a string or an object"
+    shown = reprlib.repr(problem["input"])
+    return RequestError(f"{param} = {shown}: it must be {wanted}. Fix: send {wanted}", param=param)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """``("stop_token_ids", 1)`` as ``stop_token_ids[1]``; names of union branches are left out."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part not in ("str", "dict[str,any]"):
+            path += f".{part}" if path else part
+    return path

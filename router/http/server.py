@@ -1,0 +1,125 @@
+"""The inside of one HTTP process: its view of the pool, its ways to the workers, its app."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from router.http.app import create_app
+from router.http.endpoints import Serving
+from router.metrics import RouterMetrics
+from router.model import ServedModel
+from router.pool.members import Member
+from router.pool.view import PoolView
+from router.requests.admission import Admission
+from router.requests.attempt import Workers
+from router.requests.clients import WorkerClients
+from router.requests.frames import FrameStreams
+from router.requests.pipeline import Pipeline
+from router.routing.policy import PairingPolicy
+from runtime.config import RouterSection
+from runtime.errors import ConfigError
+
+TICK_S = 0.5
+SHUTDOWN_S = 2.0
+"""Handlers get so long to end once the process shuts down."""
+
+
+class HttpServer:
+    """Serves HTTP for the pool that ``update`` tells it of. Create it on the event loop."""
+
+    def __init__(
+        self,
+        section: RouterSection,
+        model: ServedModel,
+        secret: str,
+        *,
+        metrics: RouterMetrics | None = None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        router_id = f"router-{secrets.token_hex(6)}"
+        self.metrics = metrics or RouterMetrics()
+        self.pool = PoolView(loop.time)
+        clients = WorkerClients(secret)
+        frames = FrameStreams(self.pool, clients, router_id)
+        self._workers = Workers(self.pool, clients, frames, router_id)
+        self.pool.on_change(self._workers.follow_pool)
+        self._admission = Admission(section.max_concurrent_requests)
+        policy = PairingPolicy(section.policy)
+        pipeline = Pipeline(self._workers, policy, self.metrics)
+        serving = Serving(
+            model=model,
+            pool=self.pool,
+            pipeline=pipeline,
+            admission=self._admission,
+            metrics=self.metrics,
+            request_timeout_s=section.request_timeout_s,
+        )
+        app = create_app(serving, section.max_body_bytes)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
+        )
+        self.update([])
+
+    def update(self, members: Sequence[Member]) -> None:
+        """The pool changed."""
+        self.pool.update(members)
+        self.metrics.set_workers(members)
+
+    async def start(self, listener: socket.socket) -> None:
+        """Serve on ``listener``, which is bound; this process owns it from now on."""
+        await self._runner.setup()
+        await web.SockSite(self._runner, listener, backlog=1024).start()
+
+    async def tick_forever(self) -> None:
+        """Drop what workers that left no longer need, and measure the loop; until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            wanted = loop.time() + TICK_S
+            await asyncio.sleep(TICK_S)
+            self.metrics.loop_lag.set(max(0.0, loop.time() - wanted))
+            self._workers.follow_pool()
+
+    async def drain(self) -> None:
+        """Admit nothing new; return when nothing is in flight."""
+        self._admission.drain()
+        while self._admission.num_in_flight:
+            await asyncio.sleep(0.05)
+
+    async def close(self) -> None:
+        """End all requests, streams and channels."""
+        await self._runner.cleanup()
+        await self._workers.close()
+
+
+def bind_http(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A socket bound to ``host:port`` (0: any free one), not listening yet.
+
+    ``shared``: several processes of ours bind it, and the kernel spreads connections over them.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        problem = f"cannot listen on {host}: {error.strerror}"
+        raise ConfigError("router.port", port, problem, "a free port, or 0 for any") from error
+    listener.setblocking(False)
+    return listener
+
+
+def port_of(listener: socket.socket) -> int:
+    """The port that a bound socket has."""
+    port: int = listener.getsockname()[1]
+    return port

@@ -1,0 +1,131 @@
+"""The gRPC face of the registry, and the watcher by which another process follows it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from router.pool.members import Member, load_from_proto, member_from_proto, member_to_proto
+from router.pool.registry import Registry
+from runtime.errors import InvalidRequestError, TandemError
+from runtime.logging import get_logger
+from runtime.pb import registry_pb2, registry_pb2_grpc
+from runtime.rpc import map_rpc_errors, open_channel
+from runtime.wire import error_to_proto
+
+logger = get_logger(__name__)
+
+MIN_SNAPSHOT_INTERVAL_S = 0.05
+RETRY_S = 0.5
+
+PoolListener = Callable[[Sequence[Member]], None]
+
+
+class RegistryService(registry_pb2_grpc.RegistryServicer):
+    """Serves ``Registry``; tells its listener and other processes' watchers of each change."""
+
+    def __init__(self, registry: Registry, listener: PoolListener | None = None) -> None:
+        """``listener`` is called on the event loop with the whole pool after each change."""
+        self._registry = registry
+        self._listener = listener
+        self._changed: set[asyncio.Event] = set()
+        self._announced = registry.version
+        self._closed = False
+
+    async def Register(
+        self, request: registry_pb2.RegisterRequest, context: object
+    ) -> registry_pb2.RegisterResponse:
+        """A worker joins the pool."""
+        try:
+            member = member_from_proto(request.worker)
+            lease_id = self._registry.register(member)
+        except ValueError as error:
+            logger.warning("refused a worker: %s", error)
+            refusal = error_to_proto(InvalidRequestError(str(error)))
+            return registry_pb2.RegisterResponse(error=refusal)
+        logger.info(
+            "worker joined role=%s worker=%s address=%s",
+            member.role.value,
+            member.key,
+            member.address,
+        )
+        self.announce()
+        return registry_pb2.RegisterResponse(lease_id=lease_id, lease_ttl_s=self._registry.ttl_s)
+
+    async def Renew(
+        self, request: registry_pb2.RenewRequest, context: object
+    ) -> registry_pb2.RenewResponse:
+        """A worker lives, with fresh load."""
+        load = load_from_proto(request.load)
+        known = self._registry.renew(request.lease_id, load, draining=request.draining)
+        self.announce()
+        return registry_pb2.RenewResponse(known=known)
+
+    async def Deregister(
+        self, request: registry_pb2.DeregisterRequest, context: object
+    ) -> registry_pb2.DeregisterResponse:
+        """A worker leaves."""
+        key = self._registry.deregister(request.lease_id)
+        if key is not None:
+            logger.info("worker left worker=%s", key)
+        self.announce()
+        return registry_pb2.DeregisterResponse()
+
+    async def Watch(
+        self, request: registry_pb2.WatchRequest, context: object
+    ) -> AsyncIterator[registry_pb2.PoolSnapshot]:
+        """The pool now and after each change; changes close together come as one."""
+        changed = asyncio.Event()
+        self._changed.add(changed)
+        try:
+            while not self._closed:
+                changed.clear()
+                members = [member_to_proto(member) for member in self._registry.members()]
+                yield registry_pb2.PoolSnapshot(version=self._registry.version, members=members)
+                await changed.wait()
+                await asyncio.sleep(MIN_SNAPSHOT_INTERVAL_S)
+        finally:
+            self._changed.discard(changed)
+
+    async def expire_forever(self) -> None:
+        """Drop leases as they run out; runs until cancelled."""
+        interval_s = min(0.25, self._registry.ttl_s / 8)
+        while True:
+            await asyncio.sleep(interval_s)
+            for key in self._registry.expire():
+                logger.warning("the lease of a worker ran out worker=%s", key)
+            self.announce()
+
+    def close(self) -> None:
+        """End all Watch streams."""
+        self._closed = True
+        for changed in self._changed:
+            changed.set()
+
+    def announce(self) -> None:
+        """Tell everyone, if anything changed since the last time."""
+        if self._registry.version == self._announced:
+            return
+        self._announced = self._registry.version
+        if self._listener is not None:
+            self._listener(self._registry.members())
+        for changed in self._changed:
+            changed.set()
+
+
+async def watch_forever(
+    control_address: str, secret: str, watcher: str, listener: PoolListener
+) -> None:
+    """Follow the registry of another process; runs until cancelled.
+
+    While the control process is away the last known pool stays in use: workers outlive it.
+    """
+    async with open_channel(control_address, secret) as channel:
+        stub = registry_pb2_grpc.RegistryStub(channel)
+        while True:
+            with contextlib.suppress(TandemError), map_rpc_errors(f"registry {control_address}"):
+                async for snapshot in stub.Watch(registry_pb2.WatchRequest(watcher=watcher)):
+                    members = [member_from_proto(m.worker, m.load) for m in snapshot.members]
+                    listener(members)
+            await asyncio.sleep(RETRY_S)

@@ -1,0 +1,69 @@
+"""All choices of one HTTP request: started together, merged in one mailbox, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+
+from router.requests.generation import Generation, Mailbox, Output
+from router.requests.pipeline import Pipeline
+
+MAX_PARALLEL = 32
+"""Choices of one HTTP request that are in the workers' hands at once; the others wait here."""
+
+
+class RequestRun:
+    """An async context: leaving it, in whatever way, releases everything in the workers."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        mailbox: Mailbox,
+        generations: Sequence[Generation],
+        deadline: float,
+    ) -> None:
+        """``deadline`` is on the event loop's clock; ``generations`` share ``mailbox``."""
+        self.mailbox = mailbox
+        self.generations = generations
+        self._pipeline = pipeline
+        self._deadline = deadline
+        self._gate = asyncio.Semaphore(MAX_PARALLEL)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def num_parallel(self) -> int:
+        """Choices that run at once."""
+        return min(len(self.generations), MAX_PARALLEL)
+
+    async def __aenter__(self) -> RequestRun:
+        self._tasks = [
+            asyncio.create_task(self._drive(generation), name=generation.request_id)
+            for generation in self.generations
+        ]
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        # After a whole answer nothing is waited for: its client may leave now, and this handler
+        # would be cancelled here, as if the answer had not arrived.
+        if exc_type is not None:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def take(self) -> list[Output]:
+        """New outputs, of any choices; empty after ``mailbox.wake``."""
+        return await self.mailbox.take()
+
+    def stop(self, index: int) -> None:
+        """End one choice whose text is complete."""
+        self._tasks[index].cancel()
+
+    async def _drive(self, generation: Generation) -> None:
+        async with self._gate:
+            await self._pipeline.run(generation, self._deadline)

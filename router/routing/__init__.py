@@ -1,0 +1,1 @@
+"""Which prefill worker and which decode rank serve a request."""

@@ -1,0 +1,115 @@
+"""Chat messages to prompt text: the checkpoint's Jinja template, in a sandbox.
+
+A template comes with a checkpoint and is not trusted: it cannot reach Python objects or change what
+it is given. What it raises is the client's error (for example roles in an order that it does not
+know).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from router.http.errors import RequestError
+from router.text.tokenizer import read_json, token_content
+from runtime.errors import ConfigError
+
+Message = Mapping[str, object]
+_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+class ChatTemplate:
+    """Renders conversations. Thread-safe."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """``special_tokens`` are the template's variables such as ``bos_token``.
+
+        Raises:
+            ConfigError: ``source`` is no Jinja template.
+        """
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = time.strftime
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            problem = f"the chat template is broken in line {error.lineno}: {error.message}"
+            raise ConfigError("model.path", source[:40], problem, "mend the template") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[object] | None = None,
+        continue_final_message: bool = False,
+        extra: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt for the next assistant message, or for the rest of the last one.
+
+        Raises:
+            RequestError: the template refuses the messages.
+        """
+        variables = {**self._special_tokens, **(extra or {})}
+        try:
+            text = self._template.render(
+                messages=messages,
+                tools=tools,
+                add_generation_prompt=not continue_final_message,
+                **variables,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise RequestError(
+                f"messages cannot be rendered by the model's chat template: {error}. "
+                "Fix: use the roles and the order that the model knows",
+                param="messages",
+            ) from error
+        return _cut_after_final(text, messages) if continue_final_message else text
+
+
+def _cut_after_final(text: str, messages: Sequence[Message]) -> str:
+    """``text`` without what the template put after the content of the last message."""
+    content = str(messages[-1].get("content") or "").strip()
+    end = text.rfind(content)
+    if not content or end < 0:
+        raise RequestError(
+            "messages: the last message has no content to continue. "
+            "Fix: give it content, or leave out continue_final_message and prefix",
+            param="messages",
+        )
+    return text[: end + len(content)]
+
+
+def load_chat_template(folder: Path) -> ChatTemplate | None:
+    """The template from chat_template.jinja or tokenizer_config.json; None where there is none.
+
+    Raises:
+        ConfigError: the template is broken.
+    """
+    settings = read_json(folder / "tokenizer_config.json")
+    tokens = {name: token_content(settings.get(name)) or "" for name in _TOKEN_NAMES}
+    path = folder / "chat_template.jinja"
+    source: object = settings.get("chat_template")
+    if path.exists():
+        source = path.read_text(encoding="utf-8")
+    elif isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source}
+        source = named.get("default")
+    return ChatTemplate(source, tokens) if isinstance(source, str) else None

@@ -1,0 +1,186 @@
+"""The checkpoint's tokenizer: text to ids, ids to bytes. The only file that imports ``tokenizers``.
+
+Key idea: the decoder of a byte-level vocabulary is a table from id to bytes, made once at load;
+decoding then needs no library (see ``router.text.detokenizer``). A tokenizer of another kind is
+refused at load. Encoding a long prompt takes milliseconds and runs in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+
+from runtime.errors import ConfigError
+
+ENCODE_INLINE_CHARS = 2000
+"""A text up to this long is encoded on the event loop: faster than the way to a thread and back."""
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for.
+
+    Printable Latin-1 characters stand for themselves, the other bytes for characters from U+0100
+    on.
+    """
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in visible}
+    hidden = sorted(set(range(256)) - set(visible))
+    alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(hidden)})
+    return alphabet
+
+
+def _token_bytes(token: str, alphabet: Mapping[str, int]) -> bytes:
+    """What a vocabulary entry stands for; one outside the alphabet is plain text (added tokens)."""
+    try:
+        return bytes(alphabet[char] for char in token)
+    except KeyError:
+        return token.encode()
+
+
+def _is_byte_level(decoder: object) -> bool:
+    if not isinstance(decoder, dict):
+        return False
+    if decoder.get("type") == "Sequence":
+        parts = decoder.get("decoders")
+        return isinstance(parts, list) and len(parts) == 1 and _is_byte_level(parts[0])
+    return decoder.get("type") == "ByteLevel"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """The bytes of every token, by id."""
+
+    pieces: Sequence[bytes]
+    visible_pieces: Sequence[bytes]
+    """The same with special tokens empty."""
+    special_ids: frozenset[int]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token; none for an id beyond the tokenizer's."""
+        return self.pieces[token_id] if 0 <= token_id < len(self.pieces) else b""
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text; bytes that are not UTF-8 by themselves become U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_name(self, token_id: int) -> str:
+        r"""One token as a name that no other has: its text, or ``bytes:\x..`` where not UTF-8."""
+        piece = self.token_bytes(token_id)
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+class Tokenizer:
+    """Encodes text as the checkpoint was trained to read it."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, bos_token: str | None = None) -> None:
+        """``bos_token`` is put before a text that asks for special tokens and lacks it."""
+        self._backend = backend
+        self._bos_id: int | None = backend.token_to_id(bos_token) if bos_token else None
+        self.vocabulary = _vocabulary(backend)
+        self.control_tokens = _control_tokens(backend)
+        """The texts that encode as one control token wherever they stand."""
+
+    @classmethod
+    def from_dir(cls, folder: Path) -> Tokenizer:
+        """Read ``tokenizer.json`` and ``tokenizer_config.json`` of a checkpoint.
+
+        Raises:
+            ConfigError: a file is missing or broken, or the tokenizer is not byte-level.
+        """
+        path = folder / "tokenizer.json"
+        try:
+            decoder = json.loads(path.read_text(encoding="utf-8")).get("decoder")
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            fix = "a checkpoint folder with a readable tokenizer.json"
+            raise ConfigError("model.path", str(folder), f"{path.name}: {error}", fix) from error
+        if not _is_byte_level(decoder):
+            problem = f"tokenizer.json has the decoder {decoder!r}"
+            raise ConfigError("model.path", str(folder), problem, "a byte-level BPE tokenizer")
+        settings = read_json(folder / "tokenizer_config.json")
+        bos = token_content(settings.get("bos_token")) if settings.get("add_bos_token") else None
+        return cls(backend, bos_token=bos)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The ids of ``text``."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens and self._bos_id is not None and ids[:1] != [self._bos_id]:
+            ids.insert(0, self._bos_id)
+        return ids
+
+    async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The same, off the event loop where the text is long (the library releases the GIL)."""
+        if len(text) <= ENCODE_INLINE_CHARS:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
+
+    async def encode_parts_async(self, parts: Sequence[str]) -> list[int]:
+        """The ids of ``parts``, each encoded by itself, without special tokens of our own."""
+        ids: list[int] = []
+        for part in parts:
+            ids += await self.encode_async(part, add_special_tokens=False)
+        return ids
+
+    def token_id(self, token: str) -> int | None:
+        """The id of one vocabulary entry."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+
+def _vocabulary(backend: tokenizers.Tokenizer) -> Vocabulary:
+    alphabet = _byte_alphabet()
+    tokens: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    pieces = [b""] * (max(tokens.values(), default=-1) + 1)
+    for token, token_id in tokens.items():
+        pieces[token_id] = _token_bytes(token, alphabet)
+    visible = list(pieces)
+    special = set()
+    for token_id, added in backend.get_added_tokens_decoder().items():
+        if added.special:
+            special.add(token_id)
+            visible[token_id] = b""
+    return Vocabulary(pieces=pieces, visible_pieces=visible, special_ids=frozenset(special))
+
+
+def _control_tokens(backend: tokenizers.Tokenizer) -> tuple[str, ...]:
+    """Special tokens, and tags: checkpoints leave some of their tags unmarked as special."""
+    added = backend.get_added_tokens_decoder().values()
+    return tuple(
+        token.content
+        for token in added
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+    )
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """The object in a JSON file, empty where there is no such file.
+
+    Raises:
+        ConfigError: the file is no JSON object.
+    """
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(
+            "model.path", str(path), f"no valid JSON: {error}", "mend the file"
+        ) from error
+    if not isinstance(value, dict):
+        raise ConfigError("model.path", str(path), "is no JSON object", "mend the file")
+    return value
+
+
+def token_content(token: object) -> str | None:
+    """A token as tokenizer_config.json writes it: a string or an object with content."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

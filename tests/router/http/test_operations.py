@@ -1,0 +1,215 @@
+"""Health, status, metrics; the router as processes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.http.server import bind_http, port_of
+from runtime.config import ClusterConfig, ModelSection, RouterSection
+from runtime.config_file import dump_config
+from runtime.errors import ConfigError
+from tests.router.conftest import MODEL, Cluster
+from tests.router.fakes import SECRET, FakeDecode, FakePrefill
+
+PROMETHEUS_2 = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}
+
+
+async def metric_values(http: aiohttp.ClientSession) -> dict[str, float]:
+    async with http.get("/metrics", headers={"Accept": PROMETHEUS_2}) as response:
+        assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        text = await response.text()
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()))
+            values[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return values
+
+
+async def test_metrics_count_what_happened(http, cluster: Cluster) -> None:
+    for stream in (False, True):
+        async with http.post("/v1/completions", json={**BODY, "stream": stream}) as response:
+            await response.read()
+    async with http.post("/v1/completions", json={**BODY, "n": 0}) as response:
+        assert response.status == 400
+    async with http.head("/metrics") as response:
+        assert response.status == 200
+    values = await metric_values(http)
+    requests = "pd_router_requests_total{endpoint=/v1/completions,status="
+    assert values[requests + "200}"] == 2
+    assert values[requests + "400}"] == 1
+    assert values["pd_router_tokens_total{kind=output}"] == 2 * cluster.num_answer_tokens
+    assert values["pd_ttft_seconds_count"] == 2
+    assert values["pd_e2e_seconds_count"] == 2
+    assert values["pd_itl_seconds_count"] > 2
+    for stage in ("router", "reserve", "prefill_queue", "prefill_compute", "kv_transfer"):
+        assert values[f"pd_ttft_stage_seconds_count{{stage={stage}}}"] == 2
+    assert values["pd_router_workers{role=decode,state=ready}"] == 1
+    assert values["pd_router_requests_in_flight"] == 0
+
+
+async def status_when(
+    http: aiohttp.ClientSession, condition: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
+    """Ask until the condition holds of the first worker."""
+    async with asyncio.timeout(5):
+        while True:
+            async with http.get("/status") as response:
+                status: dict[str, Any] = await response.json()
+            if condition(status["workers"][0]):
+                return status
+            await asyncio.sleep(0.02)
+
+
+async def test_health_and_status(http, cluster: Cluster) -> None:
+    async with http.get("/health") as response:
+        assert response.status == 200
+    # A worker's load comes with its first heartbeat.
+    status = await status_when(http, lambda worker: worker["load"]["num_total_blocks"])
+    assert status["model"] == MODEL
+    assert status["ready"] is True
+    decode, prefill = status["workers"]
+    assert (decode["instance"], decode["role"], decode["state"]) == ("decode-0", "decode", "ready")
+    assert (prefill["instance"], prefill["rank"]) == ("prefill-0", 0)
+    assert decode["load"]["num_total_blocks"] == 10
+    cluster.decode.registration.set_draining()
+    await status_when(http, lambda worker: worker["state"] == "draining")
+    async with http.get("/ready") as response:
+        assert (await response.json())["missing"] == ["no decode worker is ready"]
+
+
+def test_a_taken_port_is_a_config_error() -> None:
+    with bind_http("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"router\.port"):
+            bind_http("127.0.0.1", port_of(taken))
+
+
+def write_config(folder: Path, model_dir: Path, **section: int) -> tuple[Path, int, int]:
+    ports = []
+    for _ in range(2):
+        with bind_http("127.0.0.1", 0) as free:
+            ports.append(port_of(free))
+    config = ClusterConfig(
+        model=ModelSection(path=str(model_dir), name=MODEL),
+        router=RouterSection(port=ports[0], control_port=ports[1], **section),  # type: ignore[arg-type]
+    )
+    path = folder / "cluster.toml"
+    path.write_text(dump_config(config))
+    return path, ports[0], ports[1]
+
+
+def start(path: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "router", "--config", str(path), "--grace", "5"],
+        env={**os.environ, "TANDEM_SECRET": SECRET},
+        stderr=subprocess.PIPE,
+    )
+
+
+@pytest.fixture
+async def workers(tokenizer) -> AsyncIterator[list[FakePrefill | FakeDecode]]:
+    ids = tokenizer.encode("fox", add_special_tokens=False)
+
+    def script(prompt: object) -> list[int]:
+        return [*ids, tokenizer.token_id("<eos>"), *ids * 20]
+
+    workers = [FakePrefill("prefill-0", MODEL, script), FakeDecode("decode-0", MODEL, script)]
+    yield workers
+    for worker in workers:
+        await worker.close()
+
+
+async def wait_ready(http: aiohttp.ClientSession) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                async with http.get("/ready") as response:
+                    if response.status == 200:
+                        return
+            except aiohttp.ClientConnectionError:
+                pass
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.slow
+async def test_the_router_as_a_process(tmp_path, model_dir, workers) -> None:
+    path, port, control_port = write_config(tmp_path, model_dir)
+    process = start(path)
+    try:
+        for worker in workers:
+            await worker.start(f"127.0.0.1:{control_port}")
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+            await wait_ready(http)
+            async with http.post("/v1/completions", json=BODY) as response:
+                assert (await response.json())["choices"][0]["text"] == "fox"
+        second = start(path)
+        _, stderr = await asyncio.to_thread(second.communicate, None, 30)
+        assert second.returncode == 2
+        assert b"router.port" in stderr
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 10) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+async def test_several_http_processes_share_port_pool_and_metrics(
+    tmp_path, model_dir, workers
+) -> None:
+    path, port, control_port = write_config(tmp_path, model_dir, http_processes=2)
+    process = start(path)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for worker in workers:
+            await worker.start(f"127.0.0.1:{control_port}")
+        pids: set[int] = set()
+
+        async def visit(num: int) -> None:
+            """One connection each: the kernel spreads them."""
+            for _ in range(num):
+                async with aiohttp.ClientSession(url) as http:
+                    await wait_ready(http)
+                    async with http.get("/status") as response:
+                        pids.add((await response.json())["pid"])
+
+        async with asyncio.timeout(30):
+            while len(pids) < 2:
+                await visit(4)
+        for _ in range(12):
+            async with (
+                aiohttp.ClientSession(url) as http,
+                http.post("/v1/completions", json=BODY) as response,
+            ):
+                assert (await response.json())["choices"][0]["text"] == "fox"
+        async with aiohttp.ClientSession(url) as http:
+            values = await metric_values(http)
+        requests = "pd_router_requests_total{endpoint=/v1/completions,status=200}"
+        assert values[requests] == 12
+        assert values["pd_router_workers{role=prefill,state=ready}"] == 1
+        os.kill(victim := min(pids), signal.SIGKILL)
+        pids.clear()
+        async with asyncio.timeout(30):
+            while len(pids - {victim}) < 2:
+                await visit(4)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 10) == 0
+        for pid in pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+    finally:
+        process.kill()
+        process.communicate()

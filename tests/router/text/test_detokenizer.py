@@ -1,0 +1,131 @@
+"""Text piece by piece equals the whole text, and no piece has half a character."""
+
+from __future__ import annotations
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.text.detokenizer import Detokenizer
+from router.text.output import ChoiceText, OutputOptions
+from router.text.tokenizer import Tokenizer, Vocabulary
+from runtime.pb import common_pb2
+from runtime.sampling import FinishReason
+from tests.router.conftest import SPECIAL, train_tokenizer
+
+BACKEND = train_tokenizer()
+TOKENIZER = Tokenizer(BACKEND)
+VOCABULARY = TOKENIZER.vocabulary
+IDS = st.lists(st.integers(0, BACKEND.get_vocab_size() - 1), max_size=40)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+
+
+def texts(pieces, ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(pieces)
+    return [detokenizer.feed(token_id) for token_id in ids] + [detokenizer.flush()]
+
+
+@given(IDS)
+def test_pieces_add_up_to_the_whole_decode(ids: list[int]) -> None:
+    whole = BACKEND.decode(ids, skip_special_tokens=True)
+    assert "".join(texts(VOCABULARY.visible_pieces, ids)) == whole
+    shown = BACKEND.decode(ids, skip_special_tokens=False)
+    assert "".join(texts(VOCABULARY.pieces, ids)) == shown
+
+
+@given(TEXT)
+def test_encode_then_decode_gives_the_text(text: str) -> None:
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    assert "".join(texts(VOCABULARY.pieces, ids)) == text
+    assert "\ufffd" in text or all("\ufffd" not in piece for piece in texts(VOCABULARY.pieces, ids))
+
+
+def test_ids_beyond_the_vocabulary_have_no_text() -> None:
+    assert texts(VOCABULARY.pieces, [10**6]) == ["", ""]
+    assert VOCABULARY.token_text(10**6) == ""
+
+
+def test_token_names_are_unique() -> None:
+    names = [VOCABULARY.token_name(i) for i in range(len(VOCABULARY.pieces))]
+    assert len(set(names)) == len(names)
+    assert {names[i] for i in VOCABULARY.special_ids} == set(SPECIAL)
+
+
+def lp(value: int) -> common_pb2.PositionLogprobs:
+    return common_pb2.PositionLogprobs(logprob=-float(value))
+
+
+def deltas(ids: list[int], sizes: list[int]) -> list[list[int]]:
+    parts, rest = [], list(ids)
+    for size in sizes:
+        parts.append(rest[:size])
+        rest = rest[size:]
+    return [part for part in (*parts, rest) if part]
+
+
+@settings(max_examples=200)
+@given(TEXT, st.lists(st.integers(1, 5)), st.lists(st.text("ab \n", min_size=1, max_size=3)))
+def test_a_choice_is_the_same_however_its_tokens_arrive(
+    text: str, sizes: list[int], stops: list[str]
+) -> None:
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    options = OutputOptions(stops=stops, keep_tokens=True)
+
+    def collect(parts: list[list[int]]) -> tuple[str, list[int], list[float], str | None, int]:
+        choice = ChoiceText(VOCABULARY, options)
+        got_text, got_ids, got_logprobs, finish = "", [], [], None
+        for number, part in enumerate(parts):
+            end = FinishReason.LENGTH if number == len(parts) - 1 else None
+            piece = choice.feed(part, [lp(i) for i in part], end)
+            if piece is not None:
+                got_text += piece.text
+                got_ids += piece.token_ids
+                got_logprobs += [p.logprob for p in piece.logprobs]
+                finish = piece.finish_reason
+            if choice.finished:
+                break
+        return got_text, got_ids, got_logprobs, finish, choice.num_tokens
+
+    one_by_one = collect([[i] for i in ids] or [[]])
+    assert collect(deltas(ids, sizes) or [[]]) == one_by_one
+    found_text, found_ids, found_logprobs, finish, num_tokens = one_by_one
+    ends = [text.index(stop) for stop in stops if stop in text]
+    assert finish == ("stop" if ends else "length")
+    assert text.startswith(found_text)
+    assert found_ids == ids[:num_tokens]
+    assert found_logprobs == [-float(i) for i in found_ids]
+
+
+def test_a_stop_token_counts_and_has_no_text() -> None:
+    ids = [*TOKENIZER.encode("fox", add_special_tokens=False), 1]
+    choice = ChoiceText(VOCABULARY, OutputOptions(skip_special_tokens=False))
+    piece = choice.feed(ids, [], FinishReason.STOP)
+    assert piece is not None
+    assert (piece.text, piece.finish_reason, choice.num_tokens) == ("fox", "stop", len(ids))
+
+
+def test_stop_strings_wait_for_min_tokens() -> None:
+    choice = ChoiceText(VOCABULARY, OutputOptions(stops=["a"], min_tokens=2))
+    token = TOKENIZER.token_id("a")
+    assert token is not None
+    pieces = [choice.feed([token], [], None) for _ in range(3)]
+    assert [p.text if p else None for p in pieces] == ["a", "a", ""]
+    assert choice.finished
+
+
+def test_another_kind_of_tokenizer_is_refused(tmp_path) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.decoder = tokenizers.decoders.Metaspace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="byte-level"):
+        Tokenizer.from_dir(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_a_vocabulary_is_a_plain_value() -> None:
+    vocabulary = Vocabulary(pieces=[b"\xc3"], visible_pieces=[b"\xc3"], special_ids=frozenset())
+    assert vocabulary.token_text(0) == "\ufffd"
+    assert vocabulary.token_name(0) == "bytes:\\xc3"
