@@ -1,0 +1,62 @@
+"""The configuration of a cluster: what every field means, once.
+
+One TOML file holds it (``runtime.config_file`` reads and writes it). Values are never changed after
+loading; whoever needs another value makes a copy with ``dataclasses.replace``. Checks that need the
+checkpoint or the devices live where those are known (``deploy validate``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from runtime.config.cluster import ClusterSection, ModelSection
+from runtime.config.decode import DecodeSection
+from runtime.config.kv_transfer import KVTransferSection
+from runtime.config.prefill import PrefillSection
+from runtime.config.router import RouterSection
+from runtime.errors import ConfigError
+
+__all__ = [
+    "ClusterConfig",
+    "ClusterSection",
+    "DecodeSection",
+    "KVTransferSection",
+    "ModelSection",
+    "PrefillSection",
+    "RouterSection",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """Everything that ``tandem up`` needs to know."""
+
+    cluster: ClusterSection = field(default_factory=ClusterSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    router: RouterSection = field(default_factory=RouterSection)
+    prefill: PrefillSection = field(default_factory=PrefillSection)
+    decode: DecodeSection = field(default_factory=DecodeSection)
+    kv_transfer: KVTransferSection = field(default_factory=KVTransferSection)
+
+    def __post_init__(self) -> None:
+        if self.prefill.block_size != self.decode.block_size:
+            raise ConfigError(
+                "decode.block_size",
+                self.decode.block_size,
+                f"prefill.block_size is {self.prefill.block_size}",
+                "the same block size in both roles",
+            )
+        stored = {
+            role: self.model.dtype if section.kv_dtype == "auto" else section.kv_dtype
+            for role, section in (("prefill", self.prefill), ("decode", self.decode))
+        }
+        if stored["prefill"] != stored["decode"]:
+            raise ConfigError(
+                "decode.kv_dtype",
+                self.decode.kv_dtype,
+                f"prefill stores its KV in {stored['prefill']}",
+                "the same kv_dtype in both roles",
+            )
+        port, control_port = self.router.port, self.router.control_port
+        if port and port == control_port:
+            raise ConfigError("router.control_port", control_port, "is router.port", "another port")

@@ -1,0 +1,23 @@
+"""What a single field may be; a bad value is a ConfigError with the field's path and the fix."""
+
+from __future__ import annotations
+
+from runtime.errors import ConfigError
+
+
+def one_of(path: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ConfigError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ConfigError(path, value, "unknown value", f"one of {', '.join(choices)}")
+
+
+def at_least(path: str, value: float, least: float) -> None:
+    """Raise ConfigError for a value below ``least``."""
+    if value < least:
+        raise ConfigError(path, value, f"is below {least}", f"{least} or more")
+
+
+def check_port(path: str, value: int) -> None:
+    """Raise ConfigError unless ``value`` is a TCP port, or 0 for any free one."""
+    if not 0 <= value <= 65535:
+        raise ConfigError(path, value, "is no TCP port", "0 (any free port) to 65535")

@@ -1,0 +1,47 @@
+"""``[cluster]`` and ``[model]``: what all processes share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.config.checks import at_least, one_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSection:
+    """``[cluster]``: what all processes share."""
+
+    name: str = "tandem"
+    """Names the run; two clusters of one machine need two names."""
+    host: str = "127.0.0.1"
+    """Interface on which every process listens."""
+    secret: str = ""
+    """Shared by all processes; empty: taken from TANDEM_SECRET, which ``tandem up`` generates."""
+    run_dir: str = ""
+    """Where state and logs go; empty: the user's state folder."""
+    boot_timeout_s: float = 1800.0
+    """How long the ranks of a worker wait for one another while it loads, compiles and captures."""
+
+    def __post_init__(self) -> None:
+        at_least("cluster.boot_timeout_s", self.boot_timeout_s, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """``[model]``: the checkpoint and how it is served."""
+
+    path: str = ""
+    """Folder of a Hugging Face checkpoint; empty: the bundled model."""
+    name: str = ""
+    """The name that clients ask for; empty: the folder's name."""
+    max_model_len: int = 0
+    """Most tokens of prompt and output together; 0: what the checkpoint says."""
+    load_format: str = "safetensors"
+    """Either "safetensors", or "dummy" for random weights of the right shapes."""
+    dtype: str = "float32"
+    """Compute type: "float32" or "bfloat16"."""
+
+    def __post_init__(self) -> None:
+        one_of("model.load_format", self.load_format, ("safetensors", "dummy"))
+        one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
+        at_least("model.max_model_len", self.max_model_len, 0)

@@ -1,0 +1,99 @@
+"""``[decode]``: the decode workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.config.checks import at_least, one_of
+from runtime.config.worker_checks import check_worker, max_ahead_of
+from runtime.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSection:
+    """``[decode]``: the decode workers."""
+
+    instances: int = 1
+    dp: int = 1
+    """Ranks of one instance: each attends to its own requests, experts are split over all."""
+    device: str = "cpu"
+    num_threads: int = 1
+    max_num_seqs: int = 32
+    """Most requests of one step and rank."""
+    num_blocks: int = 384
+    gpu_memory_fraction: float = 0.92
+    block_size: int = 64
+    max_num_reserved: int = 256
+    """Most requests per rank that hold or await blocks; one more is rejected as overload."""
+    preemption_host_blocks: int = 256
+    """Host memory, in blocks, for the KV of preempted requests."""
+    enable_prefix_caching: bool = True
+    kv_dtype: str = "auto"
+    overlap_steps: str = "auto"
+    """Launch a step before the tokens of the one before it are read: "on", "off", or "auto" (on
+    with "cuda")."""
+    cuda_graphs: str = "auto"
+    """Capture decode steps, one graph per batch size: "on", "off", or "auto" (with "cuda" and a
+    model whose step can be captured)."""
+    two_batch_overlap: str = "auto"
+    """Run a step as two micro-batches of half of the requests each, one computing while the other's
+    tokens travel: "on", "off", or "auto" (by measurements)."""
+    overlap_shared_expert: bool = True
+    """Run the shared expert while tokens are routed and travel, on GPUs on a stream of its own."""
+    dependent_launches: str = "auto"
+    """Bring a kernel onto a Hopper GPU while the one before it runs: "on", "off", or "auto" (on
+    with "cuda")."""
+    num_redundant_experts: int = 0
+    """Slots for second copies of experts, of all ranks together."""
+    dispatcher: str = "auto"
+    """How tokens travel to experts on GPUs: "nvlink" (stores into the memory of up to 8 GPUs of one
+    host), "deep-ep", "gathered", or "auto" (by what runs, and by measurements)."""
+    max_tokens_per_rank: int = 128
+    """Most tokens that a GPU rank sends to experts in a step; sizes the buffers of all ranks."""
+    device_memory_gib: float = 0.0
+    """Memory of one GPU, to check before the start that a rank fits; 0: not checked."""
+    step_timeout_s: float = 30.0
+    """A step, or the meeting of the ranks before it, that takes longer ends the worker; 0: no
+    limit."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one instance."""
+        return self.dp
+
+    @property
+    def num_endpoints(self) -> int:
+        """Ranks of one instance that take requests."""
+        return self.dp
+
+    @property
+    def ranks_field(self) -> str:
+        """The field that says how many ranks there are."""
+        return "decode.dp"
+
+    @property
+    def max_ahead(self) -> int:
+        """Steps whose results may be unread when another is launched."""
+        return max_ahead_of(self)
+
+    @property
+    def wants_graphs(self) -> bool:
+        """Whether to try to capture steps."""
+        return self.device == "cuda" and self.cuda_graphs != "off"
+
+    def __post_init__(self) -> None:
+        check_worker("decode", self)
+        one_of("decode.cuda_graphs", self.cuda_graphs, ("auto", "on", "off"))
+        one_of("decode.two_batch_overlap", self.two_batch_overlap, ("auto", "on", "off"))
+        one_of("decode.dependent_launches", self.dependent_launches, ("auto", "on", "off"))
+        one_of("decode.dispatcher", self.dispatcher, ("auto", "nvlink", "deep-ep", "gathered"))
+        at_least("decode.dp", self.dp, 1)
+        if self.two_batch_overlap == "on" and self.dp == 1:
+            problem = "the tokens of one rank do not travel"
+            fix = '"auto", or decode.dp above 1'
+            raise ConfigError("decode.two_batch_overlap", "on", problem, fix)
+        at_least("decode.max_num_reserved", self.max_num_reserved, 1)
+        at_least("decode.preemption_host_blocks", self.preemption_host_blocks, 0)
+        at_least("decode.num_redundant_experts", self.num_redundant_experts, 0)
+        at_least("decode.max_tokens_per_rank", self.max_tokens_per_rank, 1)
+        at_least("decode.device_memory_gib", self.device_memory_gib, 0.0)

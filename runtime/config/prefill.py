@@ -1,0 +1,114 @@
+"""``[prefill]``: the prefill workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.config.checks import at_least, one_of
+from runtime.config.worker_checks import check_worker, max_ahead_of
+from runtime.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSection:
+    """``[prefill]``: the prefill workers."""
+
+    instances: int = 1
+    tp: int = 1
+    """Ranks of one instance: attention heads and experts are split over them."""
+    dp: int = 1
+    """Ranks of one instance, instead of ``tp``: each computes its own prompts, experts are split
+    over all."""
+    expert_parallel: bool = True
+    """Whole experts per rank; false: every expert is sliced over the ranks (plain TP)."""
+    device: str = "cpu"
+    num_threads: int = 1
+    """Compute threads of one rank on a CPU."""
+    max_num_seqs: int = 16
+    """Most requests of one step."""
+    max_num_batched_tokens: int = 1024
+    """Most prompt tokens of one step; longer prompts are computed in chunks."""
+    num_blocks: int = 256
+    """Blocks of the KV pool, block 0 (padding) included; 0 with "cuda": as many as fit."""
+    gpu_memory_fraction: float = 0.92
+    """Of a GPU's memory, what a worker may take with everything; decides what 0 blocks are."""
+    block_size: int = 64
+    """Tokens of one block; the same in both roles."""
+    enable_prefix_caching: bool = True
+    kv_dtype: str = "auto"
+    """One of "auto" (the model's dtype), "float32", "bfloat16", "fp8" (e4m3, no scales); the same
+    in both roles."""
+    overlap_steps: str = "auto"
+    """Launch a step while the one before it runs: "on", "off", or "auto" (on with "cuda")."""
+    two_batch_overlap: str = "auto"
+    """Run a large step as two micro-batches, one computing while the other communicates: "on",
+    "off", or "auto" (where measurements say that it pays: see ``engine.boot_execution``)."""
+    collectives: str = "auto"
+    """Who moves rows between GPU ranks: "nccl", "symmetric" (copy engines, within one host), or
+    "auto" (by measurements, too). On a CPU it is gloo."""
+    scatter_tokens: str = "auto"
+    """Each rank keeps only its share of the hidden states between layers: "on", "off", or "auto"
+    (with several ranks and ``expert_parallel``)."""
+    step_timeout_s: float = 30.0
+    """A step of up to 4096 tokens that takes longer ends the worker, larger ones have as much more;
+    0: no limit."""
+
+    def step_limit_s(self, num_tokens: int) -> float:
+        """The time that a step of so many tokens may take; 0: no limit."""
+        return self.step_timeout_s * max(1.0, num_tokens / 4096)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one instance."""
+        return self.tp * self.dp
+
+    @property
+    def num_endpoints(self) -> int:
+        """Ranks of one instance that take requests: with ``tp`` the first one does for all."""
+        return self.dp
+
+    @property
+    def ranks_field(self) -> str:
+        """The field that says how many ranks there are."""
+        return "prefill.dp" if self.dp > 1 else "prefill.tp"
+
+    @property
+    def max_ahead(self) -> int:
+        """Steps whose results may be unread when another is launched."""
+        return max_ahead_of(self)
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether each rank keeps its share of the hidden states."""
+        return self.scatter_tokens != "off" and self.tp > 1 and self.expert_parallel
+
+    def __post_init__(self) -> None:
+        check_worker("prefill", self)
+        at_least("prefill.tp", self.tp, 1)
+        at_least("prefill.dp", self.dp, 1)
+        if self.tp > 1 and self.dp > 1:
+            fix = "1, or prefill.tp = 1: one of them says how many ranks there are"
+            raise ConfigError("prefill.dp", self.dp, f"prefill.tp is {self.tp}", fix)
+        if self.dp > 1 and not self.expert_parallel:
+            problem = f"the {self.dp} ranks of prefill.dp would share nothing"
+            fix = "true, or prefill.dp = 1 and more prefill.instances"
+            raise ConfigError("prefill.expert_parallel", False, problem, fix)
+        at_least("prefill.max_num_batched_tokens", self.max_num_batched_tokens, 16)
+        self._check_exchange()
+
+    def _check_exchange(self) -> None:
+        """Refuse what the ranks cannot do, rather than leave it out in silence."""
+        for name in ("two_batch_overlap", "scatter_tokens"):
+            one_of(f"prefill.{name}", getattr(self, name), ("auto", "on", "off"))
+        one_of("prefill.collectives", self.collectives, ("auto", "nccl", "symmetric"))
+        path, problem = "prefill.two_batch_overlap", "one rank has nobody to communicate with"
+        if self.two_batch_overlap == "on" and self.num_ranks == 1:
+            raise ConfigError(path, "on", problem, '"auto", or prefill.tp or prefill.dp above 1')
+        path, problem = "prefill.scatter_tokens", "needs several ranks with whole experts each"
+        if self.scatter_tokens == "on" and not self.is_scattered:
+            fix = '"auto", or prefill.tp above 1 with prefill.expert_parallel'
+            raise ConfigError(path, "on", problem, fix)
+        path, problem = "prefill.collectives", "moves scattered rows between GPUs"
+        if self.collectives == "symmetric" and not (self.is_scattered and self.device == "cuda"):
+            fix = '"auto", or device "cuda" and ranks that scatter tokens'
+            raise ConfigError(path, "symmetric", problem, fix)

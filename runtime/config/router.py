@@ -1,0 +1,38 @@
+"""``[router]``: the HTTP side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.config.checks import at_least, check_port, one_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSection:
+    """``[router]``: the HTTP side."""
+
+    port: int = 8000
+    """OpenAI-compatible HTTP; 0: any free port."""
+    control_port: int = 8100
+    """gRPC registry of workers; 0: any free port."""
+    http_processes: int = 1
+    max_concurrent_requests: int = 512
+    """In flight at once; one more is answered 429."""
+    request_timeout_s: float = 600.0
+    """From a request's arrival to its last token."""
+    max_body_bytes: int = 8 * 2**20
+    """A larger body is answered 413."""
+    policy: str = "least-loaded"
+    """How a pair is picked: "least-loaded" or "round-robin"."""
+    lease_ttl_s: float = 5.0
+    """A worker that is silent for so long is out of the pool."""
+
+    def __post_init__(self) -> None:
+        check_port("router.port", self.port)
+        check_port("router.control_port", self.control_port)
+        at_least("router.http_processes", self.http_processes, 1)
+        at_least("router.max_concurrent_requests", self.max_concurrent_requests, 1)
+        at_least("router.request_timeout_s", self.request_timeout_s, 0.001)
+        at_least("router.max_body_bytes", self.max_body_bytes, 1024)
+        one_of("router.policy", self.policy, ("least-loaded", "round-robin"))
+        at_least("router.lease_ttl_s", self.lease_ttl_s, 0.1)

@@ -1,0 +1,43 @@
+"""What both roles check in the same way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from runtime.config.checks import at_least, one_of
+from runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from runtime.config.decode import DecodeSection
+    from runtime.config.prefill import PrefillSection
+
+
+def check_worker(role: str, section: PrefillSection | DecodeSection) -> None:
+    """Raise ConfigError for a field of a worker's section that cannot be."""
+    at_least(f"{role}.instances", section.instances, 1)
+    one_of(f"{role}.device", section.device, ("cpu", "cuda"))
+    at_least(f"{role}.num_threads", section.num_threads, 1)
+    at_least(f"{role}.max_num_seqs", section.max_num_seqs, 1)
+    _check_memory(role, section)
+    at_least(f"{role}.step_timeout_s", section.step_timeout_s, 0.0)
+    at_least(f"{role}.block_size", section.block_size, 1)
+    one_of(f"{role}.kv_dtype", section.kv_dtype, ("auto", "float32", "bfloat16", "fp8"))
+    one_of(f"{role}.overlap_steps", section.overlap_steps, ("auto", "on", "off"))
+
+
+def _check_memory(role: str, section: PrefillSection | DecodeSection) -> None:
+    path, fraction = f"{role}.gpu_memory_fraction", section.gpu_memory_fraction
+    if not 0.0 < fraction <= 1.0:
+        raise ConfigError(path, fraction, "is no share of a memory", "above 0, at most 1")
+    path = f"{role}.num_blocks"
+    if section.num_blocks == 0 and section.device == "cpu":
+        problem = "is chosen by the memory of a GPU, and the device is a CPU"
+        raise ConfigError(path, 0, problem, "2 or more")
+    if section.num_blocks:
+        at_least(path, section.num_blocks, 2)
+
+
+def max_ahead_of(section: PrefillSection | DecodeSection) -> int:
+    """Steps whose results may be unread when another is launched."""
+    is_auto = section.overlap_steps == "auto"
+    return int(section.device == "cuda" if is_auto else section.overlap_steps == "on")
