@@ -75,7 +75,13 @@ class _NoCopies:
     def copy_out(self, block_ids: Sequence[int]) -> None:
         raise NotImplementedError
 
+    def is_done(self, blocks: None) -> bool:
+        raise NotImplementedError
+
     def copy_in(self, block_ids: Sequence[int], blocks: None) -> None:
+        raise NotImplementedError
+
+    def discard(self, blocks: None) -> None:
         raise NotImplementedError
 
 

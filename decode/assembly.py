@@ -18,7 +18,7 @@ from decode.fences import Fences
 from decode.live import WriterOrder
 from decode.loop import StepRunner
 from decode.metrics import DecodeMetrics
-from decode.offload import HostBlockStore
+from decode.offload import HostBlockStore, HostStore
 from decode.rank import DecodeRank
 from decode.reservations import RankLimits
 from decode.scheduler import DecodeScheduler
@@ -27,6 +27,7 @@ from engine.boot import BootedRank, boot_rank
 from engine.graphs.graph_runner import CaptureError, GraphRunner, capture_steps
 from engine.memory.block_pool import BlockPool
 from engine.memory.kv_pool import KVPool
+from engine.memory.pinned_blocks import PinnedBlocks
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.lockstep import Lockstep, create_lockstep
@@ -197,7 +198,7 @@ def build_rank(
     )
     scheduler = DecodeScheduler(
         pool,
-        HostBlockStore(side.kv_pool, decode.preemption_host_blocks),
+        _host_store(side.kv_pool, decode.preemption_host_blocks),
         max_num_seqs=decode.max_num_seqs,
         max_model_len=side.max_model_len,
     )
@@ -215,6 +216,13 @@ def build_rank(
         clock=time.monotonic,
         order=order,
     )
+
+
+def _host_store(kv_pool: KVPool, num_blocks: int) -> HostStore:
+    """Where preempted KV goes; a GPU's through pinned memory, which is allocated now."""
+    if kv_pool.device.type == "cuda":
+        return HostBlockStore(PinnedBlocks(kv_pool, num_blocks), num_blocks)
+    return HostBlockStore(kv_pool, num_blocks)
 
 
 def build_metrics() -> tuple[CollectorRegistry, DecodeMetrics]:

@@ -57,7 +57,7 @@ def _wait(request: DecodeRequest, now: float) -> str:
         case DecodeStatus.WAITING:
             waited = now - request.arrived_at
             return f"while it waited for a place in the batch ({waited:.1f} s)"
-        case DecodeStatus.PREEMPTED:
+        case DecodeStatus.OFFLOADING | DecodeStatus.PREEMPTED:
             return (
                 "while it was preempted and waited for KV blocks "
                 f"(after {request.request.num_output_tokens} tokens)"

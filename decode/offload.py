@@ -1,9 +1,10 @@
 """Host memory for the KV of preempted requests.
 
-Preempting a request copies its blocks here and gives the blocks back; resuming copies them into
-other blocks. The copy is exact, so a request that was preempted goes on with the same tokens. The
-store is bounded: what does not fit cannot be preempted. Keyed by request id; knows block counts and
-opaque copies, nothing of requests.
+Preempting a request starts a copy of its blocks to here, which may take some steps; once it is done
+the blocks are given back. Resuming copies into other blocks. The copy is exact, so a request that
+was preempted goes on with the same tokens. The store is bounded: what does not fit cannot be
+preempted. Keyed by request id; knows block counts and opaque copies, nothing of requests. Used by
+the engine loop's thread, which it never makes wait.
 """
 
 from __future__ import annotations
@@ -17,13 +18,19 @@ CopyT = TypeVar("CopyT")
 
 
 class BlockCopier(Protocol[CopyT]):
-    """What the store needs of a KV pool: `engine.memory.kv_pool.KVPool` has it."""
+    """What the store needs: `KVPool` has it for a CPU, `PinnedBlocks` for a GPU (engine.memory)."""
 
     def copy_out(self, block_ids: Sequence[int]) -> CopyT:
-        """Return a host copy of the blocks."""
+        """Start a host copy of the blocks."""
+
+    def is_done(self, blocks: CopyT) -> bool:
+        """Whether the blocks have been read: they may be reused."""
 
     def copy_in(self, block_ids: Sequence[int], blocks: CopyT) -> None:
-        """Write such a copy into blocks, in the same order."""
+        """Write such a copy into blocks, in the same order, before the next step reads them."""
+
+    def discard(self, blocks: CopyT) -> None:
+        """The copy is not needed any more."""
 
 
 class HostStore(Protocol):
@@ -38,7 +45,10 @@ class HostStore(Protocol):
         """Whether so many more blocks fit."""
 
     def save(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Copy the blocks out; on return they may be reused."""
+        """Start to copy the blocks out; they may be reused once it `is_saved`."""
+
+    def is_saved(self, request_id: str) -> bool:
+        """Whether the copy is complete."""
 
     def restore(self, request_id: str, block_ids: Sequence[int]) -> None:
         """Copy what was saved into other blocks and forget it."""
@@ -69,7 +79,7 @@ class HostBlockStore(Generic[CopyT]):
         return self._num_blocks + num_blocks <= self._max_blocks
 
     def save(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Copy the blocks out; on return they may be reused.
+        """Start to copy the blocks out; they may be reused once it `is_saved`.
 
         Raises:
             InternalError: the request is saved already, or the blocks do not fit.
@@ -85,6 +95,11 @@ class HostBlockStore(Generic[CopyT]):
         self._copies[request_id] = (len(block_ids), self._kv.copy_out(block_ids))
         self._num_blocks += len(block_ids)
 
+    def is_saved(self, request_id: str) -> bool:
+        """Whether the copy is complete."""
+        _, copy = self._copies[request_id]
+        return self._kv.is_done(copy)
+
     def restore(self, request_id: str, block_ids: Sequence[int]) -> None:
         """Copy what was saved into `block_ids`, as many and in the same order, and forget it."""
         num_blocks, copy = self._copies.pop(request_id)
@@ -95,11 +110,13 @@ class HostBlockStore(Generic[CopyT]):
                 request_id=request_id,
             )
         self._kv.copy_in(block_ids, copy)
+        self._kv.discard(copy)
 
     def drop(self, request_id: str) -> None:
         """Forget what was saved for the request."""
-        num_blocks, _ = self._copies.pop(request_id)
+        num_blocks, copy = self._copies.pop(request_id)
         self._num_blocks -= num_blocks
+        self._kv.discard(copy)
 
     def check_integrity(self) -> None:
         """Raise InternalError unless the count is that of the copies."""

@@ -209,6 +209,7 @@ class DecodeRank:
             DecodeStatus.WAITING_FOR_KV: self.desk.num_open,
             DecodeStatus.WAITING: len(self._scheduler.waiting),
             DecodeStatus.RUNNING: len(self._scheduler.running),
+            DecodeStatus.OFFLOADING: len(self._scheduler.offloading),
             DecodeStatus.PREEMPTED: len(self._scheduler.preempted),
         }
 
@@ -226,7 +227,7 @@ class DecodeRank:
     def _admit(self) -> None:
         if len(self._reservations):
             holders = [*self.desk.requests, *self._scheduler.requests]
-            self._reservations.admit(holders, is_open=not self._scheduler.preempted)
+            self._reservations.admit(holders, is_open=not self._scheduler.is_short)
 
     def _start_waiting(self, request: DecodeRequest, first_token: int) -> None:
         inner = request.request

@@ -122,3 +122,8 @@ class DecodeRequest:
         """Change the status; an illegal move is an InternalError."""
         check_transition(self.status, status, self.request_id)
         self.status = status
+
+
+def age_of(request: DecodeRequest) -> int:
+    """The key by which queues are in order of age."""
+    return request.serial

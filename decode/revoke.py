@@ -10,6 +10,7 @@ the engine loop.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -83,7 +84,11 @@ class Revoker:
         self._decode = decode
         self._ticket_timeout_s = ticket_timeout_s
         self._quarantine_timeout_s = quarantine_timeout_s
-        self._locks: dict[Writer, asyncio.Lock] = {}
+        self._locks: weakref.WeakValueDictionary[Writer, asyncio.Lock] = (
+            weakref.WeakValueDictionary()
+        )
+        self._being_fenced: set[Writer] = set()
+        """By a sweep; one that cannot be shut out takes seconds a try."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="fence")
 
@@ -98,7 +103,8 @@ class Revoker:
 
     async def sweep(self) -> None:
         """Start fencing the writers that are due; call it about once a second."""
-        for writer in await self._books.due_for_fence():
+        for writer in await self._books.due_for_fence() - self._being_fenced:
+            self._being_fenced.add(writer)
             self._start(self._fence_due(writer))
 
     async def close(self) -> None:
@@ -139,12 +145,16 @@ class Revoker:
             return False
 
     async def _fence_due(self, writer: Writer) -> None:
-        if writer in await self._books.due_for_fence():
-            await self._fence(writer, None)
+        try:
+            if writer in await self._books.due_for_fence():
+                await self._fence(writer, None)
+        finally:
+            self._being_fenced.discard(writer)
 
     async def _fence(self, writer: Writer, nonce: int | None) -> None:
         """Shut out all ranks of a writer, unless another fence has freed `nonce` meanwhile."""
-        async with self._locks.setdefault(writer, asyncio.Lock()):
+        lock = self._locks.setdefault(writer, asyncio.Lock())
+        async with lock:
             if nonce is not None and not await self._books.needs_fence(nonce):
                 return
             nonces = await self._books.nonces_of(writer)

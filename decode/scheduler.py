@@ -7,7 +7,8 @@ that the next token ends by its number. A request that turns out to be over ling
 blocks until every step that runs it is over. Rules:
 
 - Growth: a request that needs another block gets it, oldest first. If none is free, the youngest
-  running request is preempted: its KV goes to host memory and its blocks are given back.
+  running request is preempted: its KV goes to host memory and its blocks are given back. On a GPU
+  the copy takes a while (OFFLOADING); who waits for those blocks sits the steps out until then.
 - If the host store cannot take the youngest, that request fails alone with OUT_OF_BLOCKS.
 - A request that is alone with the pool and cannot grow fails alone with OUT_OF_BLOCKS. If others
   (waiting, or being received) hold the rest, it yields to host memory instead and comes back.
@@ -24,9 +25,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decode.offload import HostStore
-from decode.requests import DecodeRequest
+from decode.preempted import PreemptedRequests
+from decode.requests import DecodeRequest, age_of
 from engine.memory.block_pool import BlockPool
-from engine.request import Request, ScheduledRequest, num_blocks_for
+from engine.request import Request, ScheduledRequest
 from runtime.errors import InternalError
 from runtime.lifecycle import DecodeStatus
 from runtime.sampling import FinishReason, finish_reason_after
@@ -48,8 +50,13 @@ class StepPlan:
     failed: tuple[DecodeRequest, ...] = ()
 
 
-def _age(request: DecodeRequest) -> int:
-    return request.serial
+QUEUED = (
+    DecodeStatus.WAITING,
+    DecodeStatus.RUNNING,
+    DecodeStatus.OFFLOADING,
+    DecodeStatus.PREEMPTED,
+)
+"""The states that a request has while it is here."""
 
 
 class DecodeScheduler:
@@ -59,33 +66,47 @@ class DecodeScheduler:
         self, pool: BlockPool, host: HostStore, *, max_num_seqs: int, max_model_len: int
     ) -> None:
         self._pool = pool
-        self._host = host
+        self._away = PreemptedRequests(pool, host)
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self.waiting: list[DecodeRequest] = []
         self.running: list[DecodeRequest] = []
-        self.preempted: list[DecodeRequest] = []
         self.lingering: list[DecodeRequest] = []  # FINISHED, and launched steps write their blocks
+
+    @property
+    def offloading(self) -> list[DecodeRequest]:
+        """Preempted, and being copied to host memory; oldest first."""
+        return self._away.offloading
+
+    @property
+    def preempted(self) -> list[DecodeRequest]:
+        """In host memory, oldest first."""
+        return self._away.preempted
 
     @property
     def has_work(self) -> bool:
         """Whether any request is here."""
-        return bool(self.waiting or self.running or self.preempted)
+        return bool(self.waiting or self.running or self.offloading or self.preempted)
 
     @property
     def requests(self) -> Sequence[DecodeRequest]:
         """All requests that are here."""
-        return [*self.running, *self.preempted, *self.waiting]
+        return [*self.running, *self.offloading, *self.preempted, *self.waiting]
+
+    @property
+    def is_short(self) -> bool:
+        """Whether requests wait to come back, so that nobody else may be let in."""
+        return bool(self.offloading or self.preempted)
 
     @property
     def num_offloaded_blocks(self) -> int:
-        """Blocks of preempted requests in host memory."""
-        return self._host.num_blocks
+        """Blocks of preempted requests in host memory, or on their way there."""
+        return self._away.num_blocks
 
     def add(self, request: DecodeRequest) -> None:
         """Take over a request in WAITING: KV of the prompt complete, first token known."""
         assert request.status is DecodeStatus.WAITING
-        insort(self.waiting, request, key=_age)
+        insort(self.waiting, request, key=age_of)
 
     def finish(self, request: DecodeRequest) -> None:
         """Take a request out, whatever its status here, and give back all that it holds.
@@ -94,8 +115,8 @@ class DecodeScheduler:
         """
         queue = self._queue_of(request.status)
         queue.remove(request)
-        if request.status is DecodeStatus.PREEMPTED:
-            self._host.drop(request.request_id)
+        if request.status in (DecodeStatus.OFFLOADING, DecodeStatus.PREEMPTED):
+            self._away.drop(request)
         request.move_to(DecodeStatus.FINISHED)
         if request.request.num_launched_tokens:
             self.lingering.append(request)
@@ -117,16 +138,18 @@ class DecodeScheduler:
 
         The step must be launched, and `land` called for each of its requests when it is over.
         """
+        self._away.settle()
         preempted: list[DecodeRequest] = []
         failed: list[DecodeRequest] = []
         requests = self._continuing()
         for request in requests:
             if request.status is DecodeStatus.RUNNING and self._num_needed(request):
                 self._grow(request, preempted, failed)
-        resumed = [] if preempted or failed else self._resume()
+        is_short = bool(preempted or failed or self.offloading)
+        resumed = [] if is_short else self._resume()
         started = self._start()
-        if preempted or failed or resumed or started:
-            requests = self._continuing()
+        if is_short or resumed or started:
+            requests = [item for item in self._continuing() if not self._num_needed(item)]
         scheduled = [ScheduledRequest(item.request, 1) for item in requests]
         for item in scheduled:
             item.request.num_launched_tokens += 1
@@ -169,27 +192,22 @@ class DecodeScheduler:
 
         Or if host memory holds other KV than that of the preempted requests.
         """
-        self._host.check_integrity()
-        num_offloaded = sum(self._num_valid_blocks(request) for request in self.preempted)
-        if num_offloaded != self._host.num_blocks:
-            raise InternalError(
-                f"host memory holds {self._host.num_blocks} blocks, preempted requests "
-                f"{num_offloaded}"
-            )
+        self._away.check_integrity()
         for request in self.lingering:
             if request.status is not DecodeStatus.FINISHED or not request.request.block_table:
                 raise InternalError("a request lingers without a reason")
-        for status in (DecodeStatus.WAITING, DecodeStatus.RUNNING, DecodeStatus.PREEMPTED):
+        for status in QUEUED:
             queue = self._queue_of(status)
             if any(request.status is not status for request in queue):
                 raise InternalError(f"a request in queue {status.value} has another status")
-            if sorted(queue, key=_age) != queue:
+            if sorted(queue, key=age_of) != queue:
                 raise InternalError(f"queue {status.value} is not ordered by age")
 
     def _queue_of(self, status: DecodeStatus) -> list[DecodeRequest]:
         queues = {
             DecodeStatus.WAITING: self.waiting,
             DecodeStatus.RUNNING: self.running,
+            DecodeStatus.OFFLOADING: self.offloading,
             DecodeStatus.PREEMPTED: self.preempted,
         }
         return queues[status]
@@ -212,13 +230,21 @@ class DecodeScheduler:
     def _grow(
         self, request: DecodeRequest, preempted: list[DecodeRequest], failed: list[DecodeRequest]
     ) -> None:
-        """Give `request` the block for its next token, at the cost of the youngest if need be."""
+        """Give `request` the block for its next token, at the cost of the youngest if need be.
+
+        It has none afterwards where it is itself preempted or failed, or where the blocks that it
+        is to get are still being copied.
+        """
         num_needed = self._num_needed(request)
         while not self._pool.can_allocate(num_needed):
+            if self.offloading:
+                return
             victim = self.running[-1]
             if self._can_preempt(victim):
-                self._preempt(victim)
+                self.running.remove(victim)
+                self._away.take(victim)
                 preempted.append(victim)
+                self._away.settle()
             else:
                 self.finish(victim)
                 failed.append(victim)
@@ -230,19 +256,7 @@ class DecodeScheduler:
         held = victim.request.block_table
         num_held_by_all = self._pool.num_usable_blocks - self._pool.num_free_blocks
         alone = len(self.running) == 1 and num_held_by_all <= len(held)
-        return not alone and self._host.can_hold(self._num_valid_blocks(victim))
-
-    def _num_valid_blocks(self, request: DecodeRequest) -> int:
-        return num_blocks_for(request.request.num_computed_tokens, self._pool.block_size)
-
-    def _preempt(self, victim: DecodeRequest) -> None:
-        assert not victim.request.num_launched_tokens, "a launched step writes its blocks"
-        self.running.remove(victim)
-        valid = victim.request.block_table[: self._num_valid_blocks(victim)]
-        self._host.save(victim.request_id, valid)
-        self._release_blocks(victim)
-        victim.move_to(DecodeStatus.PREEMPTED)
-        insort(self.preempted, victim, key=_age)
+        return not alone and self._away.can_take(victim)
 
     def _resume(self) -> list[DecodeRequest]:
         """Bring preempted requests back, oldest first, while they fit with a block to spare each.
@@ -259,26 +273,15 @@ class DecodeScheduler:
             num_spare = len(self.running) + 1 if self.running else 0
             if not self._pool.can_allocate(num_needed + num_spare):
                 break
-            self.preempted.pop(0)
-            self._restore(request, num_needed)
+            self._away.restore(request, num_needed)
+            insort(self.running, request, key=age_of)
             resumed.append(request)
         return resumed
-
-    def _restore(self, request: DecodeRequest, num_blocks: int) -> None:
-        inner = request.request
-        num_valid = self._num_valid_blocks(request)
-        inner.block_table = self._pool.allocate(num_blocks)
-        self._host.restore(request.request_id, inner.block_table[:num_valid])
-        num_whole = inner.num_computed_tokens // self._pool.block_size
-        hashes = inner.update_block_hashes(self._pool.block_size)
-        self._pool.commit(inner.block_table[:num_whole], hashes[:num_whole])
-        request.move_to(DecodeStatus.RUNNING)
-        insort(self.running, request, key=_age)
 
     def _start(self) -> list[DecodeRequest]:
         """Start waiting requests; those that do not have room for their next token wait."""
         started: list[DecodeRequest] = []
-        if self.preempted and self.running:
+        if self.is_short and self.running:
             return started
         num_places = self._max_num_seqs - len(self._continuing()) if self.waiting else 0
         while self.waiting and len(started) < num_places:
@@ -286,7 +289,7 @@ class DecodeScheduler:
             # Reserve allocated room for the first generated token, which this step computes.
             assert self._num_needed(request) == 0
             request.move_to(DecodeStatus.RUNNING)
-            insort(self.running, request, key=_age)
+            insort(self.running, request, key=age_of)
             started.append(request)
         return started
 

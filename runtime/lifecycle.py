@@ -35,6 +35,8 @@ class DecodeStatus(enum.Enum):
     WAITING = "waiting"
     """KV complete; not yet in a step."""
     RUNNING = "running"
+    OFFLOADING = "offloading"
+    """Preempted; its KV is on its way to host memory, and its blocks are held until it is there."""
     PREEMPTED = "preempted"
     """Its KV lies in host memory; it holds no block."""
     FINISHED = "finished"
@@ -53,7 +55,8 @@ DECODE_TRANSITIONS: Mapping[DecodeStatus, frozenset[DecodeStatus]] = {
     DecodeStatus.RESERVED: frozenset({DecodeStatus.WAITING_FOR_KV, DecodeStatus.FINISHED}),
     DecodeStatus.WAITING_FOR_KV: frozenset({DecodeStatus.WAITING, DecodeStatus.FINISHED}),
     DecodeStatus.WAITING: frozenset({DecodeStatus.RUNNING, DecodeStatus.FINISHED}),
-    DecodeStatus.RUNNING: frozenset({DecodeStatus.PREEMPTED, DecodeStatus.FINISHED}),
+    DecodeStatus.RUNNING: frozenset({DecodeStatus.OFFLOADING, DecodeStatus.FINISHED}),
+    DecodeStatus.OFFLOADING: frozenset({DecodeStatus.PREEMPTED, DecodeStatus.FINISHED}),
     DecodeStatus.PREEMPTED: frozenset({DecodeStatus.RUNNING, DecodeStatus.FINISHED}),
     DecodeStatus.FINISHED: frozenset(),
 }

@@ -100,5 +100,12 @@ class KVPool:
             target, source = target.view(torch.uint8), source.view(torch.uint8)
         target[self._indices(block_ids)] = source
 
+    def is_done(self, blocks: torch.Tensor) -> bool:
+        """`copy_out` returns when it has read all that it copies."""
+        return True
+
+    def discard(self, blocks: torch.Tensor) -> None:
+        """A copy holds nothing but its own memory."""
+
     def _indices(self, block_ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)

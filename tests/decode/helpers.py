@@ -35,6 +35,34 @@ class FakeKV:
         for block_id, content in zip(block_ids, blocks, strict=True):
             self.blocks[block_id] = content
 
+    def is_done(self, blocks: list[object]) -> bool:
+        return True
+
+    def discard(self, blocks: list[object]) -> None:
+        pass
+
+
+class SlowKV(FakeKV):
+    """Copies out read the blocks late, at `complete`: who reuses a block before spoils the copy."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self._under_way: list[tuple[Sequence[int], list[object]]] = []
+
+    def copy_out(self, block_ids: Sequence[int]) -> list[object]:
+        copy: list[object] = []
+        self._under_way.append((tuple(block_ids), copy))
+        return copy
+
+    def is_done(self, blocks: list[object]) -> bool:
+        return all(copy is not blocks for _, copy in self._under_way)
+
+    def complete(self) -> None:
+        """All copies out are done now."""
+        for block_ids, copy in self._under_way:
+            copy += [self.blocks[block_id] for block_id in block_ids]
+        self._under_way = []
+
 
 def make_request(
     serial: int,

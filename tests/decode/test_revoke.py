@@ -152,3 +152,36 @@ async def test_the_sweep_fences_who_is_due() -> None:
     await bench.revoker.sweep()
     await bench.settle()
     assert bench.fenced == EVERY_RANK
+
+
+async def test_a_writer_that_cannot_be_shut_out_is_tried_by_one_task_at_a_time() -> None:
+    bench = Bench(7)
+    release = threading.Event()
+    is_tried = threading.Event()
+
+    def hang(writer: str, peer: str) -> None:
+        is_tried.set()
+        release.wait(60)
+        raise PeerLostError("still there")
+
+    revoker = Revoker(
+        bench.books,
+        bench._call,
+        hang,
+        decode=identity("decode-0", 3, 1),
+        ticket_timeout_s=60.0,
+        quarantine_timeout_s=30.0,
+    )
+    bench.books.due = {WRITER}
+    await revoker.sweep()
+    assert await asyncio.to_thread(is_tried.wait, 60)
+    for _ in range(20):
+        await revoker.sweep()
+    assert revoker.num_pending == 1
+    release.set()
+    while revoker.num_pending:
+        await asyncio.sleep(0.01)
+    assert 7 in bench.books.quarantined
+    await revoker.sweep()
+    assert revoker.num_pending == 1
+    await revoker.close()

@@ -13,7 +13,7 @@ from engine.memory.block_pool import BlockPool
 from engine.request import num_blocks_for
 from runtime.lifecycle import DecodeStatus
 from runtime.sampling import FinishReason
-from tests.decode.helpers import BLOCK_SIZE, FakeKV, make_request
+from tests.decode.helpers import BLOCK_SIZE, FakeKV, SlowKV, make_request
 
 
 class Bench:
@@ -26,9 +26,10 @@ class Bench:
         host_blocks: int = 100,
         max_num_seqs: int = 8,
         caching: bool = True,
+        kv: FakeKV | None = None,
     ) -> None:
         self.pool = BlockPool(num_usable + 1, BLOCK_SIZE, enable_prefix_caching=caching)
-        self.kv = FakeKV(num_usable + 1)
+        self.kv = kv or FakeKV(num_usable + 1)
         self.host = HostBlockStore(self.kv, host_blocks)
         self.scheduler = DecodeScheduler(
             self.pool, self.host, max_num_seqs=max_num_seqs, max_model_len=1000
@@ -101,7 +102,7 @@ class Bench:
         assert held == self.pool.num_usable_blocks - self.pool.num_free_blocks
         offloaded = sum(
             num_blocks_for(item.request.num_computed_tokens, BLOCK_SIZE)
-            for item in self.scheduler.preempted
+            for item in (*self.scheduler.offloading, *self.scheduler.preempted)
         )
         assert offloaded == self.host.num_blocks
 
@@ -160,6 +161,41 @@ def test_the_youngest_yields_and_returns_before_a_waiting_one_starts() -> None:
     assert not bench.failed
 
 
+def test_blocks_are_held_until_their_copy_is_done_and_who_waits_for_them_sits_out() -> None:
+    kv = SlowKV(5)
+    bench = Bench(4, max_num_seqs=2, kv=kv)
+    old, young = must(bench.add(6, max_tokens=7)), must(bench.add(6, max_tokens=7))
+    while young.status is DecodeStatus.RUNNING or young.status is DecodeStatus.WAITING:
+        bench.step()
+    assert young.status is DecodeStatus.OFFLOADING
+    held = list(young.request.block_table)
+    for _ in range(3):
+        assert bench.step().requests == ()
+        assert young.request.block_table == held
+        bench.check()
+    kv.complete()
+    assert bench.step().requests == (old,)
+    assert young.status is DecodeStatus.PREEMPTED
+    for _ in range(30):
+        bench.step()
+        kv.complete()
+    assert old.status is young.status is DecodeStatus.FINISHED
+    assert not bench.failed
+
+
+def test_a_request_that_ends_while_it_is_copied_gives_everything_back() -> None:
+    kv = SlowKV(5)
+    bench = Bench(4, max_num_seqs=2, kv=kv)
+    old, young = must(bench.add(6)), must(bench.add(6))
+    while young.status is not DecodeStatus.OFFLOADING:
+        bench.step()
+    bench.scheduler.finish(young)
+    bench.check()
+    assert bench.host.num_blocks == 0
+    bench.scheduler.finish(old)
+    assert bench.pool.num_free_blocks == 4
+
+
 def test_alone_and_out_of_blocks_fails_alone() -> None:
     bench = Bench(2)
     request = must(bench.add(6, max_tokens=50))
@@ -213,11 +249,12 @@ def test_output_blocks_become_findable() -> None:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, aborts and steps: blocks are conserved, tokens stay in order."""
+    """Random arrivals, aborts, steps and copies: blocks are conserved, tokens stay in order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bench = Bench(9, host_blocks=7, max_num_seqs=3)
+        self.kv = SlowKV(10)
+        self.bench = Bench(9, host_blocks=7, max_num_seqs=3, kv=self.kv)
         self.all: list[DecodeRequest] = []
 
     @rule(num_prompt=st.integers(1, 14), max_tokens=st.integers(2, 24))
@@ -229,6 +266,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         self.bench.step()
+
+    @rule()
+    def copies_are_done(self) -> None:
+        self.kv.complete()
 
     @precondition(lambda self: self.bench.scheduler.has_work)
     @rule(data=st.data())
@@ -252,6 +293,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.bench.scheduler.has_work:
                 break
             self.bench.step()
+            self.kv.complete()
         assert not self.bench.scheduler.has_work, "somebody starves"
         assert self.bench.pool.num_free_blocks == 9
         assert self.bench.host.num_blocks == 0
