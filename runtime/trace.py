@@ -1,0 +1,90 @@
+"""One id for a request in all processes: W3C trace context (https://www.w3.org/TR/trace-context/).
+
+The router takes a client's ``traceparent`` header or begins a trace of its own; every gRPC call
+made meanwhile carries it as metadata (``runtime.rpc``), and the worker that serves the call goes on
+with it. Whoever logs asks ``trace_id()``. The context belongs to the task that serves the request:
+engine threads have none, and tokens carry none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+TRACEPARENT = "traceparent"
+_HEADER = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_SAMPLED = 0x01
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    """Which trace, and which span of it is the parent of what comes next.
+
+    Attributes:
+        trace_id: 32 hexadecimal digits, not all 0.
+        span_id: 16 hexadecimal digits, not all 0.
+        is_sampled: whether somebody records the trace.
+    """
+
+    trace_id: str
+    span_id: str
+    is_sampled: bool
+
+    @classmethod
+    def begin(cls) -> TraceContext:
+        """A new trace that nobody records yet."""
+        return cls(secrets.token_hex(16), secrets.token_hex(8), is_sampled=False)
+
+    @classmethod
+    def parse(cls, header: str) -> TraceContext | None:
+        """What a ``traceparent`` header says; None for one that is not valid."""
+        found = _HEADER.fullmatch(header.strip())
+        if found is None:
+            return None
+        version, trace_id, span_id, flags, rest = found.groups()
+        is_known = version != "ff" and not (version == "00" and rest)
+        if not is_known or not int(trace_id, 16) or not int(span_id, 16):
+            return None
+        return cls(trace_id, span_id, is_sampled=bool(int(flags, 16) & _SAMPLED))
+
+    @property
+    def header(self) -> str:
+        """The value of ``traceparent`` for what comes next."""
+        return f"00-{self.trace_id}-{self.span_id}-{int(self.is_sampled):02x}"
+
+    def child(self) -> TraceContext:
+        """The same trace below a new span."""
+        return replace(self, span_id=secrets.token_hex(8))
+
+
+_current: ContextVar[TraceContext | None] = ContextVar("tandem_trace", default=None)
+
+
+def current_trace() -> TraceContext | None:
+    """Of the request that this task serves."""
+    return _current.get()
+
+
+def trace_id() -> str:
+    """The same for a log line; empty where there is none."""
+    trace = _current.get()
+    return "" if trace is None else trace.trace_id
+
+
+def set_trace(trace: TraceContext | None) -> None:
+    """From now on, in this task and those that it starts."""
+    _current.set(trace)
+
+
+@contextlib.contextmanager
+def use_trace(trace: TraceContext | None) -> Iterator[None]:
+    """For the length of a block."""
+    token = _current.set(trace)
+    try:
+        yield
+    finally:
+        _current.reset(token)
