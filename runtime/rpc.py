@@ -35,10 +35,12 @@ _CHANNEL_OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_retries", 0),
-    # A restarted peer must be reachable at once, not after a minute of backoff.
+    # A restarted peer must be reachable at once, not after a minute of back-off.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Against its name, this is how long one attempt to connect may take: TCP, TLS, HTTP/2. A port
+    # that refuses is tried again after the back-off, whatever stands here.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     # Channels of one process to one address must not share a connection: closing one of them would
     # otherwise leave the other on a connection to the address's former owner.
     ("grpc.use_local_subchannel_pool", 1),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -82,6 +84,51 @@ async def test_an_absent_peer_is_lost() -> None:
         with lost as caught, map_rpc_errors("registry", "r9"):
             await stub.Renew(registry_pb2.RenewRequest(lease_id="x"))
         assert caught.value.request_id == "r9"
+
+
+@contextlib.asynccontextmanager
+async def slow_to_answer(port: int, delay_s: float) -> AsyncIterator[str]:
+    """The address of a proxy to ``port`` that accepts at once and answers after ``delay_s``."""
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65_536):
+                writer.write(data)
+        writer.close()
+
+    async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(delay_s)
+        there = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(forward(reader, there[1]), forward(there[0], writer))
+
+    proxy = await asyncio.start_server(serve_one, "127.0.0.1", 0)
+    async with proxy:
+        yield f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize("delay_s", [0.4, 1.2])
+async def test_a_peer_that_is_slow_to_accept_is_not_lost(delay_s: float) -> None:
+    server, port = await serve(FakeRegistry())
+    async with slow_to_answer(port, delay_s) as address, open_channel(address, "right") as channel:
+        stub = registry_pb2_grpc.RegistryStub(channel)
+        with map_rpc_errors("registry"):
+            response = await stub.Renew(registry_pb2.RenewRequest(lease_id="x"), timeout=60)
+        assert not response.known
+    await server.stop(None)
+
+
+async def test_a_peer_that_comes_back_is_reached_at_once() -> None:
+    server, port = await serve(FakeRegistry())
+    await server.stop(None)
+    async with open_channel(f"127.0.0.1:{port}", "right") as channel:
+        stub = registry_pb2_grpc.RegistryStub(channel)
+        request = registry_pb2.RenewRequest(lease_id="x")
+        with pytest.raises(PeerLostError), map_rpc_errors("registry"):
+            await stub.Renew(request)
+        server, _ = await serve(FakeRegistry(), port)
+        # The bound is the subject: the longest pause between attempts, and 10 times that.
+        await stub.Renew(request, wait_for_ready=True, timeout=10)
+    await server.stop(None)
 
 
 async def test_a_worker_stays_registered_through_a_router_restart() -> None:
