@@ -1,6 +1,7 @@
 """gRPC as we use it: authenticated servers and channels, and their errors as ours.
 
-Every call carries the cluster's secret; a server answers UNAUTHENTICATED to anything else.
+Every call carries the cluster's secret; a server answers UNAUTHENTICATED to anything else. With TLS
+both ends show certificates as well (`runtime.net`).
 Keepalive pings find a dead peer within seconds even where no packet says so. The stubs of grpc are
 generic in their messages, which the interceptors do not look at: hence their Any.
 """
@@ -8,7 +9,6 @@ generic in their messages, which the interceptors do not look at: hence their An
 from __future__ import annotations
 
 import contextlib
-import hmac
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -24,9 +24,11 @@ from runtime.errors import (
     RequestCancelledError,
     TandemError,
 )
+from runtime.net import Credentials, Listen, TlsFiles, join_address
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 _AUTHORIZATION = "authorization"
+_BEARER = b"Bearer "
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -63,8 +65,8 @@ _STATUS_ERRORS: dict[grpc.StatusCode, type[TandemError]] = {
 
 
 class _RequireSecret(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    def __init__(self, secret: str) -> None:
-        self._expected = f"Bearer {secret}".encode()
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
 
         async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             await context.abort(
@@ -82,7 +84,11 @@ class _RequireSecret(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     ) -> grpc.RpcMethodHandler[Any, Any]:
         for key, value in handler_call_details.invocation_metadata:
             given = value if isinstance(value, bytes) else value.encode()
-            if key == _AUTHORIZATION and hmac.compare_digest(given, self._expected):
+            if (
+                key == _AUTHORIZATION
+                and given.startswith(_BEARER)
+                and self._credentials.accepts(given.removeprefix(_BEARER))
+            ):
                 return await continuation(handler_call_details)
         return self._refuse
 
@@ -114,30 +120,71 @@ class _AddSecretToStream(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore
         return await continuation(_with_secret(client_call_details, self._secret), request)
 
 
-def create_server(secret: str) -> grpc.aio.Server:
-    """A server that serves only callers with ``secret``."""
-    return grpc.aio.server(interceptors=[_RequireSecret(secret)], options=_SERVER_OPTIONS)
+def create_server(credentials: Credentials) -> grpc.aio.Server:
+    """A server that serves only callers with a secret of ``credentials``."""
+    return grpc.aio.server(interceptors=[_RequireSecret(credentials)], options=_SERVER_OPTIONS)
 
 
-def bind_port(server: grpc.aio.Server, host: str, port: int, field: str = "port") -> int:
-    """Listen on ``host:port`` (0: any free one) and return the port.
+def bind_port(
+    server: grpc.aio.Server, listen: Listen, credentials: Credentials, field: str = "port"
+) -> int:
+    """Listen where ``listen`` says, with TLS where ``credentials`` have it; the port.
 
     Raises:
-        ConfigError: the port is taken; ``field`` names the setting it comes from.
+        ConfigError: the port is taken, and ``field`` names the setting it comes from; or a file of
+            TLS cannot be used.
     """
+    address = join_address(listen.bind, listen.port)
+    tls = credentials.tls
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        if tls is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, _server_tls(tls))
     except RuntimeError as error:
-        raise ConfigError(field, port, f"cannot listen on {host}", "a free port") from error
+        raise _cannot_listen(listen, field) from error
     if bound == 0:
-        raise ConfigError(field, port, f"cannot listen on {host}", "a free port")
+        raise _cannot_listen(listen, field)
     return bound
 
 
-def open_channel(address: str, secret: str) -> grpc.aio.Channel:
-    """A channel whose calls carry ``secret``; connects when first used."""
+def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
+    """A channel whose calls carry the secret; connects when first used.
+
+    Raises:
+        ConfigError: a file of TLS cannot be used.
+    """
+    secret, tls = credentials.secret, credentials.tls
     interceptors: list[Any] = [_AddSecretToUnary(secret), _AddSecretToStream(secret)]
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS, interceptors=interceptors)
+    if tls is None:
+        return grpc.aio.insecure_channel(
+            address, options=_CHANNEL_OPTIONS, interceptors=interceptors
+        )
+    return grpc.aio.secure_channel(
+        address, _channel_tls(tls), options=_CHANNEL_OPTIONS, interceptors=interceptors
+    )
+
+
+def _cannot_listen(listen: Listen, field: str) -> ConfigError:
+    return ConfigError(field, listen.port, f"cannot listen on {listen.bind}", "a free port")
+
+
+def _server_tls(files: TlsFiles) -> grpc.ServerCredentials:
+    pem = files.read()
+    return grpc.ssl_server_credentials(
+        [(pem.key, pem.cert)],
+        root_certificates=pem.ca if files.mutual else None,
+        require_client_auth=files.mutual,
+    )
+
+
+def _channel_tls(files: TlsFiles) -> grpc.ChannelCredentials:
+    pem = files.read()
+    if not files.mutual:
+        return grpc.ssl_channel_credentials(root_certificates=pem.ca)
+    return grpc.ssl_channel_credentials(
+        root_certificates=pem.ca, private_key=pem.key, certificate_chain=pem.cert
+    )
 
 
 @contextlib.contextmanager

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
 
+from deploy.certificates import make_certificates
 from runtime.errors import ConfigError, InternalError, PeerLostError
+from runtime.net import Credentials, Listen
 from runtime.pb import registry_pb2, registry_pb2_grpc
 from runtime.registration import RegistryClient
 from runtime.rpc import bind_port, create_server, map_rpc_errors, open_channel
@@ -44,10 +48,15 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
         yield registry_pb2.PoolSnapshot(version=1)
 
 
-async def serve(registry: FakeRegistry, port: int = 0) -> tuple[grpc.aio.Server, int]:
-    server = create_server("right")
+RIGHT = Credentials.of_secret("right")
+
+
+async def serve(
+    registry: FakeRegistry, port: int = 0, credentials: Credentials = RIGHT
+) -> tuple[grpc.aio.Server, int]:
+    server = create_server(credentials)
     registry_pb2_grpc.add_RegistryServicer_to_server(registry, server)
-    port = bind_port(server, "127.0.0.1", port, "router.control_port")
+    port = bind_port(server, Listen(bind="127.0.0.1", port=port), credentials)
     await server.start()
     return server, port
 
@@ -55,11 +64,11 @@ async def serve(registry: FakeRegistry, port: int = 0) -> tuple[grpc.aio.Server,
 async def test_only_the_secret_opens_the_server() -> None:
     server, port = await serve(FakeRegistry())
     request = registry_pb2.WatchRequest(watcher="w")
-    async with open_channel(f"127.0.0.1:{port}", "right") as channel:
+    async with open_channel(f"127.0.0.1:{port}", RIGHT) as channel:
         stub = registry_pb2_grpc.RegistryStub(channel)
         assert [s.version async for s in stub.Watch(request)] == [1]
     for secret in ("wrong", ""):
-        async with open_channel(f"127.0.0.1:{port}", secret) as channel:
+        async with open_channel(f"127.0.0.1:{port}", Credentials.of_secret(secret)) as channel:
             stub = registry_pb2_grpc.RegistryStub(channel)
             with pytest.raises(InternalError, match="secret"), map_rpc_errors("registry"):
                 await stub.Renew(registry_pb2.RenewRequest(lease_id="x"))
@@ -68,17 +77,68 @@ async def test_only_the_secret_opens_the_server() -> None:
     await server.stop(None)
 
 
+async def ask(port: int, credentials: Credentials, host: str = "127.0.0.1") -> bool:
+    async with open_channel(f"{host}:{port}", credentials) as channel:
+        stub = registry_pb2_grpc.RegistryStub(channel)
+        with map_rpc_errors("registry"):
+            response = await stub.Renew(registry_pb2.RenewRequest(lease_id="x"), timeout=60)
+        return not response.known
+
+
+async def test_two_secrets_open_the_server_while_it_changes() -> None:
+    both = Credentials(secret="new", previous_secret="old")
+    server, port = await serve(FakeRegistry(), credentials=both)
+    assert await ask(port, both)
+    assert await ask(port, Credentials.of_secret("old"))
+    with pytest.raises(InternalError, match="UNAUTHENTICATED"):
+        await ask(port, Credentials.of_secret("older"))
+    await server.stop(None)
+
+
+async def test_with_tls_both_ends_show_certificates(tmp_path: Path) -> None:
+    files = make_certificates(tmp_path / "tls", ("127.0.0.1",))
+    others = make_certificates(tmp_path / "others", ("127.0.0.1",))
+    credentials = dataclasses.replace(RIGHT, tls=files)
+    server, port = await serve(FakeRegistry(), credentials=credentials)
+    assert await ask(port, credentials)
+    strangers = {
+        "plain text": RIGHT,
+        "no certificate": dataclasses.replace(RIGHT, tls=dataclasses.replace(files, mutual=False)),
+        "another authority": dataclasses.replace(RIGHT, tls=others),
+        "one of another authority": dataclasses.replace(
+            RIGHT, tls=dataclasses.replace(others, ca=files.ca)
+        ),
+    }
+    for stranger in strangers.values():
+        with pytest.raises(PeerLostError):
+            await ask(port, stranger)
+    with pytest.raises(PeerLostError):
+        await ask(port, credentials, "localhost")  # the certificate is not for this name
+    with pytest.raises(InternalError, match="UNAUTHENTICATED"):
+        await ask(port, dataclasses.replace(credentials, secret="wrong"))
+    await server.stop(None)
+
+
+async def test_a_caller_without_a_certificate_where_none_is_asked_for(tmp_path: Path) -> None:
+    files = make_certificates(tmp_path / "tls", ("127.0.0.1",))
+    alone = dataclasses.replace(RIGHT, tls=dataclasses.replace(files, mutual=False))
+    server, port = await serve(FakeRegistry(), credentials=alone)
+    assert await ask(port, alone)
+    await server.stop(None)
+
+
 async def test_a_taken_port_is_a_config_error() -> None:
     server, port = await serve(FakeRegistry())
+    taken = Listen(bind="127.0.0.1", port=port)
     with pytest.raises(ConfigError, match=r"router\.control_port"):
-        bind_port(create_server("right"), "127.0.0.1", port, "router.control_port")
+        bind_port(create_server(RIGHT), taken, RIGHT, "router.control_port")
     await server.stop(None)
 
 
 async def test_an_absent_peer_is_lost() -> None:
     server, port = await serve(FakeRegistry())
     await server.stop(None)
-    async with open_channel(f"127.0.0.1:{port}", "right") as channel:
+    async with open_channel(f"127.0.0.1:{port}", RIGHT) as channel:
         stub = registry_pb2_grpc.RegistryStub(channel)
         lost = pytest.raises(PeerLostError, match="registry")
         with lost as caught, map_rpc_errors("registry", "r9"):
@@ -109,7 +169,7 @@ async def slow_to_answer(port: int, delay_s: float) -> AsyncIterator[str]:
 @pytest.mark.parametrize("delay_s", [0.4, 1.2])
 async def test_a_peer_that_is_slow_to_accept_is_not_lost(delay_s: float) -> None:
     server, port = await serve(FakeRegistry())
-    async with slow_to_answer(port, delay_s) as address, open_channel(address, "right") as channel:
+    async with slow_to_answer(port, delay_s) as address, open_channel(address, RIGHT) as channel:
         stub = registry_pb2_grpc.RegistryStub(channel)
         with map_rpc_errors("registry"):
             response = await stub.Renew(registry_pb2.RenewRequest(lease_id="x"), timeout=60)
@@ -120,7 +180,7 @@ async def test_a_peer_that_is_slow_to_accept_is_not_lost(delay_s: float) -> None
 async def test_a_peer_that_comes_back_is_reached_at_once() -> None:
     server, port = await serve(FakeRegistry())
     await server.stop(None)
-    async with open_channel(f"127.0.0.1:{port}", "right") as channel:
+    async with open_channel(f"127.0.0.1:{port}", RIGHT) as channel:
         stub = registry_pb2_grpc.RegistryStub(channel)
         request = registry_pb2.RenewRequest(lease_id="x")
         with pytest.raises(PeerLostError), map_rpc_errors("registry"):
@@ -136,7 +196,7 @@ async def test_a_worker_stays_registered_through_a_router_restart() -> None:
     server, port = await serve(registry)
     record = registry_pb2.WorkerRecord()
     record.identity.instance = "decode-0"
-    client = RegistryClient(f"127.0.0.1:{port}", "right", record, registry_pb2.WorkerLoad)
+    client = RegistryClient(f"127.0.0.1:{port}", RIGHT, record, registry_pb2.WorkerLoad)
     await client.start()
     await server.stop(None)
     reborn = FakeRegistry()
