@@ -32,7 +32,7 @@ from runtime.logging import get_logger
 from runtime.net import Credentials, Listen, join_address
 from runtime.pb import registry_pb2_grpc
 from runtime.process import dying_with_us
-from runtime.rpc import bind_port, create_server
+from runtime.rpc import CONTROL_LIMITS, bind_port, create_server
 
 logger = get_logger(__name__)
 
@@ -64,7 +64,7 @@ class RouterService:
         loop = asyncio.get_running_loop()
         listener = bind_http(host, section.port)
         listen = Listen(bind=cluster.host, advertise=cluster.advertise, port=section.control_port)
-        self._server = server = create_server(self._credentials)
+        self._server = server = create_server(self._credentials, CONTROL_LIMITS)
         control_port = bind_port(server, listen, self._credentials, "router.control_port")
         registry = Registry(self._model.name, section.lease_ttl_s, loop.time)
         self.http_port = port = port_of(listener)

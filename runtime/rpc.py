@@ -1,7 +1,7 @@
 """gRPC as we use it: authenticated servers and channels, and their errors as ours.
 
-Every call carries the cluster's secret; a server answers UNAUTHENTICATED to anything else. With TLS
-both ends show certificates as well (`runtime.net`).
+Every call carries the cluster's secret; a server answers UNAUTHENTICATED to anything else, without
+reading its message. With TLS both ends show certificates as well (`runtime.net`).
 Keepalive pings find a dead peer within seconds even where no packet says so. The stubs of grpc are
 generic in their messages, which the interceptors do not look at: hence their Any.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -49,12 +50,35 @@ _CHANNEL_OPTIONS = [
 ]
 _SERVER_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    # A connection that says nothing, or a peer that does not answer any more, is cut.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 30_000),
+    # Measuring the way to each caller widens the window by megabytes a connection, also for those
+    # who have shown no secret. A message that is wanted is let in whole all the same.
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     # Two servers must never share a port silently.
     ("grpc.so_reuseport", 0),
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """What callers may ask of a server, with the secret or without."""
+
+    max_request_bytes: int
+    max_concurrent_rpcs: int
+    """One more is answered RESOURCE_EXHAUSTED. Must have room for calls that stay open for long."""
+
+
+CONTROL_LIMITS = ServerLimits(max_request_bytes=2**20, max_concurrent_rpcs=4096)
+"""Of the registry: records of a few hundred bytes; a stream for each HTTP process."""
+WORKER_LIMITS = ServerLimits(max_request_bytes=4 * 2**20, max_concurrent_rpcs=16_384)
+"""Of a worker. Reserve and Run carry the prompt, at 3 bytes a token: 4 MiB are 1.4 million tokens.
+Run stays open from prefill's queue to the last byte, so its number is that of all requests that
+routers admit; a Revoke must get through beside them, or decode takes a healthy writer for lost."""
 
 _STATUS_ERRORS: dict[grpc.StatusCode, type[TandemError]] = {
     grpc.StatusCode.UNAVAILABLE: PeerLostError,
@@ -73,7 +97,9 @@ class _RequireSecret(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 grpc.StatusCode.UNAUTHENTICATED, "the cluster's secret is missing or wrong"
             )
 
-        self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
+        # Whatever the method is: gRPC reads the message of a unary call before its handler runs,
+        # that of a stream only when the handler asks for it.
+        self._refuse = grpc.stream_stream_rpc_method_handler(refuse)
 
     async def intercept_service(
         self,
@@ -120,9 +146,20 @@ class _AddSecretToStream(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore
         return await continuation(_with_secret(client_call_details, self._secret), request)
 
 
-def create_server(credentials: Credentials) -> grpc.aio.Server:
-    """A server that serves only callers with a secret of ``credentials``."""
-    return grpc.aio.server(interceptors=[_RequireSecret(credentials)], options=_SERVER_OPTIONS)
+def create_server(
+    credentials: Credentials, limits: ServerLimits = WORKER_LIMITS
+) -> grpc.aio.Server:
+    """A server that serves only callers with a secret of ``credentials``, within ``limits``."""
+    most = limits.max_concurrent_rpcs
+    return grpc.aio.server(
+        interceptors=[_RequireSecret(credentials)],
+        options=[
+            *_SERVER_OPTIONS,
+            ("grpc.max_receive_message_length", limits.max_request_bytes),
+            ("grpc.max_concurrent_streams", most),
+        ],
+        maximum_concurrent_rpcs=most,
+    )
 
 
 def bind_port(

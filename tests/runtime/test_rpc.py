@@ -14,14 +14,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
 from deploy.certificates import make_certificates
-from runtime.errors import ConfigError, InternalError, PeerLostError
+from runtime.errors import ConfigError, InternalError, OverloadedError, PeerLostError
 from runtime.net import Credentials, Listen
 from runtime.pb import registry_pb2, registry_pb2_grpc
 from runtime.registration import RegistryClient
-from runtime.rpc import bind_port, create_server, map_rpc_errors, open_channel
+from runtime.rpc import ServerLimits, bind_port, create_server, map_rpc_errors, open_channel
 
 
 class FakeRegistry(registry_pb2_grpc.RegistryServicer):
@@ -83,6 +84,98 @@ async def ask(port: int, credentials: Credentials, host: str = "127.0.0.1") -> b
         with map_rpc_errors("registry"):
             response = await stub.Renew(registry_pb2.RenewRequest(lease_id="x"), timeout=60)
         return not response.known
+
+
+REFUSING_SERVER = textwrap.dedent(
+    """
+    import asyncio
+    from runtime.net import Credentials, Listen
+    from runtime.pb import prefill_pb2_grpc
+    from runtime.rpc import bind_port, create_server
+
+    async def main():
+        credentials = Credentials.of_secret("right")
+        server = create_server(credentials)
+        prefill_pb2_grpc.add_PrefillServicer_to_server(prefill_pb2_grpc.PrefillServicer(), server)
+        port = bind_port(server, Listen(bind="127.0.0.1"), credentials)
+        await server.start()
+        print(port, flush=True)
+        await server.wait_for_termination()
+
+    asyncio.run(main())
+    """
+)
+
+
+async def test_without_the_secret_no_message_is_read() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", REFUSING_SERVER], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    port = int(process.stdout.readline())
+    server, largest = psutil.Process(process.pid), 0
+    before = server.memory_info().rss
+
+    async def call(size: int) -> grpc.StatusCode:
+        options = [("grpc.max_send_message_length", 2 * size)]
+        address = f"127.0.0.1:{port}"
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
+            run = channel.unary_unary("/tandem.v1.Prefill/Run")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await run(bytes(size))
+            return caught.value.code()
+
+    try:
+        calls = asyncio.gather(*(call(60 * 2**20) for _ in range(8)))
+        while not calls.done():
+            largest = max(largest, server.memory_info().rss)
+            await asyncio.sleep(0.002)
+        assert await calls == [grpc.StatusCode.UNAUTHENTICATED] * 8
+    finally:
+        process.kill()
+        process.communicate()
+    # Without the bound it is 480 MiB and more; a megabyte or two are the connections.
+    assert largest - before < 16 * 2**20
+
+
+async def test_a_message_beyond_the_limit_is_refused_and_the_channel_lives() -> None:
+    server, port = await serve(FakeRegistry())
+    async with open_channel(f"127.0.0.1:{port}", RIGHT) as channel:
+        stub = registry_pb2_grpc.RegistryStub(channel)
+        with pytest.raises(OverloadedError, match="larger than max"), map_rpc_errors("registry"):
+            await stub.Renew(registry_pb2.RenewRequest(lease_id="x" * 5 * 2**20))
+        large = registry_pb2.RenewRequest(lease_id="x" * 3 * 2**20)
+        assert not (await stub.Renew(large)).known
+    await server.stop(None)
+
+
+async def test_one_call_more_than_the_limit_is_an_overload() -> None:
+    limits = ServerLimits(max_request_bytes=2**20, max_concurrent_rpcs=2)
+    held = asyncio.Event()
+
+    class Slow(FakeRegistry):
+        async def Watch(self, request, context):
+            yield registry_pb2.PoolSnapshot(version=1)
+            await held.wait()
+
+    server = create_server(RIGHT, limits)
+    registry_pb2_grpc.add_RegistryServicer_to_server(Slow(), server)
+    port = bind_port(server, Listen(bind="127.0.0.1"), RIGHT)
+    await server.start()
+    channels = [open_channel(f"127.0.0.1:{port}", RIGHT) for _ in range(3)]
+    stubs = [registry_pb2_grpc.RegistryStub(channel) for channel in channels]
+    streams = [stub.Watch(registry_pb2.WatchRequest(watcher="w")) for stub in stubs[:2]]
+    for stream in streams:
+        assert (await stream.read()).version == 1
+    with pytest.raises(OverloadedError), map_rpc_errors("registry"):
+        await stubs[2].Renew(registry_pb2.RenewRequest(lease_id="x"))
+    held.set()
+    for stream in streams:
+        assert await stream.read() is grpc.aio.EOF
+    assert not (await stubs[2].Renew(registry_pb2.RenewRequest(lease_id="x"))).known
+    for channel in channels:
+        await channel.close()
+    await server.stop(None)
 
 
 async def test_two_secrets_open_the_server_while_it_changes() -> None:
