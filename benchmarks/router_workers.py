@@ -14,6 +14,7 @@ import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from runtime.net import Credentials, Listen
 from runtime.pb import (
     common_pb2,
     decode_pb2,
@@ -44,7 +45,7 @@ class Workers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
 
     def __init__(self, control: str, secret: str, model: str, step_s: float) -> None:
         self._control = control
-        self._secret = secret
+        self._credentials = Credentials.of_secret(secret)
         self._model = model
         self._step_s = step_s
         self._epoch = secrets.randbits(60) + 1
@@ -54,13 +55,13 @@ class Workers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
 
     async def serve(self) -> None:
         """Join the router and serve until cancelled."""
-        server = create_server(self._secret)
+        server = create_server(self._credentials)
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
-        address = f"{HOST}:{bind_port(server, HOST, 0)}"
+        address = f"{HOST}:{bind_port(server, Listen(bind=HOST), self._credentials)}"
         await server.start()
         leases = [
-            RegistryClient(self._control, self._secret, record, self._load)
+            RegistryClient(self._control, self._credentials, record, self._load)
             for record in (
                 self._record("prefill-0", common_pb2.ROLE_PREFILL, address),
                 self._record("decode-0", common_pb2.ROLE_DECODE, address),

@@ -139,7 +139,7 @@ def build_transfer_side(
     transport = create_transport(
         settings.transport,
         local_name=peer_name(options.instance, side.epoch, options.rank),
-        host=options.host,
+        host=options.listen.reach,
         options=transport_options(settings),
     )
     slots = SlotArray(settings.num_metadata_slots, SlotLayout())

@@ -148,9 +148,10 @@ class DecodeWorker:
 
     async def _serve(self, side: ModelSide, transfer: TransferSide) -> str:
         """Listen; returns the address that peers reach us at."""
-        server = create_server(self._options.secret)
-        port = bind_port(server, self._options.host, 0)
-        address = f"{self._options.host}:{port}"
+        listen, credentials = self._options.listen, self._options.credentials
+        server = create_server(credentials)
+        port = bind_port(server, listen, credentials)
+        address = listen.address(port)
         facts = _facts(self._options, side, transfer, address)
         self._service = DecodeService(
             facts, self._bridge, self._outboxes, lambda: self._load, self._tell_draining
@@ -160,7 +161,7 @@ class DecodeWorker:
         self._exit.push_async_callback(self._stop_serving, server)
         self._watch(transfer)
         metrics = MetricsServer(self._registry)
-        self._metrics_port = await metrics.start(self._options.host)
+        self._metrics_port = await metrics.start(listen, credentials.http_ssl_context())
         self._exit.push_async_callback(metrics.stop)
         return address
 
@@ -190,10 +191,12 @@ class DecodeWorker:
             layout_fingerprint=transfer.layout.fingerprint(),
             transport=options.config.kv_transfer.transport,
             block_size=options.config.decode.block_size,
-            metrics_address=f"{options.host}:{self._metrics_port}",
+            metrics_address=options.listen.address(self._metrics_port),
             pid=os.getpid(),
         )
-        self._membership = RegistryClient(options.router, options.secret, record, self._worker_load)
+        self._membership = RegistryClient(
+            options.router, options.credentials, record, self._worker_load
+        )
         self._exit.push_async_callback(self._membership.close)
         await self._membership.start()
 
@@ -225,7 +228,7 @@ class DecodeWorker:
     ) -> bool:
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = open_channel(address, self._options.secret)
+            channel = self._channels[address] = open_channel(address, self._options.credentials)
         with map_rpc_errors(f"prefill worker at {address}", request.request_id):
             stub = prefill_pb2_grpc.PrefillStub(channel)
             response: prefill_pb2.RevokeResponse = await stub.Revoke(request, timeout=timeout_s)

@@ -13,6 +13,7 @@ import socket
 from pathlib import Path
 
 import deploy
+from deploy.certificates import check_certificate
 from deploy.decode_memory import plan_decode_memory
 from deploy.plan import num_devices_needed, plan_instances
 from engine.config import ModelConfig
@@ -28,17 +29,17 @@ def resolve_config(config: ClusterConfig) -> ClusterConfig:
     """``config`` with the model's folder and name, and free ports where it leaves them open.
 
     Raises:
-        ConfigError: ``cluster.host`` is no address of this machine.
+        ConfigError: ``cluster.host`` or ``router.host`` is no address of this machine.
     """
     path = Path(config.model.path).expanduser() if config.model.path else BUNDLED_MODEL
     path = path.resolve()
     model = dataclasses.replace(config.model, path=str(path), name=config.model.name or path.name)
-    host = config.cluster.host
-    free = free_port(host)
+    field = "router.host" if config.router.host else "cluster.host"
+    free = free_port(config.http_host, field)
     router = dataclasses.replace(
         config.router,
         port=config.router.port or free,
-        control_port=config.router.control_port or free_port(host),
+        control_port=config.router.control_port or free_port(config.cluster.host),
     )
     return dataclasses.replace(config, model=model, router=router)
 
@@ -53,6 +54,7 @@ def check_config(config: ClusterConfig, *, num_devices: int) -> None:
     if not _NAME.fullmatch(name):
         fix = "1 to 63 letters, digits, '.', '_' or '-', a letter or digit first"
         raise ConfigError("cluster.name", name, "also names a folder", fix)
+    _check_certificate(config)
     model = read_model(config)
     _check_files(config)
     _check_parallel(config, model)
@@ -67,22 +69,23 @@ def check_ports(config: ClusterConfig) -> None:
     Raises:
         ConfigError: names the field and how to choose another.
     """
-    for field in ("port", "control_port"):
+    hosts = {"port": config.http_host, "control_port": config.cluster.host}
+    for field, host in hosts.items():
         port = getattr(config.router, field)
         try:
-            with _listener(config.cluster.host, port):
+            with _listener(host, port):
                 pass
         except OSError as error:
             raise ConfigError(
                 f"router.{field}",
                 port,
-                f"cannot listen on {config.cluster.host} ({error.strerror})",
+                f"cannot listen on {host} ({error.strerror})",
                 f"stop what listens there, or set router.{field} to a free port (0: any)",
             ) from error
 
 
-def free_port(host: str) -> int:
-    """A TCP port of ``host`` on which nothing listens now.
+def free_port(host: str, field: str = "cluster.host") -> int:
+    """A TCP port of ``host``, the value of ``field``, on which nothing listens now.
 
     Raises:
         ConfigError: ``host`` is no address of this machine.
@@ -92,7 +95,7 @@ def free_port(host: str) -> int:
             return int(listener.getsockname()[1])
     except OSError as error:
         problem = f"is no address of this machine ({error.strerror})"
-        raise ConfigError("cluster.host", host, problem, '"127.0.0.1", or another') from error
+        raise ConfigError(field, host, problem, '"127.0.0.1", or another') from error
 
 
 def count_devices() -> int:
@@ -132,6 +135,13 @@ def read_model(config: ClusterConfig) -> ModelConfig:
             raise
         problem = f"{error.path} = {error.value!r} in its config.json: {error.problem}"
         raise ConfigError("model.path", path, problem, error.fix) from error
+
+
+def _check_certificate(config: ClusterConfig) -> None:
+    files = config.tls.files
+    if files is not None:
+        reached = dict.fromkeys((config.cluster.reach, config.http_reach))
+        check_certificate(files, tuple(reached))
 
 
 def _check_files(config: ClusterConfig) -> None:

@@ -47,7 +47,7 @@ class Controller:
         self._instances = [
             Instance(plan, context, launcher) for plan in plan_instances(context.config)
         ]
-        self._watch = PoolWatch(context.control_address, context.endpoint, context.secret)
+        self._watch = PoolWatch(context.control_address, context.endpoint, context.credentials)
         self._on_change = on_change
         self._timeout_s = timeout_s
         self._grace_s = grace_s

@@ -7,6 +7,7 @@ of one in the background.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -114,9 +115,10 @@ def phase_text(phase: Phase) -> Text:
 def ready_message(state: ClusterState) -> str:
     """What a person needs next: the endpoint and a curl line that works."""
     body = f'{{"model": "{state.model}", "prompt": "def fibonacci(n):", "max_tokens": 64}}'
+    curl = f"curl --cacert {shlex.quote(state.ca)}" if state.ca else "curl"
     return (
         f"Ready in {state.ready_s:.1f} s: {state.model} at {state.endpoint}\n\n"
-        f"  curl {state.endpoint}/completions -H 'Content-Type: application/json' -d '{body}'\n"
+        f"  {curl} {state.endpoint}/completions -H 'Content-Type: application/json' -d '{body}'\n"
         f'  {own_command()} generate "def fibonacci(n):"\n'
     )
 

@@ -28,6 +28,7 @@ from deploy.plan import (
 )
 from deploy.pool_watch import PoolMembers
 from deploy.state import Phase, ProcessState
+from runtime.net import join_address
 
 _LOG_HEAD = re.compile(r"^\S+ (?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \S+ [\w.]+: ")
 _WARNING = re.compile(r"^\S+:\d+: \w*Warning: ")
@@ -91,8 +92,9 @@ class Instance:
         Raises:
             ClusterError: they cannot be started.
         """
-        host = self.context.config.cluster.host
-        specs = process_specs(self.plan, self.context, f"{host}:{free_port(host)}")
+        cluster = self.context.config.cluster
+        rendezvous = join_address(cluster.reach, free_port(cluster.host))
+        specs = process_specs(self.plan, self.context, rendezvous)
         supervisors = await self.launcher.launch(self.plan, specs)
         self._ranks = [
             _Rank(spec, supervisor) for spec, supervisor in zip(specs, supervisors, strict=True)

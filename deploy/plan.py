@@ -13,7 +13,8 @@ from pathlib import Path
 
 import deploy
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
-from runtime.config_file import SECRET_VARIABLE
+from runtime.config_file import secret_variables
+from runtime.net import Credentials, join_address
 
 RUN_ID_VARIABLE = "TANDEM_CLUSTER"
 """Environment variable that marks every process of one run, Ray's own included."""
@@ -70,18 +71,18 @@ class RunContext:
     """Resolved: ports and model path are set."""
     config_path: Path
     log_dir: Path
-    secret: str
+    credentials: Credentials
     entrypoints: Mapping[Role, tuple[str, ...]]
 
     @property
     def control_address(self) -> str:
         """Where the router's registry listens."""
-        return f"{self.config.cluster.host}:{self.config.router.control_port}"
+        return join_address(self.config.cluster.reach, self.config.router.control_port)
 
     @property
     def endpoint(self) -> str:
         """The OpenAI-compatible base address."""
-        return f"http://{self.config.cluster.host}:{self.config.router.port}/v1"
+        return self.config.endpoint
 
 
 def default_entrypoints() -> dict[Role, tuple[str, ...]]:
@@ -162,13 +163,14 @@ def _command(
         *("--rendezvous", rendezvous),
         *("--router", context.control_address),
         *("--host", context.config.cluster.host),
+        *("--advertise", context.config.cluster.advertise),
     )
 
 
 def _environment(plan: InstancePlan, context: RunContext) -> dict[str, str]:
     threads = str(plan.num_threads)
     return {
-        SECRET_VARIABLE: context.secret,
+        **secret_variables(context.credentials),
         RUN_ID_VARIABLE: context.run_id,
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,

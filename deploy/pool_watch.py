@@ -12,7 +12,9 @@ import http.client
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+
+from deploy.http_client import connect_http
+from runtime.net import Credentials
 
 if TYPE_CHECKING:
     from runtime.pb.registry_pb2 import PoolSnapshot
@@ -43,7 +45,7 @@ class PoolWatch:
 
     control_address: str
     endpoint: str
-    secret: str
+    credentials: Credentials
     members: PoolMembers = field(default_factory=dict)
     _task: asyncio.Task[None] | None = None
 
@@ -60,7 +62,7 @@ class PoolWatch:
 
     async def is_ready(self) -> bool:
         """Whether the router's HTTP side answers ready."""
-        return await asyncio.to_thread(_answers_ready, self.endpoint)
+        return await asyncio.to_thread(_answers_ready, self.endpoint, self.credentials)
 
     async def _follow(self) -> None:
         while True:
@@ -75,7 +77,7 @@ class PoolWatch:
         from runtime.pb import registry_pb2, registry_pb2_grpc
         from runtime.rpc import map_rpc_errors, open_channel
 
-        channel = open_channel(self.control_address, self.secret)
+        channel = open_channel(self.control_address, self.credentials)
         try:
             with map_rpc_errors(f"registry {self.control_address}"):
                 stub = registry_pb2_grpc.RegistryStub(channel)
@@ -89,10 +91,10 @@ class PoolWatch:
 
 
 async def fetch_members(
-    control_address: str, endpoint: str, secret: str, *, timeout_s: float
+    control_address: str, endpoint: str, credentials: Credentials, *, timeout_s: float
 ) -> PoolMembers:
     """The pool once; empty when the router does not answer in time."""
-    watch = PoolWatch(control_address, endpoint, secret)
+    watch = PoolWatch(control_address, endpoint, credentials)
     watch.start()
     try:
         async with asyncio.timeout(timeout_s):
@@ -119,11 +121,8 @@ def _members_of(snapshot: PoolSnapshot) -> dict[tuple[str, int], PoolMember]:
     }
 
 
-def _answers_ready(endpoint: str) -> bool:
-    parts = urlsplit(endpoint)
-    connection = http.client.HTTPConnection(
-        parts.hostname or "", parts.port, timeout=_HTTP_TIMEOUT_S
-    )
+def _answers_ready(endpoint: str, credentials: Credentials) -> bool:
+    connection = connect_http(endpoint, credentials.client_ssl_context(), timeout_s=_HTTP_TIMEOUT_S)
     try:
         connection.request("GET", "/ready")
         return connection.getresponse().status == 200

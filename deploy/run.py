@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from deploy.certificates import with_certificates
 from deploy.checks import check_config, check_ports, count_devices, resolve_config
 from deploy.controller import Controller
 from deploy.errors import ClusterError
@@ -20,9 +21,10 @@ from deploy.ray_launcher import RayLauncher
 from deploy.state import ClusterState, Phase, ProcessState, RunDir
 from deploy.sweep import clean_up
 from runtime.config import ClusterConfig
-from runtime.config_file import SECRET_VARIABLE, dump_config
+from runtime.config_file import SECRET_VARIABLE, cluster_credentials, dump_config
 from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
+from runtime.net import Credentials
 
 logger = get_logger(__name__)
 
@@ -83,13 +85,13 @@ class _Run:
         on_state: OnState,
         entrypoints: Mapping[Role, tuple[str, ...]],
     ) -> None:
-        secret = config.cluster.secret or os.environ.get(SECRET_VARIABLE, "")
+        config = with_certificates(config, run_dir.tls_dir)
         self._context = RunContext(
             run_id=secrets.token_hex(8),
             config=config,
             config_path=run_dir.config_path,
             log_dir=run_dir.log_dir,
-            secret=secret or secrets.token_hex(32),
+            credentials=_credentials_of(config),
             entrypoints=entrypoints,
         )
         self._run_dir = run_dir
@@ -102,6 +104,7 @@ class _Run:
             phase=Phase.STARTING,
             endpoint=self._context.endpoint,
             control_address=self._context.control_address,
+            ca=config.tls.ca,
             model=config.model.name,
             started=time.time(),
             log_dir=str(run_dir.log_dir),
@@ -113,14 +116,14 @@ class _Run:
         context, config = self._context, self._context.config
         plans = plan_instances(config)
         self._run_dir.config_path.write_text(dump_config(config), encoding="utf-8")
-        self._run_dir.write_secret(context.secret)
+        self._run_dir.write_secret(context.credentials.secret)
         for log in self._run_dir.log_dir.glob("*.log"):
             if log != self._run_dir.controller_log_path:
                 log.unlink(missing_ok=True)
         self._publish()
         launcher = RayLauncher(
             run_id=context.run_id,
-            secret=context.secret,
+            secret=context.credentials.secret,
             namespace=config.cluster.name,
             num_slots=sum(plan.num_ranks for plan in plans),
             num_devices=count_devices(),
@@ -160,6 +163,14 @@ class _Run:
     def _publish(self) -> None:
         self._run_dir.write_state(self._state)
         self._on_state(self._state)
+
+
+def _credentials_of(config: ClusterConfig) -> Credentials:
+    """With a secret of the run's own where none is given."""
+    if not config.cluster.secret and not os.environ.get(SECRET_VARIABLE):
+        cluster = dataclasses.replace(config.cluster, secret=secrets.token_hex(32))
+        config = dataclasses.replace(config, cluster=cluster)
+    return cluster_credentials(config)
 
 
 def _planned_processes(config: ClusterConfig) -> Iterator[ProcessState]:

@@ -12,6 +12,7 @@ import enum
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,8 @@ class ClusterState:
     log_dir: str = ""
     error: str = ""
     """Why the phase is FAILED."""
+    ca: str = ""
+    """File of the authority that signed the HTTP side's certificate; empty: plain text."""
     processes: tuple[ProcessState, ...] = field(default=())
 
     def to_json(self) -> str:
@@ -95,6 +98,8 @@ class RunDir:
         self.config_path = path / "config.toml"
         self.controller_log_path = self.log_dir / "controller.log"
         self._state_path = path / "state.json"
+        self.tls_dir = path / "tls"
+        """Certificates of this run, where it makes its own."""
         self._secret_path = path / "secret"
         self._lock_path = path / "lock"
 
@@ -170,8 +175,9 @@ class RunDir:
         _write_private(self._secret_path, secret)
 
     def clear_secret(self) -> None:
-        """Remove the secret: nothing is left that would take it."""
+        """Remove the secret and the run's certificates: nothing is left that would take them."""
         self._secret_path.unlink(missing_ok=True)
+        shutil.rmtree(self.tls_dir, ignore_errors=True)
 
     def clear_state(self) -> None:
         """Remove the state: the cluster is no more. Logs stay."""

@@ -57,7 +57,7 @@ def build_send_side(
     transport = create_transport(
         settings.transport,
         local_name=peer_name(options.instance, side.epoch, options.rank),
-        host=options.host,
+        host=options.listen.reach,
         options=transport_options(settings),
     )
     region = MemoryRegion(

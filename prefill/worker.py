@@ -64,7 +64,7 @@ class PrefillWorker:
         self._metrics_registry = CollectorRegistry()
         self._metrics = PrefillMetrics(self._metrics_registry)
         self._nonces = NonceMemory(time.monotonic)
-        self._channels = ChannelCache(partial(open_channel, secret=options.secret))
+        self._channels = ChannelCache(partial(open_channel, credentials=options.credentials))
         self._closer = TicketCloser(self._channels)
         self._loop: EngineLoop | None = None
         self._service: PrefillService | None = None
@@ -159,21 +159,22 @@ class PrefillWorker:
         """Listen for gRPC and for scrapes; return both addresses."""
         metrics_server = MetricsServer(self._metrics_registry)
         self._stack.push_async_callback(metrics_server.stop)
-        metrics_port = await metrics_server.start(self._options.host)
-        server = create_server(self._options.secret)
+        listen, credentials = self._options.listen, self._options.credentials
+        metrics_port = await metrics_server.start(listen, credentials.http_ssl_context())
+        server = create_server(credentials)
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
-        port = bind_port(server, self._options.host, 0)
+        port = bind_port(server, listen, credentials)
         await server.start()
         self._stack.push_async_callback(self._stop_serving, server)
-        address = f"{self._options.host}:{port}"
-        metrics_address = f"{self._options.host}:{metrics_port}"
+        address = listen.address(port)
+        metrics_address = listen.address(metrics_port)
         logger.info("serving %s", fields(address=address, metrics_address=metrics_address))
         return address, metrics_address
 
     async def _register(self, parts: RankParts, address: str, metrics_address: str) -> None:
         self._registration = RegistryClient(
             self._options.router,
-            self._options.secret,
+            self._options.credentials,
             _record_of(parts, self._options, address, metrics_address),
             self._worker_load,
         )

@@ -27,11 +27,12 @@ from router.model import ServedModel, load_served_model
 from router.pool.registry import Registry
 from router.pool.registry_service import RegistryService, watch_forever
 from runtime.config import ClusterConfig
-from runtime.config_file import SECRET_VARIABLE, cluster_secret
+from runtime.config_file import cluster_credentials, secret_variables
 from runtime.logging import get_logger
+from runtime.net import Credentials, Listen, join_address
 from runtime.pb import registry_pb2_grpc
 from runtime.process import dying_with_us
-from runtime.rpc import bind_port, create_server
+from runtime.rpc import CONTROL_LIMITS, bind_port, create_server
 
 logger = get_logger(__name__)
 
@@ -47,7 +48,7 @@ class RouterService:
         self._config = config
         self._config_path = config_path
         self._model = load_served_model(config.model)
-        self._secret = cluster_secret(config)
+        self._credentials = cluster_credentials(config)
         self._server: grpc.aio.Server | None = None
         self.http_port = 0
         """Where it serves, after ``startup``."""
@@ -59,17 +60,18 @@ class RouterService:
     async def startup(self) -> None:
         """Bind both ports; serve the registry and HTTP."""
         config, section = self._config, self._config.router
-        host = config.cluster.host
+        cluster, host = config.cluster, config.http_host
         loop = asyncio.get_running_loop()
         listener = bind_http(host, section.port)
-        self._server = server = create_server(self._secret)
-        control_port = bind_port(server, host, section.control_port, "router.control_port")
+        listen = Listen(bind=cluster.host, advertise=cluster.advertise, port=section.control_port)
+        self._server = server = create_server(self._credentials, CONTROL_LIMITS)
+        control_port = bind_port(server, listen, self._credentials, "router.control_port")
         registry = Registry(self._model.name, section.lease_ttl_s, loop.time)
         self.http_port = port = port_of(listener)
         self.control_port = control_port
-        control = f"{host}:{control_port}"
+        control = listen.address(control_port)
         if section.http_processes == 1:
-            self._http = HttpServer(section, self._model, self._secret)
+            self._http = HttpServer(section, self._model, self._credentials)
             self._registry = RegistryService(registry, self._http.update)
             await self._http.start(listener)
         else:
@@ -77,16 +79,17 @@ class RouterService:
             self._registry = RegistryService(registry)
             shared = bind_http(host, port, shared=True)
             self._children = HttpChildren(
-                self._config_path, control, self._secret, shared, section.http_processes
+                self._config_path, control, self._credentials, shared, section.http_processes
             )
             self._children.start()
         registry_pb2_grpc.add_RegistryServicer_to_server(self._registry, server)
         await server.start()
+        scheme = "http" if self._credentials.tls is None else "https"
         logger.info(
-            "serving model=%s http=http://%s:%d/v1 control=%s",
+            "serving model=%s http=%s://%s/v1 control=%s",
             self._model.name,
-            host,
-            port,
+            scheme,
+            join_address(host, port),
             control,
         )
 
@@ -128,7 +131,7 @@ class HttpWorkerService:
         self._control = control
         self._port = port
         self._model: ServedModel = load_served_model(config.model)
-        self._secret = cluster_secret(config)
+        self._credentials = cluster_credentials(config)
         self._http: HttpServer | None = None
 
     async def startup(self) -> None:
@@ -139,10 +142,10 @@ class HttpWorkerService:
         self._http = HttpServer(
             replace(section, max_concurrent_requests=share),
             self._model,
-            self._secret,
+            self._credentials,
             metrics=RouterMetrics(os.environ.get(METRICS_DIR_VARIABLE)),
         )
-        listener = bind_http(self._config.cluster.host, self._port, shared=True)
+        listener = bind_http(self._config.http_host, self._port, shared=True)
         await self._http.start(listener)
         logger.info("serving port=%d pid=%d", self._port, os.getpid())
 
@@ -152,7 +155,7 @@ class HttpWorkerService:
         async with asyncio.TaskGroup() as group:
             watcher = f"http-{os.getpid()}"
             group.create_task(
-                watch_forever(self._control, self._secret, watcher, self._http.update)
+                watch_forever(self._control, self._credentials, watcher, self._http.update)
             )
             group.create_task(self._http.tick_forever())
 
@@ -171,7 +174,12 @@ class HttpChildren:
     """The HTTP processes of a control process, and the folder where their metrics add up."""
 
     def __init__(
-        self, config_path: Path, control: str, secret: str, shared: socket.socket, number: int
+        self,
+        config_path: Path,
+        control: str,
+        credentials: Credentials,
+        shared: socket.socket,
+        number: int,
     ) -> None:
         """``shared`` holds the port for the children, who bind it too; it never listens."""
         self._shared = shared
@@ -181,7 +189,7 @@ class HttpChildren:
         self._command += ["--control", control, "--port", str(port_of(shared))]
         self._env = {
             **os.environ,
-            SECRET_VARIABLE: secret,
+            **secret_variables(credentials),
             METRICS_DIR_VARIABLE: self._metrics_dir,
         }
         self._processes: dict[int, asyncio.subprocess.Process] = {}

@@ -10,14 +10,18 @@ import dataclasses
 import difflib
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
-from runtime.config import ClusterConfig
+from runtime.config import ClusterConfig, ModelSection, TlsSection
 from runtime.errors import ConfigError
+from runtime.net import Credentials
 
 SECRET_VARIABLE = "TANDEM_SECRET"
+PREVIOUS_SECRET_VARIABLE = "TANDEM_PREVIOUS_SECRET"
+_SECRETS = {("cluster", "secret"), ("cluster", "previous_secret")}
+_Section = TypeVar("_Section", ModelSection, TlsSection)
 
 
 def load_config(path: Path | None) -> ClusterConfig:
@@ -41,7 +45,7 @@ def load_config(path: Path | None) -> ClusterConfig:
 def parse_config(table: Mapping[str, object], *, base: Path | None = None) -> ClusterConfig:
     """The configuration that a parsed TOML ``table`` describes.
 
-    ``base`` is the folder that a relative ``model.path`` starts from.
+    ``base`` is the folder that relative paths of the model and of TLS start from.
     """
     hints = get_type_hints(ClusterConfig)
     sections: dict[str, Any] = {}
@@ -52,11 +56,21 @@ def parse_config(table: Mapping[str, object], *, base: Path | None = None) -> Cl
             raise ConfigError(name, section, "is no table", f"a section [{name}]")
         sections[name] = _parse_section(name, section, hints[name])
     config = ClusterConfig(**sections)
-    model_path = config.model.path
-    if base is not None and model_path and not os.path.isabs(model_path):
-        model = dataclasses.replace(config.model, path=str(base / model_path))
-        config = dataclasses.replace(config, model=model)
-    return config
+    if base is None:
+        return config
+    return dataclasses.replace(
+        config,
+        model=_with_base(config.model, ("path",), base),
+        tls=_with_base(config.tls, ("cert", "key", "ca"), base),
+    )
+
+
+def _with_base(section: _Section, names: Sequence[str], base: Path) -> _Section:
+    """``section`` with its relative paths made to start from ``base``."""
+    given = {name: getattr(section, name) for name in names}
+    # An absolute path stays as it is.
+    changes: dict[str, Any] = {name: str(base / path) for name, path in given.items() if path}
+    return dataclasses.replace(section, **changes)
 
 
 def _parse_section(name: str, section: Mapping[str, object], section_type: type[Any]) -> object:
@@ -86,13 +100,13 @@ def _refuse_unknown(path: str, value: object, known: list[str]) -> None:
 
 
 def dump_config(config: ClusterConfig) -> str:
-    """``config`` as TOML that ``load_config`` reads back equal; the secret is left out."""
+    """``config`` as TOML that ``load_config`` reads back equal; secrets are left out."""
     lines = []
     for section_field in dataclasses.fields(config):
         section = getattr(config, section_field.name)
         lines.append(f"[{section_field.name}]")
         for item in dataclasses.fields(section):
-            if (section_field.name, item.name) != ("cluster", "secret"):
+            if (section_field.name, item.name) not in _SECRETS:
                 lines.append(f"{item.name} = {_toml_value(getattr(section, item.name))}")
         lines.append("")
     return "\n".join(lines)
@@ -107,15 +121,28 @@ def _toml_value(value: object) -> str:
     return repr(value)
 
 
-def cluster_secret(config: ClusterConfig) -> str:
-    """The shared secret: from the configuration, else from the environment.
+def cluster_credentials(config: ClusterConfig) -> Credentials:
+    """The secrets, from the configuration, else from the environment, and the files of TLS.
 
     Raises:
-        ConfigError: neither has one.
+        ConfigError: neither has a secret; or certificates were to be made, which is not for a
+            single process to do.
     """
     secret = config.cluster.secret or os.environ.get(SECRET_VARIABLE, "")
     if not secret:
         raise ConfigError(
             "cluster.secret", "", "no secret", f"set it, or the environment's {SECRET_VARIABLE}"
         )
-    return secret
+    if config.tls.mode == "auto":
+        problem = "only `tandem up` makes certificates"
+        raise ConfigError("tls.mode", "auto", problem, '"files", with tls.cert, tls.key and tls.ca')
+    previous = config.cluster.previous_secret or os.environ.get(PREVIOUS_SECRET_VARIABLE, "")
+    return Credentials(secret=secret, previous_secret=previous, tls=config.tls.files)
+
+
+def secret_variables(credentials: Credentials) -> dict[str, str]:
+    """The environment by which another process gets the same secrets."""
+    return {
+        SECRET_VARIABLE: credentials.secret,
+        PREVIOUS_SECRET_VARIABLE: credentials.previous_secret,
+    }

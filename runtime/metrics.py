@@ -6,10 +6,13 @@ scrapers, which breaks dashboards that ask for the original names.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from runtime.net import Listen
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -47,14 +50,14 @@ class MetricsServer:
         self._registry = registry
         self._runner: web.AppRunner | None = None
 
-    async def start(self, host: str, port: int = 0) -> int:
-        """Listen; returns the port."""
+    async def start(self, listen: Listen, context: ssl.SSLContext | None = None) -> int:
+        """Listen, with TLS where there is a ``context``; returns the port."""
         app = web.Application()
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
+        site = web.TCPSite(self._runner, listen.bind, listen.port, ssl_context=context)
         await site.start()
         address: tuple[str, int] = self._runner.addresses[0]
         return address[1]

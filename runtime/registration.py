@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from runtime.errors import ConfigError, TandemError
 from runtime.logging import get_logger
+from runtime.net import Credentials
 from runtime.pb import registry_pb2, registry_pb2_grpc
 from runtime.rpc import map_rpc_errors, open_channel
 from runtime.wire import error_from_proto
@@ -27,13 +28,13 @@ class RegistryClient:
     def __init__(
         self,
         control_address: str,
-        secret: str,
+        credentials: Credentials,
         record: registry_pb2.WorkerRecord,
         load: Callable[[], registry_pb2.WorkerLoad],
     ) -> None:
         """``load`` is called on the event loop at each renewal and must not block."""
         self._peer = f"registry {control_address}"
-        self._channel = open_channel(control_address, secret)
+        self._channel = open_channel(control_address, credentials)
         self._stub = registry_pb2_grpc.RegistryStub(self._channel)
         self._record = record
         self._load = load

@@ -1,6 +1,7 @@
 """gRPC as we use it: authenticated servers and channels, and their errors as ours.
 
-Every call carries the cluster's secret; a server answers UNAUTHENTICATED to anything else.
+Every call carries the cluster's secret; a server answers UNAUTHENTICATED to anything else, without
+reading its message. With TLS both ends show certificates as well (`runtime.net`).
 Keepalive pings find a dead peer within seconds even where no packet says so. The stubs of grpc are
 generic in their messages, which the interceptors do not look at: hence their Any.
 """
@@ -8,8 +9,8 @@ generic in their messages, which the interceptors do not look at: hence their An
 from __future__ import annotations
 
 import contextlib
-import hmac
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -24,9 +25,11 @@ from runtime.errors import (
     RequestCancelledError,
     TandemError,
 )
+from runtime.net import Credentials, Listen, TlsFiles, join_address
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 _AUTHORIZATION = "authorization"
+_BEARER = b"Bearer "
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -35,22 +38,47 @@ _CHANNEL_OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_retries", 0),
-    # A restarted peer must be reachable at once, not after a minute of backoff.
+    # A restarted peer must be reachable at once, not after a minute of back-off.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Against its name, this is how long one attempt to connect may take: TCP, TLS, HTTP/2. A port
+    # that refuses is tried again after the back-off, whatever stands here.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     # Channels of one process to one address must not share a connection: closing one of them would
     # otherwise leave the other on a connection to the address's former owner.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 _SERVER_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    # A connection that says nothing, or a peer that does not answer any more, is cut.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 30_000),
+    # Measuring the way to each caller widens the window by megabytes a connection, also for those
+    # who have shown no secret. A message that is wanted is let in whole all the same.
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     # Two servers must never share a port silently.
     ("grpc.so_reuseport", 0),
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """What callers may ask of a server, with the secret or without."""
+
+    max_request_bytes: int
+    max_concurrent_rpcs: int
+    """One more is answered RESOURCE_EXHAUSTED. Must have room for calls that stay open for long."""
+
+
+CONTROL_LIMITS = ServerLimits(max_request_bytes=2**20, max_concurrent_rpcs=4096)
+"""Of the registry: records of a few hundred bytes; a stream for each HTTP process."""
+WORKER_LIMITS = ServerLimits(max_request_bytes=4 * 2**20, max_concurrent_rpcs=16_384)
+"""Of a worker. Reserve and Run carry the prompt, at 3 bytes a token: 4 MiB are 1.4 million tokens.
+Run stays open from prefill's queue to the last byte, so its number is that of all requests that
+routers admit; a Revoke must get through beside them, or decode takes a healthy writer for lost."""
 
 _STATUS_ERRORS: dict[grpc.StatusCode, type[TandemError]] = {
     grpc.StatusCode.UNAVAILABLE: PeerLostError,
@@ -61,15 +89,17 @@ _STATUS_ERRORS: dict[grpc.StatusCode, type[TandemError]] = {
 
 
 class _RequireSecret(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    def __init__(self, secret: str) -> None:
-        self._expected = f"Bearer {secret}".encode()
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
 
         async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED, "the cluster's secret is missing or wrong"
             )
 
-        self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
+        # Whatever the method is: gRPC reads the message of a unary call before its handler runs,
+        # that of a stream only when the handler asks for it.
+        self._refuse = grpc.stream_stream_rpc_method_handler(refuse)
 
     async def intercept_service(
         self,
@@ -80,7 +110,11 @@ class _RequireSecret(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     ) -> grpc.RpcMethodHandler[Any, Any]:
         for key, value in handler_call_details.invocation_metadata:
             given = value if isinstance(value, bytes) else value.encode()
-            if key == _AUTHORIZATION and hmac.compare_digest(given, self._expected):
+            if (
+                key == _AUTHORIZATION
+                and given.startswith(_BEARER)
+                and self._credentials.accepts(given.removeprefix(_BEARER))
+            ):
                 return await continuation(handler_call_details)
         return self._refuse
 
@@ -112,30 +146,82 @@ class _AddSecretToStream(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore
         return await continuation(_with_secret(client_call_details, self._secret), request)
 
 
-def create_server(secret: str) -> grpc.aio.Server:
-    """A server that serves only callers with ``secret``."""
-    return grpc.aio.server(interceptors=[_RequireSecret(secret)], options=_SERVER_OPTIONS)
+def create_server(
+    credentials: Credentials, limits: ServerLimits = WORKER_LIMITS
+) -> grpc.aio.Server:
+    """A server that serves only callers with a secret of ``credentials``, within ``limits``."""
+    most = limits.max_concurrent_rpcs
+    return grpc.aio.server(
+        interceptors=[_RequireSecret(credentials)],
+        options=[
+            *_SERVER_OPTIONS,
+            ("grpc.max_receive_message_length", limits.max_request_bytes),
+            ("grpc.max_concurrent_streams", most),
+        ],
+        maximum_concurrent_rpcs=most,
+    )
 
 
-def bind_port(server: grpc.aio.Server, host: str, port: int, field: str = "port") -> int:
-    """Listen on ``host:port`` (0: any free one) and return the port.
+def bind_port(
+    server: grpc.aio.Server, listen: Listen, credentials: Credentials, field: str = "port"
+) -> int:
+    """Listen where ``listen`` says, with TLS where ``credentials`` have it; the port.
 
     Raises:
-        ConfigError: the port is taken; ``field`` names the setting it comes from.
+        ConfigError: the port is taken, and ``field`` names the setting it comes from; or a file of
+            TLS cannot be used.
     """
+    address = join_address(listen.bind, listen.port)
+    tls = credentials.tls
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        if tls is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, _server_tls(tls))
     except RuntimeError as error:
-        raise ConfigError(field, port, f"cannot listen on {host}", "a free port") from error
+        raise _cannot_listen(listen, field) from error
     if bound == 0:
-        raise ConfigError(field, port, f"cannot listen on {host}", "a free port")
+        raise _cannot_listen(listen, field)
     return bound
 
 
-def open_channel(address: str, secret: str) -> grpc.aio.Channel:
-    """A channel whose calls carry ``secret``; connects when first used."""
+def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
+    """A channel whose calls carry the secret; connects when first used.
+
+    Raises:
+        ConfigError: a file of TLS cannot be used.
+    """
+    secret, tls = credentials.secret, credentials.tls
     interceptors: list[Any] = [_AddSecretToUnary(secret), _AddSecretToStream(secret)]
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS, interceptors=interceptors)
+    if tls is None:
+        return grpc.aio.insecure_channel(
+            address, options=_CHANNEL_OPTIONS, interceptors=interceptors
+        )
+    return grpc.aio.secure_channel(
+        address, _channel_tls(tls), options=_CHANNEL_OPTIONS, interceptors=interceptors
+    )
+
+
+def _cannot_listen(listen: Listen, field: str) -> ConfigError:
+    return ConfigError(field, listen.port, f"cannot listen on {listen.bind}", "a free port")
+
+
+def _server_tls(files: TlsFiles) -> grpc.ServerCredentials:
+    pem = files.read()
+    return grpc.ssl_server_credentials(
+        [(pem.key, pem.cert)],
+        root_certificates=pem.ca if files.mutual else None,
+        require_client_auth=files.mutual,
+    )
+
+
+def _channel_tls(files: TlsFiles) -> grpc.ChannelCredentials:
+    pem = files.read()
+    if not files.mutual:
+        return grpc.ssl_channel_credentials(root_certificates=pem.ca)
+    return grpc.ssl_channel_credentials(
+        root_certificates=pem.ca, private_key=pem.key, certificate_chain=pem.cert
+    )
 
 
 @contextlib.contextmanager

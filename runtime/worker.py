@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Protocol
 
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
-from runtime.config_file import cluster_secret, load_config
+from runtime.config_file import cluster_credentials, load_config
 from runtime.endings import RankName
 from runtime.errors import ConfigError
 from runtime.logging import configure_logging, get_logger
+from runtime.net import Credentials, Listen
 from runtime.process import limit_threads
 from runtime.service import Service, run_service
 
@@ -36,8 +37,8 @@ class WorkerOptions:
         rank: within it.
         rendezvous: "host:port" where the ranks of the instance meet; unused with one rank.
         router: gRPC "host:port" of the registry.
-        host: interface on which this process listens.
-        secret: of the cluster.
+        listen: where this process listens, and the host that peers are told.
+        credentials: of the cluster.
     """
 
     role: str
@@ -46,8 +47,8 @@ class WorkerOptions:
     rank: int
     rendezvous: str
     router: str
-    host: str
-    secret: str
+    listen: Listen
+    credentials: Credentials
 
     def __post_init__(self) -> None:
         field, count = self.section.ranks_field, self.section.num_ranks
@@ -92,6 +93,7 @@ def parse_worker_options(role: str, arguments: Sequence[str]) -> WorkerOptions:
     parser.add_argument("--rendezvous", default="", help="host:port where its ranks meet")
     parser.add_argument("--router", required=True, help="host:port of the router's registry")
     parser.add_argument("--host", default="", help="interface to listen on")
+    parser.add_argument("--advertise", default="", help="this host's address as peers are told")
     given = parser.parse_args(arguments)
     config = load_config(given.config)
     return WorkerOptions(
@@ -101,9 +103,16 @@ def parse_worker_options(role: str, arguments: Sequence[str]) -> WorkerOptions:
         rank=given.rank,
         rendezvous=given.rendezvous,
         router=given.router,
-        host=given.host or config.cluster.host,
-        secret=cluster_secret(config),
+        listen=_listen_of(config, given.host, given.advertise),
+        credentials=cluster_credentials(config),
     )
+
+
+def _listen_of(config: ClusterConfig, host: str, advertise: str) -> Listen:
+    """The command line's, else the configuration's, whose address goes with its interface only."""
+    if host:
+        return Listen(bind=host, advertise=advertise)
+    return Listen(bind=config.cluster.host, advertise=advertise or config.cluster.advertise)
 
 
 class RankService(Service, Protocol):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from deploy.errors import ClusterError
 from deploy.state import ClusterState, RunDir, find_run_dir
 from runtime.config_file import load_config
+from runtime.net import Credentials
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -49,3 +50,13 @@ def running_state(run_dir: RunDir) -> ClusterState:
             f"cluster {run_dir.path.name!r} is not running{reason}; start it with `tandem up`"
         )
     return state
+
+
+def run_credentials(run_dir: RunDir) -> Credentials:
+    """What proves to the cluster of ``run_dir``, which runs, that we are its user's.
+
+    Raises:
+        ConfigError: its configuration or certificates cannot be read.
+    """
+    tls = load_config(run_dir.config_path).tls.files
+    return Credentials(secret=run_dir.read_secret(), tls=tls)

@@ -5,14 +5,22 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import ssl
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from deploy.commands.common import add_cluster_arguments, chosen_run_dir, running_state
+from deploy.commands.common import (
+    add_cluster_arguments,
+    chosen_run_dir,
+    run_credentials,
+    running_state,
+)
 from deploy.errors import ClusterError
+from deploy.http_client import connect_http
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
@@ -42,7 +50,13 @@ def add_parser(commands: Subparsers) -> None:
         help="0 to 2; 0 takes the likeliest token always (default: %(default)g)",
     )
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
-    parser.add_argument("--url", default="", help="http://host:port/v1 of another cluster")
+    parser.add_argument("--url", default="", help="http(s)://host:port/v1 of another cluster")
+    parser.add_argument(
+        "--ca",
+        type=Path,
+        metavar="FILE",
+        help="with --url: the authority of its certificate (default: those of this machine)",
+    )
     parser.add_argument("--model", default="", help="the model's name (default: what is served)")
     add_cluster_arguments(parser)
     parser.set_defaults(command=run)
@@ -51,9 +65,9 @@ def add_parser(commands: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print prompt and completion as it comes."""
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    endpoint = arguments.url.rstrip("/") or running_state(chosen_run_dir(arguments)).endpoint
+    endpoint, context = _server_of(arguments)
     body: dict[str, object] = {
-        "model": arguments.model or _served_model(endpoint),
+        "model": arguments.model or _served_model(endpoint, context),
         "prompt": prompt,
         "max_tokens": arguments.max_tokens,
         "temperature": arguments.temperature,
@@ -63,20 +77,34 @@ def run(arguments: argparse.Namespace) -> int:
         body["seed"] = arguments.seed
     _say(prompt)
     try:
-        for text in stream_completion(endpoint, body):
+        for text in stream_completion(endpoint, body, context):
             _say(text)
     finally:
         _say("\n")
     return 0
 
 
-def stream_completion(endpoint: str, body: dict[str, object]) -> Iterator[str]:
+def _server_of(arguments: argparse.Namespace) -> tuple[str, ssl.SSLContext | None]:
+    if not arguments.url:
+        run_dir = chosen_run_dir(arguments)
+        endpoint = running_state(run_dir).endpoint
+        return endpoint, run_credentials(run_dir).client_ssl_context()
+    try:
+        context = ssl.create_default_context(cafile=arguments.ca)
+    except OSError as error:
+        raise ClusterError(f"--ca {arguments.ca}: no certificates in PEM ({error})") from error
+    return arguments.url.rstrip("/"), context
+
+
+def stream_completion(
+    endpoint: str, body: dict[str, object], context: ssl.SSLContext | None = None
+) -> Iterator[str]:
     """The texts of a streamed ``POST {endpoint}/completions``, as they come.
 
     Raises:
         ClusterError: the server cannot be reached, refuses the request, or fails meanwhile.
     """
-    with _call(endpoint, "POST", "/completions", json.dumps(body).encode()) as response:
+    with _call(endpoint, context, "/completions", json.dumps(body).encode()) as response:
         for data in _events(response):
             if data == b"[DONE]":
                 return
@@ -97,20 +125,22 @@ def _events(response: http.client.HTTPResponse) -> Iterator[bytes]:
         raise ClusterError(f"the connection broke off ({error})") from error
 
 
-def _served_model(endpoint: str) -> str:
-    with _call(endpoint, "GET", "/models") as response:
+def _served_model(endpoint: str, context: ssl.SSLContext | None) -> str:
+    with _call(endpoint, context, "/models") as response:
         models = json.load(response)["data"]
     return str(models[0]["id"])
 
 
 @contextmanager
 def _call(
-    endpoint: str, method: str, path: str, body: bytes | None = None
+    endpoint: str, context: ssl.SSLContext | None, path: str, body: bytes | None = None
 ) -> Iterator[http.client.HTTPResponse]:
+    """GET ``path``, or POST ``body`` to it."""
     parts = urlsplit(endpoint)
-    if parts.scheme != "http" or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ClusterError(f"{endpoint!r} is no address; give one like http://127.0.0.1:8000/v1")
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+    connection = connect_http(endpoint, context, timeout_s=_TIMEOUT_S)
+    method = "POST" if body else "GET"
     headers = {"Content-Type": "application/json"} if body else {}
     with closing(connection):
         try:

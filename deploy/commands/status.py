@@ -14,7 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deploy.commands.common import add_cluster_arguments, chosen_run_dir, running_state
+from deploy.commands.common import (
+    add_cluster_arguments,
+    chosen_run_dir,
+    run_credentials,
+    running_state,
+)
 from deploy.display import phase_text
 from deploy.pool_watch import PoolMember, PoolMembers, fetch_members
 from deploy.state import ClusterState, Phase, ProcessState, RunDir
@@ -58,9 +63,9 @@ def phase_now(state: ClusterState) -> Phase:
 def _fetch(run_dir: RunDir, state: ClusterState) -> PoolMembers:
     if state.phase is not Phase.READY:
         return {}
-    secret = run_dir.read_secret()
+    credentials = run_credentials(run_dir)
     return asyncio.run(
-        fetch_members(state.control_address, state.endpoint, secret, timeout_s=_POOL_TIMEOUT_S)
+        fetch_members(state.control_address, state.endpoint, credentials, timeout_s=_POOL_TIMEOUT_S)
     )
 
 

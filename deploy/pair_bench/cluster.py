@@ -36,6 +36,7 @@ from deploy.plan import (
 from deploy.sweep import clean_up
 from runtime.config import ClusterConfig
 from runtime.config_file import dump_config
+from runtime.net import Credentials
 
 _POLL_S = 0.1
 _SHOW_S = 10.0
@@ -74,7 +75,7 @@ class PairCluster:
             config=self.config,
             config_path=folder / "cluster.toml",
             log_dir=folder,
-            secret=secrets.token_hex(32),
+            credentials=Credentials.of_secret(secrets.token_hex(32)),
             entrypoints=default_entrypoints(),
         )
         self._children: list[Child] = []

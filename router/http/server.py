@@ -23,6 +23,7 @@ from router.requests.pipeline import Pipeline
 from router.routing.policy import PairingPolicy
 from runtime.config import RouterSection
 from runtime.errors import ConfigError
+from runtime.net import Credentials
 
 TICK_S = 0.5
 SHUTDOWN_S = 2.0
@@ -36,15 +37,16 @@ class HttpServer:
         self,
         section: RouterSection,
         model: ServedModel,
-        secret: str,
+        credentials: Credentials,
         *,
         metrics: RouterMetrics | None = None,
     ) -> None:
+        self._tls = credentials.http_ssl_context()
         loop = asyncio.get_running_loop()
         router_id = f"router-{secrets.token_hex(6)}"
         self.metrics = metrics or RouterMetrics()
         self.pool = PoolView(loop.time)
-        clients = WorkerClients(secret)
+        clients = WorkerClients(credentials)
         frames = FrameStreams(self.pool, clients, router_id)
         self._workers = Workers(self.pool, clients, frames, router_id)
         self.pool.on_change(self._workers.follow_pool)
@@ -73,7 +75,8 @@ class HttpServer:
     async def start(self, listener: socket.socket) -> None:
         """Serve on ``listener``, which is bound; this process owns it from now on."""
         await self._runner.setup()
-        await web.SockSite(self._runner, listener, backlog=1024).start()
+        site = web.SockSite(self._runner, listener, backlog=1024, ssl_context=self._tls)
+        await site.start()
 
     async def tick_forever(self) -> None:
         """Drop what workers that left no longer need, and measure the loop; until cancelled."""

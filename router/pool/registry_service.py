@@ -10,6 +10,7 @@ from router.pool.members import Member, load_from_proto, member_from_proto, memb
 from router.pool.registry import Registry
 from runtime.errors import InvalidRequestError, TandemError
 from runtime.logging import get_logger
+from runtime.net import Credentials
 from runtime.pb import registry_pb2, registry_pb2_grpc
 from runtime.rpc import map_rpc_errors, open_channel
 from runtime.wire import error_to_proto
@@ -115,13 +116,13 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
 
 
 async def watch_forever(
-    control_address: str, secret: str, watcher: str, listener: PoolListener
+    control_address: str, credentials: Credentials, watcher: str, listener: PoolListener
 ) -> None:
     """Follow the registry of another process; runs until cancelled.
 
     While the control process is away the last known pool stays in use: workers outlive it.
     """
-    async with open_channel(control_address, secret) as channel:
+    async with open_channel(control_address, credentials) as channel:
         stub = registry_pb2_grpc.RegistryStub(channel)
         while True:
             with contextlib.suppress(TandemError), map_rpc_errors(f"registry {control_address}"):

@@ -9,6 +9,7 @@ from typing import Protocol
 import grpc.aio
 
 from router.pool.members import Member, WorkerKey
+from runtime.net import Credentials
 from runtime.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from runtime.rpc import open_channel
 
@@ -37,8 +38,8 @@ class PrefillStub(Protocol):
 class WorkerClients:
     """Opens channels when first asked for. One event loop owns it."""
 
-    def __init__(self, secret: str) -> None:
-        self._secret = secret
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
         self._channels: dict[WorkerKey, grpc.aio.Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -72,6 +73,6 @@ class WorkerClients:
     def _channel(self, member: Member) -> grpc.aio.Channel:
         channel = self._channels.get(member.key)
         if channel is None:
-            channel = open_channel(member.address, self._secret)
+            channel = open_channel(member.address, self._credentials)
             self._channels[member.key] = channel
         return channel

@@ -14,7 +14,9 @@ from runtime.config.decode import DecodeSection
 from runtime.config.kv_transfer import KVTransferSection
 from runtime.config.prefill import PrefillSection
 from runtime.config.router import RouterSection
+from runtime.config.tls import TlsSection
 from runtime.errors import ConfigError
+from runtime.net import is_wildcard, join_address
 
 __all__ = [
     "ClusterConfig",
@@ -24,6 +26,7 @@ __all__ = [
     "ModelSection",
     "PrefillSection",
     "RouterSection",
+    "TlsSection",
 ]
 
 
@@ -32,6 +35,7 @@ class ClusterConfig:
     """Everything that ``tandem up`` needs to know."""
 
     cluster: ClusterSection = field(default_factory=ClusterSection)
+    tls: TlsSection = field(default_factory=TlsSection)
     model: ModelSection = field(default_factory=ModelSection)
     router: RouterSection = field(default_factory=RouterSection)
     prefill: PrefillSection = field(default_factory=PrefillSection)
@@ -60,3 +64,19 @@ class ClusterConfig:
         port, control_port = self.router.port, self.router.control_port
         if port and port == control_port:
             raise ConfigError("router.control_port", control_port, "is router.port", "another port")
+
+    @property
+    def http_host(self) -> str:
+        """The interface of HTTP."""
+        return self.router.host or self.cluster.host
+
+    @property
+    def http_reach(self) -> str:
+        """The host at which other processes of the cluster call HTTP."""
+        return self.cluster.reach if is_wildcard(self.http_host) else self.http_host
+
+    @property
+    def endpoint(self) -> str:
+        """The OpenAI-compatible base address."""
+        scheme = "http" if self.tls.mode == "off" else "https"
+        return f"{scheme}://{join_address(self.http_reach, self.router.port)}/v1"

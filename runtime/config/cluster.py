@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.checks import at_least, one_of
+from runtime.net import check_reachable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,9 +15,14 @@ class ClusterSection:
     name: str = "tandem"
     """Names the run; two clusters of one machine need two names."""
     host: str = "127.0.0.1"
-    """Interface on which every process listens."""
+    """Interface on which every process listens; "0.0.0.0" or "::": all, with ``advertise``."""
+    advertise: str = ""
+    """The address or name of this host that processes tell each other; empty: ``host``."""
     secret: str = ""
     """Shared by all processes; empty: taken from TANDEM_SECRET, which ``tandem up`` generates."""
+    previous_secret: str = ""
+    """Accepted beside ``secret`` while processes change from one to the other; empty: taken from
+    TANDEM_PREVIOUS_SECRET, and without that none."""
     run_dir: str = ""
     """Where state and logs go; empty: the user's state folder."""
     boot_timeout_s: float = 1800.0
@@ -24,6 +30,12 @@ class ClusterSection:
 
     def __post_init__(self) -> None:
         at_least("cluster.boot_timeout_s", self.boot_timeout_s, 1.0)
+        check_reachable(self.host, self.advertise)
+
+    @property
+    def reach(self) -> str:
+        """The host that processes tell each other."""
+        return self.advertise or self.host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ from runtime.config.checks import at_least, check_port, one_of
 class RouterSection:
     """``[router]``: the HTTP side."""
 
+    host: str = ""
+    """Interface of HTTP alone; empty: ``cluster.host``."""
     port: int = 8000
     """OpenAI-compatible HTTP; 0: any free port."""
     control_port: int = 8100

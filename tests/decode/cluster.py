@@ -39,6 +39,7 @@ from runtime.config import (
     ModelSection,
     PrefillSection,
 )
+from runtime.net import Credentials, Listen
 from runtime.pb import (
     common_pb2,
     decode_pb2,
@@ -54,6 +55,7 @@ from runtime.wire import error_to_proto, identity, same_identity, sampling_to_pr
 from runtime.worker import WorkerOptions
 
 SECRET = "a secret of tests"
+CREDENTIALS = Credentials.of_secret(SECRET)
 HOST = "127.0.0.1"
 BLOCK_SIZE = 4
 NUM_LAYERS = 2
@@ -500,8 +502,8 @@ def make_options(router: str, **settings: Any) -> WorkerOptions:
         rank=0,
         rendezvous="",
         router=router,
-        host=HOST,
-        secret=SECRET,
+        listen=Listen(bind=HOST),
+        credentials=CREDENTIALS,
     )
 
 
@@ -509,11 +511,11 @@ def make_options(router: str, **settings: Any) -> WorkerOptions:
 async def run_cluster(**settings: Any) -> AsyncIterator[DecodeCluster]:
     """Start everything; `settings` are fields of [decode] and [kv_transfer]."""
     registry = FakeRegistry()
-    peers = create_server(SECRET)
+    peers = create_server(CREDENTIALS)
     prefill = FakePrefill()
     registry_pb2_grpc.add_RegistryServicer_to_server(registry, peers)
     prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, peers)
-    prefill.address = f"{HOST}:{bind_port(peers, HOST, 0)}"
+    prefill.address = f"{HOST}:{bind_port(peers, Listen(bind=HOST), CREDENTIALS)}"
     await peers.start()
     options = make_options(prefill.address, **settings)
     pool = make_pool(options.config.decode.num_blocks)
@@ -531,7 +533,7 @@ async def run_cluster(**settings: Any) -> AsyncIterator[DecodeCluster]:
     )
     worker = DecodeWorker(options, lambda _: side)
     await worker.startup()
-    channel = open_channel(registry.records[0].address, SECRET)
+    channel = open_channel(registry.records[0].address, CREDENTIALS)
     stub = decode_pb2_grpc.DecodeStub(channel)
     prefill.stubs[0] = stub
     router = FakeRouter(stub)

@@ -32,11 +32,12 @@ from runtime.config import (
     PrefillSection,
 )
 from runtime.config_file import SECRET_VARIABLE, dump_config
+from runtime.net import Listen
 from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc, registry_pb2_grpc
 from runtime.rpc import bind_port, create_server, open_channel
 from runtime.sampling import SamplingParams
 from runtime.wire import sampling_to_proto
-from tests.decode.cluster import HOST, SECRET, FakePrefill, FakeRegistry, FakeRouter
+from tests.decode.cluster import CREDENTIALS, HOST, SECRET, FakePrefill, FakeRegistry, FakeRouter
 from tests.engine.tiny import tiny_config, write_checkpoint
 
 BLOCK_SIZE = 16
@@ -140,10 +141,10 @@ async def run_group(
     (folder / "cluster.toml").write_text(dump_config(config))
     model = build_model(folder / "model")
     prefill, registry = prefill_with(model, layout_of(model)), FakeRegistry()
-    peers = create_server(SECRET)
+    peers = create_server(CREDENTIALS)
     registry_pb2_grpc.add_RegistryServicer_to_server(registry, peers)
     prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, peers)
-    prefill.address = f"{HOST}:{bind_port(peers, HOST, 0)}"
+    prefill.address = f"{HOST}:{bind_port(peers, Listen(bind=HOST), CREDENTIALS)}"
     await peers.start()
     rendezvous = f"{HOST}:{free_port(HOST)}"
     processes = [start_rank(rank, rendezvous, prefill.address, folder) for rank in range(NUM_RANKS)]
@@ -159,7 +160,7 @@ async def run_group(
         assert len({record.identity.epoch for record in registry.records}) == 1
         routers = []
         for record in sorted(registry.records, key=lambda item: item.identity.rank):
-            channels.append(open_channel(record.address, SECRET))
+            channels.append(open_channel(record.address, CREDENTIALS))
             stub = decode_pb2_grpc.DecodeStub(channels[-1])
             prefill.stubs[record.identity.rank] = stub
             routers.append(FakeRouter(stub))

@@ -21,8 +21,9 @@ import grpc.aio
 from aiohttp import web
 
 from runtime.config import ClusterConfig
-from runtime.config_file import cluster_secret, load_config
+from runtime.config_file import cluster_credentials, load_config
 from runtime.logging import configure_logging, get_logger
+from runtime.net import Credentials, Listen
 from runtime.pb import common_pb2, registry_pb2, registry_pb2_grpc
 from runtime.registration import RegistryClient
 from runtime.rpc import bind_port, create_server
@@ -81,9 +82,11 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
 async def serve_router(config: ClusterConfig, stop: asyncio.Event) -> None:
     """The registry, /ready, and a completion that says back its prompt."""
     registry = FakeRegistry()
-    server = create_server(cluster_secret(config))
+    credentials = cluster_credentials(config)
+    server = create_server(credentials)
     registry_pb2_grpc.add_RegistryServicer_to_server(registry, server)
-    bind_port(server, config.cluster.host, config.router.control_port)
+    listen = Listen(bind=config.cluster.host, port=config.router.control_port)
+    bind_port(server, listen, credentials)
     await server.start()
 
     async def ready(_: web.Request) -> web.Response:
@@ -122,7 +125,9 @@ async def complete(request: web.Request) -> web.StreamResponse:
     return response
 
 
-async def serve_worker(arguments: argparse.Namespace, secret: str, stop: asyncio.Event) -> None:
+async def serve_worker(
+    arguments: argparse.Namespace, credentials: Credentials, stop: asyncio.Event
+) -> None:
     """Register as the real worker's ranks do, and wait."""
     prefill = arguments.role == "prefill"
     logger.info("loading weights")
@@ -131,9 +136,9 @@ async def serve_worker(arguments: argparse.Namespace, secret: str, stop: asyncio
             instance=arguments.instance, epoch=secrets.randbits(63) + 1, rank=arguments.rank
         ),
         role=common_pb2.ROLE_PREFILL if prefill else common_pb2.ROLE_DECODE,
-        address=f"{arguments.host}:1",
+        address=f"{arguments.advertise or arguments.host}:1",
     )
-    client = RegistryClient(arguments.router, secret, record, registry_pb2.WorkerLoad)
+    client = RegistryClient(arguments.router, credentials, record, registry_pb2.WorkerLoad)
     if not prefill or arguments.rank == 0:
         await client.start()
     logger.info("serving rendezvous=%s", arguments.rendezvous)
@@ -147,7 +152,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--instance", default="router")
     parser.add_argument("--rank", type=int, default=0)
-    for name in ("--rendezvous", "--router", "--host", "--grace"):
+    for name in ("--rendezvous", "--router", "--host", "--advertise", "--grace"):
         parser.add_argument(name, default="")
     return parser.parse_args()
 
@@ -166,7 +171,7 @@ async def main() -> None:
     if arguments.role == "router":
         await serve_router(config, stop)
     else:
-        await serve_worker(arguments, cluster_secret(config), stop)
+        await serve_worker(arguments, cluster_credentials(config), stop)
 
 
 if __name__ == "__main__":

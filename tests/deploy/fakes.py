@@ -14,6 +14,7 @@ from deploy.plan import InstancePlan, ProcessSpec, Role, RunContext
 from deploy.state import RunDir
 from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection
 from runtime.config_file import dump_config
+from runtime.net import Credentials
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL_FIELDS = {
@@ -80,7 +81,7 @@ def fake_context(config: ClusterConfig, folder: Path) -> RunContext:
         config=config,
         config_path=run_dir.config_path,
         log_dir=run_dir.log_dir,
-        secret="a secret of tests",
+        credentials=Credentials.of_secret("a secret of tests"),
         entrypoints=fake_entrypoints(),
     )
 

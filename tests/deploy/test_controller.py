@@ -79,9 +79,9 @@ async def test_no_process_shows_the_secret_on_its_command_line(tmp_path: Path) -
     run = Run(tmp_path)
     async with run.running():
         for process in find_processes(run.context.run_id):
-            assert run.context.secret not in " ".join(process.cmdline())
-            assert process.environ()["TANDEM_SECRET"] == run.context.secret
-        assert run.context.secret not in run.context.config_path.read_text()
+            assert run.context.credentials.secret not in " ".join(process.cmdline())
+            assert process.environ()["TANDEM_SECRET"] == run.context.credentials.secret
+        assert run.context.credentials.secret not in run.context.config_path.read_text()
 
 
 async def test_a_death_at_start_ends_the_start_with_its_log(

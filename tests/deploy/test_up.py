@@ -86,6 +86,21 @@ def detached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster
     assert find_processes(run_id) == []
 
 
+def test_a_cluster_speaks_tls_with_certificates_of_its_own(tmp_path: Path) -> None:
+    sections = 'http_processes = 2\n[tls]\nmode = "auto"\nhttp_mutual = true\n'
+    cluster = Cluster(tmp_path, "encrypted", sections)
+    result = cluster.tandem("up", "--detach", str(cluster.config_path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "https://127.0.0.1:" in result.stdout
+    assert cluster.generate().startswith(PROMPT)
+    assert cluster.process("decode-0")["load"] is not None
+    assert (cluster.run_dir.tls_dir / "key.pem").exists()
+    run_id = cluster.run_id
+    cluster.command("down")
+    assert find_processes(run_id) == []
+    assert not cluster.run_dir.tls_dir.exists()
+
+
 def test_up_tells_progress_the_endpoint_and_a_curl_line_that_works(
     detached: tuple[Cluster, str],
 ) -> None:

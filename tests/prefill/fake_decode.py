@@ -13,11 +13,14 @@ import grpc
 from kv_transfer.layout import KVDtype, KVLayout
 from kv_transfer.metadata import SlotLayout
 from runtime.errors import TandemError
+from runtime.net import Credentials, Listen
 from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc
 from runtime.rpc import bind_port, create_server
 from runtime.wire import error_to_proto
 
 SECRET = "shh"
+CREDENTIALS = Credentials.of_secret(SECRET)
+LISTEN = Listen(bind="127.0.0.1")
 LAYOUT = KVLayout(dtype=KVDtype.FLOAT32, block_size=4, num_layers=3, latent_dim=8)
 SLOT_BYTES = SlotLayout().slot_bytes
 
@@ -72,9 +75,9 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
 @asynccontextmanager
 async def serve_decode(decode: FakeDecode) -> AsyncIterator[FakeDecode]:
     """Serve `decode` on a free port and set its address."""
-    server = create_server(SECRET)
+    server = create_server(CREDENTIALS)
     decode_pb2_grpc.add_DecodeServicer_to_server(decode, server)
-    port = bind_port(server, "127.0.0.1", 0)
+    port = bind_port(server, LISTEN, CREDENTIALS)
     decode.address = f"127.0.0.1:{port}"
     await server.start()
     try:

@@ -33,7 +33,7 @@ from runtime.pb import (
     registry_pb2_grpc,
 )
 from runtime.rpc import bind_port, create_server
-from tests.prefill.fake_decode import SECRET, FakeDecode
+from tests.prefill.fake_decode import CREDENTIALS, LISTEN, SECRET, FakeDecode
 
 NUM_BLOCKS = 32
 
@@ -134,10 +134,10 @@ class RealDecode(FakeDecode):
 @contextlib.asynccontextmanager
 async def serve(decode: RealDecode, registry: FakeRegistry) -> AsyncIterator[str]:
     """Serve both on one port; its address."""
-    server = create_server(SECRET)
+    server = create_server(CREDENTIALS)
     decode_pb2_grpc.add_DecodeServicer_to_server(decode, server)
     registry_pb2_grpc.add_RegistryServicer_to_server(registry, server)
-    decode.address = f"127.0.0.1:{bind_port(server, '127.0.0.1', 0)}"
+    decode.address = f"127.0.0.1:{bind_port(server, LISTEN, CREDENTIALS)}"
     await server.start()
     try:
         yield decode.address

@@ -26,7 +26,14 @@ from prefill.service import PrefillService
 from prefill.validation import RunLimits
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
 from runtime.rpc import bind_port, create_server, open_channel
-from tests.prefill.fake_decode import LAYOUT, SECRET, SLOT_BYTES, FakeDecode, serve_decode
+from tests.prefill.fake_decode import (
+    CREDENTIALS,
+    LAYOUT,
+    LISTEN,
+    SLOT_BYTES,
+    FakeDecode,
+    serve_decode,
+)
 from tests.prefill.fakes import BLOCK_SIZE, FakeRunner, FakeTicketSender
 
 IDENTITY = common_pb2.WorkerIdentity(instance="prefill-0", epoch=5)
@@ -147,7 +154,7 @@ async def service_bench(
 ) -> AsyncIterator[ServiceBench]:
     """Serve, and stop everything at the end."""
     event_loop = asyncio.get_running_loop()
-    channels = ChannelCache(partial(open_channel, secret=SECRET))
+    channels = ChannelCache(partial(open_channel, credentials=CREDENTIALS))
     closer = TicketCloser(channels, retry_delays_s=(0.01,))
     greeting = Greeting(
         identity=IDENTITY, num_ranks=1, transport="loopback", layout=LAYOUT, slot_bytes=SLOT_BYTES
@@ -198,11 +205,11 @@ async def service_bench(
 @contextlib.asynccontextmanager
 async def serve_prefill(service: PrefillService) -> AsyncIterator[prefill_pb2_grpc.PrefillStub]:
     """Serve on a free port; a stub for it."""
-    server = create_server(SECRET)
+    server = create_server(CREDENTIALS)
     prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
-    port = bind_port(server, "127.0.0.1", 0)
+    port = bind_port(server, LISTEN, CREDENTIALS)
     await server.start()
-    channel = open_channel(f"127.0.0.1:{port}", SECRET)
+    channel = open_channel(f"127.0.0.1:{port}", CREDENTIALS)
     try:
         yield prefill_pb2_grpc.PrefillStub(channel)
     finally:

@@ -8,12 +8,12 @@ from prefill.closer import TicketCloser
 from prefill.peers import ChannelCache
 from runtime.pb import decode_pb2
 from runtime.rpc import open_channel
-from tests.prefill.fake_decode import SECRET, FakeDecode, serve_decode
+from tests.prefill.fake_decode import CREDENTIALS, FakeDecode, serve_decode
 
 
 @pytest.fixture
 async def channels() -> AsyncIterator[ChannelCache]:
-    cache = ChannelCache(lambda address: open_channel(address, SECRET))
+    cache = ChannelCache(lambda address: open_channel(address, CREDENTIALS))
     yield cache
     await cache.close()
 

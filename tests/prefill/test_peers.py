@@ -9,7 +9,7 @@ from prefill.peers import ChannelCache, Greeting, PeerDirectory, peer_of
 from runtime.errors import LayoutMismatchError, PeerLostError, StaleTicketError
 from runtime.pb import common_pb2
 from runtime.rpc import open_channel
-from tests.prefill.fake_decode import LAYOUT, SECRET, SLOT_BYTES, FakeDecode, serve_decode
+from tests.prefill.fake_decode import CREDENTIALS, LAYOUT, SLOT_BYTES, FakeDecode, serve_decode
 
 GREETING = Greeting(
     identity=common_pb2.WorkerIdentity(instance="prefill-0", epoch=5),
@@ -28,7 +28,7 @@ async def decode() -> AsyncIterator[FakeDecode]:
 
 @pytest.fixture
 async def peers() -> AsyncIterator[PeerDirectory]:
-    channels = ChannelCache(lambda address: open_channel(address, SECRET))
+    channels = ChannelCache(lambda address: open_channel(address, CREDENTIALS))
     directory = PeerDirectory(GREETING, channels)
     yield directory
     await directory.close()

@@ -22,7 +22,7 @@ from runtime.config import ClusterConfig, KVTransferSection, ModelSection, Prefi
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc, registry_pb2
 from runtime.rpc import open_channel
 from runtime.sampling import SamplingParams
-from tests.prefill.fake_decode import SECRET
+from tests.prefill.fake_decode import CREDENTIALS
 from tests.prefill.real_decode import (
     NUM_BLOCKS,
     FakeRegistry,
@@ -147,7 +147,7 @@ async def worker(
             async with asyncio.timeout(60):
                 records = [await registry.workers.get() for _ in range(dp)]
             record = max(records, key=lambda item: item.identity.rank)
-            channel = open_channel(record.address, SECRET)
+            channel = open_channel(record.address, CREDENTIALS)
             stub = prefill_pb2_grpc.PrefillStub(channel)
             yield Bench(decode, registry, record, processes, stub)
             await channel.close(None)

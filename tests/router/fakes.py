@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from runtime.errors import OutOfBlocksError, TandemError
+from runtime.net import Credentials, Listen
 from runtime.pb import (
     common_pb2,
     decode_pb2,
@@ -33,6 +34,7 @@ from runtime.wire import (
 )
 
 SECRET = "test-secret"
+CREDENTIALS = Credentials.of_secret(SECRET)
 LAYOUT = "layout-1"
 MAX_MODEL_LEN = 256
 
@@ -69,7 +71,7 @@ class FakeWorker:
             transport="loopback",
             block_size=64,
         )
-        self.registration = RegistryClient(control, SECRET, record, self.load)
+        self.registration = RegistryClient(control, CREDENTIALS, record, self.load)
         await self.registration.start()
 
     def load(self) -> registry_pb2.WorkerLoad:
@@ -128,9 +130,10 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     _streams: dict[str, asyncio.Queue[decode_pb2.Frame]] = field(default_factory=dict)
 
     async def start(self, control: str, port: int = 0) -> None:
-        self.server = create_server(SECRET)
+        listen = Listen(bind="127.0.0.1", port=port)
+        self.server = create_server(CREDENTIALS)
         decode_pb2_grpc.add_DecodeServicer_to_server(self, self.server)
-        self.address = f"127.0.0.1:{bind_port(self.server, '127.0.0.1', port)}"
+        self.address = listen.address(bind_port(self.server, listen, CREDENTIALS))
         await self.server.start()
         await self.join(control, common_pb2.ROLE_DECODE)
 
@@ -277,9 +280,10 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     num_transfers: int = 0
 
     async def start(self, control: str, port: int = 0) -> None:
-        self.server = create_server(SECRET)
+        listen = Listen(bind="127.0.0.1", port=port)
+        self.server = create_server(CREDENTIALS)
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, self.server)
-        self.address = f"127.0.0.1:{bind_port(self.server, '127.0.0.1', port)}"
+        self.address = listen.address(bind_port(self.server, listen, CREDENTIALS))
         await self.server.start()
         self._pushes: set[asyncio.Task[None]] = set()
         await self.join(control, common_pb2.ROLE_PREFILL)
@@ -333,7 +337,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             await asyncio.sleep(0.02)  # the first token is out
             outcome = decode_pb2.TICKET_OUTCOME_FAILED
             error = error_to_proto(self.transfer_error)
-        async with open_channel(ticket.decode_address, SECRET) as channel:
+        async with open_channel(ticket.decode_address, CREDENTIALS) as channel:
             await decode_pb2_grpc.DecodeStub(channel).CloseTicket(
                 decode_pb2.CloseTicketRequest(
                     request_id=ticket.request_id,

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.config import ClusterConfig, DecodeSection, PrefillSection, RouterSection
-from runtime.config_file import cluster_secret, dump_config, load_config, parse_config
+from runtime.config import (
+    ClusterConfig,
+    ClusterSection,
+    DecodeSection,
+    PrefillSection,
+    RouterSection,
+    TlsSection,
+)
+from runtime.config_file import cluster_credentials, dump_config, load_config, parse_config
 from runtime.errors import ConfigError
 
 
@@ -56,6 +63,11 @@ def test_values_round_trip(name: str, port: int, timeout_s: float) -> None:
         ("[decode]\nblock_size = 32", "decode.block_size", "the same block size"),
         ('[decode]\nkv_dtype = "fp8"', "decode.kv_dtype", "the same kv_dtype"),
         ("[kv_transfer]\nfaults = 'explode=1'", "kv_transfer.faults", "one of delay"),
+        ('[cluster]\nhost = "0.0.0.0"', "cluster.host", "set cluster.advertise"),
+        ('[cluster]\nadvertise = "::"', "cluster.advertise", "this host's address"),
+        ('[tls]\nmode = "on"', "tls.mode", "off, files, auto"),
+        ('[tls]\nmode = "files"\ncert = "c"\nca = "a"', "tls.key", "a PEM file"),
+        ('[tls]\nca = "a"', "tls.ca", 'tls.mode = "files"'),
         ("prefill = 3", "prefill", "[prefill]"),
         ("[prefill", "file", "mend"),
     ],
@@ -81,17 +93,65 @@ def test_a_relative_model_path_starts_at_the_file(tmp_path: Path) -> None:
     assert load_config(file).model.path == str(tmp_path / "weights")
 
 
+def test_a_former_secret_comes_from_the_file_or_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    section = ClusterSection(secret="new", previous_secret="old")
+    monkeypatch.setenv("TANDEM_PREVIOUS_SECRET", "older")
+    found = cluster_credentials(ClusterConfig(cluster=section))
+    assert (found.secret, found.previous_secret) == ("new", "old")
+    section = dataclasses.replace(section, previous_secret="")
+    assert cluster_credentials(ClusterConfig(cluster=section)).previous_secret == "older"
+    both = dump_config(ClusterConfig(cluster=ClusterSection(secret="sesame", previous_secret="x")))
+    assert "secret" not in both
+
+
+def test_files_of_tls_start_from_the_folder_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        '[tls]\nmode = "files"\ncert = "cert.pem"\nkey = "/keys/key.pem"\nca = "ca.pem"\n'
+    )
+    files = load_config(file).tls.files
+    assert files is not None
+    assert (files.cert, files.key) == (str(tmp_path / "cert.pem"), "/keys/key.pem")
+    assert files.mutual
+    assert not files.http_mutual
+
+
+def test_only_a_whole_cluster_makes_certificates() -> None:
+    config = ClusterConfig(cluster=ClusterSection(secret="s"), tls=TlsSection(mode="auto"))
+    with pytest.raises(ConfigError, match="tandem up"):
+        cluster_credentials(config)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "router", "endpoint"),
+    [
+        ({}, "", "http://127.0.0.1:8000/v1"),
+        ({}, "0.0.0.0", "http://127.0.0.1:8000/v1"),
+        ({"host": "10.0.0.5"}, "127.0.0.1", "http://127.0.0.1:8000/v1"),
+        ({"host": "0.0.0.0", "advertise": "node"}, "", "http://node:8000/v1"),
+        ({"host": "::1"}, "", "http://[::1]:8000/v1"),
+    ],
+)
+def test_where_http_is_reached(cluster: dict[str, str], router: str, endpoint: str) -> None:
+    config = ClusterConfig(cluster=ClusterSection(**cluster), router=RouterSection(host=router))
+    assert config.endpoint == endpoint
+    encrypted = dataclasses.replace(config, tls=TlsSection(mode="auto"))
+    assert encrypted.endpoint == endpoint.replace("http:", "https:")
+
+
 def test_the_secret_comes_from_the_file_then_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = ClusterConfig()
     monkeypatch.delenv("TANDEM_SECRET", raising=False)
     with pytest.raises(ConfigError, match="TANDEM_SECRET"):
-        cluster_secret(config)
+        cluster_credentials(config)
     monkeypatch.setenv("TANDEM_SECRET", "from-environment")
-    assert cluster_secret(config) == "from-environment"
+    assert cluster_credentials(config).secret == "from-environment"
     section = dataclasses.replace(config.cluster, secret="from-file")
-    assert cluster_secret(dataclasses.replace(config, cluster=section)) == "from-file"
+    assert cluster_credentials(dataclasses.replace(config, cluster=section)).secret == "from-file"
     assert "from-file" not in dump_config(dataclasses.replace(config, cluster=section))
 
 

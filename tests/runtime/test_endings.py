@@ -13,6 +13,7 @@ from runtime.errors import (
     PeerLostError,
     TandemError,
 )
+from runtime.net import Credentials, Listen
 from runtime.watchdog import StepOverdueError
 from runtime.worker import WorkerOptions
 
@@ -70,7 +71,7 @@ def test_a_process_knows_its_name(
         rank=1,
         rendezvous="127.0.0.1:1",
         router="127.0.0.1:2",
-        host="127.0.0.1",
-        secret="secret",
+        listen=Listen(bind="127.0.0.1"),
+        credentials=Credentials.of_secret("secret"),
     )
     assert str(options.rank_name) == expected

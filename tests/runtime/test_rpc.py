@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
-from runtime.errors import ConfigError, InternalError, PeerLostError
+from deploy.certificates import make_certificates
+from runtime.errors import ConfigError, InternalError, OverloadedError, PeerLostError
+from runtime.net import Credentials, Listen
 from runtime.pb import registry_pb2, registry_pb2_grpc
 from runtime.registration import RegistryClient
-from runtime.rpc import bind_port, create_server, map_rpc_errors, open_channel
+from runtime.rpc import ServerLimits, bind_port, create_server, map_rpc_errors, open_channel
 
 
 class FakeRegistry(registry_pb2_grpc.RegistryServicer):
@@ -42,10 +49,15 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
         yield registry_pb2.PoolSnapshot(version=1)
 
 
-async def serve(registry: FakeRegistry, port: int = 0) -> tuple[grpc.aio.Server, int]:
-    server = create_server("right")
+RIGHT = Credentials.of_secret("right")
+
+
+async def serve(
+    registry: FakeRegistry, port: int = 0, credentials: Credentials = RIGHT
+) -> tuple[grpc.aio.Server, int]:
+    server = create_server(credentials)
     registry_pb2_grpc.add_RegistryServicer_to_server(registry, server)
-    port = bind_port(server, "127.0.0.1", port, "router.control_port")
+    port = bind_port(server, Listen(bind="127.0.0.1", port=port), credentials)
     await server.start()
     return server, port
 
@@ -53,11 +65,11 @@ async def serve(registry: FakeRegistry, port: int = 0) -> tuple[grpc.aio.Server,
 async def test_only_the_secret_opens_the_server() -> None:
     server, port = await serve(FakeRegistry())
     request = registry_pb2.WatchRequest(watcher="w")
-    async with open_channel(f"127.0.0.1:{port}", "right") as channel:
+    async with open_channel(f"127.0.0.1:{port}", RIGHT) as channel:
         stub = registry_pb2_grpc.RegistryStub(channel)
         assert [s.version async for s in stub.Watch(request)] == [1]
     for secret in ("wrong", ""):
-        async with open_channel(f"127.0.0.1:{port}", secret) as channel:
+        async with open_channel(f"127.0.0.1:{port}", Credentials.of_secret(secret)) as channel:
             stub = registry_pb2_grpc.RegistryStub(channel)
             with pytest.raises(InternalError, match="secret"), map_rpc_errors("registry"):
                 await stub.Renew(registry_pb2.RenewRequest(lease_id="x"))
@@ -66,17 +78,160 @@ async def test_only_the_secret_opens_the_server() -> None:
     await server.stop(None)
 
 
+async def ask(port: int, credentials: Credentials, host: str = "127.0.0.1") -> bool:
+    async with open_channel(f"{host}:{port}", credentials) as channel:
+        stub = registry_pb2_grpc.RegistryStub(channel)
+        with map_rpc_errors("registry"):
+            response = await stub.Renew(registry_pb2.RenewRequest(lease_id="x"), timeout=60)
+        return not response.known
+
+
+REFUSING_SERVER = textwrap.dedent(
+    """
+    import asyncio
+    from runtime.net import Credentials, Listen
+    from runtime.pb import prefill_pb2_grpc
+    from runtime.rpc import bind_port, create_server
+
+    async def main():
+        credentials = Credentials.of_secret("right")
+        server = create_server(credentials)
+        prefill_pb2_grpc.add_PrefillServicer_to_server(prefill_pb2_grpc.PrefillServicer(), server)
+        port = bind_port(server, Listen(bind="127.0.0.1"), credentials)
+        await server.start()
+        print(port, flush=True)
+        await server.wait_for_termination()
+
+    asyncio.run(main())
+    """
+)
+
+
+async def test_without_the_secret_no_message_is_read() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", REFUSING_SERVER], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    port = int(process.stdout.readline())
+    server, largest = psutil.Process(process.pid), 0
+    before = server.memory_info().rss
+
+    async def call(size: int) -> grpc.StatusCode:
+        options = [("grpc.max_send_message_length", 2 * size)]
+        address = f"127.0.0.1:{port}"
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
+            run = channel.unary_unary("/tandem.v1.Prefill/Run")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await run(bytes(size))
+            return caught.value.code()
+
+    try:
+        calls = asyncio.gather(*(call(60 * 2**20) for _ in range(8)))
+        while not calls.done():
+            largest = max(largest, server.memory_info().rss)
+            await asyncio.sleep(0.002)
+        assert await calls == [grpc.StatusCode.UNAUTHENTICATED] * 8
+    finally:
+        process.kill()
+        process.communicate()
+    # Without the bound it is 480 MiB and more; a megabyte or two are the connections.
+    assert largest - before < 16 * 2**20
+
+
+async def test_a_message_beyond_the_limit_is_refused_and_the_channel_lives() -> None:
+    server, port = await serve(FakeRegistry())
+    async with open_channel(f"127.0.0.1:{port}", RIGHT) as channel:
+        stub = registry_pb2_grpc.RegistryStub(channel)
+        with pytest.raises(OverloadedError, match="larger than max"), map_rpc_errors("registry"):
+            await stub.Renew(registry_pb2.RenewRequest(lease_id="x" * 5 * 2**20))
+        large = registry_pb2.RenewRequest(lease_id="x" * 3 * 2**20)
+        assert not (await stub.Renew(large)).known
+    await server.stop(None)
+
+
+async def test_one_call_more_than_the_limit_is_an_overload() -> None:
+    limits = ServerLimits(max_request_bytes=2**20, max_concurrent_rpcs=2)
+    held = asyncio.Event()
+
+    class Slow(FakeRegistry):
+        async def Watch(self, request, context):
+            yield registry_pb2.PoolSnapshot(version=1)
+            await held.wait()
+
+    server = create_server(RIGHT, limits)
+    registry_pb2_grpc.add_RegistryServicer_to_server(Slow(), server)
+    port = bind_port(server, Listen(bind="127.0.0.1"), RIGHT)
+    await server.start()
+    channels = [open_channel(f"127.0.0.1:{port}", RIGHT) for _ in range(3)]
+    stubs = [registry_pb2_grpc.RegistryStub(channel) for channel in channels]
+    streams = [stub.Watch(registry_pb2.WatchRequest(watcher="w")) for stub in stubs[:2]]
+    for stream in streams:
+        assert (await stream.read()).version == 1
+    with pytest.raises(OverloadedError), map_rpc_errors("registry"):
+        await stubs[2].Renew(registry_pb2.RenewRequest(lease_id="x"))
+    held.set()
+    for stream in streams:
+        assert await stream.read() is grpc.aio.EOF
+    assert not (await stubs[2].Renew(registry_pb2.RenewRequest(lease_id="x"))).known
+    for channel in channels:
+        await channel.close()
+    await server.stop(None)
+
+
+async def test_two_secrets_open_the_server_while_it_changes() -> None:
+    both = Credentials(secret="new", previous_secret="old")
+    server, port = await serve(FakeRegistry(), credentials=both)
+    assert await ask(port, both)
+    assert await ask(port, Credentials.of_secret("old"))
+    with pytest.raises(InternalError, match="UNAUTHENTICATED"):
+        await ask(port, Credentials.of_secret("older"))
+    await server.stop(None)
+
+
+async def test_with_tls_both_ends_show_certificates(tmp_path: Path) -> None:
+    files = make_certificates(tmp_path / "tls", ("127.0.0.1",))
+    others = make_certificates(tmp_path / "others", ("127.0.0.1",))
+    credentials = dataclasses.replace(RIGHT, tls=files)
+    server, port = await serve(FakeRegistry(), credentials=credentials)
+    assert await ask(port, credentials)
+    strangers = {
+        "plain text": RIGHT,
+        "no certificate": dataclasses.replace(RIGHT, tls=dataclasses.replace(files, mutual=False)),
+        "another authority": dataclasses.replace(RIGHT, tls=others),
+        "one of another authority": dataclasses.replace(
+            RIGHT, tls=dataclasses.replace(others, ca=files.ca)
+        ),
+    }
+    for stranger in strangers.values():
+        with pytest.raises(PeerLostError):
+            await ask(port, stranger)
+    with pytest.raises(PeerLostError):
+        await ask(port, credentials, "localhost")  # the certificate is not for this name
+    with pytest.raises(InternalError, match="UNAUTHENTICATED"):
+        await ask(port, dataclasses.replace(credentials, secret="wrong"))
+    await server.stop(None)
+
+
+async def test_a_caller_without_a_certificate_where_none_is_asked_for(tmp_path: Path) -> None:
+    files = make_certificates(tmp_path / "tls", ("127.0.0.1",))
+    alone = dataclasses.replace(RIGHT, tls=dataclasses.replace(files, mutual=False))
+    server, port = await serve(FakeRegistry(), credentials=alone)
+    assert await ask(port, alone)
+    await server.stop(None)
+
+
 async def test_a_taken_port_is_a_config_error() -> None:
     server, port = await serve(FakeRegistry())
+    taken = Listen(bind="127.0.0.1", port=port)
     with pytest.raises(ConfigError, match=r"router\.control_port"):
-        bind_port(create_server("right"), "127.0.0.1", port, "router.control_port")
+        bind_port(create_server(RIGHT), taken, RIGHT, "router.control_port")
     await server.stop(None)
 
 
 async def test_an_absent_peer_is_lost() -> None:
     server, port = await serve(FakeRegistry())
     await server.stop(None)
-    async with open_channel(f"127.0.0.1:{port}", "right") as channel:
+    async with open_channel(f"127.0.0.1:{port}", RIGHT) as channel:
         stub = registry_pb2_grpc.RegistryStub(channel)
         lost = pytest.raises(PeerLostError, match="registry")
         with lost as caught, map_rpc_errors("registry", "r9"):
@@ -84,12 +239,57 @@ async def test_an_absent_peer_is_lost() -> None:
         assert caught.value.request_id == "r9"
 
 
+@contextlib.asynccontextmanager
+async def slow_to_answer(port: int, delay_s: float) -> AsyncIterator[str]:
+    """The address of a proxy to ``port`` that accepts at once and answers after ``delay_s``."""
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65_536):
+                writer.write(data)
+        writer.close()
+
+    async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(delay_s)
+        there = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(forward(reader, there[1]), forward(there[0], writer))
+
+    proxy = await asyncio.start_server(serve_one, "127.0.0.1", 0)
+    async with proxy:
+        yield f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize("delay_s", [0.4, 1.2])
+async def test_a_peer_that_is_slow_to_accept_is_not_lost(delay_s: float) -> None:
+    server, port = await serve(FakeRegistry())
+    async with slow_to_answer(port, delay_s) as address, open_channel(address, RIGHT) as channel:
+        stub = registry_pb2_grpc.RegistryStub(channel)
+        with map_rpc_errors("registry"):
+            response = await stub.Renew(registry_pb2.RenewRequest(lease_id="x"), timeout=60)
+        assert not response.known
+    await server.stop(None)
+
+
+async def test_a_peer_that_comes_back_is_reached_at_once() -> None:
+    server, port = await serve(FakeRegistry())
+    await server.stop(None)
+    async with open_channel(f"127.0.0.1:{port}", RIGHT) as channel:
+        stub = registry_pb2_grpc.RegistryStub(channel)
+        request = registry_pb2.RenewRequest(lease_id="x")
+        with pytest.raises(PeerLostError), map_rpc_errors("registry"):
+            await stub.Renew(request)
+        server, _ = await serve(FakeRegistry(), port)
+        # The bound is the subject: the longest pause between attempts, and 10 times that.
+        await stub.Renew(request, wait_for_ready=True, timeout=10)
+    await server.stop(None)
+
+
 async def test_a_worker_stays_registered_through_a_router_restart() -> None:
     registry = FakeRegistry()
     server, port = await serve(registry)
     record = registry_pb2.WorkerRecord()
     record.identity.instance = "decode-0"
-    client = RegistryClient(f"127.0.0.1:{port}", "right", record, registry_pb2.WorkerLoad)
+    client = RegistryClient(f"127.0.0.1:{port}", RIGHT, record, registry_pb2.WorkerLoad)
     await client.start()
     await server.stop(None)
     reborn = FakeRegistry()

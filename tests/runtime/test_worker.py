@@ -25,9 +25,18 @@ def test_a_rank_knows_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(SECRET_VARIABLE, "s")
     options = parse_worker_options("decode", arguments(tmp_path))
     assert options.section is options.config.decode
-    assert (options.instance, options.rank, options.host) == ("decode-0", 1, "127.0.0.2")
+    assert (options.instance, options.rank, options.listen.bind) == ("decode-0", 1, "127.0.0.2")
     assert options.served_name == "model"
-    assert parse_worker_options("decode", arguments(tmp_path, host="127.0.0.3")).host == "127.0.0.3"
+    elsewhere = arguments(tmp_path, host="0.0.0.0", advertise="node-3")
+    assert parse_worker_options("decode", elsewhere).listen.address(80) == "node-3:80"
+
+
+def test_a_rank_on_all_interfaces_must_be_told_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, "s")
+    with pytest.raises(ConfigError, match=r"cluster\.advertise"):
+        parse_worker_options("decode", arguments(tmp_path, host="0.0.0.0"))
 
 
 def test_a_prefill_rank_counts_against_tp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

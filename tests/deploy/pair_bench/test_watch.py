@@ -15,6 +15,7 @@ from prefill.messages import LoopLoad
 from prefill.metrics import PrefillMetrics
 from runtime.lifecycle import DecodeStatus
 from runtime.metrics import MetricsServer, render_metrics
+from runtime.net import Listen
 from runtime.pb import decode_pb2
 
 
@@ -86,7 +87,8 @@ async def test_workers_are_read_while_they_all_answer() -> None:
     workers = Workers()
     workers.hold(running=3, free=1)
     servers = [MetricsServer(registry) for registry in workers.registries]
-    addresses = [f"127.0.0.1:{await server.start('127.0.0.1')}" for server in servers]
+    listen = Listen(bind="127.0.0.1")
+    addresses = [f"127.0.0.1:{await server.start(listen)}" for server in servers]
     watch, deaf = Watch(addresses), Watch([*addresses, "127.0.0.1:1"])
     tasks = [asyncio.create_task(item.run()) for item in (watch, deaf)]
     async with asyncio.timeout(10):

@@ -24,7 +24,7 @@ from runtime.errors import ConfigError
 from runtime.pb import registry_pb2
 from runtime.registration import RegistryClient
 from tests.router.conftest import StartRouter
-from tests.router.fakes import SECRET
+from tests.router.fakes import CREDENTIALS
 
 TTL_S = 5.0
 
@@ -146,7 +146,7 @@ async def test_the_control_port_serves_watchers(start_router: StartRouter) -> No
     def note(members: Sequence[Member]) -> None:
         pools.append([str(member.key) for member in members])
 
-    watcher = asyncio.create_task(watch_forever(cluster.control, SECRET, "w", note))
+    watcher = asyncio.create_task(watch_forever(cluster.control, CREDENTIALS, "w", note))
     await cluster.until(lambda: bool(pools))
     assert pools[-1] == []
     decode = await cluster.add_decode()
@@ -160,7 +160,7 @@ async def test_the_control_port_serves_watchers(start_router: StartRouter) -> No
 async def test_a_worker_of_another_model_is_told_so(start_router: StartRouter) -> None:
     cluster = await start_router()
     record = member_to_proto(member(model="other")).worker
-    client = RegistryClient(cluster.control, SECRET, record, registry_pb2.WorkerLoad)
+    client = RegistryClient(cluster.control, CREDENTIALS, record, registry_pb2.WorkerLoad)
     with pytest.raises(ConfigError, match="other"):
         await client.start()
     await client.close()

@@ -1,0 +1,197 @@
+"""Where a process listens, and what proves that two processes belong to one cluster.
+
+``Listen`` is an interface and the address that others are told; ``Credentials`` are the secrets of
+the cluster and, with TLS, the certificate that this process shows and the authority that it asks of
+others. `runtime.rpc` puts both into gRPC; HTTP and our own sockets take ``ssl`` contexts from here.
+Nothing here imports gRPC: whoever only plans a cluster does not load it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runtime.errors import ConfigError
+
+_WILDCARDS = ("0.0.0.0", "::")
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether ``host`` means all interfaces, and so is no address that anybody could call."""
+    return host in _WILDCARDS
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach ``host``. Other names are not looked up."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def join_address(host: str, port: int) -> str:
+    """``host:port``, with the brackets that an IPv6 address needs."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listen:
+    """Where a process listens, and where others are told to find it."""
+
+    bind: str
+    """Interface: an address of this machine, or "0.0.0.0" or "::" for all."""
+    advertise: str = ""
+    """The address that peers are told; empty: ``bind``."""
+    port: int = 0
+    """0: any free one."""
+
+    def __post_init__(self) -> None:
+        check_reachable(self.bind, self.advertise)
+
+    @property
+    def reach(self) -> str:
+        """The host that peers are told."""
+        return self.advertise or self.bind
+
+    def address(self, port: int) -> str:
+        """``host:port`` as peers are told, of a ``port`` that is bound."""
+        return join_address(self.reach, port)
+
+
+def check_reachable(bind: str, advertise: str) -> None:
+    """Refuse to tell peers of "all interfaces", which is no address.
+
+    Raises:
+        ConfigError: says to set ``cluster.advertise``.
+    """
+    if is_wildcard(advertise):
+        problem = "is no address that peers could call"
+        raise ConfigError("cluster.advertise", advertise, problem, "this host's address or name")
+    if is_wildcard(bind) and not advertise:
+        problem = "listens on all interfaces, and is no address that peers could call"
+        fix = "set cluster.advertise to this host's address or name"
+        raise ConfigError("cluster.host", bind, problem, fix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """A certificate, its key, and the authority whose certificates are believed; PEM files."""
+
+    cert: str
+    key: str
+    ca: str
+    mutual: bool = True
+    """Callers of gRPC and of our own sockets show a certificate too."""
+    http_mutual: bool = False
+    """So do HTTP clients."""
+
+    def read(self) -> TlsPem:
+        """What is in the files now, for gRPC.
+
+        Raises:
+            ConfigError: a file cannot be read, or the key is not the certificate's.
+        """
+        _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self, trust=True)
+        return TlsPem(
+            cert=Path(self.cert).read_bytes(),
+            key=Path(self.key).read_bytes(),
+            ca=Path(self.ca).read_bytes(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsPem:
+    """The contents of ``TlsFiles``."""
+
+    cert: bytes
+    key: bytes = field(repr=False)
+    ca: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """What a process shows to the others of its cluster, and what it asks of them."""
+
+    secret: str = field(repr=False)
+    """Sent with every call; accepted."""
+    previous_secret: str = field(default="", repr=False)
+    """Accepted as well, while processes change from one secret to another; empty: none."""
+    tls: TlsFiles | None = None
+    """None: plain text."""
+
+    @classmethod
+    def of_secret(cls, secret: str) -> Credentials:
+        """A secret and no TLS."""
+        return cls(secret=secret)
+
+    def accepts(self, given: bytes) -> bool:
+        """Whether ``given`` is one of the secrets; takes the same time for every wrong one."""
+        accepted = False
+        for secret in (self.secret, self.previous_secret):
+            if secret:
+                accepted |= hmac.compare_digest(given, secret.encode())
+        return accepted
+
+    def server_ssl_context(self) -> ssl.SSLContext | None:
+        """For the listening end of our own sockets; None without TLS.
+
+        Raises:
+            ConfigError: a file cannot be used.
+        """
+        return None if self.tls is None else _server_context(self.tls, ask=self.tls.mutual)
+
+    def client_ssl_context(self) -> ssl.SSLContext | None:
+        """For the calling end of our own sockets and of HTTP; None without TLS.
+
+        The peer must show a certificate for the address that was called.
+
+        Raises:
+            ConfigError: a file cannot be used.
+        """
+        if self.tls is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        _load(context, self.tls, trust=True)
+        return context
+
+    def http_ssl_context(self) -> ssl.SSLContext | None:
+        """For the listening end of HTTP; None without TLS.
+
+        Raises:
+            ConfigError: a file cannot be used.
+        """
+        return None if self.tls is None else _server_context(self.tls, ask=self.tls.http_mutual)
+
+
+def _server_context(files: TlsFiles, *, ask: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load(context, files, trust=ask)
+    if ask:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _load(context: ssl.SSLContext, files: TlsFiles, *, trust: bool) -> None:
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        # A key with a passphrase must fail: nobody is there to be asked for it.
+        context.load_cert_chain(files.cert, files.key, password="")
+    except (OSError, ValueError) as error:
+        problem = f"cannot be used with tls.key = {files.key!r} ({_reason(error)})"
+        fix = "a PEM certificate and its key without a passphrase"
+        raise ConfigError("tls.cert", files.cert, problem, fix) from error
+    if trust:
+        try:
+            context.load_verify_locations(files.ca)
+        except (OSError, ValueError) as error:
+            problem = f"cannot be used ({_reason(error)})"
+            raise ConfigError("tls.ca", files.ca, problem, "a PEM certificate") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return error.reason or "no PEM"
+    return getattr(error, "strerror", None) or str(error)
