@@ -58,8 +58,13 @@ class OpenTicket:
 
     @property
     def request_id(self) -> str:
-        """Of the ticket."""
+        """Of the ticket, for messages."""
         return self.ticket.request_id
+
+    @property
+    def nonce(self) -> int:
+        """Of the ticket: what it is known by."""
+        return self.ticket.nonce
 
     @property
     def deadline(self) -> float:

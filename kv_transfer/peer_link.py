@@ -24,7 +24,7 @@ class PeerLink:
         self, transport: Transport, endpoint: PeerEndpoint, *, on_connected: Callable[[], None]
     ) -> None:
         self.endpoint = endpoint
-        self.tickets: dict[str, OpenTicket] = {}  # by request id, oldest first
+        self.tickets: dict[int, OpenTicket] = {}  # by nonce, oldest first
         self._transport = transport
         self._on_connected = on_connected
         self._handle: PeerHandle | None = None

@@ -38,7 +38,7 @@ class Open:
 class Push:
     """Blocks are (about to be) computed."""
 
-    request_id: str
+    nonce: int
     src_block_ids: tuple[int, ...]
     first_block_index: int
     layers: tuple[int, int] | None
@@ -49,7 +49,7 @@ class Push:
 class Finish:
     """No push follows."""
 
-    request_id: str
+    nonce: int
     record: MetadataRecord | None
 
 
@@ -57,7 +57,7 @@ class Finish:
 class Abandon:
     """Post no more."""
 
-    request_id: str
+    nonce: int
 
 
 Command = Open | Push | Finish | Abandon

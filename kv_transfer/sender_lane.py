@@ -50,7 +50,7 @@ class SenderLane:
         self._staging = staging
         self._on_closed = on_closed
         self._options = options
-        self._tickets: dict[str, OpenTicket] = {}  # by request id
+        self._tickets: dict[int, OpenTicket] = {}  # by nonce
         self._current: dict[str, PeerLink] = {}  # the link that new tickets use, by peer
         self._links: list[PeerLink] = []  # also the superseded ones that still have tickets
         self._posts = PostsInFlight(transport)
@@ -159,7 +159,7 @@ class SenderLane:
         if isinstance(command, Open):
             self._open(command)
             return
-        ticket = self._tickets.get(command.request_id)
+        ticket = self._tickets.get(command.nonce)
         if ticket is None or ticket.is_stopped:
             return  # it was closed between the call and now
         now = time.monotonic()
@@ -177,7 +177,7 @@ class SenderLane:
 
     def _open(self, command: Open) -> None:
         ticket = OpenTicket(ticket=command.ticket, peer=command.peer, opened_at=command.opened_at)
-        self._tickets[ticket.request_id] = ticket
+        self._tickets[ticket.nonce] = ticket
         error = self._builder.check(command.ticket, command.peer)
         if error is not None:
             ticket.fail(error, time.monotonic())
@@ -187,7 +187,7 @@ class SenderLane:
             link = PeerLink(self._transport, command.peer, on_connected=self._wake)
             self._current[command.peer.peer] = link
             self._links.append(link)
-        link.tickets[ticket.request_id] = ticket
+        link.tickets[ticket.nonce] = ticket
 
     # --- Losses and deadlines.
 
@@ -230,7 +230,7 @@ class SenderLane:
         free.
         """
         for link in self._links:
-            if ticket.request_id in link.tickets:
+            if ticket.nonce in link.tickets:
                 _log.warning("closing the connection to %s: posts hang", link.endpoint.peer)
                 link.close()
 
@@ -255,9 +255,9 @@ class SenderLane:
 
     def _report_over(self) -> None:
         for ticket in [ticket for ticket in self._tickets.values() if ticket.is_over]:
-            del self._tickets[ticket.request_id]
+            del self._tickets[ticket.nonce]
             for link in self._links:
-                link.tickets.pop(ticket.request_id, None)
+                link.tickets.pop(ticket.nonce, None)
             if ticket.staging_slot is not None:
                 self._staging.free(ticket.staging_slot)
             try:

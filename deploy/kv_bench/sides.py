@@ -236,7 +236,7 @@ class _Prefill:
                 return time.monotonic() >= ready_at
 
             self._timed_push(ticket, source, layers, is_ready)
-        self._sender.finish(ticket.request_id, _record(ticket))
+        self._sender.finish(ticket.nonce, _record(ticket))
         self._report()
         return self._verify()[ticket.request_id] - (began + plan.compute_s)
 
@@ -254,8 +254,8 @@ class _Prefill:
     def _send(self, ticket: SendTicket, source: Sequence[int]) -> None:
         began = time.perf_counter()
         self._sender.open(ticket, self._peer)
-        self._sender.push(ticket.request_id, source, 0)
-        self._sender.finish(ticket.request_id, _record(ticket))
+        self._sender.push(ticket.nonce, source, 0)
+        self._sender.finish(ticket.nonce, _record(ticket))
         self._longest_call = max(self._longest_call, time.perf_counter() - began)
 
     def _timed_push(
@@ -266,7 +266,7 @@ class _Prefill:
         ready: object,
     ) -> None:
         began = time.perf_counter()
-        self._sender.push(ticket.request_id, source, 0, layers=layers, ready=ready)  # type: ignore[arg-type]
+        self._sender.push(ticket.nonce, source, 0, layers=layers, ready=ready)  # type: ignore[arg-type]
         self._longest_call = max(self._longest_call, time.perf_counter() - began)
 
     def _report(self) -> SendReport:

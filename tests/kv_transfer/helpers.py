@@ -151,8 +151,8 @@ class PrefillSide:
     def send(self, ticket: SendTicket, peer: PeerEndpoint, src_block_ids: Sequence[int]) -> None:
         """A whole hand-over: open, one push, finish."""
         self.sender.open(ticket, peer)
-        self.sender.push(ticket.request_id, src_block_ids, 0)
-        self.sender.finish(ticket.request_id, record_of(ticket) if self.part == 0 else None)
+        self.sender.push(ticket.nonce, src_block_ids, 0)
+        self.sender.finish(ticket.nonce, record_of(ticket) if self.part == 0 else None)
 
     def report(self, timeout_s: float = TIMEOUT_S) -> SendReport:
         return self.reports.get(timeout=timeout_s)

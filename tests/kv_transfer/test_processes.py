@@ -117,7 +117,7 @@ def test_a_stopped_receiver_costs_the_deadline_and_no_more(
     ticket = replace(reserve_at(decode, "r", range(64), 1), timeout_s=0.5)
     os.kill(pid_of(decode), signal.SIGSTOP)
     prefill.sender.open(ticket, peer)
-    prefill.sender.push("r", list(range(64)), 0)
+    prefill.sender.push(ticket.nonce, list(range(64)), 0)
     start = time.monotonic()
     report = prefill.report(5.0)
     assert time.monotonic() - start < 2.0

@@ -290,7 +290,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone() -> None:
 def test_a_ticket_is_opened_with_the_time_that_is_left() -> None:
     bench = Bench()
     opened: list[float] = []
-    bench.sender.open = lambda command: opened.append(command.ticket.timeout_s)  # type: ignore[method-assign]
+    bench.sender.open = lambda ticket, peer: opened.append(ticket.timeout_s)  # type: ignore[method-assign]
     bench.add(make_item(1, deadline=1050.0))
     bench.clock.now += 10.0
     bench.turn()
