@@ -11,7 +11,7 @@ import hmac
 import secrets
 from hashlib import sha256
 
-from kv_transfer.transports.loopback.wire import Hello
+from kv_transfer.transports.hello import Hello
 
 
 class Gate:

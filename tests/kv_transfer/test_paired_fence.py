@@ -11,13 +11,13 @@ import threading
 
 import pytest
 
-from kv_transfer.transports.loopback.sockets import open_listener
-from kv_transfer.transports.loopback.wire import Status, receive_hello, send_reply
+from kv_transfer.transports.hello import Status, receive_hello, send_reply
 from kv_transfer.transports.paired.endpoint import PairedEndpoint
 from kv_transfer.transports.paired.frames import FrameKind, receive_frame, send_frame
 from kv_transfer.transports.paired.identity import ProcessIdentity
 from kv_transfer.transports.paired.incoming_peer import IncomingPeer
 from kv_transfer.transports.paired.transport import PairedTransport
+from kv_transfer.transports.sockets import open_listener
 from runtime.errors import PeerLostError
 from tests.kv_transfer.helpers import HOST
 

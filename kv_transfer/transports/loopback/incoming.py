@@ -14,19 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kv_transfer.transports.gate import Gate
-from kv_transfer.transports.loopback.regions import RegionTable
-from kv_transfer.transports.loopback.sockets import open_listener, tune
-from kv_transfer.transports.loopback.wire import (
+from kv_transfer.transports.hello import (
     Hello,
-    PostHeader,
     Status,
     WireError,
     receive_hello,
     receive_into,
-    receive_post,
-    send_ack,
     send_reply,
 )
+from kv_transfer.transports.loopback.regions import RegionTable
+from kv_transfer.transports.loopback.wire import PostHeader, receive_post, send_ack
+from kv_transfer.transports.sockets import open_listener, tune
 from runtime.logging import get_logger
 
 _HELLO_TIMEOUT_S = 5.0

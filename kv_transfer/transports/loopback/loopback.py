@@ -13,20 +13,14 @@ from kv_transfer.transport import (
     TransferState,
 )
 from kv_transfer.transports.events import EventHub
+from kv_transfer.transports.hello import Hello, Status, receive_reply, send_hello
 from kv_transfer.transports.loopback.endpoint import LoopbackEndpoint, RemoteRegion
 from kv_transfer.transports.loopback.incoming import IncomingConnections
 from kv_transfer.transports.loopback.outgoing import OutgoingConnection, OutgoingPost
 from kv_transfer.transports.loopback.regions import RegionTable
-from kv_transfer.transports.loopback.sockets import open_connection
-from kv_transfer.transports.loopback.wire import (
-    Hello,
-    PostHeader,
-    Status,
-    WriteHeader,
-    receive_reply,
-    send_hello,
-)
+from kv_transfer.transports.loopback.wire import PostHeader, WriteHeader
 from kv_transfer.transports.post_table import PostTable
+from kv_transfer.transports.sockets import open_connection
 from runtime.errors import PeerLostError, StaleTicketError, TandemError, TransferFailedError
 
 

@@ -16,7 +16,7 @@ import struct
 from dataclasses import dataclass
 
 from kv_transfer.transport import MemoryRegion
-from kv_transfer.transports.loopback.wire import WireError, receive
+from kv_transfer.transports.hello import WireError, receive
 
 _HEAD = struct.Struct("<BI")
 _MAX_FRAME_BYTES = 16 << 20

@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable
 
 from kv_transfer.transports.gate import Gate
-from kv_transfer.transports.loopback.sockets import open_listener, tune
-from kv_transfer.transports.loopback.wire import Hello, Status, receive_hello, send_reply
+from kv_transfer.transports.hello import Hello, Status, receive_hello, send_reply
 from kv_transfer.transports.paired.engine import EngineError, EngineFactory
 from kv_transfer.transports.paired.frames import FrameKind, receive_frame
 from kv_transfer.transports.paired.identity import ProcessIdentity
 from kv_transfer.transports.paired.incoming_peer import IncomingPeer
 from kv_transfer.transports.paired.regions import RegionBook
+from kv_transfer.transports.sockets import open_listener, tune
 from runtime.errors import TransferFailedError
 from runtime.logging import get_logger
 

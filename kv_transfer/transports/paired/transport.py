@@ -16,8 +16,7 @@ from kv_transfer.transport import (
     TransferState,
 )
 from kv_transfer.transports.events import EventHub
-from kv_transfer.transports.loopback.sockets import open_connection
-from kv_transfer.transports.loopback.wire import Hello, Status, receive_reply, send_hello
+from kv_transfer.transports.hello import Hello, Status, receive_reply, send_hello
 from kv_transfer.transports.paired.endpoint import PairedEndpoint
 from kv_transfer.transports.paired.engine import (
     EngineError,
@@ -31,6 +30,7 @@ from kv_transfer.transports.paired.incoming import IncomingPeers
 from kv_transfer.transports.paired.outgoing import OutgoingPeer, QueuedPost, wait_for_post
 from kv_transfer.transports.paired.regions import RegionBook
 from kv_transfer.transports.post_table import PostTable
+from kv_transfer.transports.sockets import open_connection
 from runtime.errors import PeerLostError, StaleTicketError, TandemError, TransferFailedError
 
 _OFFER_TIMEOUT_S = 15.0
