@@ -150,7 +150,8 @@ class Transport(Protocol):
         once.
 
         Raises:
-            ValueError: a source outside our registered regions (an error of ours, nothing is sent).
+            ValueError: a source outside our registered regions, too many writes, or too long a
+                notification (errors of ours, nothing is sent).
         """
         ...
 

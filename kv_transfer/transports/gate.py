@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import hmac
 import secrets
+from collections.abc import Sequence
 from hashlib import sha256
 
 from kv_transfer.transports.hello import Hello
+
+MAX_CONNECTIONS = 1024
+MAX_CONNECTIONS_PER_PEER = 16
+"""One is in use; the others are being replaced."""
 
 
 class Gate:
@@ -49,6 +54,13 @@ class Gate:
         if hello.generation < self._least_generation.get(hello.sender, 0):
             return "the endpoint is from before a fence: shake hands again"
         return ""
+
+
+def reason_too_many(connected: Sequence[str], peer: str) -> str:
+    """Why ``peer`` may not open a connection beside those of ``connected``; empty if it may."""
+    if connected.count(peer) >= MAX_CONNECTIONS_PER_PEER:
+        return f"{peer} has {MAX_CONNECTIONS_PER_PEER} connections already"
+    return "no further connection is accepted" if len(connected) >= MAX_CONNECTIONS else ""
 
 
 def token_of(key: bytes, generation: int) -> bytes:

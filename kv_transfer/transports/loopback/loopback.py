@@ -18,7 +18,7 @@ from kv_transfer.transports.loopback.endpoint import LoopbackEndpoint, RemoteReg
 from kv_transfer.transports.loopback.incoming import IncomingConnections
 from kv_transfer.transports.loopback.outgoing import OutgoingConnection, OutgoingPost
 from kv_transfer.transports.loopback.regions import RegionTable
-from kv_transfer.transports.loopback.wire import PostHeader, WriteHeader
+from kv_transfer.transports.loopback.wire import PostHeader, WriteHeader, check_post
 from kv_transfer.transports.post_table import PostTable
 from kv_transfer.transports.sockets import open_connection
 from runtime.errors import PeerLostError, StaleTicketError, TandemError, TransferFailedError
@@ -119,6 +119,7 @@ class LoopbackTransport:
         self, peer: PeerHandle, writes: Sequence[RegionWrite], notify: bytes | None = None
     ) -> TransferHandle:
         """Enqueue the writes for the connection's send thread."""
+        check_post(len(writes), notify)
         payload = [self._regions.source(write) for write in writes]
         num_bytes = sum(write.nbytes for write in writes)
         handle = TransferHandle(peer, self._posts.start(), num_bytes)

@@ -17,14 +17,20 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_transfer.transports.hello import Status, WireError, receive
+from kv_transfer.transports.hello import (
+    MAX_MESSAGE_BYTES,
+    Status,
+    WireError,
+    receive,
+    receive_message,
+)
 
 _POST = struct.Struct("<QII")
 _WRITE = struct.Struct("<16sQQ")
 _ACK = struct.Struct("<QBH")
 _IOV_MAX = 1024
-_MAX_WRITES = 1 << 20
-MAX_NOTIFY_BYTES = 1 << 20
+MAX_WRITES = 1 << 14
+MAX_NOTIFY_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +64,21 @@ def send_buffers(sock: socket.socket, buffers: Sequence[memoryview | bytes]) -> 
             views[index] = views[index][sent:]
 
 
+def check_post(num_writes: int, notify: bytes | None) -> None:
+    """Refuse here what the peer would end the connection for.
+
+    Raises:
+        ValueError: too many writes, or too long a notification.
+    """
+    if num_writes > MAX_WRITES:
+        raise ValueError(f"a post of {num_writes} writes: at most {MAX_WRITES}")
+    if notify is not None and len(notify) >= MAX_NOTIFY_BYTES:
+        raise ValueError(f"a notification of {len(notify)} bytes: less than {MAX_NOTIFY_BYTES}")
+
+
 def encode_post(post: PostHeader) -> bytes:
     """All of a post but its payload."""
     notify_bytes = 0 if post.notify is None else len(post.notify) + 1
-    assert notify_bytes <= MAX_NOTIFY_BYTES, notify_bytes
     table = b"".join(_WRITE.pack(w.key, w.offset, w.nbytes) for w in post.writes)
     head = _POST.pack(post.post_id, len(post.writes), notify_bytes)
     return head + table + (b"" if post.notify is None else b"\1" + post.notify)
@@ -70,7 +87,7 @@ def encode_post(post: PostHeader) -> bytes:
 def receive_post(sock: socket.socket) -> PostHeader:
     """The next post; its payload is left in the socket."""
     post_id, num_writes, notify_bytes = _POST.unpack(receive(sock, _POST.size))
-    if num_writes > _MAX_WRITES or notify_bytes > MAX_NOTIFY_BYTES:
+    if num_writes > MAX_WRITES or notify_bytes > MAX_NOTIFY_BYTES:
         raise WireError(f"post of {num_writes} writes and {notify_bytes} bytes of notification")
     table = receive(sock, num_writes * _WRITE.size)
     notify = receive(sock, notify_bytes)[1:] if notify_bytes else None
@@ -80,11 +97,11 @@ def receive_post(sock: socket.socket) -> PostHeader:
 
 def send_ack(sock: socket.socket, post_id: int, status: Status, message: str = "") -> None:
     """Answer a post."""
-    text = message.encode()
+    text = message.encode()[:MAX_MESSAGE_BYTES]
     sock.sendall(_ACK.pack(post_id, status, len(text)) + text)
 
 
 def receive_ack(sock: socket.socket) -> tuple[int, Status, str]:
     """The next answer: post id, status, message."""
     post_id, status, nbytes = _ACK.unpack(receive(sock, _ACK.size))
-    return post_id, Status(status), receive(sock, nbytes).decode()
+    return post_id, Status(status), receive_message(sock, nbytes)

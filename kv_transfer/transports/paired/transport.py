@@ -17,6 +17,7 @@ from kv_transfer.transport import (
 )
 from kv_transfer.transports.events import EventHub
 from kv_transfer.transports.hello import Hello, Status, receive_reply, send_hello
+from kv_transfer.transports.loopback.wire import check_post
 from kv_transfer.transports.paired.endpoint import PairedEndpoint
 from kv_transfer.transports.paired.engine import (
     EngineError,
@@ -148,6 +149,7 @@ class PairedTransport:
         self, peer: PeerHandle, writes: Sequence[RegionWrite], notify: bytes | None = None
     ) -> TransferHandle:
         """Enqueue the writes for the connection's drive thread."""
+        check_post(len(writes), notify)
         sources = [self._regions.source_of(write).device for write in writes]
         num_bytes = sum(write.nbytes for write in writes)
         handle = TransferHandle(peer, self._posts.start(), num_bytes)
