@@ -31,6 +31,7 @@ _HOST = "127.0.0.1"
 _TIMEOUT_S = 120.0
 _SLOTS = SlotLayout()
 _TICK_S = 1e-3
+_WRITER = peer_name("bench-prefill", 1, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ def run_decode(plan: BenchPlan, pipe: Connection) -> None:
     receiver = KVReceiver(transport, slots, epoch=epoch, on_arrival=on_arrival)
     peer = PeerEndpoint(
         peer=name,
-        endpoint=transport.endpoint(),
+        endpoint=transport.endpoint(_WRITER),
         kv_region_bytes=region.nbytes,
         metadata_region_bytes=slots.nbytes,
     )
@@ -144,7 +145,7 @@ class _Prefill:
         self._pipe = pipe
         self._memory = create_memory(2 * BLOCKS_PER_PROMPT + 1, plan.devices[0])
         self._memory.fill_random(7)
-        self._transport = _create(plan, peer_name("bench-prefill", secrets.randbits(63), 0))
+        self._transport = _create(plan, _WRITER)
         region = self._memory.region()
         self._transport.register(region)
         self._reports: queue.Queue[SendReport] = queue.Queue()

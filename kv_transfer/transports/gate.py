@@ -1,8 +1,10 @@
 """Who may connect to a transport: endpoint tokens, and how a fence makes old ones void.
 
-The token of generation ``g`` is an HMAC of ``g`` under a key that never leaves the process. A fence
-begins a new generation and sets the least one that the fenced peer may present: an endpoint of
-before the fence cannot be made to look newer by its holder, while other peers go on with theirs.
+A token is an HMAC of a fence generation, under a key that is derived for one life of one instance
+from a key that never leaves the process. So a peer can neither call itself another (its token is
+good for the ranks of its own instance and epoch only) nor make an endpoint look newer than it is. A
+fence begins a new generation and sets the least one that the fenced peer may present, while other
+peers go on with theirs.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import secrets
 from collections.abc import Sequence
 from hashlib import sha256
 
+from kv_transfer.transport import owner_of
 from kv_transfer.transports.hello import Hello
 
 MAX_CONNECTIONS = 1024
@@ -35,10 +38,10 @@ class Gate:
         """Number of fences so far."""
         return self._generation
 
-    def token(self) -> tuple[int, bytes]:
-        """The present generation and its token."""
+    def token(self, peer: str) -> tuple[int, bytes]:
+        """The present generation, and the token of ``peer`` in it."""
         generation = self._generation
-        return generation, token_of(self._key, generation)
+        return generation, token_of(self._key, peer, generation)
 
     def shut_out(self, peer: str) -> None:
         """From now on ``peer`` needs an endpoint of a later generation than all so far."""
@@ -49,8 +52,9 @@ class Gate:
         """Why whoever says ``hello`` may not connect; empty if it may."""
         if hello.receiver != self._name:
             return "another process answers at this address"
-        if not hmac.compare_digest(hello.token, token_of(self._key, hello.generation)):
-            return "wrong connection token"
+        expected = token_of(self._key, hello.sender, hello.generation)
+        if not hmac.compare_digest(hello.token, expected):
+            return "wrong connection token for this name"
         if hello.generation < self._least_generation.get(hello.sender, 0):
             return "the endpoint is from before a fence: shake hands again"
         return ""
@@ -63,6 +67,9 @@ def reason_too_many(connected: Sequence[str], peer: str) -> str:
     return "no further connection is accepted" if len(connected) >= MAX_CONNECTIONS else ""
 
 
-def token_of(key: bytes, generation: int) -> bytes:
-    """The proof that one was given an endpoint of ``generation``."""
-    return hmac.digest(key, generation.to_bytes(8, "big"), sha256)
+def token_of(key: bytes, peer: str, generation: int) -> bytes:
+    """The proof that ``peer``, or another rank of its instance and epoch, was given an endpoint of
+    ``generation``.
+    """
+    own_key = hmac.digest(key, owner_of(peer).encode(), sha256)
+    return hmac.digest(own_key, generation.to_bytes(8, "big"), sha256)

@@ -106,12 +106,12 @@ class Pair:
     @property
     def address(self) -> tuple[str, int]:
         decode = PairedEndpoint.decode if self.kind == "paired" else LoopbackEndpoint.decode
-        endpoint = decode(self.reader.endpoint())
+        endpoint = decode(self.reader.endpoint("writer"))
         return endpoint.host, endpoint.port
 
     def transfers(self) -> bool:
         """Connect anew and write a block with a notification."""
-        peer = self.writer.connect("reader", self.reader.endpoint())
+        peer = self.writer.connect("reader", self.reader.endpoint("writer"))
         write = RegionWrite(KV_REGION, self.source.address, LAYOUT.block_bytes, LAYOUT.block_bytes)
         handle = self.writer.post(peer, [write], b"here")
         wait_until(lambda: self.writer.poll(handle) is not TransferState.PENDING)
@@ -293,10 +293,10 @@ def test_closing_the_door_cuts_all_strangers_off(closing: ExitStack) -> None:
 def test_one_peer_cannot_take_all_places(kind: str, closing: ExitStack) -> None:
     pair = Pair(kind, closing)
     for _ in range(MAX_CONNECTIONS_PER_PEER):
-        pair.writer.connect("reader", pair.reader.endpoint())
+        pair.writer.connect("reader", pair.reader.endpoint("writer"))
     with pytest.raises(StaleTicketError, match="writer has 16 connections already"):
-        pair.writer.connect("reader", pair.reader.endpoint())
+        pair.writer.connect("reader", pair.reader.endpoint("writer"))
     other = make_transport(kind, "other")
     closing.callback(other.close)
     other.register(Pool(1).region())
-    other.connect("reader", pair.reader.endpoint())
+    other.connect("reader", pair.reader.endpoint("other"))

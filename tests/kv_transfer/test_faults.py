@@ -209,7 +209,7 @@ def test_a_record_that_is_overwritten_late_is_an_error_and_not_a_token(
     other = make_prefill(part=1, num_parts=2)
     first = make_prefill(num_parts=2, pool=prefill.pool, epoch=0xF2)
     new = decode.reserve("new", [1], nonce=6, num_parts=2)
-    first.send(new, decode.peer(), [1])
+    first.send(new, decode.peer(first.name), [1])
     assert first.report().outcome is SendOutcome.SENT  # its record is there
     time.sleep(0.4)  # the old one is on top of it
     other.send(new, decode.peer(), [1])

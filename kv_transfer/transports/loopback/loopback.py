@@ -78,9 +78,9 @@ class LoopbackTransport:
         self._regions.remove(label)
         self._incoming.end_all()
 
-    def endpoint(self) -> bytes:
-        """Address, present generation and token, region keys."""
-        generation, token = self._incoming.token()
+    def endpoint(self, peer: str) -> bytes:
+        """Address, present generation, the peer's token, region keys."""
+        generation, token = self._incoming.token(peer)
         port = self._incoming.address[1]
         regions = self._regions.remote_regions()
         return LoopbackEndpoint(

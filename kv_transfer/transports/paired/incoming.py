@@ -67,9 +67,9 @@ class IncomingPeers:
         """Number of fences so far."""
         return self._gate.generation
 
-    def token(self) -> tuple[int, bytes]:
-        """The present generation and its token."""
-        return self._gate.token()
+    def token(self, peer: str) -> tuple[int, bytes]:
+        """The present generation, and the token of ``peer`` in it."""
+        return self._gate.token(peer)
 
     def fence(self, peer: str) -> None:
         """Shut out ``peer``; its next connection needs an endpoint of a later generation.

@@ -110,9 +110,9 @@ class PairedTransport:
             connection.deregister(region)
         self._incoming.end_all()
 
-    def endpoint(self) -> bytes:
-        """Address, present generation and token."""
-        generation, token = self._incoming.token()
+    def endpoint(self, peer: str) -> bytes:
+        """Address, present generation and the peer's token."""
+        generation, token = self._incoming.token(peer)
         return PairedEndpoint(
             library=self._factory.library,
             name=self._local_name,
