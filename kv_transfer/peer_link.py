@@ -14,6 +14,7 @@ from collections.abc import Callable
 from kv_transfer.open_ticket import OpenTicket
 from kv_transfer.ticket import PeerEndpoint
 from kv_transfer.transport import PeerHandle, Transport
+from runtime.budget import Budget, earliest
 from runtime.errors import InternalError, PeerLostError, TandemError
 
 
@@ -25,6 +26,10 @@ class PeerLink:
     ) -> None:
         self.endpoint = endpoint
         self.tickets: dict[int, OpenTicket] = {}  # by nonce, oldest first
+        self.num_posts = 0
+        """In flight."""
+        self.bytes_in_flight = 0
+        self._moved_at = 0.0
         self._transport = transport
         self._on_connected = on_connected
         self._handle: PeerHandle | None = None
@@ -52,6 +57,26 @@ class PeerLink:
         if self._handle is not None and not self._transport.is_connected(self._handle):
             return PeerLostError(f"connection to {self.endpoint.peer} is lost")
         return None
+
+    def posted(self, num_bytes: int, now: float) -> None:
+        """A post was started."""
+        if self.num_posts == 0:
+            self._moved_at = now
+        self.num_posts += 1
+        self.bytes_in_flight += num_bytes
+
+    def settled(self, num_bytes: int, now: float) -> None:
+        """A post is over."""
+        self.num_posts -= 1
+        self.bytes_in_flight -= num_bytes
+        self._moved_at = now
+
+    def limit_of(self, ticket: OpenTicket) -> Budget | None:
+        """What ``ticket`` has to keep now: its own limit, and that some post of the peer ends."""
+        if not self.num_posts or ticket.is_stopped:
+            return ticket.limit
+        standstill = ticket.ticket.transfer_time(self._moved_at)
+        return standstill if ticket.limit is None else earliest((ticket.limit, standstill))
 
     def close(self) -> None:
         """Disconnect; pending posts become FAILED. Waits for a connect that is under way."""

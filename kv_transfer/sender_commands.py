@@ -19,8 +19,8 @@ class LaneOptions:
     """Smaller posts drain faster after a cancel, larger ones cost fewer round trips."""
     num_staging_slots: int = 128
     drain_timeout_s: float = 5.0
-    """After a cancel or a missed deadline; then the connection is closed under the posts that
-    hang."""
+    """After an error, or when the sender closes; then the connection is closed under the posts that
+    hang. An abandoned ticket drains in the time of a transfer."""
     ready_poll_s: float = 2e-4
     """How often ``ready`` is asked while a push waits for the device."""
 

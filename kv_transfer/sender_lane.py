@@ -1,5 +1,5 @@
 """One thread of the sender: takes commands, posts what is ready, polls what is in flight, enforces
-deadlines.
+limits of time.
 
 Each turn of the loop is the same list of steps, none of which waits for the network; between turns
 it sleeps on a condition until a command arrives, the transport reports something, or the nearest
@@ -9,6 +9,7 @@ to.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -22,7 +23,8 @@ from kv_transfer.posts_in_flight import PostsInFlight
 from kv_transfer.sender_commands import Abandon, Command, Finish, LaneOptions, Open, Push
 from kv_transfer.ticket import SendReport
 from kv_transfer.transport import Transport
-from runtime.errors import DeadlineExceededError, InternalError, TandemError
+from runtime.budget import Budget
+from runtime.errors import InternalError, TandemError
 from runtime.logging import get_logger
 
 _log = get_logger(__name__)
@@ -55,6 +57,7 @@ class SenderLane:
         self._links: list[PeerLink] = []  # also the superseded ones that still have tickets
         self._posts = PostsInFlight(transport)
         self._is_blocked_on_ready = False
+        self._next_limit_at = math.inf  # as of the last sleep
         self._condition = threading.Condition()
         self._inbox: deque[Command] = deque()
         self._woken = False
@@ -108,10 +111,10 @@ class SenderLane:
             self._apply(self._inbox.popleft())
         if self._stopping:
             for ticket in self._tickets.values():
-                ticket.abandon(time.monotonic())
+                ticket.hurry(time.monotonic())
         self._posts.settle()
         self._fail_lost_links()
-        self._enforce_deadlines()
+        self._enforce_limits()
         self._report_over()  # frees staging slots that others wait for
         self._post_all()
         self._report_over()
@@ -143,15 +146,18 @@ class SenderLane:
             times.append(self._options.ready_poll_s)
         if self._posts and self._transport.poll_interval_s is not None:
             times.append(self._transport.poll_interval_s)
-        if self._tickets:
-            nearest = min(self._due_at(ticket) for ticket in self._tickets.values())
-            times.append(max(0.0, nearest - time.monotonic()))
+        self._next_limit_at = min((limit.until for _, _, limit in self._limits()), default=math.inf)
+        if self._next_limit_at < math.inf:
+            times.append(max(0.0, self._next_limit_at - time.monotonic()))
         return min(times, default=None)
 
-    def _due_at(self, ticket: OpenTicket) -> float:
-        if ticket.stopped_at is None:
-            return ticket.deadline
-        return ticket.stopped_at + self._options.drain_timeout_s
+    def _limits(self) -> list[tuple[PeerLink, OpenTicket, Budget]]:
+        return [
+            (link, ticket, limit)
+            for link in self._links
+            for ticket in link.tickets.values()
+            if (limit := link.limit_of(ticket)) is not None
+        ]
 
     # --- Commands.
 
@@ -170,13 +176,17 @@ class SenderLane:
                 except (TandemError, ValueError) as error:
                     ticket.fail(_as_tandem_error(error), now)
             case Finish():
-                ticket.record = command.record
-                ticket.is_finishing = True
+                ticket.finish(command.record, now)
             case Abandon():
                 ticket.abandon(now)
 
     def _open(self, command: Open) -> None:
-        ticket = OpenTicket(ticket=command.ticket, peer=command.peer, opened_at=command.opened_at)
+        ticket = OpenTicket(
+            ticket=command.ticket,
+            peer=command.peer,
+            opened_at=command.opened_at,
+            drain_timeout_s=self._options.drain_timeout_s,
+        )
         self._tickets[ticket.nonce] = ticket
         error = self._builder.check(command.ticket, command.peer)
         if error is not None:
@@ -189,7 +199,7 @@ class SenderLane:
             self._links.append(link)
         link.tickets[ticket.nonce] = ticket
 
-    # --- Losses and deadlines.
+    # --- Losses and limits of time.
 
     def _fail_lost_links(self) -> None:
         for link in self._links:
@@ -208,31 +218,26 @@ class SenderLane:
                 link.close()
                 self._links.remove(link)
 
-    def _enforce_deadlines(self) -> None:
+    def _enforce_limits(self) -> None:
         now = time.monotonic()
-        for ticket in self._tickets.values():
-            if now < self._due_at(ticket):
+        if now < self._next_limit_at:
+            return
+        for link, ticket, limit in self._limits():
+            if not limit.is_over(now):
                 continue
-            if ticket.stopped_at is None:
-                ticket.fail(
-                    DeadlineExceededError(
-                        f"KV transfer to {ticket.peer.peer}: not complete after "
-                        f"{ticket.ticket.timeout_s:g} s, it waited for {ticket.waiting_for()}"
-                    ),
-                    now,
-                )
+            if not ticket.is_stopped:
+                phase = f"KV goes to {link.endpoint.peer}: it waited for {ticket.waiting_for()}"
+                ticket.fail(limit.error(phase), now)
             elif ticket.num_in_flight:
-                self._cut_off(ticket)
+                self._cut_off(link)
         self._posts.settle()
 
-    def _cut_off(self, ticket: OpenTicket) -> None:
+    def _cut_off(self, link: PeerLink) -> None:
         """The peer does not answer: close the connection, so that the posts end and the source is
         free.
         """
-        for link in self._links:
-            if ticket.nonce in link.tickets:
-                _log.warning("closing the connection to %s: posts hang", link.endpoint.peer)
-                link.close()
+        _log.warning("closing the connection to %s: posts hang", link.endpoint.peer)
+        link.close()
 
     # --- Posting.
 
@@ -248,7 +253,7 @@ class SenderLane:
                 self._is_blocked_on_ready |= draft.is_blocked_on_ready
                 if not draft.writes:
                     break
-                if self._posts.post(link.handle, draft):
+                if self._posts.post(link, draft):
                     self._wake()
 
     # --- Reports.

@@ -12,7 +12,6 @@ from kv_transfer.transport import Transport
 from kv_transfer.transports.faulty import FaultyTransport, PlannedPost
 from kv_transfer.transports.loopback.endpoint import LoopbackEndpoint
 from runtime.errors import (
-    DeadlineExceededError,
     PeerLostError,
     StaleTicketError,
     TransferFailedError,
@@ -74,14 +73,14 @@ def test_the_flag_is_not_posted_before_all_data_is_done(
     assert faults.posts[-1].notify is not None
 
 
-def test_a_post_that_hangs_is_cut_off_after_deadline_and_drain_time(
+def test_a_post_that_hangs_is_cut_off_after_transfer_and_drain_time(
     decode: DecodeSide, make_prefill: MakePrefill
 ) -> None:
     faults = Faults(Fault(FaultKind.DROP))
     prefill = make_prefill(wrap=faults.wrap, options=LaneOptions(drain_timeout_s=0.1))
     prefill.send(decode.reserve("r", [1], timeout_s=0.1), decode.peer(), [1])
     report = prefill.report(5.0)
-    assert isinstance(report.error, DeadlineExceededError)
+    assert isinstance(report.error, TransferFailedError)
     assert "1 posts in flight" in str(report.error)
     assert not report.drained
     prefill.send(decode.reserve("next", [2], nonce=8), decode.peer(), [2])
@@ -93,7 +92,7 @@ def test_a_cancelled_post_that_hangs_fails_undrained(
 ) -> None:
     faults = Faults(Fault(FaultKind.DROP))
     prefill = make_prefill(wrap=faults.wrap, options=LaneOptions(drain_timeout_s=0.1))
-    ticket = decode.reserve("r", [1])
+    ticket = decode.reserve("r", [1], timeout_s=0.5)
     prefill.send(ticket, decode.peer(), [1])
     wait_until(lambda: len(faults.posts) == 1)
     prefill.sender.abandon(ticket.nonce)

@@ -15,7 +15,6 @@ from kv_transfer.ticket import PeerEndpoint, SendOutcome, SendReport, SendTicket
 from kv_transfer.transport import TransferHandle, TransferState, Transport
 from kv_transfer.transports.faulty import FaultyTransport, PlannedPost
 from runtime.errors import (
-    DeadlineExceededError,
     DrainingError,
     InternalError,
     PeerLostError,
@@ -269,15 +268,93 @@ def failed(prefill: PrefillSide, ticket: SendTicket, peer: PeerEndpoint) -> Send
     return report
 
 
-def test_a_deadline_names_the_wait(decode: DecodeSide, make_prefill: MakePrefill) -> None:
+def test_no_time_runs_while_the_prompt_is_computed(
+    decode: DecodeSide, make_prefill: MakePrefill
+) -> None:
+    prefill = make_prefill()
+    ticket = decode.reserve("r", [1, 2], timeout_s=0.2)
+    prefill.sender.open(ticket, decode.peer())
+    prefill.sender.push(ticket.nonce, [1], 0)
+    time.sleep(0.5)
+    prefill.sender.push(ticket.nonce, [2], 1)
+    time.sleep(0.5)
+    assert prefill.reports.empty()
+    prefill.sender.finish(ticket.nonce, record_of(ticket))
+    assert prefill.report().outcome is SendOutcome.SENT
+
+
+def test_a_transfer_that_takes_too_long_names_the_limit_and_the_wait(
+    decode: DecodeSide, make_prefill: MakePrefill
+) -> None:
     prefill = make_prefill()
     ticket = decode.reserve("r", [1], timeout_s=0.1)
     prefill.sender.open(ticket, decode.peer())
+    prefill.sender.push(ticket.nonce, [1], 0, ready=lambda: False)
+    prefill.sender.finish(ticket.nonce, record_of(ticket))
     report = prefill.report()
     assert report.outcome is SendOutcome.FAILED
     assert report.drained
-    assert isinstance(report.error, DeadlineExceededError)
-    assert "after 0.1 s, it waited for more KV from the engine" in str(report.error)
+    assert isinstance(report.error, TransferFailedError)
+    assert "0.1 s for the KV transfer (kv_transfer.transfer_timeout_s)" in str(report.error)
+    assert f"{decode.name}: it waited for 1 pushes that are computed" in str(report.error)
+
+
+def test_a_peer_whose_posts_stand_still_fails_its_tickets_before_they_finish(
+    decode: DecodeSide, make_prefill: MakePrefill
+) -> None:
+    """One ticket has a post that never ends, the other only waits for its engine."""
+
+    def drop_data(post: PlannedPost) -> Fault | None:
+        return Fault(FaultKind.DROP) if post.index == 0 else None
+
+    prefill = make_prefill(
+        wrap=lambda inner: FaultyTransport(inner, drop_data),
+        options=LaneOptions(drain_timeout_s=0.1),
+    )
+    idle, stuck = (decode.reserve(f"r{n}", [n], nonce=n, timeout_s=0.3) for n in (1, 2))
+    prefill.sender.open(idle, decode.peer())
+    prefill.sender.open(stuck, decode.peer())
+    prefill.sender.push(stuck.nonce, [2], 0)
+    reports = {report.nonce: report for report in (prefill.report(), prefill.report())}
+    assert {report.outcome for report in reports.values()} == {SendOutcome.FAILED}
+    assert all(isinstance(report.error, TransferFailedError) for report in reports.values())
+    assert reports[idle.nonce].drained
+    assert not reports[stuck.nonce].drained
+
+
+def test_a_peer_whose_posts_go_on_slowly_is_left_alone(
+    decode: DecodeSide, make_prefill: MakePrefill
+) -> None:
+    """All of it takes longer than the limit, which runs from each post that ends."""
+    slow = Fault(FaultKind.DELAY, 0.2)
+    prefill = make_prefill(
+        wrap=lambda inner: FaultyTransport(inner, lambda post: slow if post.index < 6 else None),
+        options=LaneOptions(max_bytes_in_flight=LAYOUT.block_bytes),
+    )
+    ticket = decode.reserve("r", range(6), timeout_s=1.0)
+    prefill.sender.open(ticket, decode.peer())
+    prefill.sender.push(ticket.nonce, list(range(0, 12, 2)), 0)
+    wait_until(lambda: decode.pool.block(5) == prefill.pool.block(10))
+    prefill.sender.finish(ticket.nonce, record_of(ticket))
+    assert prefill.report().outcome is SendOutcome.SENT
+
+
+def test_an_abandoned_ticket_drains_in_the_time_of_a_transfer(
+    decode: DecodeSide, make_prefill: MakePrefill
+) -> None:
+    """Not in the short time after an error: its slow posts share a connection with others."""
+    hold = Fault(FaultKind.DELAY, 0.5)
+    prefill = make_prefill(
+        wrap=lambda inner: FaultyTransport(inner, lambda post: hold),
+        options=LaneOptions(drain_timeout_s=0.05),
+    )
+    ticket = decode.reserve("r", [1])
+    prefill.sender.open(ticket, decode.peer())
+    prefill.sender.push(ticket.nonce, [1], 0)
+    wait_until(lambda: prefill.sender.bytes_in_flight > 0)
+    prefill.sender.abandon(ticket.nonce)
+    report = prefill.report()
+    assert (report.outcome, report.drained) == (SendOutcome.ABANDONED, True)
 
 
 @pytest.mark.parametrize(
