@@ -71,6 +71,7 @@ class KVSender:
                 part=part,
                 num_parts=num_parts,
                 max_post_bytes=options.max_post_bytes,
+                max_staging_slots=options.max_staging_slots_per_peer,
             )
             lane = SenderLane(
                 transport,

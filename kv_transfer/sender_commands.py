@@ -14,10 +14,14 @@ class LaneOptions:
     """Bounds of one lane; sizes in bytes, times in seconds."""
 
     max_bytes_in_flight: int = 1 << 30
-    """Over all peers of the lane; what is above waits here, where it can still be abandoned."""
+    """To one peer, whatever the others take; what is above waits here, where it can still be
+    abandoned."""
     max_post_bytes: int = 64 << 20
     """Smaller posts drain faster after a cancel, larger ones cost fewer round trips."""
-    num_staging_slots: int = 128
+    num_staging_slots: int = 256
+    """For the records and flags of tickets in their last posts, over all peers."""
+    max_staging_slots_per_peer: int = 64
+    """A peer that does not move keeps no more from the others."""
     drain_timeout_s: float = 5.0
     """After an error, or when the sender closes; then the connection is closed under the posts that
     hang. An abandoned ticket drains in the time of a transfer."""

@@ -123,6 +123,8 @@ class SenderLane:
     def _fail_all(self, error: InternalError) -> None:
         """Give up all posts and tickets. Closing the links first ends every read of the sources."""
         for link in self._links:
+            link.begin_close()
+        for link in self._links:
             link.close()
         self._links.clear()
         self._current.clear()
@@ -194,7 +196,7 @@ class SenderLane:
             return
         link = self._current.get(command.peer.peer)
         if link is None or link.error or link.endpoint.endpoint != command.peer.endpoint:
-            link = PeerLink(self._transport, command.peer, on_connected=self._wake)
+            link = PeerLink(self._transport, command.peer, on_change=self._wake)
             self._current[command.peer.peer] = link
             self._links.append(link)
         link.tickets[ticket.nonce] = ticket
@@ -214,8 +216,10 @@ class SenderLane:
     def _close_unused_links(self) -> None:
         for link in list(self._links):
             is_current = self._current.get(link.endpoint.peer) is link
-            if not is_current and not link.tickets and not link.is_connecting:
-                link.close()
+            if is_current or link.tickets:
+                continue
+            link.begin_close()
+            if link.is_closed:
                 self._links.remove(link)
 
     def _enforce_limits(self) -> None:
@@ -230,31 +234,40 @@ class SenderLane:
                 ticket.fail(limit.error(phase), now)
             elif ticket.num_in_flight:
                 self._cut_off(link)
-        self._posts.settle()
 
     def _cut_off(self, link: PeerLink) -> None:
         """The peer does not answer: close the connection, so that the posts end and the source is
         free.
         """
-        _log.warning("closing the connection to %s: posts hang", link.endpoint.peer)
-        link.close()
+        if link.error is None:
+            _log.warning("closing the connection to %s: posts hang", link.endpoint.peer)
+        link.begin_close()
 
     # --- Posting.
 
     def _post_all(self) -> None:
         self._is_blocked_on_ready = False
-        for link in self._links:
-            while link.tickets and link.handle is not None and link.error is None:
-                draft = self._builder.collect(
-                    link.tickets.values(),
-                    self._options.max_bytes_in_flight - self._posts.num_bytes,
-                    is_idle=not self._posts,
-                )
-                self._is_blocked_on_ready |= draft.is_blocked_on_ready
-                if not draft.writes:
-                    break
-                if self._posts.post(link, draft):
-                    self._wake()
+        in_turn = deque(self._links)
+        while in_turn:
+            link = in_turn.popleft()
+            if self._post_one(link):
+                in_turn.append(link)
+
+    def _post_one(self, link: PeerLink) -> bool:
+        """Whether the peer may have another turn: no peer waits while one is given all it wants."""
+        if not link.tickets or link.handle is None or link.error is not None:
+            return False
+        draft = self._builder.collect(
+            link.tickets.values(),
+            self._options.max_bytes_in_flight - link.bytes_in_flight,
+            is_idle=not link.num_posts,
+        )
+        self._is_blocked_on_ready |= draft.is_blocked_on_ready
+        if not draft.writes:
+            return False
+        if self._posts.post(link, draft):
+            self._wake()
+        return True
 
     # --- Reports.
 
