@@ -283,7 +283,8 @@ def _facts(
     def endpoint(prefill: WorkerIdentity) -> decode_pb2.PeerEndpoint:
         # In this order: should a fence come between, the endpoint is void and the sender asks
         # again. The other way round it would pass for one of before the fence, and be good.
-        opaque = transfer.transport.endpoint()
+        writer = peer_name(prefill.instance, prefill.epoch, prefill.rank)
+        opaque = transfer.transport.endpoint(writer)
         return decode_pb2.PeerEndpoint(
             decode=decode,
             transport=transport_name,
@@ -291,9 +292,7 @@ def _facts(
             kv_region_bytes=side.kv_pool.nbytes,
             metadata_region_bytes=transfer.slots.nbytes,
             metadata_slot_bytes=transfer.slots.layout.slot_bytes,
-            fence_generation=transfer.fences.generation_of(
-                peer_name(prefill.instance, prefill.epoch, prefill.rank)
-            ),
+            fence_generation=transfer.fences.generation_of(writer),
         )
 
     return RankFacts(

@@ -5,7 +5,7 @@ it what is next.
     SENT
 
 A ticket stops when it is abandoned or has an error: nothing more is handed out, and it is over when
-the last of its posts is. Belongs to its lane's thread.
+the last of its posts is. No time runs while its prompt is computed. Belongs to its lane's thread.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from kv_transfer.metadata import MetadataRecord
 from kv_transfer.ticket import PeerEndpoint, SendOutcome, SendReport, SendTicket
 from kv_transfer.transport import RegionWrite
+from runtime.budget import Budget, BudgetKind, earliest
 from runtime.errors import TandemError
 
 
@@ -37,6 +38,10 @@ class OpenTicket:
     ticket: SendTicket
     peer: PeerEndpoint
     opened_at: float
+    drain_timeout_s: float
+    """After an error: for the posts in flight to end."""
+    limit: Budget | None = None
+    """None while the prompt is computed. Then for the transfer, at last for the drain."""
     pushes: deque[QueuedPush] = field(default_factory=deque)
     is_finishing: bool = False
     record: MetadataRecord | None = None
@@ -44,7 +49,6 @@ class OpenTicket:
     is_flag_posted: bool = False
     is_abandoned: bool = False
     error: TandemError | None = None
-    stopped_at: float | None = None
     is_drained: bool = True
     num_in_flight: int = 0
     num_bytes: int = 0
@@ -58,13 +62,13 @@ class OpenTicket:
 
     @property
     def request_id(self) -> str:
-        """Of the ticket."""
+        """Of the ticket, for messages."""
         return self.ticket.request_id
 
     @property
-    def deadline(self) -> float:
-        """Monotonic time at which the ticket fails."""
-        return self.opened_at + self.ticket.timeout_s
+    def nonce(self) -> int:
+        """Of the ticket: what it is known by."""
+        return self.ticket.nonce
 
     @property
     def is_stopped(self) -> bool:
@@ -97,19 +101,34 @@ class OpenTicket:
             and not self.is_flag_posted
         )
 
+    def finish(self, record: MetadataRecord | None, now: float) -> None:
+        """No push follows: the time of the transfer begins."""
+        self.record = record
+        self.is_finishing = True
+        self.limit = self.ticket.transfer_time(now)
+
     def fail(self, error: TandemError, now: float) -> None:
         """Stop with the first error; later ones follow from it."""
         if self.error is None:
             error.request_id = error.request_id or self.request_id
             self.error = error
-        self._stop(now)
+            self.limit = self._drain_time(now)
+        self.pushes.clear()
 
     def abandon(self, now: float) -> None:
-        """Stop without an error. With the flag posted it is too late, only the drain timeout
-        starts.
+        """Stop without an error, and drain in the time of a transfer. With the flag posted it is
+        too late.
         """
         self.is_abandoned = not self.is_flag_posted
-        self._stop(now)
+        self.pushes.clear()
+        if self.limit is None:
+            self.limit = self.ticket.transfer_time(now)
+
+    def hurry(self, now: float) -> None:
+        """Abandon, and drain no longer than after an error."""
+        self.abandon(now)
+        assert self.limit is not None
+        self.limit = earliest((self.limit, self._drain_time(now)))
 
     def posted(self, num_writes: int, now: float, post_s: float) -> None:
         """A post with ``num_writes`` of ours was started."""
@@ -141,7 +160,7 @@ class OpenTicket:
         self.fail(error, now)
 
     def waiting_for(self) -> str:
-        """What an open ticket waits for, for the message of a missed deadline."""
+        """What an open ticket waits for, for the message when its time is over."""
         if self.num_in_flight:
             return f"{self.num_in_flight} posts in flight"
         if self.pushes:
@@ -172,7 +191,5 @@ class OpenTicket:
             wire_s=self.wire_s,
         )
 
-    def _stop(self, now: float) -> None:
-        self.pushes.clear()
-        if self.stopped_at is None:
-            self.stopped_at = now
+    def _drain_time(self, now: float) -> Budget:
+        return Budget.start(BudgetKind.TRANSFER, self.drain_timeout_s, now)

@@ -9,7 +9,7 @@ post.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kv_transfer.layout import KVLayout
@@ -42,6 +42,8 @@ class PostDraft:
     flag_slots: list[int] = field(default_factory=list)
     """The peer's slots whose flags are among the writes: what to notify it of."""
     num_bytes: int = 0
+    num_staged: int = 0
+    """Staging slots that the peer's tickets hold."""
     is_blocked_on_ready: bool = False
     """Some push still waits for its source to be written."""
 
@@ -58,6 +60,7 @@ class PostBuilder:
         part: int,
         num_parts: int,
         max_post_bytes: int,
+        max_staging_slots: int,
     ) -> None:
         self._layout = layout
         self._staging = staging
@@ -65,6 +68,7 @@ class PostBuilder:
         self._part = part
         self._num_parts = num_parts
         self._max_post_bytes = max_post_bytes
+        self._max_staging_slots = max_staging_slots  # of one peer
 
     def check(self, ticket: SendTicket, peer: PeerEndpoint) -> TandemError | None:
         """Why ``ticket`` must not be used with ``peer``, before anything is sent."""
@@ -123,11 +127,11 @@ class PostBuilder:
         pieces.reverse()
         return QueuedPush(pieces, push.ready)
 
-    def collect(self, tickets: Iterable[OpenTicket], budget: int, *, is_idle: bool) -> PostDraft:
-        """One post of at most ``budget`` bytes; when ``is_idle``, its first write may exceed
-        that.
+    def collect(self, tickets: Collection[OpenTicket], budget: int, *, is_idle: bool) -> PostDraft:
+        """One post of at most ``budget`` bytes for all ``tickets`` of a peer; when ``is_idle``, its
+        first write may exceed that.
         """
-        draft = PostDraft()
+        draft = PostDraft(num_staged=sum(t.staging_slot is not None for t in tickets))
         budget = min(budget, self._max_post_bytes)
         for ticket in tickets:
             if ticket.is_stopped:
@@ -155,7 +159,7 @@ class PostBuilder:
         self, ticket: OpenTicket, draft: PostDraft, budget: int, *, is_idle: bool
     ) -> list[RegionWrite]:
         taken: list[RegionWrite] = []
-        self._stage(ticket)
+        self._stage(ticket, draft)
         while ticket.pushes and len(taken) < _MAX_WRITES_PER_POST:
             push = ticket.pushes[0]
             if push.ready is not None:
@@ -171,13 +175,16 @@ class PostBuilder:
                 draft.num_bytes += taken[-1].nbytes
             if not push.writes:
                 ticket.pushes.popleft()
-                self._stage(ticket)
+                self._stage(ticket, draft)
         return taken
 
-    def _stage(self, ticket: OpenTicket) -> None:
+    def _stage(self, ticket: OpenTicket, draft: PostDraft) -> None:
         """Copy record and flag to memory that the transport may read, once all data is posted."""
         if not ticket.wants_staging or self._staging.num_free == 0:
             return
+        if draft.num_staged >= self._max_staging_slots:
+            return
+        draft.num_staged += 1
         slot = self._staging.allocate(ticket.ticket.nonce)
         ticket.staging_slot = slot
         layout = self._staging.layout

@@ -8,13 +8,15 @@ import time
 from dataclasses import dataclass
 
 from kv_transfer.metadata import encode_slot_notices
+from kv_transfer.peer_link import PeerLink
 from kv_transfer.post_builder import PostDraft, PostShare
-from kv_transfer.transport import PeerHandle, TransferHandle, TransferState, Transport
+from kv_transfer.transport import TransferHandle, TransferState, Transport
 from runtime.errors import InternalError
 
 
 @dataclass(frozen=True, slots=True)
 class _Post:
+    link: PeerLink
     handle: TransferHandle
     shares: list[PostShare]
 
@@ -30,21 +32,25 @@ class PostsInFlight:
     def __len__(self) -> int:
         return len(self._posts)
 
-    def post(self, peer: PeerHandle, draft: PostDraft) -> bool:
-        """Start a post. True: it is over already, so no listener may tell of it."""
+    def post(self, link: PeerLink, draft: PostDraft) -> bool:
+        """Start a post on a connected link. True: it is over already, so no listener may tell of
+        it.
+        """
+        assert link.handle is not None
         notify = encode_slot_notices(draft.flag_slots) if draft.flag_slots else None
         start = time.monotonic()
         try:
-            handle = self._transport.post(peer, draft.writes, notify)
+            handle = self._transport.post(link.handle, draft.writes, notify)
         except ValueError as error:
             for share in draft.shares:
-                share.ticket.fail(InternalError(f"post to {peer.peer}: {error}"), start)
+                share.ticket.fail(InternalError(f"post to {link.endpoint.peer}: {error}"), start)
             return True
         post_s = time.monotonic() - start
         self.num_bytes += handle.num_bytes
+        link.posted(handle.num_bytes, start)
         for share in draft.shares:
             share.ticket.posted(share.num_writes, start, post_s)
-        self._posts.append(_Post(handle, draft.shares))
+        self._posts.append(_Post(link, handle, draft.shares))
         return self._transport.poll(handle) is not TransferState.PENDING
 
     def settle(self) -> None:
@@ -61,6 +67,7 @@ class PostsInFlight:
                 error = self._transport.error(post.handle) or InternalError("post failed")
             self._transport.release(post.handle)
             self.num_bytes -= post.handle.num_bytes
+            post.link.settled(post.handle.num_bytes, now)
             for share in post.shares:
                 # A copy each: a ticket adds its request id.
                 own = None if error is None else type(error)(error.message)

@@ -28,7 +28,8 @@ from runtime.errors import DrainingError
 
 
 class KVSender:
-    """All open tickets of one prefill rank. Every method may be called from any thread and never
+    """All open tickets of one prefill rank, by nonce: a request that is tried again has a new one
+    while its first may still drain. Every method may be called from any thread and never
     blocks but ``close``.
 
     ``kv_region`` is our KV pool, registered with the transport by the caller; ``part`` of
@@ -56,7 +57,7 @@ class KVSender:
         self._part = part
         self._on_closed = on_closed
         self._lock = threading.Lock()
-        self._lane_of: dict[str, SenderLane] = {}  # open tickets, by request id
+        self._lane_of: dict[int, SenderLane] = {}  # open tickets, by nonce
         self._is_closed = False
         self._num_ignored = 0
         options = options or LaneOptions()
@@ -70,6 +71,7 @@ class KVSender:
                 part=part,
                 num_parts=num_parts,
                 max_post_bytes=options.max_post_bytes,
+                max_staging_slots=options.max_staging_slots_per_peer,
             )
             lane = SenderLane(
                 transport,
@@ -88,8 +90,8 @@ class KVSender:
 
     @property
     def num_ignored(self) -> int:
-        """Calls for requests whose ticket was closed already (a deadline, a lost peer): normal, but
-        worth seeing.
+        """Calls for tickets that were closed already (a deadline, a lost peer): normal, but worth
+        seeing.
         """
         return self._num_ignored
 
@@ -102,21 +104,21 @@ class KVSender:
         """Start a hand-over. All tickets of one peer share a lane and a connection.
 
         Raises:
-            ValueError: the request has an open ticket already.
+            ValueError: a ticket with this nonce is open already.
             DrainingError: ``close`` was called.
         """
         lane = self._lanes[zlib.crc32(peer.peer.encode()) % len(self._lanes)]
         with self._lock:
             if self._is_closed:
                 raise DrainingError("the KV sender is closed", request_id=ticket.request_id)
-            if ticket.request_id in self._lane_of:
-                raise ValueError(f"request {ticket.request_id} has an open ticket already")
-            self._lane_of[ticket.request_id] = lane
+            if ticket.nonce in self._lane_of:
+                raise ValueError(f"ticket {ticket.nonce:016x} is open already")
+            self._lane_of[ticket.nonce] = lane
             lane.submit(Open(ticket, peer, time.monotonic()))
 
     def push(
         self,
-        request_id: str,
+        nonce: int,
         src_block_ids: Sequence[int],
         first_block_index: int,
         *,
@@ -130,9 +132,9 @@ class KVSender:
         lane's thread, must not block, and None means now. Ignored when the ticket is closed.
         """
         blocks = tuple(src_block_ids)
-        self._submit(request_id, Push(request_id, blocks, first_block_index, layers, ready))
+        self._submit(nonce, Push(nonce, blocks, first_block_index, layers, ready))
 
-    def finish(self, request_id: str, record: MetadataRecord | None = None) -> None:
+    def finish(self, nonce: int, record: MetadataRecord | None = None) -> None:
         """No push follows. Part 0 passes the record, the others None. Ignored when the ticket is
         closed.
 
@@ -141,15 +143,15 @@ class KVSender:
         """
         if (record is None) == (self._part == 0):
             raise ValueError(
-                f"request {request_id}: part 0 alone sends the record, this is part {self._part}"
+                f"ticket {nonce:016x}: part 0 alone sends the record, this is part {self._part}"
             )
-        self._submit(request_id, Finish(request_id, record))
+        self._submit(nonce, Finish(nonce, record))
 
-    def abandon(self, request_id: str) -> bool:
-        """Post no more, then report ABANDONED when what is in flight is complete. False: no ticket
-        is open.
+    def abandon(self, nonce: int) -> None:
+        """Post no more, then report ABANDONED when what is in flight is complete. Ignored when the
+        ticket is closed.
         """
-        return self._submit(request_id, Abandon(request_id))
+        self._submit(nonce, Abandon(nonce))
 
     def close(self) -> None:
         """Abandon all tickets, deliver their reports, join all threads. Takes at most the drain
@@ -162,16 +164,15 @@ class KVSender:
         for lane in self._lanes:
             lane.join()
 
-    def _submit(self, request_id: str, command: Push | Finish | Abandon) -> bool:
+    def _submit(self, nonce: int, command: Push | Finish | Abandon) -> None:
         with self._lock:
-            lane = self._lane_of.get(request_id)
+            lane = self._lane_of.get(nonce)
             if lane is None:
                 self._num_ignored += 1
-                return False
-            lane.submit(command)
-            return True
+            else:
+                lane.submit(command)
 
     def _ticket_closed(self, report: SendReport) -> None:
         with self._lock:
-            del self._lane_of[report.request_id]
+            del self._lane_of[report.nonce]
         self._on_closed(report)

@@ -14,13 +14,17 @@ class LaneOptions:
     """Bounds of one lane; sizes in bytes, times in seconds."""
 
     max_bytes_in_flight: int = 1 << 30
-    """Over all peers of the lane; what is above waits here, where it can still be abandoned."""
+    """To one peer, whatever the others take; what is above waits here, where it can still be
+    abandoned."""
     max_post_bytes: int = 64 << 20
     """Smaller posts drain faster after a cancel, larger ones cost fewer round trips."""
-    num_staging_slots: int = 128
+    num_staging_slots: int = 256
+    """For the records and flags of tickets in their last posts, over all peers."""
+    max_staging_slots_per_peer: int = 64
+    """A peer that does not move keeps no more from the others."""
     drain_timeout_s: float = 5.0
-    """After a cancel or a missed deadline; then the connection is closed under the posts that
-    hang."""
+    """After an error, or when the sender closes; then the connection is closed under the posts that
+    hang. An abandoned ticket drains in the time of a transfer."""
     ready_poll_s: float = 2e-4
     """How often ``ready`` is asked while a push waits for the device."""
 
@@ -38,7 +42,7 @@ class Open:
 class Push:
     """Blocks are (about to be) computed."""
 
-    request_id: str
+    nonce: int
     src_block_ids: tuple[int, ...]
     first_block_index: int
     layers: tuple[int, int] | None
@@ -49,7 +53,7 @@ class Push:
 class Finish:
     """No push follows."""
 
-    request_id: str
+    nonce: int
     record: MetadataRecord | None
 
 
@@ -57,7 +61,7 @@ class Finish:
 class Abandon:
     """Post no more."""
 
-    request_id: str
+    nonce: int
 
 
 Command = Open | Push | Finish | Abandon

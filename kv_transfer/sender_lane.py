@@ -1,5 +1,5 @@
 """One thread of the sender: takes commands, posts what is ready, polls what is in flight, enforces
-deadlines.
+limits of time.
 
 Each turn of the loop is the same list of steps, none of which waits for the network; between turns
 it sleeps on a condition until a command arrives, the transport reports something, or the nearest
@@ -9,6 +9,7 @@ to.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -22,7 +23,8 @@ from kv_transfer.posts_in_flight import PostsInFlight
 from kv_transfer.sender_commands import Abandon, Command, Finish, LaneOptions, Open, Push
 from kv_transfer.ticket import SendReport
 from kv_transfer.transport import Transport
-from runtime.errors import DeadlineExceededError, InternalError, TandemError
+from runtime.budget import Budget
+from runtime.errors import InternalError, TandemError
 from runtime.logging import get_logger
 
 _log = get_logger(__name__)
@@ -50,11 +52,12 @@ class SenderLane:
         self._staging = staging
         self._on_closed = on_closed
         self._options = options
-        self._tickets: dict[str, OpenTicket] = {}  # by request id
+        self._tickets: dict[int, OpenTicket] = {}  # by nonce
         self._current: dict[str, PeerLink] = {}  # the link that new tickets use, by peer
         self._links: list[PeerLink] = []  # also the superseded ones that still have tickets
         self._posts = PostsInFlight(transport)
         self._is_blocked_on_ready = False
+        self._next_limit_at = math.inf  # as of the last sleep
         self._condition = threading.Condition()
         self._inbox: deque[Command] = deque()
         self._woken = False
@@ -108,10 +111,10 @@ class SenderLane:
             self._apply(self._inbox.popleft())
         if self._stopping:
             for ticket in self._tickets.values():
-                ticket.abandon(time.monotonic())
+                ticket.hurry(time.monotonic())
         self._posts.settle()
         self._fail_lost_links()
-        self._enforce_deadlines()
+        self._enforce_limits()
         self._report_over()  # frees staging slots that others wait for
         self._post_all()
         self._report_over()
@@ -119,6 +122,8 @@ class SenderLane:
 
     def _fail_all(self, error: InternalError) -> None:
         """Give up all posts and tickets. Closing the links first ends every read of the sources."""
+        for link in self._links:
+            link.begin_close()
         for link in self._links:
             link.close()
         self._links.clear()
@@ -143,15 +148,18 @@ class SenderLane:
             times.append(self._options.ready_poll_s)
         if self._posts and self._transport.poll_interval_s is not None:
             times.append(self._transport.poll_interval_s)
-        if self._tickets:
-            nearest = min(self._due_at(ticket) for ticket in self._tickets.values())
-            times.append(max(0.0, nearest - time.monotonic()))
+        self._next_limit_at = min((limit.until for _, _, limit in self._limits()), default=math.inf)
+        if self._next_limit_at < math.inf:
+            times.append(max(0.0, self._next_limit_at - time.monotonic()))
         return min(times, default=None)
 
-    def _due_at(self, ticket: OpenTicket) -> float:
-        if ticket.stopped_at is None:
-            return ticket.deadline
-        return ticket.stopped_at + self._options.drain_timeout_s
+    def _limits(self) -> list[tuple[PeerLink, OpenTicket, Budget]]:
+        return [
+            (link, ticket, limit)
+            for link in self._links
+            for ticket in link.tickets.values()
+            if (limit := link.limit_of(ticket)) is not None
+        ]
 
     # --- Commands.
 
@@ -159,7 +167,7 @@ class SenderLane:
         if isinstance(command, Open):
             self._open(command)
             return
-        ticket = self._tickets.get(command.request_id)
+        ticket = self._tickets.get(command.nonce)
         if ticket is None or ticket.is_stopped:
             return  # it was closed between the call and now
         now = time.monotonic()
@@ -170,26 +178,30 @@ class SenderLane:
                 except (TandemError, ValueError) as error:
                     ticket.fail(_as_tandem_error(error), now)
             case Finish():
-                ticket.record = command.record
-                ticket.is_finishing = True
+                ticket.finish(command.record, now)
             case Abandon():
                 ticket.abandon(now)
 
     def _open(self, command: Open) -> None:
-        ticket = OpenTicket(ticket=command.ticket, peer=command.peer, opened_at=command.opened_at)
-        self._tickets[ticket.request_id] = ticket
+        ticket = OpenTicket(
+            ticket=command.ticket,
+            peer=command.peer,
+            opened_at=command.opened_at,
+            drain_timeout_s=self._options.drain_timeout_s,
+        )
+        self._tickets[ticket.nonce] = ticket
         error = self._builder.check(command.ticket, command.peer)
         if error is not None:
             ticket.fail(error, time.monotonic())
             return
         link = self._current.get(command.peer.peer)
         if link is None or link.error or link.endpoint.endpoint != command.peer.endpoint:
-            link = PeerLink(self._transport, command.peer, on_connected=self._wake)
+            link = PeerLink(self._transport, command.peer, on_change=self._wake)
             self._current[command.peer.peer] = link
             self._links.append(link)
-        link.tickets[ticket.request_id] = ticket
+        link.tickets[ticket.nonce] = ticket
 
-    # --- Losses and deadlines.
+    # --- Losses and limits of time.
 
     def _fail_lost_links(self) -> None:
         for link in self._links:
@@ -204,60 +216,66 @@ class SenderLane:
     def _close_unused_links(self) -> None:
         for link in list(self._links):
             is_current = self._current.get(link.endpoint.peer) is link
-            if not is_current and not link.tickets and not link.is_connecting:
-                link.close()
+            if is_current or link.tickets:
+                continue
+            link.begin_close()
+            if link.is_closed:
                 self._links.remove(link)
 
-    def _enforce_deadlines(self) -> None:
+    def _enforce_limits(self) -> None:
         now = time.monotonic()
-        for ticket in self._tickets.values():
-            if now < self._due_at(ticket):
+        if now < self._next_limit_at:
+            return
+        for link, ticket, limit in self._limits():
+            if not limit.is_over(now):
                 continue
-            if ticket.stopped_at is None:
-                ticket.fail(
-                    DeadlineExceededError(
-                        f"KV transfer to {ticket.peer.peer}: not complete after "
-                        f"{ticket.ticket.timeout_s:g} s, it waited for {ticket.waiting_for()}"
-                    ),
-                    now,
-                )
+            if not ticket.is_stopped:
+                phase = f"KV goes to {link.endpoint.peer}: it waited for {ticket.waiting_for()}"
+                ticket.fail(limit.error(phase), now)
             elif ticket.num_in_flight:
-                self._cut_off(ticket)
-        self._posts.settle()
+                self._cut_off(link)
 
-    def _cut_off(self, ticket: OpenTicket) -> None:
+    def _cut_off(self, link: PeerLink) -> None:
         """The peer does not answer: close the connection, so that the posts end and the source is
         free.
         """
-        for link in self._links:
-            if ticket.request_id in link.tickets:
-                _log.warning("closing the connection to %s: posts hang", link.endpoint.peer)
-                link.close()
+        if link.error is None:
+            _log.warning("closing the connection to %s: posts hang", link.endpoint.peer)
+        link.begin_close()
 
     # --- Posting.
 
     def _post_all(self) -> None:
         self._is_blocked_on_ready = False
-        for link in self._links:
-            while link.tickets and link.handle is not None and link.error is None:
-                draft = self._builder.collect(
-                    link.tickets.values(),
-                    self._options.max_bytes_in_flight - self._posts.num_bytes,
-                    is_idle=not self._posts,
-                )
-                self._is_blocked_on_ready |= draft.is_blocked_on_ready
-                if not draft.writes:
-                    break
-                if self._posts.post(link.handle, draft):
-                    self._wake()
+        in_turn = deque(self._links)
+        while in_turn:
+            link = in_turn.popleft()
+            if self._post_one(link):
+                in_turn.append(link)
+
+    def _post_one(self, link: PeerLink) -> bool:
+        """Whether the peer may have another turn: no peer waits while one is given all it wants."""
+        if not link.tickets or link.handle is None or link.error is not None:
+            return False
+        draft = self._builder.collect(
+            link.tickets.values(),
+            self._options.max_bytes_in_flight - link.bytes_in_flight,
+            is_idle=not link.num_posts,
+        )
+        self._is_blocked_on_ready |= draft.is_blocked_on_ready
+        if not draft.writes:
+            return False
+        if self._posts.post(link, draft):
+            self._wake()
+        return True
 
     # --- Reports.
 
     def _report_over(self) -> None:
         for ticket in [ticket for ticket in self._tickets.values() if ticket.is_over]:
-            del self._tickets[ticket.request_id]
+            del self._tickets[ticket.nonce]
             for link in self._links:
-                link.tickets.pop(ticket.request_id, None)
+                link.tickets.pop(ticket.nonce, None)
             if ticket.staging_slot is not None:
                 self._staging.free(ticket.staging_slot)
             try:

@@ -14,7 +14,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from runtime.budget import Budget, BudgetKind
 from runtime.errors import TandemError
+
+_TIMEOUT_SETTING = "kv_transfer.transfer_timeout_s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +44,14 @@ class SendTicket:
     """Decode's blocks, from the first block after the prefix that it holds already."""
     slot: int
     timeout_s: float
-    """From ``KVSender.open`` on; then the ticket fails with DeadlineExceededError."""
+    """From ``KVSender.finish`` to its report, or from ``abandon``: while the prompt is computed no
+    time runs. Also how long the peer's posts may stand still. Then it fails with
+    TransferFailedError."""
     fence_generation: int = 0
+
+    def transfer_time(self, since: float) -> Budget:
+        """The time that this ticket gives a transfer, from ``since`` (monotonic) on."""
+        return Budget.start(BudgetKind.TRANSFER, self.timeout_s, since, _TIMEOUT_SETTING)
 
 
 class SendOutcome(enum.Enum):

@@ -35,6 +35,11 @@ def peer_name(instance: str, epoch: int, rank: int) -> str:
     return f"{instance}@{epoch:016x}/{rank}"
 
 
+def owner_of(peer: str) -> str:
+    """The instance and epoch in a peer's name: what all ranks of one life of an instance share."""
+    return peer.rpartition("/")[0] or peer
+
+
 class TransferState(enum.Enum):
     """Where a post stands. DONE and FAILED are final."""
 
@@ -128,9 +133,9 @@ class Transport(Protocol):
         """
         ...
 
-    def endpoint(self) -> bytes:
-        """What a peer needs to write here: address, region keys, connection token. Secret: for
-        authenticated peers.
+    def endpoint(self, peer: str) -> bytes:
+        """What ``peer`` needs to write here: address, region keys, connection token. Secret: for
+        authenticated peers. All ranks of its instance and epoch can use it, nobody else.
         """
         ...
 
@@ -138,7 +143,8 @@ class Transport(Protocol):
         """Open a connection to ``peer``. Blocks for seconds at most.
 
         Raises:
-            StaleTicketError: another process answers there, or the endpoint is of before a fence.
+            StaleTicketError: another process answers there, or the endpoint is of before a fence or
+                was given to another peer.
             PeerLostError: nobody answers.
         """
         ...
@@ -150,7 +156,8 @@ class Transport(Protocol):
         once.
 
         Raises:
-            ValueError: a source outside our registered regions (an error of ours, nothing is sent).
+            ValueError: a source outside our registered regions, too many writes, or too long a
+                notification (errors of ours, nothing is sent).
         """
         ...
 

@@ -17,13 +17,19 @@ from kv_transfer.layout import KVDtype, KVLayout
 from kv_transfer.metadata import SlotLayout
 from kv_transfer.sender import KVSender
 from kv_transfer.settings import transport_options
+from kv_transfer.ticket import SendOutcome, SendReport
 from kv_transfer.transport import KV_REGION, MemoryRegion, Transport, peer_name
 from kv_transfer.transports import create_transport
 from prefill.kv_push import PushSettings, ReadyCheck, always_ready
-from prefill.rank_plan import Closure, PlanShape
-from prefill.rank_sender import RankSender, closure_of
+from prefill.rank_plan import Closure, ClosureOutcome, PlanShape
 from runtime.config import ClusterConfig
 from runtime.worker import WorkerOptions
+
+_OUTCOMES = {
+    SendOutcome.SENT: ClosureOutcome.SENT,
+    SendOutcome.ABANDONED: ClosureOutcome.ABANDONED,
+    SendOutcome.FAILED: ClosureOutcome.FAILED,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +39,7 @@ class SendSide:
     layout: KVLayout
     slot_layout: SlotLayout
     transport: Transport
-    sender: RankSender
+    sender: KVSender
     push: PushSettings
 
     def close(self) -> None:
@@ -87,8 +93,26 @@ def build_send_side(
         layout=layout,
         slot_layout=slot_layout,
         transport=transport,
-        sender=RankSender(sender),
+        sender=sender,
         push=push,
+    )
+
+
+def closure_of(report: SendReport) -> Closure:
+    """What the report means for rank 0 and for decode."""
+    first, last = report.first_post_at, report.last_done_at
+    return Closure(
+        nonce=report.nonce,
+        outcome=_OUTCOMES[report.outcome],
+        drained=report.drained,
+        num_bytes=report.num_bytes,
+        num_descriptors=report.num_descriptors,
+        post_s=report.post_s,
+        wire_s=report.wire_s,
+        transfer_s=last - first if first is not None and last is not None else 0.0,
+        finished_at=last or 0.0,
+        error_code=report.error.code if report.error else None,
+        error=report.error.message if report.error else "",
     )
 
 

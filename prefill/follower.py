@@ -15,10 +15,15 @@ import numpy as np
 import torch
 
 from engine.batch import ForwardBatch, pack_forward_batch
-from prefill.commands import CommandStream, PushBlocks
+from prefill.commands import (
+    AbandonTicket,
+    CommandStream,
+    FinishTicket,
+    OpenTicket,
+    PushBlocks,
+)
 from prefill.kv_push import PushSettings, StepPusher
 from prefill.rank_plan import CLOSURES_PER_ROW, BatchArrays, Closure, PlanKind, StepPlan
-from prefill.rank_sender import apply_command
 from prefill.sender_group import TicketSender
 
 Watch = Callable[[str, int | None], AbstractContextManager[None]]
@@ -101,10 +106,19 @@ class Follower:
             if isinstance(command, PushBlocks):
                 self._pushes.append(command)
             else:
-                apply_command(self._sender, command)
+                self._apply(command)
         if plan.batch is not None:
             self._run_step(plan.batch)
         return plan.kind is not PlanKind.STOP
+
+    def _apply(self, command: OpenTicket | FinishTicket | AbandonTicket) -> None:
+        match command:
+            case OpenTicket(ticket, peer):
+                self._sender.open(ticket, peer)
+            case FinishTicket(nonce):
+                self._sender.finish(nonce, None)
+            case AbandonTicket(nonce):
+                self._sender.abandon(nonce)
 
     def _run_step(self, arrays: BatchArrays) -> None:
         pushes, self._pushes = self._pushes, []

@@ -24,7 +24,15 @@ ReadyCheck = Callable[[], bool]
 class BlockSender(Protocol):
     """The way out of this rank."""
 
-    def push(self, push: PushBlocks, layers: tuple[int, int], ready: ReadyCheck | None) -> None:
+    def push(
+        self,
+        nonce: int,
+        src_block_ids: Sequence[int],
+        first_block_index: int,
+        *,
+        layers: tuple[int, int],
+        ready: ReadyCheck | None,
+    ) -> None:
         """Send our part of the blocks, layers [a, b), once `ready` says True; never blocks."""
         ...
 
@@ -97,5 +105,11 @@ class StepPusher:
             return
         ready = self._settings.record_ready()
         for push in self._pushes:
-            self._sender.push(push, (first, end), ready)
+            self._sender.push(
+                push.nonce,
+                push.src_block_ids,
+                push.first_block_index,
+                layers=(first, end),
+                ready=ready,
+            )
         self._num_pushed_layers = end

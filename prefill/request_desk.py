@@ -10,7 +10,6 @@ the loop's thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from engine.runner import StepResult
 from kv_transfer.metadata import MetadataRecord
@@ -94,9 +93,7 @@ class RequestDesk:
             item = chunk.item
             if item.started_at == 0.0:
                 item.started_at = now
-                # Decode's clock for this ticket has been running since it allocated.
-                ticket = replace(item.ticket, timeout_s=max(item.deadline - now, 0.0))
-                self._senders.open(OpenTicket(ticket, item.peer))
+                self._senders.open(OpenTicket(item.ticket, item.peer))
 
     def complete(self, item: PrefillRequest, result: StepResult) -> None:
         """The first token is known: answer; then the senders finish, or stop if it is the last."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from engine.batch import logits_rows
 from kv_transfer.metadata import MetadataRecord
+from kv_transfer.ticket import PeerEndpoint, SendTicket
 from prefill.commands import (
     AbandonTicket,
     FinishTicket,
@@ -29,12 +30,13 @@ from prefill.request import Chunk
 
 
 class TicketSender(BlockSender, Protocol):
-    """One rank's sender. No method blocks; a ticket that is closed already is no error.
+    """One rank's sender, in a worker `kv_transfer.sender.KVSender`. No method blocks; a ticket that
+    is closed already is no error.
 
     Each opened ticket ends in one `Closure`, reported on a thread of the sender's.
     """
 
-    def open(self, command: OpenTicket) -> None:
+    def open(self, ticket: SendTicket, peer: PeerEndpoint) -> None:
         """Prepare to send under a ticket."""
         ...
 
@@ -95,7 +97,7 @@ class SenderGroup:
 
     def open(self, command: OpenTicket) -> None:
         """Open a ticket on every rank."""
-        self._local.open(command)
+        self._local.open(command.ticket, command.peer)
         if self._followers:
             self._outbox.append(command)
             self._num_awaited += self._followers.num_followers

@@ -7,11 +7,11 @@ transport that blocks would show here first.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kv_transfer.metadata import MetadataRecord
-from prefill.commands import OpenTicket, PushBlocks
+from kv_transfer.ticket import PeerEndpoint, SendTicket
 from prefill.kv_push import ReadyCheck
 from prefill.sender_group import TicketSender
 
@@ -29,15 +29,23 @@ class StallMeter:
         self.longest_s = 0.0
         """Of all steps so far."""
 
-    def open(self, command: OpenTicket) -> None:
+    def open(self, ticket: SendTicket, peer: PeerEndpoint) -> None:
         """See `TicketSender`, as the next three."""
         with self._timed():
-            self._sender.open(command)
+            self._sender.open(ticket, peer)
 
-    def push(self, push: PushBlocks, layers: tuple[int, int], ready: ReadyCheck | None) -> None:
+    def push(
+        self,
+        nonce: int,
+        src_block_ids: Sequence[int],
+        first_block_index: int,
+        *,
+        layers: tuple[int, int],
+        ready: ReadyCheck | None,
+    ) -> None:
         """Called while the step runs."""
         with self._timed():
-            self._sender.push(push, layers, ready)
+            self._sender.push(nonce, src_block_ids, first_block_index, layers=layers, ready=ready)
 
     def finish(self, nonce: int, record: MetadataRecord | None) -> None:
         """Called after the step."""

@@ -31,6 +31,7 @@ _HOST = "127.0.0.1"
 _TIMEOUT_S = 120.0
 _SLOTS = SlotLayout()
 _TICK_S = 1e-3
+_WRITER = peer_name("bench-prefill", 1, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ def run_decode(plan: BenchPlan, pipe: Connection) -> None:
     receiver = KVReceiver(transport, slots, epoch=epoch, on_arrival=on_arrival)
     peer = PeerEndpoint(
         peer=name,
-        endpoint=transport.endpoint(),
+        endpoint=transport.endpoint(_WRITER),
         kv_region_bytes=region.nbytes,
         metadata_region_bytes=slots.nbytes,
     )
@@ -144,7 +145,7 @@ class _Prefill:
         self._pipe = pipe
         self._memory = create_memory(2 * BLOCKS_PER_PROMPT + 1, plan.devices[0])
         self._memory.fill_random(7)
-        self._transport = _create(plan, peer_name("bench-prefill", secrets.randbits(63), 0))
+        self._transport = _create(plan, _WRITER)
         region = self._memory.region()
         self._transport.register(region)
         self._reports: queue.Queue[SendReport] = queue.Queue()
@@ -236,7 +237,7 @@ class _Prefill:
                 return time.monotonic() >= ready_at
 
             self._timed_push(ticket, source, layers, is_ready)
-        self._sender.finish(ticket.request_id, _record(ticket))
+        self._sender.finish(ticket.nonce, _record(ticket))
         self._report()
         return self._verify()[ticket.request_id] - (began + plan.compute_s)
 
@@ -254,8 +255,8 @@ class _Prefill:
     def _send(self, ticket: SendTicket, source: Sequence[int]) -> None:
         began = time.perf_counter()
         self._sender.open(ticket, self._peer)
-        self._sender.push(ticket.request_id, source, 0)
-        self._sender.finish(ticket.request_id, _record(ticket))
+        self._sender.push(ticket.nonce, source, 0)
+        self._sender.finish(ticket.nonce, _record(ticket))
         self._longest_call = max(self._longest_call, time.perf_counter() - began)
 
     def _timed_push(
@@ -266,7 +267,7 @@ class _Prefill:
         ready: object,
     ) -> None:
         began = time.perf_counter()
-        self._sender.push(ticket.request_id, source, 0, layers=layers, ready=ready)  # type: ignore[arg-type]
+        self._sender.push(ticket.nonce, source, 0, layers=layers, ready=ready)  # type: ignore[arg-type]
         self._longest_call = max(self._longest_call, time.perf_counter() - began)
 
     def _report(self) -> SendReport:

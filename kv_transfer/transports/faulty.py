@@ -96,9 +96,9 @@ class FaultyTransport:
         """See ``Transport``."""
         self._inner.deregister(label)
 
-    def endpoint(self) -> bytes:
+    def endpoint(self, peer: str) -> bytes:
         """See ``Transport``."""
-        return self._inner.endpoint()
+        return self._inner.endpoint(peer)
 
     def connect(self, peer: str, endpoint: bytes) -> PeerHandle:
         """See ``Transport``."""

@@ -1,17 +1,25 @@
 """Who may connect to a transport: endpoint tokens, and how a fence makes old ones void.
 
-The token of generation ``g`` is an HMAC of ``g`` under a key that never leaves the process. A fence
-begins a new generation and sets the least one that the fenced peer may present: an endpoint of
-before the fence cannot be made to look newer by its holder, while other peers go on with theirs.
+A token is an HMAC of a fence generation, under a key that is derived for one life of one instance
+from a key that never leaves the process. So a peer can neither call itself another (its token is
+good for the ranks of its own instance and epoch only) nor make an endpoint look newer than it is. A
+fence begins a new generation and sets the least one that the fenced peer may present, while other
+peers go on with theirs.
 """
 
 from __future__ import annotations
 
 import hmac
 import secrets
+from collections.abc import Sequence
 from hashlib import sha256
 
-from kv_transfer.transports.loopback.wire import Hello
+from kv_transfer.transport import owner_of
+from kv_transfer.transports.hello import Hello
+
+MAX_CONNECTIONS = 1024
+MAX_CONNECTIONS_PER_PEER = 16
+"""One is in use; the others are being replaced."""
 
 
 class Gate:
@@ -30,10 +38,10 @@ class Gate:
         """Number of fences so far."""
         return self._generation
 
-    def token(self) -> tuple[int, bytes]:
-        """The present generation and its token."""
+    def token(self, peer: str) -> tuple[int, bytes]:
+        """The present generation, and the token of ``peer`` in it."""
         generation = self._generation
-        return generation, token_of(self._key, generation)
+        return generation, token_of(self._key, peer, generation)
 
     def shut_out(self, peer: str) -> None:
         """From now on ``peer`` needs an endpoint of a later generation than all so far."""
@@ -44,13 +52,24 @@ class Gate:
         """Why whoever says ``hello`` may not connect; empty if it may."""
         if hello.receiver != self._name:
             return "another process answers at this address"
-        if not hmac.compare_digest(hello.token, token_of(self._key, hello.generation)):
-            return "wrong connection token"
+        expected = token_of(self._key, hello.sender, hello.generation)
+        if not hmac.compare_digest(hello.token, expected):
+            return "wrong connection token for this name"
         if hello.generation < self._least_generation.get(hello.sender, 0):
             return "the endpoint is from before a fence: shake hands again"
         return ""
 
 
-def token_of(key: bytes, generation: int) -> bytes:
-    """The proof that one was given an endpoint of ``generation``."""
-    return hmac.digest(key, generation.to_bytes(8, "big"), sha256)
+def reason_too_many(connected: Sequence[str], peer: str) -> str:
+    """Why ``peer`` may not open a connection beside those of ``connected``; empty if it may."""
+    if connected.count(peer) >= MAX_CONNECTIONS_PER_PEER:
+        return f"{peer} has {MAX_CONNECTIONS_PER_PEER} connections already"
+    return "no further connection is accepted" if len(connected) >= MAX_CONNECTIONS else ""
+
+
+def token_of(key: bytes, peer: str, generation: int) -> bytes:
+    """The proof that ``peer``, or another rank of its instance and epoch, was given an endpoint of
+    ``generation``.
+    """
+    own_key = hmac.digest(key, owner_of(peer).encode(), sha256)
+    return hmac.digest(own_key, generation.to_bytes(8, "big"), sha256)

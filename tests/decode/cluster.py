@@ -297,7 +297,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
         src = [next(self._blocks) for _ in range(num_blocks_for(len(prompt), block_size))]
         first_token = self.compute(self._pool, src, prompt)
         for sender in self.senders:
-            sender.push(ticket.request_id, src[ticket.num_cached_tokens // block_size :], 0)
+            sender.push(ticket.nonce, src[ticket.num_cached_tokens // block_size :], 0)
         return first_token
 
     def finish(self, ticket: decode_pb2.TransferTicket, first_token: int) -> None:
@@ -306,7 +306,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
             nonce=ticket.nonce, epoch=ticket.decode.epoch, first_token=first_token
         )
         for rank, sender in enumerate(self.senders):
-            sender.finish(ticket.request_id, record if rank == 0 else None)
+            sender.finish(ticket.nonce, record if rank == 0 else None)
 
     async def run(self, ticket: decode_pb2.TransferTicket, prompt: Sequence[int]) -> int:
         """All of it; returns the first token."""
@@ -319,7 +319,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
         """Stop on every rank, and close with `outcome`."""
         self.outcome = outcome
         for sender in self.senders:
-            sender.abandon(ticket.request_id)
+            sender.abandon(ticket.nonce)
 
     async def Revoke(self, request: prefill_pb2.RevokeRequest, context: Any) -> Any:
         self.revoked.append(request.nonce)
@@ -327,7 +327,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
         if not self.answers_revoke:
             await asyncio.sleep(3600)
         for sender in self.senders:
-            sender.abandon(request.request_id)
+            sender.abandon(request.nonce)
         known = request.nonce in self._tickets
         while known and self._num_reports(request.nonce) < self.num_ranks:
             await asyncio.sleep(0.005)

@@ -23,6 +23,8 @@ LAYOUT = KVLayout(dtype=KVDtype.BFLOAT16, block_size=4, num_layers=3, latent_dim
 SLOT_LAYOUT = SlotLayout(max_top_logprobs=5, mtp_hidden_bytes=64, max_parts=8)
 HOST = "127.0.0.1"
 TIMEOUT_S = 20.0
+PREFILL_EPOCH = 0xF1
+PREFILL = peer_name("prefill-0", PREFILL_EPOCH, 0)
 
 
 class Pool:
@@ -74,11 +76,11 @@ class DecodeSide:
             self.transport, self.slots, epoch=epoch, on_arrival=self.arrivals.put
         )
 
-    def peer(self) -> PeerEndpoint:
-        """What a handshake answers."""
+    def peer(self, writer: str = PREFILL) -> PeerEndpoint:
+        """What a handshake of ``writer`` answers."""
         return PeerEndpoint(
             peer=self.name,
-            endpoint=self.transport.endpoint(),
+            endpoint=self.transport.endpoint(writer),
             kv_region_bytes=len(self.pool.memory),
             metadata_region_bytes=self.slots.nbytes,
             fence_generation=self.transport.fence_generation,
@@ -124,7 +126,7 @@ class PrefillSide:
         num_threads: int = 2,
         options: LaneOptions | None = None,
         transport: str = "loopback",
-        epoch: int = 0xF1,
+        epoch: int = PREFILL_EPOCH,
     ) -> None:
         if pool is None:
             pool = Pool(32)
@@ -151,8 +153,8 @@ class PrefillSide:
     def send(self, ticket: SendTicket, peer: PeerEndpoint, src_block_ids: Sequence[int]) -> None:
         """A whole hand-over: open, one push, finish."""
         self.sender.open(ticket, peer)
-        self.sender.push(ticket.request_id, src_block_ids, 0)
-        self.sender.finish(ticket.request_id, record_of(ticket) if self.part == 0 else None)
+        self.sender.push(ticket.nonce, src_block_ids, 0)
+        self.sender.finish(ticket.nonce, record_of(ticket) if self.part == 0 else None)
 
     def report(self, timeout_s: float = TIMEOUT_S) -> SendReport:
         return self.reports.get(timeout=timeout_s)

@@ -58,10 +58,10 @@ def test_what_only_disturbs_is_survived(
     prefill = make_prefill(wrap=at.wrap)
     ticket = decode.reserve("r", [1, 2])
     prefill.sender.open(ticket, decode.peer())
-    prefill.sender.push("r", [1], 0)
+    prefill.sender.push(ticket.nonce, [1], 0)
     wait_until(lambda: len(at.posts) == 1)
-    prefill.sender.push("r", [2], 1)
-    prefill.sender.finish("r", record_of(ticket))
+    prefill.sender.push(ticket.nonce, [2], 1)
+    prefill.sender.finish(ticket.nonce, record_of(ticket))
     arrival = decode.arrival()
     assert arrival.error is None
     assert prefill.report().outcome is SendOutcome.SENT
@@ -79,9 +79,9 @@ def test_a_stalled_end_is_told_late_and_a_cancel_waits_for_it(
     prefill = make_prefill(wrap=at.wrap)
     ticket = decode.reserve("r", [1])
     prefill.sender.open(ticket, decode.peer())
-    prefill.sender.push("r", [1], 0)
+    prefill.sender.push(ticket.nonce, [1], 0)
     wait_until(lambda: decode.pool.block(1) == prefill.pool.block(1))
-    prefill.sender.abandon("r")
+    prefill.sender.abandon(ticket.nonce)
     time.sleep(0.1)
     assert prefill.reports.empty()  # landed, but nobody may know yet: not drained
     report = prefill.report()
@@ -94,12 +94,12 @@ def test_reordered_posts_overtake(decode: DecodeSide, make_prefill: MakePrefill)
     prefill = make_prefill(wrap=at.wrap)
     ticket = decode.reserve("r", [1, 2])
     prefill.sender.open(ticket, decode.peer())
-    prefill.sender.push("r", [1], 0)
+    prefill.sender.push(ticket.nonce, [1], 0)
     wait_until(lambda: len(at.posts) == 1)
     assert decode.pool.is_zero()
-    prefill.sender.push("r", [2], 1)
+    prefill.sender.push(ticket.nonce, [2], 1)
     wait_until(lambda: decode.pool.block(1) == prefill.pool.block(1), 5.0)  # not 30 s
-    prefill.sender.finish("r", record_of(ticket))
+    prefill.sender.finish(ticket.nonce, record_of(ticket))
     assert decode.arrival().error is None
 
 

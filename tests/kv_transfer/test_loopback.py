@@ -18,6 +18,7 @@ from kv_transfer.transport import (
     RegionWrite,
     TransferState,
     Transport,
+    peer_name,
 )
 from kv_transfer.transports import create_transport
 from kv_transfer.transports.gate import token_of
@@ -59,7 +60,7 @@ class Pair:
         self.peer = self.connect()
 
     def connect(self) -> PeerHandle:
-        return self.writer.connect("reader", self.reader.endpoint())
+        return self.writer.connect("reader", self.reader.endpoint("writer"))
 
     def write(self, src: int, dst: int) -> RegionWrite:
         size = self.source.layout.block_bytes
@@ -137,12 +138,12 @@ def test_unknown_regions_and_unregistered_sources(pair: Pair) -> None:
     with pytest.raises(ValueError, match="is not registered"):
         pair.writer.post(pair.peer, [pair.write(0, 0)._replace(src_address=4096)])
     pair.reader.deregister(KV_REGION)
-    pair.peer = pair.writer.connect("reader", pair.reader.endpoint())
+    pair.peer = pair.writer.connect("reader", pair.reader.endpoint("writer"))
     assert isinstance(pair.run([pair.write(0, 0)]), TransferFailedError)
 
 
 def test_a_region_of_before_deregister_cannot_be_written(pair: Pair) -> None:
-    old_endpoint = pair.reader.endpoint()
+    old_endpoint = pair.reader.endpoint("writer")
     pair.reader.deregister(KV_REGION)
     pair.reader.register(pair.target.region())
     pair.peer = pair.writer.connect("reader", old_endpoint)
@@ -167,21 +168,41 @@ def changed(endpoint: bytes, **values: object) -> bytes:
 
 def test_a_wrong_token_is_refused(pair: Pair) -> None:
     with pytest.raises(StaleTicketError, match="wrong connection token"):
-        pair.writer.connect("reader", changed(pair.reader.endpoint(), token="00" * 32))
+        pair.writer.connect("reader", changed(pair.reader.endpoint("writer"), token="00" * 32))
 
 
 def test_the_token_of_a_generation_cannot_be_used_for_another(pair: Pair) -> None:
     with pytest.raises(StaleTicketError, match="wrong connection token"):
-        pair.writer.connect("reader", changed(pair.reader.endpoint(), generation=1))
+        pair.writer.connect("reader", changed(pair.reader.endpoint("writer"), generation=1))
 
 
-def test_tokens_differ_by_key_and_generation() -> None:
-    assert len({token_of(key, g) for key in (b"a", b"b") for g in (0, 1)}) == 4
+def test_tokens_differ_by_key_peer_and_generation() -> None:
+    values = {token_of(key, p, g) for key in (b"a", b"b") for p in "pq" for g in (0, 1)}
+    assert len(values) == 8
+
+
+def test_a_token_is_good_for_the_peer_that_it_was_given_to(make: MakeTransport) -> None:
+    reader = make("reader")
+    endpoint = reader.endpoint(peer_name("prefill-0", 1, 0))
+    for rank in (0, 3):  # the ranks of an instance share a handshake
+        make(peer_name("prefill-0", 1, rank)).connect("reader", endpoint)
+    for name in (peer_name("prefill-1", 1, 0), peer_name("prefill-0", 2, 0), "prefill-0", ""):
+        with pytest.raises(StaleTicketError, match="wrong connection token for this name"):
+            make(name).connect("reader", endpoint)
+
+
+def test_a_fenced_peer_does_not_come_back_by_another_name(make: MakeTransport) -> None:
+    reader, fenced, other = make("reader"), peer_name("p", 1, 0), peer_name("p", 2, 0)
+    endpoint = reader.endpoint(fenced)
+    reader.fence(fenced)
+    for name in (fenced, other):
+        with pytest.raises(StaleTicketError, match=r"before a fence|for this name"):
+            make(name).connect("reader", endpoint)
 
 
 def test_another_process_at_the_address_is_refused_as_stale(make: MakeTransport) -> None:
     writer, restarted = make("writer"), make("decode-0@2/0")
-    endpoint = LoopbackEndpoint.decode(restarted.endpoint())
+    endpoint = LoopbackEndpoint.decode(restarted.endpoint("writer"))
     old = replace(endpoint, name="decode-0@1/0").encode()
     with pytest.raises(StaleTicketError, match="another process answers"):
         writer.connect("decode-0@1/0", old)
@@ -191,7 +212,7 @@ def test_another_process_at_the_address_is_refused_as_stale(make: MakeTransport)
 
 def test_nobody_answers(make: MakeTransport) -> None:
     writer, reader = make("writer"), make("reader")
-    endpoint = reader.endpoint()
+    endpoint = reader.endpoint("writer")
     reader.close()
     with pytest.raises(PeerLostError, match="no connection to"):
         writer.connect("reader", endpoint)
@@ -204,7 +225,7 @@ def test_an_endpoint_that_is_none(make: MakeTransport) -> None:
 
 
 def test_garbage_on_the_port_is_dropped_and_others_are_served(pair: Pair) -> None:
-    endpoint = LoopbackEndpoint.decode(pair.reader.endpoint())
+    endpoint = LoopbackEndpoint.decode(pair.reader.endpoint("writer"))
     with socket.create_connection((endpoint.host, endpoint.port), timeout=5) as sock:
         sock.sendall(b"GET / HTTP/1.1".ljust(50))  # as long as a hello
         assert sock.recv(100) == b""
@@ -231,7 +252,7 @@ def test_disconnect_fails_pending_posts_before_it_returns(pair: Pair) -> None:
 
 
 def test_fence_ends_the_peer_and_voids_its_endpoint(pair: Pair) -> None:
-    old_endpoint = pair.reader.endpoint()
+    old_endpoint = pair.reader.endpoint("writer")
     pair.reader.fence("writer")
     assert pair.reader.fence_generation == 1
     assert isinstance(pair.run([pair.write(0, 0)]), PeerLostError)
@@ -243,7 +264,7 @@ def test_fence_ends_the_peer_and_voids_its_endpoint(pair: Pair) -> None:
 
 
 def test_fence_of_one_peer_leaves_the_others(pair: Pair, make: MakeTransport) -> None:
-    endpoint = pair.reader.endpoint()
+    endpoint = pair.reader.endpoint("third")
     pair.reader.fence("somebody else")
     assert pair.run([pair.write(1, 1)]) is None
     late = make("third")
@@ -269,9 +290,8 @@ def test_nothing_lands_after_fence_returns(make: MakeTransport) -> None:
 
 def test_a_silent_connection_does_not_block_close(make: MakeTransport) -> None:
     reader = make("reader")
-    endpoint = LoopbackEndpoint.decode(reader.endpoint())
+    endpoint = LoopbackEndpoint.decode(reader.endpoint("writer"))
     with socket.create_connection((endpoint.host, endpoint.port), timeout=5):
-        wait_until(lambda: any(t.name == "kv-loopback-in" for t in threading.enumerate()))
         reader.close()
     reader.close()
 

@@ -64,7 +64,7 @@ class Pair:
         self.writer, self.reader = make("writer"), make("reader")
         self.writer.register(self.source.region())
         self.reader.register(self.target.region())
-        self.peer = self.writer.connect("reader", self.reader.endpoint())
+        self.peer = self.writer.connect("reader", self.reader.endpoint("writer"))
 
     def write(self, src: int, dst: int, count: int = 1) -> RegionWrite:
         return RegionWrite(KV_REGION, self.source.address + src * BLOCK, dst * BLOCK, count * BLOCK)
@@ -134,10 +134,12 @@ def test_memory_registered_after_the_connection_can_be_sent(pair: Pair) -> None:
 
 
 def test_a_wrong_token_is_refused(pair: Pair) -> None:
-    values = json.loads(pair.reader.endpoint())
+    values = json.loads(pair.reader.endpoint("writer"))
     values["token"] = "00" * 32
     with pytest.raises(StaleTicketError, match="token"):
         pair.writer.connect("reader", json.dumps(values).encode())
+    with pytest.raises(StaleTicketError, match="token for this name"):
+        pair.writer.connect("reader", pair.reader.endpoint("somebody else"))
 
 
 def test_an_endpoint_that_is_none(pair: Pair) -> None:
@@ -147,7 +149,7 @@ def test_an_endpoint_that_is_none(pair: Pair) -> None:
 
 
 def test_another_library_is_refused_before_anything_is_sent(pair: Pair) -> None:
-    values = json.loads(pair.reader.endpoint())
+    values = json.loads(pair.reader.endpoint("writer"))
     values["library"] = "pigeon"
     with pytest.raises(TransferFailedError, match="speaks 'pigeon'"):
         pair.writer.connect("reader", json.dumps(values).encode())
@@ -156,16 +158,16 @@ def test_another_library_is_refused_before_anything_is_sent(pair: Pair) -> None:
 def test_a_peer_that_restarted_on_the_address_is_stale(pair: Pair, make: MakeTransport) -> None:
     """The address answers, with another epoch in its name and another token key."""
     reborn = make("reader-2")
-    values = json.loads(pair.reader.endpoint())
-    values["port"] = PairedEndpoint.decode(reborn.endpoint()).port
+    values = json.loads(pair.reader.endpoint("writer"))
+    values["port"] = PairedEndpoint.decode(reborn.endpoint("writer")).port
     with pytest.raises(StaleTicketError, match="another process"):
         pair.writer.connect("reader", json.dumps(values).encode())
     with pytest.raises(StaleTicketError, match="is of reader-2"):
-        pair.writer.connect("reader", reborn.endpoint())
+        pair.writer.connect("reader", reborn.endpoint("writer"))
 
 
 def test_nobody_answers(pair: Pair) -> None:
-    endpoint = pair.reader.endpoint()
+    endpoint = pair.reader.endpoint("writer")
     pair.reader.close()
     with pytest.raises(PeerLostError):
         pair.writer.connect("reader", endpoint)
@@ -176,8 +178,8 @@ def test_a_fence_voids_endpoint_and_connection_of_one_peer(pair: Pair, make: Mak
     other_pool.fill_random()
     other = make("other")
     other.register(other_pool.region())
-    other_peer = other.connect("reader", pair.reader.endpoint())
-    old = pair.reader.endpoint()
+    other_peer = other.connect("reader", pair.reader.endpoint("other"))
+    old = pair.reader.endpoint("writer")
     pair.reader.fence("writer")
     assert pair.reader.fence_generation == 1
     pair.target.memory[:] = bytes(len(pair.target.memory))
@@ -193,7 +195,7 @@ def test_a_fence_voids_endpoint_and_connection_of_one_peer(pair: Pair, make: Mak
     handle = other.post(other_peer, [write])
     wait_until(lambda: other.poll(handle) is TransferState.DONE)
     assert pair.target.block(3) == other_pool.block(0)
-    peer = pair.writer.connect("reader", pair.reader.endpoint())
+    peer = pair.writer.connect("reader", pair.reader.endpoint("writer"))
     assert pair.finished(pair.writer.post(peer, [pair.write(7, 7)])) is TransferState.DONE
     assert pair.target.block(7) == pair.source.block(7)
 
@@ -225,7 +227,7 @@ def test_instances_of_the_library_go_with_their_connections(
     pair.writer.disconnect(pair.peer)
     before = counts()
     for _ in range(3 if library == "mooncake" else 8):
-        peer = pair.writer.connect("reader", pair.reader.endpoint())
+        peer = pair.writer.connect("reader", pair.reader.endpoint("writer"))
         assert pair.finished(pair.writer.post(peer, [pair.write(1, 1)])) is TransferState.DONE
         pair.writer.disconnect(peer)
 

@@ -11,13 +11,13 @@ import threading
 
 import pytest
 
-from kv_transfer.transports.loopback.sockets import open_listener
-from kv_transfer.transports.loopback.wire import Status, receive_hello, send_reply
+from kv_transfer.transports.hello import HelloReader, Status, send_reply
 from kv_transfer.transports.paired.endpoint import PairedEndpoint
 from kv_transfer.transports.paired.frames import FrameKind, receive_frame, send_frame
 from kv_transfer.transports.paired.identity import ProcessIdentity
 from kv_transfer.transports.paired.incoming_peer import IncomingPeer
 from kv_transfer.transports.paired.transport import PairedTransport
+from kv_transfer.transports.sockets import open_listener
 from runtime.errors import PeerLostError
 from tests.kv_transfer.helpers import HOST
 
@@ -37,7 +37,7 @@ def test_a_writer_that_is_fenced_before_the_offer_says_bye() -> None:
     def receiver() -> None:
         sock, _ = listener.accept()
         with sock:
-            receive_hello(sock)
+            HelloReader().read(sock)
             send_reply(sock, Status.OK, "")
             receive_frame(sock)  # WHO
             send_frame(sock, FrameKind.FENCE)
@@ -69,7 +69,7 @@ def test_only_a_peer_that_had_the_offer_may_still_write() -> None:
     us = ProcessIdentity.of_this_process()
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        peer = IncomingPeer(ours, lambda name, message: None)
+        peer = IncomingPeer(ours, "writer", lambda name, message: None)
         assert not peer.may_still_write(us)
         peer.who = dataclasses.replace(us, pid=1)
         assert not peer.may_still_write(us)

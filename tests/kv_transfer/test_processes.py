@@ -14,7 +14,7 @@ from kv_transfer.layout import KVDtype, KVLayout
 from kv_transfer.receiver import Arrival
 from kv_transfer.sender_commands import LaneOptions
 from kv_transfer.ticket import SendOutcome, SendReport
-from runtime.errors import DeadlineExceededError, PeerLostError
+from runtime.errors import PeerLostError, TransferFailedError
 from tests.kv_transfer.helpers import DecodeSide, Pool, PrefillSide, random_ids, wait_until
 from tests.kv_transfer.processes import (
     Child,
@@ -105,7 +105,7 @@ def test_a_killed_receiver_fails_the_ticket_at_once(
     assert prefill.sender.bytes_in_flight == 0
 
 
-def test_a_stopped_receiver_costs_the_deadline_and_no_more(
+def test_a_stopped_receiver_costs_the_time_of_a_transfer_and_no_more(
     start_child: StartChild, make_prefill: MakePrefill
 ) -> None:
     """SIGSTOP: the sockets stay open and nothing moves, as with a hung host."""
@@ -117,11 +117,11 @@ def test_a_stopped_receiver_costs_the_deadline_and_no_more(
     ticket = replace(reserve_at(decode, "r", range(64), 1), timeout_s=0.5)
     os.kill(pid_of(decode), signal.SIGSTOP)
     prefill.sender.open(ticket, peer)
-    prefill.sender.push("r", list(range(64)), 0)
+    prefill.sender.push(ticket.nonce, list(range(64)), 0)
     start = time.monotonic()
     report = prefill.report(5.0)
     assert time.monotonic() - start < 2.0
-    assert isinstance(report.error, DeadlineExceededError | PeerLostError)
+    assert isinstance(report.error, TransferFailedError | PeerLostError)
     assert report.outcome is SendOutcome.FAILED
 
 

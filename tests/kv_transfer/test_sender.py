@@ -15,7 +15,6 @@ from kv_transfer.ticket import PeerEndpoint, SendOutcome, SendReport, SendTicket
 from kv_transfer.transport import TransferHandle, TransferState, Transport
 from kv_transfer.transports.faulty import FaultyTransport, PlannedPost
 from runtime.errors import (
-    DeadlineExceededError,
     DrainingError,
     InternalError,
     PeerLostError,
@@ -106,8 +105,8 @@ def test_chunks_and_layer_groups(decode: DecodeSide, make_prefill: MakePrefill) 
     prefill.sender.open(ticket, decode.peer())
     for start in (0, 4, 8):
         for layers in ((0, 2), (2, 3)):
-            prefill.sender.push("r", src[start : start + 4], start, layers=layers)
-    prefill.sender.finish("r", record_of(ticket))
+            prefill.sender.push(ticket.nonce, src[start : start + 4], start, layers=layers)
+    prefill.sender.finish(ticket.nonce, record_of(ticket))
     decode.arrival()
     assert_landed(prefill, decode, src, ticket.block_ids)
 
@@ -121,8 +120,8 @@ def test_single_block_pushes_spread_over_the_parts(
     for part in parts:
         part.sender.open(ticket, decode.peer())
         for index in range(8):
-            part.sender.push("r", [index], index)
-        part.sender.finish("r", record_of(ticket) if part.part == 0 else None)
+            part.sender.push(ticket.nonce, [index], index)
+        part.sender.finish(ticket.nonce, record_of(ticket) if part.part == 0 else None)
     reports = [part.report() for part in parts]
     assert [r.num_bytes for r in reports[1:]] == [2 * LAYOUT.block_bytes + FLAG_BYTES] * 3
 
@@ -133,7 +132,7 @@ def test_a_full_prefix_hit_sends_only_the_slot(
     prefill = make_prefill()
     ticket = decode.reserve("r", [])
     prefill.sender.open(ticket, decode.peer())
-    prefill.sender.finish("r", record_of(ticket))
+    prefill.sender.finish(ticket.nonce, record_of(ticket))
     assert decode.arrival().record == record_of(ticket)
     assert prefill.report().num_bytes == SLOT_LAYOUT.flags_offset + FLAG_BYTES
 
@@ -145,8 +144,8 @@ def test_nothing_is_posted_before_it_is_ready(
     computed = threading.Event()
     ticket = decode.reserve("r", [1])
     prefill.sender.open(ticket, decode.peer())
-    prefill.sender.push("r", [0], 0, ready=computed.is_set)
-    prefill.sender.finish("r", record_of(ticket))
+    prefill.sender.push(ticket.nonce, [0], 0, ready=computed.is_set)
+    prefill.sender.finish(ticket.nonce, record_of(ticket))
     time.sleep(0.1)
     assert decode.pool.is_zero()
     assert prefill.reports.empty()
@@ -163,8 +162,8 @@ def test_waiting_requests_share_posts(decode: DecodeSide, make_prefill: MakePref
     tickets = [decode.reserve(f"r{i}", [i], nonce=i + 1) for i in range(8)]
     for index, ticket in enumerate(tickets):
         prefill.sender.open(ticket, peer)
-        prefill.sender.push(ticket.request_id, [index], 0, ready=computed.is_set)
-        prefill.sender.finish(ticket.request_id, record_of(ticket))
+        prefill.sender.push(ticket.nonce, [index], 0, ready=computed.is_set)
+        prefill.sender.finish(ticket.nonce, record_of(ticket))
     time.sleep(0.05)  # all of them wait for the same event now
     computed.set()
     assert {prefill.report().outcome for _ in tickets} == {SendOutcome.SENT}
@@ -211,39 +210,53 @@ def test_abandon_drains_and_sends_no_flag(decode: DecodeSide, make_prefill: Make
     prefill = make_prefill(wrap=lambda inner: FaultyTransport(inner, lambda post: hold))
     ticket = decode.reserve("r", [1, 2])
     prefill.sender.open(ticket, decode.peer())
-    prefill.sender.push("r", [1], 0)
+    prefill.sender.push(ticket.nonce, [1], 0)
     wait_until(lambda: prefill.sender.bytes_in_flight > 0)
-    prefill.sender.push("r", [2], 1, ready=lambda: False)
-    assert prefill.sender.abandon("r")
+    prefill.sender.push(ticket.nonce, [2], 1, ready=lambda: False)
+    prefill.sender.abandon(ticket.nonce)
     report = prefill.report()
     assert (report.outcome, report.drained) == (SendOutcome.ABANDONED, True)
     assert report.num_bytes == LAYOUT.block_bytes  # what was in flight has landed before
     assert_landed(prefill, decode, [1], (1,))
     assert decode.arrivals.empty()
-    assert not prefill.sender.abandon("r")
+    prefill.sender.abandon(ticket.nonce)
+    assert prefill.sender.num_ignored == 1
 
 
 def test_calls_after_the_report_are_ignored(decode: DecodeSide, make_prefill: MakePrefill) -> None:
     prefill = make_prefill()
     ticket = decode.reserve("r", [1])
     prefill.sender.open(ticket, decode.peer())
-    prefill.sender.abandon("r")
+    prefill.sender.abandon(ticket.nonce)
     assert prefill.report().outcome is SendOutcome.ABANDONED
-    prefill.sender.push("r", [1], 0)
-    prefill.sender.finish("r", record_of(ticket))
+    prefill.sender.push(ticket.nonce, [1], 0)
+    prefill.sender.finish(ticket.nonce, record_of(ticket))
     assert prefill.sender.num_ignored == 2
     with pytest.raises(ValueError, match="part 0 alone"):
-        prefill.sender.finish("r", None)
+        prefill.sender.finish(ticket.nonce, None)
 
 
-def test_two_tickets_of_one_request_are_refused(
-    decode: DecodeSide, make_prefill: MakePrefill
-) -> None:
+def test_one_ticket_is_not_opened_twice(decode: DecodeSide, make_prefill: MakePrefill) -> None:
     prefill = make_prefill()
     ticket = decode.reserve("r", [1])
     prefill.sender.open(ticket, decode.peer())
-    with pytest.raises(ValueError, match="open ticket already"):
+    with pytest.raises(ValueError, match="is open already"):
         prefill.sender.open(ticket, decode.peer())
+
+
+def test_a_request_is_tried_again_while_its_first_ticket_is_open(
+    decode: DecodeSide, make_prefill: MakePrefill
+) -> None:
+    prefill = make_prefill()
+    first = decode.reserve("r", [1], nonce=1)
+    prefill.sender.open(first, decode.peer())
+    assert decode.receiver.forget("r")
+    prefill.send(decode.reserve("r", [2], nonce=2), decode.peer(), [2])
+    report = prefill.report()
+    assert (report.request_id, report.nonce, report.outcome) == ("r", 2, SendOutcome.SENT)
+    prefill.sender.abandon(first.nonce)
+    report = prefill.report()
+    assert (report.nonce, report.outcome) == (1, SendOutcome.ABANDONED)
 
 
 def failed(prefill: PrefillSide, ticket: SendTicket, peer: PeerEndpoint) -> SendReport:
@@ -255,15 +268,93 @@ def failed(prefill: PrefillSide, ticket: SendTicket, peer: PeerEndpoint) -> Send
     return report
 
 
-def test_a_deadline_names_the_wait(decode: DecodeSide, make_prefill: MakePrefill) -> None:
+def test_no_time_runs_while_the_prompt_is_computed(
+    decode: DecodeSide, make_prefill: MakePrefill
+) -> None:
+    prefill = make_prefill()
+    ticket = decode.reserve("r", [1, 2], timeout_s=0.2)
+    prefill.sender.open(ticket, decode.peer())
+    prefill.sender.push(ticket.nonce, [1], 0)
+    time.sleep(0.5)
+    prefill.sender.push(ticket.nonce, [2], 1)
+    time.sleep(0.5)
+    assert prefill.reports.empty()
+    prefill.sender.finish(ticket.nonce, record_of(ticket))
+    assert prefill.report().outcome is SendOutcome.SENT
+
+
+def test_a_transfer_that_takes_too_long_names_the_limit_and_the_wait(
+    decode: DecodeSide, make_prefill: MakePrefill
+) -> None:
     prefill = make_prefill()
     ticket = decode.reserve("r", [1], timeout_s=0.1)
     prefill.sender.open(ticket, decode.peer())
+    prefill.sender.push(ticket.nonce, [1], 0, ready=lambda: False)
+    prefill.sender.finish(ticket.nonce, record_of(ticket))
     report = prefill.report()
     assert report.outcome is SendOutcome.FAILED
     assert report.drained
-    assert isinstance(report.error, DeadlineExceededError)
-    assert "after 0.1 s, it waited for more KV from the engine" in str(report.error)
+    assert isinstance(report.error, TransferFailedError)
+    assert "0.1 s for the KV transfer (kv_transfer.transfer_timeout_s)" in str(report.error)
+    assert f"{decode.name}: it waited for 1 pushes that are computed" in str(report.error)
+
+
+def test_a_peer_whose_posts_stand_still_fails_its_tickets_before_they_finish(
+    decode: DecodeSide, make_prefill: MakePrefill
+) -> None:
+    """One ticket has a post that never ends, the other only waits for its engine."""
+
+    def drop_data(post: PlannedPost) -> Fault | None:
+        return Fault(FaultKind.DROP) if post.index == 0 else None
+
+    prefill = make_prefill(
+        wrap=lambda inner: FaultyTransport(inner, drop_data),
+        options=LaneOptions(drain_timeout_s=0.1),
+    )
+    idle, stuck = (decode.reserve(f"r{n}", [n], nonce=n, timeout_s=0.3) for n in (1, 2))
+    prefill.sender.open(idle, decode.peer())
+    prefill.sender.open(stuck, decode.peer())
+    prefill.sender.push(stuck.nonce, [2], 0)
+    reports = {report.nonce: report for report in (prefill.report(), prefill.report())}
+    assert {report.outcome for report in reports.values()} == {SendOutcome.FAILED}
+    assert all(isinstance(report.error, TransferFailedError) for report in reports.values())
+    assert reports[idle.nonce].drained
+    assert not reports[stuck.nonce].drained
+
+
+def test_a_peer_whose_posts_go_on_slowly_is_left_alone(
+    decode: DecodeSide, make_prefill: MakePrefill
+) -> None:
+    """All of it takes longer than the limit, which runs from each post that ends."""
+    slow = Fault(FaultKind.DELAY, 0.2)
+    prefill = make_prefill(
+        wrap=lambda inner: FaultyTransport(inner, lambda post: slow if post.index < 6 else None),
+        options=LaneOptions(max_bytes_in_flight=LAYOUT.block_bytes),
+    )
+    ticket = decode.reserve("r", range(6), timeout_s=1.0)
+    prefill.sender.open(ticket, decode.peer())
+    prefill.sender.push(ticket.nonce, list(range(0, 12, 2)), 0)
+    wait_until(lambda: decode.pool.block(5) == prefill.pool.block(10))
+    prefill.sender.finish(ticket.nonce, record_of(ticket))
+    assert prefill.report().outcome is SendOutcome.SENT
+
+
+def test_an_abandoned_ticket_drains_in_the_time_of_a_transfer(
+    decode: DecodeSide, make_prefill: MakePrefill
+) -> None:
+    """Not in the short time after an error: its slow posts share a connection with others."""
+    hold = Fault(FaultKind.DELAY, 0.5)
+    prefill = make_prefill(
+        wrap=lambda inner: FaultyTransport(inner, lambda post: hold),
+        options=LaneOptions(drain_timeout_s=0.05),
+    )
+    ticket = decode.reserve("r", [1])
+    prefill.sender.open(ticket, decode.peer())
+    prefill.sender.push(ticket.nonce, [1], 0)
+    wait_until(lambda: prefill.sender.bytes_in_flight > 0)
+    prefill.sender.abandon(ticket.nonce)
+    report = prefill.report()
+    assert (report.outcome, report.drained) == (SendOutcome.ABANDONED, True)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +385,7 @@ def test_a_push_beyond_the_ticket_fails_it(decode: DecodeSide, make_prefill: Mak
     for index, (blocks, first) in enumerate((([0, 1], 0), ([0], 1), ([99], 0))):
         ticket = decode.reserve(f"r{index}", [1], nonce=index + 1)
         prefill.sender.open(ticket, decode.peer())
-        prefill.sender.push(ticket.request_id, blocks, first)
+        prefill.sender.push(ticket.nonce, blocks, first)
         assert isinstance(prefill.report().error, InternalError)
     assert decode.pool.is_zero()
 
@@ -305,7 +396,7 @@ def test_a_failing_ready_fails_its_request_only(
     prefill = make_prefill()
     ticket, other = decode.reserve("r", [1]), decode.reserve("other", [2], nonce=8)
     prefill.sender.open(ticket, decode.peer())
-    prefill.sender.push("r", [1], 0, ready=lambda: bool(1 // 0))
+    prefill.sender.push(ticket.nonce, [1], 0, ready=lambda: bool(1 // 0))
     prefill.send(other, decode.peer(), [2])
     reports = {report.request_id: report for report in (prefill.report(), prefill.report())}
     assert isinstance(reports["r"].error, InternalError)
@@ -344,7 +435,7 @@ def test_a_lost_peer_fails_idle_tickets_too(decode: DecodeSide, make_prefill: Ma
     prefill = make_prefill()
     ticket = decode.reserve("r", [1, 2])
     prefill.sender.open(ticket, decode.peer())
-    prefill.sender.push("r", [1], 0)
+    prefill.sender.push(ticket.nonce, [1], 0)
     wait_until(lambda: not decode.pool.is_zero() and prefill.sender.bytes_in_flight == 0)
     decode.transport.close()
     report = prefill.report(5.0)

@@ -10,7 +10,7 @@ from engine.runner import StepResult
 from engine.sampling.inputs import SampledToken
 from kv_transfer.metadata import MetadataRecord
 from kv_transfer.ticket import PeerEndpoint, SendTicket
-from prefill.commands import OpenTicket, PushBlocks
+from prefill.commands import PushBlocks
 from prefill.kv_push import ReadyCheck
 from prefill.rank_plan import Closure, ClosureOutcome
 from prefill.request import PrefillRequest
@@ -77,11 +77,20 @@ class FakeTicketSender:
     pushed: list[tuple[PushBlocks, tuple[int, int]]] = field(default_factory=list)
     records: dict[int, MetadataRecord | None] = field(default_factory=dict)
 
-    def open(self, command: OpenTicket) -> None:
-        assert command.ticket.nonce not in self.open_tickets
-        self.open_tickets[command.ticket.nonce] = "open"
+    def open(self, ticket: SendTicket, peer: PeerEndpoint) -> None:
+        assert ticket.nonce not in self.open_tickets
+        self.open_tickets[ticket.nonce] = "open"
 
-    def push(self, push: PushBlocks, layers: tuple[int, int], ready: ReadyCheck | None) -> None:
+    def push(
+        self,
+        nonce: int,
+        src_block_ids: Sequence[int],
+        first_block_index: int,
+        *,
+        layers: tuple[int, int],
+        ready: ReadyCheck | None,
+    ) -> None:
+        push = PushBlocks(nonce, first_block_index, tuple(src_block_ids))
         self.pushed.append((push, layers))
 
     def finish(self, nonce: int, record: MetadataRecord | None) -> None:

@@ -95,11 +95,14 @@ class RealDecode(FakeDecode):
     ) -> decode_pb2.HandshakeResponse:
         assert request.layout_fingerprint == self.layout.fingerprint(), request.layout_description
         self.handshakes.append(request)
+        writer = request.prefill
         return decode_pb2.HandshakeResponse(
             endpoint=decode_pb2.PeerEndpoint(
                 decode=self.identity,
                 transport="loopback",
-                endpoint=self.kv_transport.endpoint(),
+                endpoint=self.kv_transport.endpoint(
+                    peer_name(writer.instance, writer.epoch, writer.rank)
+                ),
                 kv_region_bytes=self.kv.nbytes,
                 metadata_region_bytes=self.slots.nbytes,
                 metadata_slot_bytes=self.slots.layout.slot_bytes,

@@ -74,7 +74,7 @@ def test_a_group_goes_with_the_check_that_it_is_written() -> None:
     checks: list[bool] = []
 
     class Recorder(FakeTicketSender):
-        def push(self, push, layers, ready):  # type: ignore[no-untyped-def]
+        def push(self, nonce, src_block_ids, first_block_index, *, layers, ready):  # type: ignore[no-untyped-def]
             checks.append(ready())
 
     recorded: list[int] = []

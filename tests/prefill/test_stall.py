@@ -9,12 +9,12 @@ import pytest
 
 from engine.memory.block_pool import BlockPool
 from kv_transfer.metadata import MetadataRecord
-from prefill.commands import OpenTicket, PushBlocks
+from kv_transfer.ticket import PeerEndpoint, SendTicket
+from prefill.assembly import closure_of
 from prefill.kv_push import PushSettings
 from prefill.loop import EngineLoop, LoopSettings
 from prefill.messages import AddRequest
 from prefill.rank_plan import Closure
-from prefill.rank_sender import RankSender, closure_of
 from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
 from prefill.stall import StallMeter
@@ -25,9 +25,9 @@ from tests.prefill.fakes import BLOCK_SIZE, FakeRunner, FakeTicketSender, make_i
 class SlowSender(FakeTicketSender):
     """Holds the caller up."""
 
-    def open(self, command: OpenTicket) -> None:
+    def open(self, ticket: SendTicket, peer: PeerEndpoint) -> None:
         time.sleep(0.03)
-        super().open(command)
+        super().open(ticket, peer)
 
 
 def make_loop(
@@ -68,15 +68,14 @@ def test_the_real_sender_holds_a_step_up_for_less_than_a_millisecond(
     """
     decode, prefill = DecodeSide(), PrefillSide()
     stalls: list[float] = []
-    meter = StallMeter(RankSender(prefill.sender), stalls.append)
+    meter = StallMeter(prefill.sender, stalls.append)
     try:
         for nonce in range(1, 65):
             ticket = decode.reserve(f"r{nonce}", range(1, 5), nonce=nonce)
-            meter.open(OpenTicket(ticket, decode.peer()))
+            meter.open(ticket, decode.peer())
             for block in range(4):
                 for layer in range(3):
-                    push = PushBlocks(nonce, block, (block,))
-                    meter.push(push, (layer, layer + 1), None)
+                    meter.push(nonce, (block,), block, layers=(layer, layer + 1), ready=None)
                 meter.end_step()
             record = MetadataRecord(nonce=nonce, epoch=ticket.epoch, first_token=1)
             meter.finish(nonce, record)

@@ -1,6 +1,7 @@
 """Connections that peers opened to write into our memory, and the fence that ends them.
 
-Each has a thread that reads payloads straight into the registered regions. A fence shuts the socket
+Each has, from its hello on, a thread that reads payloads straight into the registered regions (see
+``transports.door`` for those before it). A fence shuts the socket
 down and joins that thread: a write that it had begun may end short, and nothing follows. What the
 kernel still held for the socket goes with it, and the peer's pending posts FAIL.
 """
@@ -9,29 +10,17 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kv_transfer.transports.gate import Gate
+from kv_transfer.transports.door import Door
+from kv_transfer.transports.gate import Gate, reason_too_many
+from kv_transfer.transports.hello import Hello, Status, WireError, receive_into, send_reply
 from kv_transfer.transports.loopback.regions import RegionTable
-from kv_transfer.transports.loopback.sockets import open_listener, tune
-from kv_transfer.transports.loopback.wire import (
-    Hello,
-    PostHeader,
-    Status,
-    WireError,
-    receive_hello,
-    receive_into,
-    receive_post,
-    send_ack,
-    send_reply,
-)
+from kv_transfer.transports.loopback.wire import PostHeader, receive_post, send_ack
 from runtime.logging import get_logger
 
-_HELLO_TIMEOUT_S = 5.0
-_MAX_CONNECTIONS = 1024
-_ACCEPT_PAUSE_S = 0.05
+_REPLY_TIMEOUT_S = 5.0
 _SCRATCH_BYTES = 1 << 20
 
 _log = get_logger(__name__)
@@ -40,9 +29,8 @@ _log = get_logger(__name__)
 @dataclass(eq=False, slots=True)
 class _Connection:
     sock: socket.socket
+    peer: str
     thread: threading.Thread | None = None
-    peer: str = ""
-    """Empty until its hello was accepted."""
     is_fenced: bool = False
 
 
@@ -67,19 +55,17 @@ class IncomingConnections:
         self._lock = threading.Lock()
         self._connections: set[_Connection] = set()
         self._is_closing = False
-        self._listener = open_listener(host)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._thread = threading.Thread(target=self._accept, name="kv-loopback-accept", daemon=True)
-        self._thread.start()
+        self._door = Door(host, name="kv-loopback-door", welcome=self._let_in)
+        self.address = self._door.address
 
     @property
     def generation(self) -> int:
         """Number of fences so far."""
         return self._gate.generation
 
-    def token(self) -> tuple[int, bytes]:
-        """The present generation and its token."""
-        return self._gate.token()
+    def token(self, peer: str) -> tuple[int, bytes]:
+        """The present generation, and the token of ``peer`` in it."""
+        return self._gate.token(peer)
 
     def fence(self, peer: str) -> None:
         """End all connections of ``peer``; its next one needs an endpoint of a later generation."""
@@ -98,9 +84,7 @@ class IncomingConnections:
         """Stop listening, end all connections, join all threads. Idempotent."""
         with self._lock:
             self._is_closing = True
-        _shut_down(self._listener)
-        self._thread.join()
-        self._listener.close()
+        self._door.close()
         self.end_all()
 
     def _end(self, victims: list[_Connection]) -> None:
@@ -112,55 +96,38 @@ class IncomingConnections:
             if connection.thread is not None:
                 connection.thread.join()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError as error:
-                if self._is_closing:
-                    return
-                # The client was gone before it was accepted, or we are out of file descriptors.
-                _log.warning("accept: %s", error)
-                time.sleep(_ACCEPT_PAUSE_S)
-                continue
-            connection = _Connection(sock)
-            thread = threading.Thread(
-                target=self._serve, args=(connection,), name="kv-loopback-in", daemon=True
-            )
-            connection.thread = thread
-            with self._lock:
-                accepted = not self._is_closing and len(self._connections) < _MAX_CONNECTIONS
-                if accepted:
-                    self._connections.add(connection)
-                    thread.start()
-            if not accepted:
-                sock.close()
+    def _let_in(self, sock: socket.socket, hello: Hello) -> str:
+        connection = _Connection(sock, hello.sender)
+        thread = threading.Thread(
+            target=self._serve, args=(connection,), name="kv-loopback-in", daemon=True
+        )
+        with self._lock:
+            reason = self._reason_to_refuse(hello)
+            if not reason:
+                connection.thread = thread
+                thread.start()
+                self._connections.add(connection)
+        return reason
+
+    def _reason_to_refuse(self, hello: Hello) -> str:
+        if self._is_closing:
+            return "the transport is closing"
+        peers = [connection.peer for connection in self._connections]
+        return self._gate.reason_to_refuse(hello) or reason_too_many(peers, hello.sender)
 
     def _serve(self, connection: _Connection) -> None:
         sock = connection.sock
         try:
-            tune(sock)
-            sock.settimeout(_HELLO_TIMEOUT_S)
-            if self._admit(connection, receive_hello(sock)):
-                sock.settimeout(None)
-                self._read_posts(connection)
+            sock.settimeout(_REPLY_TIMEOUT_S)
+            send_reply(sock, Status.OK)
+            sock.settimeout(None)
+            self._read_posts(connection)
         except OSError as error:
-            _log.debug("connection of %s ends: %s", connection.peer or "an unknown peer", error)
+            _log.debug("connection of %s ends: %s", connection.peer, error)
         finally:
             sock.close()
             with self._lock:
                 self._connections.discard(connection)
-
-    def _admit(self, connection: _Connection, hello: Hello) -> bool:
-        with self._lock:
-            reason = self._gate.reason_to_refuse(hello)
-            if not reason:
-                connection.peer = hello.sender
-        status = Status.STALE if reason else Status.OK
-        if reason:
-            _log.warning("refused a connection of %s: %s", hello.sender, reason)
-        send_reply(connection.sock, status, reason)
-        return not reason
 
     def _read_posts(self, connection: _Connection) -> None:
         while True:

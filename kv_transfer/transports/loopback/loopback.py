@@ -13,20 +13,14 @@ from kv_transfer.transport import (
     TransferState,
 )
 from kv_transfer.transports.events import EventHub
+from kv_transfer.transports.hello import Hello, Status, receive_reply, send_hello
 from kv_transfer.transports.loopback.endpoint import LoopbackEndpoint, RemoteRegion
 from kv_transfer.transports.loopback.incoming import IncomingConnections
 from kv_transfer.transports.loopback.outgoing import OutgoingConnection, OutgoingPost
 from kv_transfer.transports.loopback.regions import RegionTable
-from kv_transfer.transports.loopback.sockets import open_connection
-from kv_transfer.transports.loopback.wire import (
-    Hello,
-    PostHeader,
-    Status,
-    WriteHeader,
-    receive_reply,
-    send_hello,
-)
+from kv_transfer.transports.loopback.wire import PostHeader, WriteHeader, check_post
 from kv_transfer.transports.post_table import PostTable
+from kv_transfer.transports.sockets import open_connection
 from runtime.errors import PeerLostError, StaleTicketError, TandemError, TransferFailedError
 
 
@@ -84,9 +78,9 @@ class LoopbackTransport:
         self._regions.remove(label)
         self._incoming.end_all()
 
-    def endpoint(self) -> bytes:
-        """Address, present generation and token, region keys."""
-        generation, token = self._incoming.token()
+    def endpoint(self, peer: str) -> bytes:
+        """Address, present generation, the peer's token, region keys."""
+        generation, token = self._incoming.token(peer)
         port = self._incoming.address[1]
         regions = self._regions.remote_regions()
         return LoopbackEndpoint(
@@ -125,6 +119,7 @@ class LoopbackTransport:
         self, peer: PeerHandle, writes: Sequence[RegionWrite], notify: bytes | None = None
     ) -> TransferHandle:
         """Enqueue the writes for the connection's send thread."""
+        check_post(len(writes), notify)
         payload = [self._regions.source(write) for write in writes]
         num_bytes = sum(write.nbytes for write in writes)
         handle = TransferHandle(peer, self._posts.start(), num_bytes)

@@ -14,13 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kv_transfer.transport import PeerHandle
-from kv_transfer.transports.loopback.wire import (
-    PostHeader,
-    Status,
-    encode_post,
-    receive_ack,
-    send_buffers,
-)
+from kv_transfer.transports.hello import Status
+from kv_transfer.transports.loopback.wire import PostHeader, encode_post, receive_ack, send_buffers
 from kv_transfer.transports.post_table import PostTable
 from runtime.errors import PeerLostError, TransferFailedError
 

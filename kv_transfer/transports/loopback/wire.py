@@ -1,10 +1,9 @@
 """The bytes on a loopback connection. Little-endian, fixed structs, no pickle; every length is
 bounded.
 
-    client -> server   hello, then posts
+    client -> server   hello (``transports.hello``), then posts
     server -> client   hello reply, then one ack a post
 
-    hello    magic, version, fence generation, token[32], sender's name, expected receiver's name
     post     id, number of writes, bytes of the notification, then the write table, the
     notification, the payload
              (the writes' bytes one after the other, read straight into the registered memory)
@@ -13,45 +12,25 @@ bounded.
 
 from __future__ import annotations
 
-import enum
 import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_MAGIC = b"TDKV"
-_VERSION = 1
-_HELLO = struct.Struct("<4sHQ32sHH")
-_REPLY = struct.Struct("<BH")
+from kv_transfer.transports.hello import (
+    MAX_MESSAGE_BYTES,
+    Status,
+    WireError,
+    receive,
+    receive_message,
+)
+
 _POST = struct.Struct("<QII")
 _WRITE = struct.Struct("<16sQQ")
 _ACK = struct.Struct("<QBH")
 _IOV_MAX = 1024
-_MAX_NAME_BYTES = 1024
-_MAX_WRITES = 1 << 20
-MAX_NOTIFY_BYTES = 1 << 20
-
-
-class WireError(ConnectionError):
-    """The peer closed the connection, or sent what is not our protocol."""
-
-
-class Status(enum.IntEnum):
-    """The answer to a hello or a post."""
-
-    OK = 0
-    STALE = 1
-    REFUSED = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """Who connects, whom it means to reach, and its proof that it was told how."""
-
-    generation: int
-    token: bytes
-    sender: str
-    receiver: str
+MAX_WRITES = 1 << 14
+MAX_NOTIFY_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,63 +64,21 @@ def send_buffers(sock: socket.socket, buffers: Sequence[memoryview | bytes]) -> 
             views[index] = views[index][sent:]
 
 
-def receive_into(sock: socket.socket, view: memoryview) -> None:
-    """Fill ``view``.
+def check_post(num_writes: int, notify: bytes | None) -> None:
+    """Refuse here what the peer would end the connection for.
 
     Raises:
-        WireError: the connection ended before.
+        ValueError: too many writes, or too long a notification.
     """
-    got = 0
-    while got < len(view):
-        num = sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
-        if num == 0:
-            raise WireError("connection closed")
-        got += num
-
-
-def receive(sock: socket.socket, nbytes: int) -> bytes:
-    """The next ``nbytes``."""
-    data = bytearray(nbytes)
-    receive_into(sock, memoryview(data))
-    return bytes(data)
-
-
-def send_hello(sock: socket.socket, hello: Hello) -> None:
-    """Introduce ourselves."""
-    sender, receiver = hello.sender.encode(), hello.receiver.encode()
-    head = _HELLO.pack(_MAGIC, _VERSION, hello.generation, hello.token, len(sender), len(receiver))
-    sock.sendall(head + sender + receiver)
-
-
-def receive_hello(sock: socket.socket) -> Hello:
-    """The introduction of whoever connected."""
-    magic, version, generation, token, sender_bytes, receiver_bytes = _HELLO.unpack(
-        receive(sock, _HELLO.size)
-    )
-    if magic != _MAGIC or version != _VERSION:
-        raise WireError(f"not a KV transfer peer of version {_VERSION}")
-    if max(sender_bytes, receiver_bytes) > _MAX_NAME_BYTES:
-        raise WireError("a name that is too long")
-    sender = receive(sock, sender_bytes).decode(errors="replace")
-    return Hello(generation, token, sender, receive(sock, receiver_bytes).decode(errors="replace"))
-
-
-def send_reply(sock: socket.socket, status: Status, message: str = "") -> None:
-    """Answer a hello."""
-    text = message.encode()
-    sock.sendall(_REPLY.pack(status, len(text)) + text)
-
-
-def receive_reply(sock: socket.socket) -> tuple[Status, str]:
-    """The answer to our hello."""
-    status, nbytes = _REPLY.unpack(receive(sock, _REPLY.size))
-    return Status(status), receive(sock, nbytes).decode()
+    if num_writes > MAX_WRITES:
+        raise ValueError(f"a post of {num_writes} writes: at most {MAX_WRITES}")
+    if notify is not None and len(notify) >= MAX_NOTIFY_BYTES:
+        raise ValueError(f"a notification of {len(notify)} bytes: less than {MAX_NOTIFY_BYTES}")
 
 
 def encode_post(post: PostHeader) -> bytes:
     """All of a post but its payload."""
     notify_bytes = 0 if post.notify is None else len(post.notify) + 1
-    assert notify_bytes <= MAX_NOTIFY_BYTES, notify_bytes
     table = b"".join(_WRITE.pack(w.key, w.offset, w.nbytes) for w in post.writes)
     head = _POST.pack(post.post_id, len(post.writes), notify_bytes)
     return head + table + (b"" if post.notify is None else b"\1" + post.notify)
@@ -150,7 +87,7 @@ def encode_post(post: PostHeader) -> bytes:
 def receive_post(sock: socket.socket) -> PostHeader:
     """The next post; its payload is left in the socket."""
     post_id, num_writes, notify_bytes = _POST.unpack(receive(sock, _POST.size))
-    if num_writes > _MAX_WRITES or notify_bytes > MAX_NOTIFY_BYTES:
+    if num_writes > MAX_WRITES or notify_bytes > MAX_NOTIFY_BYTES:
         raise WireError(f"post of {num_writes} writes and {notify_bytes} bytes of notification")
     table = receive(sock, num_writes * _WRITE.size)
     notify = receive(sock, notify_bytes)[1:] if notify_bytes else None
@@ -160,11 +97,11 @@ def receive_post(sock: socket.socket) -> PostHeader:
 
 def send_ack(sock: socket.socket, post_id: int, status: Status, message: str = "") -> None:
     """Answer a post."""
-    text = message.encode()
+    text = message.encode()[:MAX_MESSAGE_BYTES]
     sock.sendall(_ACK.pack(post_id, status, len(text)) + text)
 
 
 def receive_ack(sock: socket.socket) -> tuple[int, Status, str]:
     """The next answer: post id, status, message."""
     post_id, status, nbytes = _ACK.unpack(receive(sock, _ACK.size))
-    return post_id, Status(status), receive(sock, nbytes).decode()
+    return post_id, Status(status), receive_message(sock, nbytes)

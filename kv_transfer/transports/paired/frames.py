@@ -16,10 +16,10 @@ import struct
 from dataclasses import dataclass
 
 from kv_transfer.transport import MemoryRegion
-from kv_transfer.transports.loopback.wire import WireError, receive
+from kv_transfer.transports.hello import WireError, receive
+from kv_transfer.transports.loopback.wire import MAX_NOTIFY_BYTES
 
 _HEAD = struct.Struct("<BI")
-_MAX_FRAME_BYTES = 16 << 20
 
 
 class FrameKind(enum.IntEnum):
@@ -31,6 +31,16 @@ class FrameKind(enum.IntEnum):
     NOTIFY = 4
     FENCE = 5
     BYE = 6
+
+
+_MAX_BYTES = {
+    FrameKind.WHO: 1 << 12,
+    FrameKind.OFFER: 1 << 20,  # a library's address may hold keys of every region and device
+    FrameKind.ERROR: 1 << 14,
+    FrameKind.NOTIFY: MAX_NOTIFY_BYTES,
+    FrameKind.FENCE: 0,
+    FrameKind.BYE: 0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,7 @@ class Offer:
 
 def send_frame(sock: socket.socket, kind: FrameKind, payload: bytes = b"") -> None:
     """Send one frame; frames of several threads must be kept apart by the caller."""
+    payload = payload[: _MAX_BYTES[kind]] if kind is FrameKind.ERROR else payload
     sock.sendall(_HEAD.pack(kind, len(payload)) + payload)
 
 
@@ -83,6 +94,6 @@ def receive_frame(sock: socket.socket) -> tuple[FrameKind, bytes]:
         WireError: the connection ended, or this is no frame.
     """
     number, nbytes = _HEAD.unpack(receive(sock, _HEAD.size))
-    if nbytes > _MAX_FRAME_BYTES or number not in FrameKind.__members__.values():
+    if number not in _MAX_BYTES or nbytes > _MAX_BYTES[FrameKind(number)]:
         raise WireError(f"frame of kind {number} with {nbytes} bytes")
     return FrameKind(number), receive(sock, nbytes)

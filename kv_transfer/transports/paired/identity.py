@@ -12,7 +12,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kv_transfer.transports.loopback.wire import WireError
+from kv_transfer.transports.hello import WireError
 
 _NUM_THREADS_FIELD, _START_TIME_FIELD = 19, 21  # of /proc/PID/stat, counted from 0
 _NAME_FIELDS = 2  # the id and the name in parentheses, which may hold spaces

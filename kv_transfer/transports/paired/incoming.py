@@ -9,15 +9,14 @@ stay in quarantine than blocks that two requests share.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable
 
-from kv_transfer.transports.gate import Gate
-from kv_transfer.transports.loopback.sockets import open_listener, tune
-from kv_transfer.transports.loopback.wire import Hello, Status, receive_hello, send_reply
+from kv_transfer.transports.door import Door
+from kv_transfer.transports.gate import Gate, reason_too_many
+from kv_transfer.transports.hello import Hello, Status, send_reply
 from kv_transfer.transports.paired.engine import EngineError, EngineFactory
 from kv_transfer.transports.paired.frames import FrameKind, receive_frame
 from kv_transfer.transports.paired.identity import ProcessIdentity
@@ -26,8 +25,7 @@ from kv_transfer.transports.paired.regions import RegionBook
 from runtime.errors import TransferFailedError
 from runtime.logging import get_logger
 
-_HELLO_TIMEOUT_S = 5.0
-_MAX_CONNECTIONS = 1024
+_OFFER_TIMEOUT_S = 5.0
 _GONE_POLL_S = 0.005
 
 _log = get_logger(__name__)
@@ -61,19 +59,17 @@ class IncomingPeers:
         self._suspects: dict[str, list[ProcessIdentity]] = {}  # by peer: may still write
         self._num_created = 0
         self._is_closing = False
-        self._listener = open_listener(host)
-        self.port: int = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._accept, name="kv-paired-accept", daemon=True)
-        self._thread.start()
+        self._door = Door(host, name="kv-paired-door", welcome=self._let_in)
+        self.port: int = self._door.address[1]
 
     @property
     def generation(self) -> int:
         """Number of fences so far."""
         return self._gate.generation
 
-    def token(self) -> tuple[int, bytes]:
-        """The present generation and its token."""
-        return self._gate.token()
+    def token(self, peer: str) -> tuple[int, bytes]:
+        """The present generation, and the token of ``peer`` in it."""
+        return self._gate.token(peer)
 
     def fence(self, peer: str) -> None:
         """Shut out ``peer``; its next connection needs an endpoint of a later generation.
@@ -110,10 +106,7 @@ class IncomingPeers:
         """Stop listening, end all connections, join all threads. Idempotent."""
         with self._lock:
             self._is_closing = True
-        with contextlib.suppress(OSError):  # it was closed before
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listener.close()
+        self._door.close()
         with self._lock:
             victims = list(self._peers)
         for connection in self._end(victims):
@@ -155,49 +148,35 @@ class IncomingPeers:
 
     # --- One thread a connection.
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                if self._is_closing:
-                    return
-                continue  # the client was gone before it was accepted
-            thread = threading.Thread(
-                target=self._serve, args=(sock,), name="kv-paired-in", daemon=True
-            )
-            thread.start()
-
-    def _serve(self, sock: socket.socket) -> None:
-        connection = IncomingPeer(sock, self._on_notify)
-        try:
-            tune(sock)
-            sock.settimeout(_HELLO_TIMEOUT_S)
-            if self._admit(connection, receive_hello(sock)):
-                self._make_offer(connection)
-                sock.settimeout(None)
-                connection.read_frames()
-        except (OSError, EngineError) as error:
-            _log.debug("connection of %s ends: %s", connection.name or "an unknown peer", error)
-        finally:
-            self._forget(connection)
-
-    def _admit(self, connection: IncomingPeer, hello: Hello) -> bool:
+    def _let_in(self, sock: socket.socket, hello: Hello) -> str:
+        connection = IncomingPeer(sock, hello.sender, self._on_notify)
+        thread = threading.Thread(
+            target=self._serve, args=(connection,), name="kv-paired-in", daemon=True
+        )
         with self._lock:
             reason = self._reason_to_refuse(hello)
             if not reason:
-                connection.name = hello.sender
+                thread.start()
                 self._peers.add(connection)
-        if reason:
-            _log.warning("refused a connection of %s: %s", hello.sender, reason)
-        send_reply(connection.sock, Status.STALE if reason else Status.OK, reason)
-        return not reason
+        return reason
 
     def _reason_to_refuse(self, hello: Hello) -> str:
-        reason = self._gate.reason_to_refuse(hello)
-        if not reason and (self._is_closing or len(self._peers) >= _MAX_CONNECTIONS):
-            reason = "no further connection is accepted"
-        return reason
+        if self._is_closing:
+            return "the transport is closing"
+        peers = [connection.name for connection in self._peers]
+        return self._gate.reason_to_refuse(hello) or reason_too_many(peers, hello.sender)
+
+    def _serve(self, connection: IncomingPeer) -> None:
+        try:
+            connection.sock.settimeout(_OFFER_TIMEOUT_S)
+            send_reply(connection.sock, Status.OK)
+            self._make_offer(connection)
+            connection.sock.settimeout(None)
+            connection.read_frames()
+        except (OSError, EngineError) as error:
+            _log.debug("connection of %s ends: %s", connection.name, error)
+        finally:
+            self._forget(connection)
 
     def _make_offer(self, connection: IncomingPeer) -> None:
         kind, payload = receive_frame(connection.sock)

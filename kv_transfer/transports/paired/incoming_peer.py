@@ -16,10 +16,12 @@ from kv_transfer.transports.paired.identity import ProcessIdentity
 class IncomingPeer:
     """State of one connection. Its thread opens and reads; others ``ask_to_stop`` and ``cut``."""
 
-    def __init__(self, sock: socket.socket, on_notify: Callable[[str, bytes], None]) -> None:
+    def __init__(
+        self, sock: socket.socket, name: str, on_notify: Callable[[str, bytes], None]
+    ) -> None:
         self.sock = sock
-        self.name = ""
-        """The peer's; empty until its hello was accepted."""
+        self.name = name
+        """The peer's."""
         self.who: ProcessIdentity | None = None
         self.was_offered = False
         """Whether the peer was told how to reach our memory: before that it cannot write."""

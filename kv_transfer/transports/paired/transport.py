@@ -16,8 +16,8 @@ from kv_transfer.transport import (
     TransferState,
 )
 from kv_transfer.transports.events import EventHub
-from kv_transfer.transports.loopback.sockets import open_connection
-from kv_transfer.transports.loopback.wire import Hello, Status, receive_reply, send_hello
+from kv_transfer.transports.hello import Hello, Status, receive_reply, send_hello
+from kv_transfer.transports.loopback.wire import check_post
 from kv_transfer.transports.paired.endpoint import PairedEndpoint
 from kv_transfer.transports.paired.engine import (
     EngineError,
@@ -31,6 +31,7 @@ from kv_transfer.transports.paired.incoming import IncomingPeers
 from kv_transfer.transports.paired.outgoing import OutgoingPeer, QueuedPost, wait_for_post
 from kv_transfer.transports.paired.regions import RegionBook
 from kv_transfer.transports.post_table import PostTable
+from kv_transfer.transports.sockets import open_connection
 from runtime.errors import PeerLostError, StaleTicketError, TandemError, TransferFailedError
 
 _OFFER_TIMEOUT_S = 15.0
@@ -109,9 +110,9 @@ class PairedTransport:
             connection.deregister(region)
         self._incoming.end_all()
 
-    def endpoint(self) -> bytes:
-        """Address, present generation and token."""
-        generation, token = self._incoming.token()
+    def endpoint(self, peer: str) -> bytes:
+        """Address, present generation and the peer's token."""
+        generation, token = self._incoming.token(peer)
         return PairedEndpoint(
             library=self._factory.library,
             name=self._local_name,
@@ -148,6 +149,7 @@ class PairedTransport:
         self, peer: PeerHandle, writes: Sequence[RegionWrite], notify: bytes | None = None
     ) -> TransferHandle:
         """Enqueue the writes for the connection's drive thread."""
+        check_post(len(writes), notify)
         sources = [self._regions.source_of(write).device for write in writes]
         num_bytes = sum(write.nbytes for write in writes)
         handle = TransferHandle(peer, self._posts.start(), num_bytes)

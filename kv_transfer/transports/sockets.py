@@ -1,4 +1,4 @@
-"""Sockets as the loopback transport wants them: large buffers, no delay, and a dead machine noticed
+"""Sockets as our own transports want them: large buffers, no delay, and a dead machine noticed
 in seconds.
 """
 
