@@ -1,53 +1,19 @@
-"""Authenticated gRPC, membership and the life of a service, over real sockets and processes."""
+"""Authenticated gRPC and the life of a service, over real sockets and processes."""
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 
-import grpc
 import pytest
 
 from runtime.errors import ConfigError, InternalError, PeerLostError
 from runtime.pb import registry_pb2, registry_pb2_grpc
-from runtime.registration import RegistryClient
 from runtime.rpc import bind_port, create_server, map_rpc_errors, open_channel
-
-
-class FakeRegistry(registry_pb2_grpc.RegistryServicer):
-    def __init__(self) -> None:
-        self.leases: dict[str, str] = {}
-        self.renewals = 0
-        self.draining = False
-
-    async def Register(self, request, context):
-        lease_id = f"lease-{len(self.leases) + 1}"
-        self.leases[lease_id] = request.worker.identity.instance
-        return registry_pb2.RegisterResponse(lease_id=lease_id, lease_ttl_s=0.3)
-
-    async def Renew(self, request, context):
-        self.renewals += 1
-        self.draining = request.draining
-        return registry_pb2.RenewResponse(known=request.lease_id in self.leases)
-
-    async def Deregister(self, request, context):
-        self.leases.pop(request.lease_id, None)
-        return registry_pb2.DeregisterResponse()
-
-    async def Watch(self, request, context):
-        yield registry_pb2.PoolSnapshot(version=1)
-
-
-async def serve(registry: FakeRegistry, port: int = 0) -> tuple[grpc.aio.Server, int]:
-    server = create_server("right")
-    registry_pb2_grpc.add_RegistryServicer_to_server(registry, server)
-    port = bind_port(server, "127.0.0.1", port, "router.control_port")
-    await server.start()
-    return server, port
+from tests.runtime.fake_registry import FakeRegistry, serve
 
 
 async def test_only_the_secret_opens_the_server() -> None:
@@ -82,28 +48,6 @@ async def test_an_absent_peer_is_lost() -> None:
         with lost as caught, map_rpc_errors("registry", "r9"):
             await stub.Renew(registry_pb2.RenewRequest(lease_id="x"))
         assert caught.value.request_id == "r9"
-
-
-async def test_a_worker_stays_registered_through_a_router_restart() -> None:
-    registry = FakeRegistry()
-    server, port = await serve(registry)
-    record = registry_pb2.WorkerRecord()
-    record.identity.instance = "decode-0"
-    client = RegistryClient(f"127.0.0.1:{port}", "right", record, registry_pb2.WorkerLoad)
-    await client.start()
-    await server.stop(None)
-    reborn = FakeRegistry()
-    server, _ = await serve(reborn, port)
-    async with asyncio.timeout(10):
-        while not reborn.leases:
-            await asyncio.sleep(0.02)
-    client.set_draining()
-    async with asyncio.timeout(10):
-        while not reborn.draining:
-            await asyncio.sleep(0.02)
-    await client.close()
-    assert reborn.leases == {}
-    await server.stop(None)
 
 
 SERVICE = textwrap.dedent(
