@@ -13,8 +13,8 @@ The life of a request, as queues. Every move is made by one thread, the engine l
 3. WAITING, `scheduler.DecodeScheduler.waiting`: KV complete, first token known, not yet in a step.
 4. RUNNING, `scheduler.DecodeScheduler.running`: in every step, one token a step.
 5. OFFLOADING, then PREEMPTED, `scheduler.DecodeScheduler.preempted`: blocks ran out; its KV is on
-   its way to host memory, or lies there (`preempted.PreemptedRequests`). Goes back to RUNNING before
-   anything new is let in.
+   its way to host memory, or lies there (`preempted.PreemptedRequests`). Goes back to
+   RUNNING before anything new is let in.
 6. FINISHED: answered. Its blocks are free, unless a writer may still write into them: those of a
    cancelled ticket sit in quarantine until the writer has drained or its connection is fenced.
 

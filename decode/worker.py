@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
+from asyncio import FIRST_COMPLETED
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -90,13 +91,25 @@ class DecodeWorker:
         logger.info("ready %s", fields(address=address, epoch=f"{side.epoch:016x}"))
 
     async def main_loop(self) -> None:
-        """Look after routers and quarantine until the engine loop ends; raise what ended it."""
-        while not self._ended.done():
-            await asyncio.wait({self._ended}, timeout=SWEEP_INTERVAL_S)
-            if not self._ended.done():
-                self._outboxes.sweep()
-                with contextlib.suppress(DrainingError):  # the engine loop has just ended
-                    await self._revoker.sweep()
+        """Look after routers and quarantine until the engine loop ends; raise what ended it.
+
+        Or until the lease is not renewed any more.
+        """
+        assert self._membership is not None
+        unknown = asyncio.ensure_future(self._membership.wait_failed())
+        watched: set[asyncio.Future[TandemError | None] | asyncio.Future[None]]
+        watched = {self._ended, unknown}
+        try:
+            while not self._ended.done() and not unknown.done():
+                await asyncio.wait(watched, timeout=SWEEP_INTERVAL_S, return_when=FIRST_COMPLETED)
+                if not self._ended.done():
+                    self._outboxes.sweep()
+                    with contextlib.suppress(DrainingError):  # the engine loop has just ended
+                        await self._revoker.sweep()
+        finally:
+            unknown.cancel()
+        if not self._ended.done():
+            await unknown
         error = self._ended.result()
         if error is not None:
             raise error
@@ -193,9 +206,16 @@ class DecodeWorker:
             block_size=options.config.decode.block_size,
             metrics_address=options.listen.address(self._metrics_port),
             pid=os.getpid(),
+            max_num_requests=options.config.decode.max_num_reserved,
         )
-        self._membership = RegistryClient(
+        self._membership = membership = RegistryClient(
             options.router, options.credentials, record, self._worker_load
+        )
+        gauge_of(
+            self._registry,
+            "pd_worker_registered",
+            "1 while a router has this worker in its pool",
+            lambda: membership.is_registered,
         )
         self._exit.push_async_callback(self._membership.close)
         await self._membership.start()

@@ -24,7 +24,7 @@ from prefill.assembly import RankParts, build_rank
 from prefill.closer import TicketCloser
 from prefill.live_runs import LiveRuns
 from prefill.loop import EngineLoop, LoopSettings
-from prefill.messages import Event, LoopLoad, RankClosed, StopLoop
+from prefill.messages import Event, LoopEnded, LoopLoad, RankClosed, StopLoop
 from prefill.metrics import PrefillMetrics
 from prefill.nonces import NonceMemory
 from prefill.peers import ChannelCache, Greeting, PeerDirectory
@@ -103,15 +103,25 @@ class PrefillWorker:
         await self._register(parts, *addresses)
 
     async def main_loop(self) -> None:
-        """Run as long as the engine loop does.
+        """Run as long as the engine loop does, and the lease is renewed.
 
         Raises:
-            TandemError: what ended the engine loop; every request was answered.
+            TandemError: what ended the engine loop, with every request answered; or the renewal.
         """
         assert self._runs is not None
-        ended = await asyncio.shield(self._runs.loop_ended)
-        if ended.error is not None:
-            raise ended.error
+        assert self._registration is not None
+        ended = self._runs.loop_ended
+        unknown = asyncio.ensure_future(self._registration.wait_failed())
+        try:
+            watched: set[asyncio.Future[LoopEnded] | asyncio.Future[None]] = {ended, unknown}
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            unknown.cancel()
+        if not ended.done():
+            await unknown
+        error = ended.result().error
+        if error is not None:
+            raise error
 
     async def drain(self) -> None:
         """Refuse new requests; return when the last one is drained and decode knows."""
@@ -172,11 +182,17 @@ class PrefillWorker:
         return address, metrics_address
 
     async def _register(self, parts: RankParts, address: str, metrics_address: str) -> None:
-        self._registration = RegistryClient(
+        self._registration = registration = RegistryClient(
             self._options.router,
             self._options.credentials,
             _record_of(parts, self._options, address, metrics_address),
             self._worker_load,
+        )
+        gauge_of(
+            self._metrics_registry,
+            "pd_worker_registered",
+            "1 while a router has this worker in its pool",
+            lambda: registration.is_registered,
         )
         self._stack.push_async_callback(self._registration.close)
         await self._registration.start()

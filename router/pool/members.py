@@ -40,6 +40,11 @@ class WorkerKey(NamedTuple):
         """What all endpoints of an instance have in common until it is started again."""
         return self.instance, self.epoch
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """What all lives of an endpoint have in common."""
+        return self.instance, self.rank
+
     def __str__(self) -> str:
         return f"{self.instance}/{self.rank}"
 
@@ -54,6 +59,8 @@ class WorkerLoad:
     num_free_blocks: int = 0
     num_total_blocks: int = 0
     num_quarantined_blocks: int = 0
+    sequence: int = 0
+    """Grows with every report of one life, whichever way it goes; 0: not numbered."""
 
     @property
     def num_requests(self) -> int:
@@ -80,6 +87,10 @@ class Member:
     pid: int = 0
     num_parts: int = 1
     """Ranks behind this endpoint: a prefill endpoint writes KV in so many parts."""
+    started_ms: int = 0
+    """Wall clock of its host at process start; 0: not told."""
+    max_num_requests: int = 0
+    """That a decode rank takes on at once; 0: no such limit."""
     load: WorkerLoad = field(default_factory=WorkerLoad)
 
     @property
@@ -109,6 +120,7 @@ def load_from_proto(message: registry_pb2.WorkerLoad) -> WorkerLoad:
         num_free_blocks=message.num_free_blocks,
         num_total_blocks=message.num_total_blocks,
         num_quarantined_blocks=message.num_quarantined_blocks,
+        sequence=message.sequence,
     )
 
 
@@ -142,6 +154,8 @@ def member_from_proto(
         metrics_address=record.metrics_address,
         pid=record.pid,
         num_parts=max(1, record.num_parts),
+        started_ms=record.started_ms,
+        max_num_requests=record.max_num_requests,
         load=WorkerLoad() if load is None else load_from_proto(load),
     )
 
@@ -164,6 +178,8 @@ def member_to_proto(member: Member) -> registry_pb2.PoolMember:
             metrics_address=member.metrics_address,
             pid=member.pid,
             num_parts=member.num_parts,
+            started_ms=member.started_ms,
+            max_num_requests=member.max_num_requests,
         ),
         load=registry_pb2.WorkerLoad(
             num_requests_running=load.num_requests_running,
@@ -172,5 +188,6 @@ def member_to_proto(member: Member) -> registry_pb2.PoolMember:
             num_free_blocks=load.num_free_blocks,
             num_total_blocks=load.num_total_blocks,
             num_quarantined_blocks=load.num_quarantined_blocks,
+            sequence=load.sequence,
         ),
     )

@@ -1,6 +1,6 @@
 """The registry of workers: who is in the pool, by lease. Pure: no sockets, the clock is handed in.
 
-A worker is in the pool from its registration until its lease runs out, it leaves, or another life
+A worker is in the pool from its registration until its lease runs out, it leaves, or a later life
 of the same (instance, rank) registers. Each change gives the pool a new version; watchers get the
 whole pool.
 """
@@ -11,7 +11,15 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from router.pool.lease_clock import LeaseClock
 from router.pool.members import Member, WorkerKey, WorkerLoad
+
+MAX_REPLACED = 1024
+"""Lives that are remembered as replaced."""
+
+
+class SupersededError(ValueError):
+    """The place belongs to a later life of it."""
 
 
 @dataclass(slots=True)
@@ -21,14 +29,16 @@ class _Lease:
 
 
 class Registry:
-    """Leases of workers of one model. Not thread-safe: one event loop owns it."""
+    """Leases of workers of one model. One event loop owns it and calls ``tick``."""
 
     def __init__(self, model: str, ttl_s: float, clock: Callable[[], float]) -> None:
         """``clock`` gives seconds that never go back; ``ttl_s``: the life of an unrenewed lease."""
         self._model = model
         self._ttl_s = ttl_s
-        self._clock = clock
+        self._clock = LeaseClock(clock, min(0.25, ttl_s / 8))
         self._leases: dict[str, _Lease] = {}
+        self._replaced: dict[WorkerKey, None] = {}
+        """Oldest first."""
         self._version = 1
 
     @property
@@ -41,6 +51,11 @@ class Registry:
         """Seconds from a registration or renewal to its end."""
         return self._ttl_s
 
+    @property
+    def tick_interval_s(self) -> float:
+        """``tick`` is to be called this often."""
+        return self._clock.interval_s
+
     def members(self) -> list[Member]:
         """The pool as it is now, leases that ran out excluded."""
         self.expire()
@@ -50,6 +65,7 @@ class Registry:
         """Add ``member`` and return its lease id; an earlier life of the same endpoint leaves.
 
         Raises:
+            SupersededError: a later life of the same endpoint is in the pool.
             ValueError: it serves another model than this pool.
         """
         if member.model != self._model:
@@ -58,12 +74,14 @@ class Registry:
                 "Fix: give router and workers the same model.name"
             )
         self.expire()
-        place = (member.key.instance, member.key.rank)
         for lease_id, lease in list(self._leases.items()):
-            if (lease.member.key.instance, lease.member.key.rank) == place:
+            if lease.member.key.place == member.key.place:
+                self._refuse_an_earlier_life(member, lease.member)
                 del self._leases[lease_id]
+                if lease.member.key != member.key:
+                    self._remember_replaced(lease.member.key)
         lease_id = secrets.token_hex(12)
-        self._leases[lease_id] = _Lease(member, self._clock() + self._ttl_s)
+        self._leases[lease_id] = _Lease(member, self._clock.now() + self._ttl_s)
         self._version += 1
         return lease_id
 
@@ -76,7 +94,7 @@ class Registry:
         lease = self._leases.get(lease_id)
         if lease is None:
             return False
-        lease.expires_at = self._clock() + self._ttl_s
+        lease.expires_at = self._clock.now() + self._ttl_s
         draining = draining or lease.member.draining
         changed = replace(lease.member, load=load, draining=draining)
         if changed != lease.member:
@@ -92,10 +110,29 @@ class Registry:
         self._version += 1
         return lease.member.key
 
+    def tick(self) -> float:
+        """Let time pass; returns the seconds of a stall, by which all leases last longer."""
+        return self._clock.tick()
+
     def expire(self) -> list[WorkerKey]:
         """Drop the leases that ran out and name their workers."""
-        now = self._clock()
+        now = self._clock.now()
         gone = [lease_id for lease_id, lease in self._leases.items() if lease.expires_at <= now]
         keys = [self._leases.pop(lease_id).member.key for lease_id in gone]
         self._version += bool(keys)
         return keys
+
+    def _refuse_an_earlier_life(self, member: Member, holder: Member) -> None:
+        # Clocks of hosts differ, so what was seen to be replaced says more than when it started.
+        is_earlier = member.key in self._replaced or 0 < member.started_ms < holder.started_ms
+        if member.key != holder.key and is_earlier:
+            raise SupersededError(
+                f"worker {member.key}, epoch {member.key.epoch:016x}, pid {member.pid}: a later "
+                f"life of it serves at {holder.address}, epoch {holder.key.epoch:016x}, pid "
+                f"{holder.pid}. Fix: end the earlier one, or give each its own --instance"
+            )
+
+    def _remember_replaced(self, key: WorkerKey) -> None:
+        self._replaced[key] = None
+        while len(self._replaced) > MAX_REPLACED:
+            del self._replaced[next(iter(self._replaced))]

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from router.pool.members import Member, load_from_proto, member_from_proto, member_to_proto
-from router.pool.registry import Registry
+from router.pool.registry import Registry, SupersededError
 from runtime.errors import InvalidRequestError, TandemError
 from runtime.logging import get_logger
 from runtime.net import Credentials
@@ -39,12 +39,14 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
     ) -> registry_pb2.RegisterResponse:
         """A worker joins the pool."""
         try:
-            member = member_from_proto(request.worker)
+            member = member_from_proto(request.worker, request.load)
             lease_id = self._registry.register(member)
         except ValueError as error:
             logger.warning("refused a worker: %s", error)
-            refusal = error_to_proto(InvalidRequestError(str(error)))
-            return registry_pb2.RegisterResponse(error=refusal)
+            return registry_pb2.RegisterResponse(
+                error=error_to_proto(InvalidRequestError(str(error))),
+                superseded=isinstance(error, SupersededError),
+            )
         logger.info(
             "worker joined role=%s worker=%s address=%s",
             member.role.value,
@@ -90,10 +92,16 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
             self._changed.discard(changed)
 
     async def expire_forever(self) -> None:
-        """Drop leases as they run out; runs until cancelled."""
-        interval_s = min(0.25, self._registry.ttl_s / 8)
+        """Drop leases as they run out; runs until cancelled.
+
+        What keeps this loop from its turn keeps it from hearing renewals: no lease ages by it.
+        """
+        interval_s = self._registry.tick_interval_s
         while True:
             await asyncio.sleep(interval_s)
+            stall_s = self._registry.tick()
+            if stall_s > self._registry.ttl_s / 2:
+                logger.warning("stood still: leases last longer by that stall_s=%.2f", stall_s)
             for key in self._registry.expire():
                 logger.warning("the lease of a worker ran out worker=%s", key)
             self.announce()

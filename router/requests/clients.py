@@ -1,10 +1,15 @@
-"""Channels to workers: one per life of a worker, closed when that life is out of the pool."""
+"""Channels to workers: one per life of a worker, closed when that life is out of the pool.
+
+A lease that ran out is not a death: calls under way end by themselves, and the channel is closed
+behind the last of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ParamSpec, Protocol, TypeVar
 
 import grpc.aio
 
@@ -13,15 +18,25 @@ from runtime.net import Credentials
 from runtime.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from runtime.rpc import open_channel
 
-CLOSE_GRACE_S = 5.0
-
 ReserveCall = grpc.aio.UnaryStreamCall[decode_pb2.ReserveRequest, decode_pb2.ReserveUpdate]
 FramesCall = grpc.aio.UnaryStreamCall[decode_pb2.FramesRequest, decode_pb2.Frame]
 RunCall = grpc.aio.UnaryUnaryCall[prefill_pb2.RunRequest, prefill_pb2.RunResponse]
 AbortCall = grpc.aio.UnaryUnaryCall[decode_pb2.AbortRequest, decode_pb2.AbortResponse]
 
 
-class DecodeStub(Protocol):
+class Call(Protocol):
+    """What any call of gRPC can do."""
+
+    def add_done_callback(self, callback: Callable[[object], None], /) -> None:
+        """Call ``callback`` when the call has ended, however it did."""
+
+
+P = ParamSpec("P")
+C = TypeVar("C", bound=Call)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeStub:
     """The calls that the router makes to a decode rank."""
 
     Reserve: Callable[..., ReserveCall]
@@ -29,10 +44,37 @@ class DecodeStub(Protocol):
     Abort: Callable[..., AbortCall]
 
 
-class PrefillStub(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillStub:
     """The calls that the router makes to a prefill worker."""
 
     Run: Callable[..., RunCall]
+
+
+class _Line:
+    """A channel and the number of calls on it."""
+
+    def __init__(self, channel: grpc.aio.Channel, on_idle: Callable[[], None]) -> None:
+        """``on_idle`` is called when the last of the calls has ended."""
+        self.channel = channel
+        self.num_calls = 0
+        self._on_idle = on_idle
+
+    def counted(self, call: Callable[P, C]) -> Callable[P, C]:
+        """``call``, such that it counts from its start to its end."""
+
+        def start(*args: P.args, **kwargs: P.kwargs) -> C:
+            started = call(*args, **kwargs)
+            self.num_calls += 1
+            started.add_done_callback(self._ended)
+            return started
+
+        return start
+
+    def _ended(self, _: object) -> None:
+        self.num_calls -= 1
+        if self.num_calls == 0:
+            self._on_idle()
 
 
 class WorkerClients:
@@ -40,39 +82,60 @@ class WorkerClients:
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
-        self._channels: dict[WorkerKey, grpc.aio.Channel] = {}
+        self._lines: dict[WorkerKey, _Line] = {}
+        self._leaving: set[WorkerKey] = set()
+        """To be closed when their last call has ended, unless they come back before."""
         self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_channels(self) -> int:
+        """Open ones."""
+        return len(self._lines)
 
     def decode(self, member: Member) -> DecodeStub:
         """The stub of a decode rank."""
-        stub: DecodeStub = decode_pb2_grpc.DecodeStub(self._channel(member))
-        return stub
+        line = self._line(member)
+        stub = decode_pb2_grpc.DecodeStub(line.channel)
+        return DecodeStub(
+            Reserve=line.counted(stub.Reserve),
+            Frames=line.counted(stub.Frames),
+            Abort=line.counted(stub.Abort),
+        )
 
     def prefill(self, member: Member) -> PrefillStub:
         """The stub of a prefill worker."""
-        stub: PrefillStub = prefill_pb2_grpc.PrefillStub(self._channel(member))
-        return stub
+        line = self._line(member)
+        return PrefillStub(Run=line.counted(prefill_pb2_grpc.PrefillStub(line.channel).Run))
 
     def retain(self, keys: Collection[WorkerKey]) -> None:
-        """Close the channels of all other workers; calls in flight get a moment to end."""
-        for key in self._channels.keys() - set(keys):
-            channel = self._channels.pop(key)
-            task = asyncio.create_task(channel.close(CLOSE_GRACE_S), name=f"close-channel-{key}")
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+        """Close the channels of all other workers, each when no call is on it any more."""
+        self._leaving = self._lines.keys() - set(keys)
+        for key in list(self._leaving):
+            self._close_if_idle(key)
 
     async def close(self) -> None:
         """Close all channels at once."""
-        channels = list(self._channels.values())
-        self._channels.clear()
-        await asyncio.gather(*(channel.close(None) for channel in channels))
+        lines = list(self._lines.values())
+        self._lines.clear()
+        await asyncio.gather(*(line.channel.close(None) for line in lines))
         for task in list(self._closing):
             task.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def _channel(self, member: Member) -> grpc.aio.Channel:
-        channel = self._channels.get(member.key)
-        if channel is None:
+    def _line(self, member: Member) -> _Line:
+        key = member.key
+        line = self._lines.get(key)
+        if line is None:
             channel = open_channel(member.address, self._credentials)
-            self._channels[member.key] = channel
-        return channel
+            line = self._lines[key] = _Line(channel, lambda: self._close_if_idle(key))
+        return line
+
+    def _close_if_idle(self, key: WorkerKey) -> None:
+        line = self._lines.get(key)
+        if line is None or line.num_calls or key not in self._leaving:
+            return
+        del self._lines[key]
+        self._leaving.discard(key)
+        task = asyncio.create_task(line.channel.close(None), name=f"close-channel-{key}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

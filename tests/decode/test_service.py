@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from runtime.errors import InternalError
 from runtime.pb import common_pb2, decode_pb2
 from tests.decode.cluster import DecodeCluster, expected_output, run_cluster
 
@@ -299,6 +300,14 @@ async def test_unusable_logits_fail_one_request_alone() -> None:
         token = await cluster.prefill.run(again, other)
         assert [token, *await cluster.router.tokens_of("again")] == expected_output(other, 8)
         await cluster.wait_empty()
+
+
+async def test_a_renewal_that_ended_ends_the_worker() -> None:
+    async with run_cluster() as cluster:
+        main = asyncio.ensure_future(cluster.worker.main_loop())
+        cluster.worker._membership._leases[0]._task.cancel()
+        with pytest.raises(InternalError, match="not renewed"):
+            await asyncio.wait_for(main, 10)
 
 
 async def test_a_broken_step_answers_everybody_and_ends_the_worker() -> None:

@@ -82,8 +82,14 @@ class FakeWorker:
         if self.server is not None:
             server, self.server = self.server, None
             await server.stop(None)
-        if self.registration is not None and self.registration._task is not None:
-            self.registration._task.cancel()
+        self.fall_silent()
+
+    def fall_silent(self) -> None:
+        """Renew no lease any more, and serve on."""
+        if self.registration is not None:
+            for lease in self.registration._leases:
+                if lease._task is not None:
+                    lease._task.cancel()
 
     async def close(self) -> None:
         if self.registration is not None:

@@ -1,4 +1,4 @@
-"""Authenticated gRPC, membership and the life of a service, over real sockets and processes."""
+"""Authenticated gRPC and the life of a service, over real sockets and processes."""
 
 from __future__ import annotations
 
@@ -21,45 +21,8 @@ from deploy.certificates import make_certificates
 from runtime.errors import ConfigError, InternalError, OverloadedError, PeerLostError
 from runtime.net import Credentials, Listen
 from runtime.pb import registry_pb2, registry_pb2_grpc
-from runtime.registration import RegistryClient
 from runtime.rpc import ServerLimits, bind_port, create_server, map_rpc_errors, open_channel
-
-
-class FakeRegistry(registry_pb2_grpc.RegistryServicer):
-    def __init__(self) -> None:
-        self.leases: dict[str, str] = {}
-        self.renewals = 0
-        self.draining = False
-
-    async def Register(self, request, context):
-        lease_id = f"lease-{len(self.leases) + 1}"
-        self.leases[lease_id] = request.worker.identity.instance
-        return registry_pb2.RegisterResponse(lease_id=lease_id, lease_ttl_s=0.3)
-
-    async def Renew(self, request, context):
-        self.renewals += 1
-        self.draining = request.draining
-        return registry_pb2.RenewResponse(known=request.lease_id in self.leases)
-
-    async def Deregister(self, request, context):
-        self.leases.pop(request.lease_id, None)
-        return registry_pb2.DeregisterResponse()
-
-    async def Watch(self, request, context):
-        yield registry_pb2.PoolSnapshot(version=1)
-
-
-RIGHT = Credentials.of_secret("right")
-
-
-async def serve(
-    registry: FakeRegistry, port: int = 0, credentials: Credentials = RIGHT
-) -> tuple[grpc.aio.Server, int]:
-    server = create_server(credentials)
-    registry_pb2_grpc.add_RegistryServicer_to_server(registry, server)
-    port = bind_port(server, Listen(bind="127.0.0.1", port=port), credentials)
-    await server.start()
-    return server, port
+from tests.runtime.fake_registry import RIGHT, FakeRegistry, serve
 
 
 async def test_only_the_secret_opens_the_server() -> None:
@@ -281,28 +244,6 @@ async def test_a_peer_that_comes_back_is_reached_at_once() -> None:
         server, _ = await serve(FakeRegistry(), port)
         # The bound is the subject: the longest pause between attempts, and 10 times that.
         await stub.Renew(request, wait_for_ready=True, timeout=10)
-    await server.stop(None)
-
-
-async def test_a_worker_stays_registered_through_a_router_restart() -> None:
-    registry = FakeRegistry()
-    server, port = await serve(registry)
-    record = registry_pb2.WorkerRecord()
-    record.identity.instance = "decode-0"
-    client = RegistryClient(f"127.0.0.1:{port}", RIGHT, record, registry_pb2.WorkerLoad)
-    await client.start()
-    await server.stop(None)
-    reborn = FakeRegistry()
-    server, _ = await serve(reborn, port)
-    async with asyncio.timeout(10):
-        while not reborn.leases:
-            await asyncio.sleep(0.02)
-    client.set_draining()
-    async with asyncio.timeout(10):
-        while not reborn.draining:
-            await asyncio.sleep(0.02)
-    await client.close()
-    assert reborn.leases == {}
     await server.stop(None)
 
 

@@ -18,7 +18,7 @@ from router.pool.members import (
     member_from_proto,
     member_to_proto,
 )
-from router.pool.registry import Registry
+from router.pool.registry import Registry, SupersededError
 from router.pool.registry_service import watch_forever
 from runtime.errors import ConfigError
 from runtime.pb import registry_pb2
@@ -44,48 +44,72 @@ def member(instance: str = "decode-0", epoch: int = 1, rank: int = 0, **change: 
 
 
 class RegistryMachine(RuleBasedStateMachine):
-    """The registry against a dictionary of expiry times."""
+    """The registry against a dictionary of expiry times, in seconds that the router was awake."""
 
     leases = Bundle("leases")
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
+        self.awake = 0.0
         self.registry = Registry("m", TTL_S, lambda: self.now)
         self.model: dict[str, tuple[WorkerKey, float]] = {}
+        self.replaced: set[WorkerKey] = set()
         self.versions = [self.registry.version]
 
+    def holder(self, name: str, rank: int) -> WorkerKey | None:
+        """Whose lease of this place runs."""
+        for key, expires_at in self.model.values():
+            if key.place == (name, rank) and expires_at > self.awake:
+                return key
+        return None
+
     @rule(
-        target=leases, name=st.sampled_from("ab"), rank=st.integers(0, 1), epoch=st.integers(1, 9)
+        target=leases, name=st.sampled_from("ab"), rank=st.integers(0, 1), epoch=st.integers(1, 3)
     )
     def register(self, name: str, rank: int, epoch: int) -> str:
         key = WorkerKey(name, epoch, rank)
+        holder = self.holder(name, rank)
+        if key in self.replaced and holder not in (None, key):
+            with pytest.raises(SupersededError, match="later life"):
+                self.registry.register(member(name, epoch, rank))
+            return "refused"
         lease_id = self.registry.register(member(name, epoch, rank))
-        self.model = {
-            k: v for k, v in self.model.items() if (v[0].instance, v[0].rank) != (name, rank)
-        }
-        self.model[lease_id] = (key, self.now + TTL_S)
+        if holder is not None and holder != key:
+            self.replaced.add(holder)
+        self.model = {k: v for k, v in self.model.items() if v[0].place != (name, rank)}
+        self.model[lease_id] = (key, self.awake + TTL_S)
         return lease_id
 
     @rule(lease_id=leases, running=st.integers(0, 5))
     def renew(self, lease_id: str, running: int) -> None:
-        known = lease_id in self.model and self.model[lease_id][1] > self.now
+        known = lease_id in self.model and self.model[lease_id][1] > self.awake
         assert self.registry.renew(lease_id, WorkerLoad(num_requests_running=running)) == known
         if known:
-            self.model[lease_id] = (self.model[lease_id][0], self.now + TTL_S)
+            self.model[lease_id] = (self.model[lease_id][0], self.awake + TTL_S)
 
     @rule(lease_id=consumes(leases))
     def deregister(self, lease_id: str) -> None:
         self.registry.deregister(lease_id)
         self.model.pop(lease_id, None)
 
-    @rule(seconds=st.floats(0, 2 * TTL_S))
-    def wait(self, seconds: float) -> None:
+    @rule(num_ticks=st.integers(1, 50))
+    def wait(self, num_ticks: int) -> None:
+        for _ in range(num_ticks):
+            self.stall(self.registry.tick_interval_s)
+
+    @rule(seconds=st.integers(0, 100 * 64).map(lambda parts: parts / 64))
+    def stall(self, seconds: float) -> None:
+        """The router does nothing for so long; renewals that came meanwhile are yet to be read."""
         self.now += seconds
+        late_s = max(0.0, seconds - self.registry.tick_interval_s)
+        self.awake += seconds - late_s
+        self.members_are_those_whose_lease_runs()  # before the tick that comes late, too
+        assert self.registry.tick() == late_s
 
     @invariant()
     def members_are_those_whose_lease_runs(self) -> None:
-        expected = {key for key, expires_at in self.model.values() if expires_at > self.now}
+        expected = {key for key, expires_at in self.model.values() if expires_at > self.awake}
         found = [m.key for m in self.registry.members()]
         assert set(found) == expected
         assert len(found) == len(expected)
@@ -111,6 +135,42 @@ def test_versions_tell_of_changes_only() -> None:
         registry.register(member(model="other"))
 
 
+def test_a_stall_of_the_router_ends_no_lease() -> None:
+    now = 0.0
+    registry = Registry("m", TTL_S, lambda: now)
+    registry.register(member())
+    now += 10 * TTL_S
+    assert [m.key.instance for m in registry.members()] == ["decode-0"]
+    assert registry.tick() > 9 * TTL_S
+    for _ in range(round(TTL_S / registry.tick_interval_s)):
+        now += registry.tick_interval_s
+        registry.tick()
+    assert registry.members() == []
+
+
+def test_the_earlier_life_of_a_place_is_refused_while_the_later_one_serves() -> None:
+    registry = Registry("m", TTL_S, lambda: 0.0)
+    earlier, later = member(epoch=1, started_ms=1000), member(epoch=2, started_ms=2000)
+    registry.register(earlier)
+    lease_id = registry.register(later)
+    with pytest.raises(SupersededError, match="Fix"):
+        registry.register(earlier)
+    assert registry.members() == [later]
+    registry.deregister(lease_id)
+    registry.register(earlier)  # a doubled name is better than nobody
+    assert registry.members() == [earlier]
+
+
+def test_a_router_that_was_restarted_orders_lives_by_their_start() -> None:
+    registry = Registry("m", TTL_S, lambda: 0.0)
+    later = member(epoch=2, started_ms=2000)
+    registry.register(later)
+    with pytest.raises(SupersededError):
+        registry.register(member(epoch=1, started_ms=1000))
+    assert registry.members() == [later]
+    registry.register(member(epoch=2, rank=1, started_ms=1000))  # another place
+
+
 @pytest.mark.parametrize(
     "change", [{"role": 0}, {"address": ""}, {"identity": {"instance": "x", "epoch": 0}}]
 )
@@ -133,8 +193,11 @@ def test_a_member_survives_the_wire() -> None:
         num_free_blocks=4,
         num_total_blocks=5,
         num_quarantined_blocks=6,
+        sequence=7,
     )
-    original = member(load=load, draining=True, block_size=64)
+    original = member(
+        load=load, draining=True, block_size=64, started_ms=8, max_num_requests=9, num_parts=2
+    )
     message = member_to_proto(original)
     assert member_from_proto(message.worker, message.load) == original
 
