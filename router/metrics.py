@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -68,17 +69,15 @@ class RouterMetrics:
         self.cached_tokens = self._tokens.labels("cached")
         self.output_tokens = self._tokens.labels("output")
         self._stage = {name: self._stages.labels(name) for name in STAGES}
-        self.in_flight = Gauge(
-            "pd_router_requests_in_flight",
-            "Choices in the workers' hands",
-            registry=self.registry,
-            multiprocess_mode="livesum",
+        self.in_flight = self._gauge(
+            "pd_router_requests_in_flight", "Choices in the workers' hands", "livesum"
         )
-        self.loop_lag = Gauge(
-            "pd_router_event_loop_lag_seconds",
-            "How late the event loop ran a timer",
-            registry=self.registry,
-            multiprocess_mode="livemax",
+        self.requests_waiting = self._gauge(
+            "pd_router_requests_waiting", "Requests that wait for a place in flight", "livesum"
+        )
+        self.connections = self._gauge("pd_router_connections", "Open HTTP connections", "livesum")
+        self.loop_lag = self._gauge(
+            "pd_router_event_loop_lag_seconds", "How late the event loop ran a timer", "livemax"
         )
         self._workers = Gauge(
             "pd_router_workers",
@@ -122,6 +121,9 @@ class RouterMetrics:
             value = split.get(f"{name}_s")
             if value is not None:
                 stage.observe(value)
+
+    def _gauge(self, name: str, documentation: str, mode: Literal["livesum", "livemax"]) -> Gauge:
+        return Gauge(name, documentation, registry=self.registry, multiprocess_mode=mode)
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, documentation, buckets=buckets, registry=self.registry)

@@ -26,7 +26,7 @@ from router.metrics import RouterMetrics
 from router.model import ServedModel, load_served_model
 from router.pool.registry import Registry
 from router.pool.registry_service import RegistryService, watch_forever
-from runtime.config import ClusterConfig
+from runtime.config import ClusterConfig, RouterSection
 from runtime.config_file import cluster_credentials, secret_variables
 from runtime.logging import get_logger
 from runtime.net import Credentials, Listen, join_address
@@ -37,7 +37,31 @@ from runtime.rpc import CONTROL_LIMITS, bind_port, create_server
 logger = get_logger(__name__)
 
 RESTART_S = 0.5
+SLOTS_PER_RUNNING = 4
 METRICS_DIR_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+
+
+def slots_of_rank(config: ClusterConfig) -> int:
+    """Choices that one HTTP process may have at a decode rank: those that run, and some in line.
+
+    In line they wait for blocks, or for their KV: without them a rank runs dry between two.
+    """
+    return _share(SLOTS_PER_RUNNING * config.decode.max_num_seqs, config.router.http_processes)
+
+
+def share_of_process(section: RouterSection) -> RouterSection:
+    """``section`` with what is the whole router's divided by its HTTP processes."""
+    num_processes = section.http_processes
+    return replace(
+        section,
+        max_concurrent_requests=_share(section.max_concurrent_requests, num_processes),
+        max_queue_bytes=max(1024, _share(section.max_queue_bytes, num_processes)),
+        max_connections=_share(section.max_connections, num_processes),
+    )
+
+
+def _share(total: int, num_processes: int) -> int:
+    return -(-total // num_processes)
 
 
 class RouterService:
@@ -71,7 +95,9 @@ class RouterService:
         self.control_port = control_port
         control = listen.address(control_port)
         if section.http_processes == 1:
-            self._http = HttpServer(section, self._model, self._credentials)
+            self._http = HttpServer(
+                section, self._model, self._credentials, slots_per_rank=slots_of_rank(config)
+            )
             self._registry = RegistryService(registry, self._http.update)
             await self._http.start(listener)
         else:
@@ -137,12 +163,11 @@ class HttpWorkerService:
     async def startup(self) -> None:
         """Join the shared port."""
         section = self._config.router
-        # The limit is of the whole router.
-        share = -(-section.max_concurrent_requests // section.http_processes)
         self._http = HttpServer(
-            replace(section, max_concurrent_requests=share),
+            share_of_process(section),
             self._model,
             self._credentials,
+            slots_per_rank=slots_of_rank(self._config),
             metrics=RouterMetrics(os.environ.get(METRICS_DIR_VARIABLE)),
         )
         listener = bind_http(self._config.http_host, self._port, shared=True)

@@ -10,32 +10,34 @@ from collections.abc import Awaitable, Callable
 import orjson
 from aiohttp import web
 
+from router.http.connections import Connections
 from router.http.endpoints import REQUEST_ID_KEY, OpenAIEndpoints, Serving, request_id_of
 from router.http.errors import (
     CLIENT_CLOSED,
+    Failure,
     RequestError,
     as_tandem_error,
     failure_from,
 )
-from router.pool.members import Member, Role
+from router.pool.members import Member
 from runtime.errors import TandemError
 from runtime.logging import get_logger
 from runtime.metrics import CONTENT_TYPE
 
 logger = get_logger(__name__)
 
+NOT_OF_REQUESTS = frozenset({"unknown_url", "method_not_allowed"})
+"""Codes of what was never a request to a model: any scanner of ports makes these."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
 
-def create_app(serving: Serving, max_body_bytes: int) -> web.Application:
+def create_app(serving: Serving, connections: Connections) -> web.Application:
     """The application of one router process; run it with ``handler_cancellation=True``.
 
     A handler is then cancelled when its client goes away, which frees the request in the workers.
     """
-    app = web.Application(
-        client_max_size=max_body_bytes, middlewares=[_answer_failures(serving, max_body_bytes)]
-    )
+    app = web.Application(middlewares=[_answer_failures(serving, connections)])
     endpoints = OpenAIEndpoints(serving)
     app.router.add_post("/v1/chat/completions", endpoints.chat_completions)
     app.router.add_post("/v1/completions", endpoints.completions)
@@ -62,7 +64,7 @@ class Operations:
 
     async def ready(self, request: web.Request) -> web.Response:
         """200 when a request can be served, else 503 and what is missing."""
-        missing = missing_roles(self._serving)
+        missing = missing_parts(self._serving)
         if missing:
             body = {"status": "not ready", "missing": missing}
             return web.json_response(body, status=503, headers={"Retry-After": "1"})
@@ -80,11 +82,13 @@ class Operations:
         members = sorted(serving.pool.members(), key=lambda m: (m.role.value, m.key))
         body = {
             "model": serving.model.name,
-            "ready": not missing_roles(serving),
-            "missing": missing_roles(serving),
+            "ready": not missing_parts(serving),
+            "missing": missing_parts(serving),
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - self._started, 3),
             "num_requests_in_flight": serving.admission.num_in_flight,
+            "num_requests_waiting": serving.admission.num_waiting,
+            "max_requests_in_flight": serving.admission.limit,
             "workers": [self._worker(member) for member in members],
         }
         return web.Response(body=orjson.dumps(body), content_type="application/json")
@@ -123,18 +127,14 @@ def worker_state(member: Member, recently_failed: bool) -> str:
     return "failing" if recently_failed else "ready"
 
 
-def missing_roles(serving: Serving) -> list[str]:
+def missing_parts(serving: Serving) -> list[str]:
     """What keeps this process from serving; empty when it can."""
-    missing = ["the router is draining"] if serving.admission.draining else []
-    for role in Role:
-        usable = [c for c in serving.pool.candidates(role) if c.whole and not c.member.draining]
-        if not usable:
-            missing.append(f"no {role.value} worker is ready")
-    return missing
+    draining = ["the router is draining"] if serving.admission.draining else []
+    return draining + serving.readiness.missing()
 
 
 def _answer_failures(
-    serving: Serving, max_body_bytes: int
+    serving: Serving, connections: Connections
 ) -> Callable[..., Awaitable[web.StreamResponse]]:
     metrics = serving.metrics
 
@@ -144,6 +144,7 @@ def _answer_failures(
         request[REQUEST_ID_KEY] = request_id
         endpoint = request.path if request.method == "POST" else ""
         status = CLIENT_CLOSED
+        connections.began(request.protocol)
         try:
             response = await handler(request)
             status = response.status
@@ -151,10 +152,13 @@ def _answer_failures(
             logger.info("the client went away request_id=%s path=%s", request_id, request.path)
             raise
         except Exception as error:
-            response = _failure(request, request_id, _as_error(error, request, max_body_bytes))
+            failure = failure_from(_as_error(error, request))
+            response = _failed(failure, request_id)
             status = response.status
-            metrics.count_error(str(status))
+            if failure.label not in NOT_OF_REQUESTS:
+                metrics.count_error(failure.label)
         finally:
+            connections.ended(request.protocol)
             if endpoint in ("/v1/chat/completions", "/v1/completions"):
                 metrics.count_request(endpoint, status)
         if not response.prepared:
@@ -164,27 +168,18 @@ def _answer_failures(
     return middleware
 
 
-def _as_error(error: Exception, request: web.Request, max_body_bytes: int) -> TandemError:
-    """``error`` in our tree; aiohttp's own are about the URL, the method or the body's size."""
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return RequestError(
-            f"the body is larger than router.max_body_bytes = {max_body_bytes}. Fix: send less",
-            code="request_too_large",
-            status=413,
-        )
+def _as_error(error: Exception, request: web.Request) -> TandemError:
+    """``error`` in our tree; aiohttp's own are about the URL, the method or the body's form."""
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
         return RequestError(
             f"{request.method} {request.path} is not allowed. Fix: use {allowed}",
             code="method_not_allowed",
             status=405,
+            headers={"Allow": allowed},
         )
     if isinstance(error, web.HTTPNotFound):
-        return RequestError(
-            f"there is nothing at {request.method} {request.path}. Fix: use a path under /v1",
-            code="unknown_url",
-            status=404,
-        )
+        return _unknown_url(request)
     if isinstance(error, web.RequestPayloadError):
         return RequestError(
             "the body cannot be read with its Content-Encoding or Transfer-Encoding. "
@@ -198,8 +193,27 @@ def _as_error(error: Exception, request: web.Request, max_body_bytes: int) -> Ta
     return tandem_error
 
 
-def _failure(request: web.Request, request_id: str, error: TandemError) -> web.Response:
-    failure = failure_from(error)
+def _unknown_url(request: web.Request) -> RequestError:
+    served = {
+        resource.canonical
+        for resource in request.app.router.resources()
+        if isinstance(resource, web.PlainResource)
+    }
+    path = request.path
+    while path.startswith("/v1/v1/"):
+        path = path.removeprefix("/v1")
+    if path != request.path and path in served:
+        fix = f"use {path}: the client adds /v1 to a base URL that has it already"
+    else:
+        fix = f"use one of {', '.join(sorted(served))}"
+    return RequestError(
+        f"there is nothing at {request.method} {request.path}. Fix: {fix}",
+        code="unknown_url",
+        status=404,
+    )
+
+
+def _failed(failure: Failure, request_id: str) -> web.Response:
     if failure.status >= 500:
         logger.warning("request failed request_id=%s error=%r", request_id, failure.message)
     return web.Response(

@@ -6,56 +6,65 @@ Everything that can be refused is refused before anything is sent or asked of a 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from aiohttp import web
 
+from router.http.body import read_body
 from router.http.chat import ChatBody, ChatStream
 from router.http.completions import CompletionBody, CompletionStream, CompletionText
-from router.http.errors import RequestError
+from router.http.errors import NotReadyError, RequestError
 from router.http.params import (
     ModelLimits,
-    check_token_ids,
+    choices_per_prompt,
     for_choice,
     for_prompt,
     num_choices,
     sampling_from,
 )
+from router.http.prompts import chat_prompt, check_chat, check_completion, completion_prompts
 from router.http.responder import KEEP_ALIVE_S, TIMINGS_HEADER, Responder
 from router.http.response import Choice, Prompt, ResponseFormat, ResponseInfo
-from router.http.schema import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    parse_body,
-)
+from router.http.schema import ChatRequest, CompletionRequest, parse_body
 from router.metrics import RouterMetrics
 from router.model import ServedModel
+from router.pool.readiness import Readiness
 from router.pool.view import PoolView
-from router.requests.admission import Admission
+from router.requests.admission import Admission, BodyBytes
 from router.requests.generation import Generation, Mailbox
 from router.requests.pipeline import Pipeline
-from router.requests.run import RequestRun
+from router.requests.run import MAX_PARALLEL, RequestRun
+from router.text.lanes import Lanes, Work
 from router.text.output import ChoiceText, OutputOptions
+from runtime.config import RouterSection
+from runtime.logging import get_logger
+from runtime.sampling import SamplingParams
+
+logger = get_logger(__name__)
 
 REQUEST_ID_KEY: web.RequestKey[str] = web.RequestKey("request_id", str)
-MAX_PROMPTS = 1024
+DELIVERY_S = 10.0
+"""A client may take its answer for so long after the request's own time is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
     """What handlers work with; one per router process."""
 
+    section: RouterSection
     model: ServedModel
     pool: PoolView
+    readiness: Readiness
     pipeline: Pipeline
     admission: Admission
+    lanes: Lanes
     metrics: RouterMetrics
-    request_timeout_s: float
     keep_alive_s: float = KEEP_ALIVE_S
 
     def limits(self) -> ModelLimits:
@@ -64,6 +73,7 @@ class Serving:
 
 
 FormOf = Callable[[ResponseInfo], ResponseFormat]
+RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
 
 
 class OpenAIEndpoints:
@@ -74,39 +84,64 @@ class OpenAIEndpoints:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/chat/completions``."""
-        received = asyncio.get_running_loop().time()
-        body = parse_body(await request.read(), ChatRequest)
-        self._check_model(body.model)
-        prompt = await self._chat_prompt(body)
+        model, limits = self._serving.model, self._serving.limits()
 
-        def form(info: ResponseInfo) -> ResponseFormat:
-            return ChatStream(info) if body.stream else ChatBody(info)
+        def check(body: ChatRequest) -> int:
+            check_chat(body, model, limits)
+            return 1
 
-        call = _Call(request, body, received, kind="chatcmpl", param="messages")
-        return await self._answer(call, [prompt], form, wants_logprobs=bool(body.logprobs))
+        async with self._receive(request, ChatRequest, check) as call:
+            body = call.body
+
+            def form(info: ResponseInfo) -> ResponseFormat:
+                return ChatStream(info) if body.stream else ChatBody(info)
+
+            return await self._answer(
+                call,
+                lambda is_abandoned: [chat_prompt(body, model, limits, is_abandoned)],
+                form,
+                wants_logprobs=bool(body.logprobs),
+            )
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/completions``."""
-        received = asyncio.get_running_loop().time()
-        body = parse_body(await request.read(), CompletionRequest)
-        self._check_model(body.model)
-        prompts = await self._completion_prompts(body)
+        model, limits = self._serving.model, self._serving.limits()
 
-        def form(info: ResponseInfo) -> ResponseFormat:
-            skip = body.skip_special_tokens is not False
-            text = CompletionText(info, echo=bool(body.echo), skip_special_tokens=skip)
-            return CompletionStream(info, text) if body.stream else CompletionBody(info, text)
+        def check(body: CompletionRequest) -> int:
+            check_completion(body, model, limits)
+            return len(body.prompt)
 
-        call = _Call(request, body, received, kind="cmpl", param="prompt")
-        return await self._answer(call, prompts, form, wants_logprobs=body.logprobs is not None)
+        async with self._receive(request, CompletionRequest, check) as call:
+            body = call.body
+
+            def form(info: ResponseInfo) -> ResponseFormat:
+                skip = body.skip_special_tokens is not False
+                text = CompletionText(info, echo=bool(body.echo), skip_special_tokens=skip)
+                return CompletionStream(info, text) if body.stream else CompletionBody(info, text)
+
+            return await self._answer(
+                call,
+                lambda is_abandoned: completion_prompts(body, model, is_abandoned),
+                form,
+                wants_logprobs=body.logprobs is not None,
+            )
 
     async def models(self, request: web.Request) -> web.Response:
-        """``GET /v1/models``."""
-        return web.json_response({"object": "list", "data": [self._model_card()]})
+        """``GET /v1/models``: nothing until it can be served."""
+        cards = [self._model_card()] if self._serving.readiness.was_ready else []
+        return web.json_response({"object": "list", "data": cards})
 
     async def model(self, request: web.Request) -> web.Response:
         """``GET /v1/models/{id}``; ids contain slashes."""
         self._check_model(request.match_info["model"])
+        if not self._serving.readiness.was_ready:
+            raise RequestError(
+                f"the model {self._serving.model.name!r} is not served yet: "
+                f"{', '.join(self._serving.readiness.missing())}. Fix: retry in a moment",
+                param="model",
+                code="server_not_ready",
+                status=404,
+            )
         return web.json_response(self._model_card())
 
     def _model_card(self) -> dict[str, object]:
@@ -129,95 +164,116 @@ class OpenAIEndpoints:
                 status=404,
             )
 
-    async def _chat_prompt(self, body: ChatRequest) -> Prompt:
-        model = self._serving.model
-        if model.chat_template is None:
-            raise RequestError(
-                f"the model {model.name!r} has no chat template. Fix: use /v1/completions"
-            )
-        continues = bool(body.continue_final_message or body.messages[-1].get("prefix"))
-        control = model.control_text
-        text = model.chat_template.render(
-            control.mark_messages(body.messages),
-            tools=control.mark(body.tools) if body.tool_choice != "none" else None,
-            continue_final_message=continues,
-            extra=control.mark(body.chat_template_kwargs),
-        )
-        # The template has written the special tokens, and only it may.
-        parts = control.parts(text)
-        ids = await model.tokenizer.encode_parts_async(parts)
-        return Prompt(token_ids=ids, text="".join(parts))
+    @contextlib.asynccontextmanager
+    async def _receive(
+        self, request: web.Request, request_type: type[RequestT], check: Callable[[RequestT], int]
+    ) -> AsyncIterator[_Call[RequestT]]:
+        """The body of ``request``, read and checked; ``check`` says how many prompts it holds.
 
-    async def _completion_prompts(self, body: CompletionRequest) -> list[Prompt]:
-        if len(body.prompt) > MAX_PROMPTS:
-            raise RequestError(
-                f"prompt has {len(body.prompt)} prompts. Fix: send at most {MAX_PROMPTS} at once",
-                param="prompt",
+        All that can be refused without a tokenizer is refused here.
+        """
+        received = asyncio.get_running_loop().time()
+        serving = self._serving
+        section, limits = serving.section, serving.limits()
+        with serving.admission.body() as held:
+            raw = await read_body(
+                request, held, max_bytes=section.max_body_bytes, timeout_s=section.body_timeout_s
             )
-        limits = self._serving.limits()
-        tokenizer = self._serving.model.tokenizer
-        special = body.add_special_tokens is not False
-        prompts = []
-        for item in body.prompt:
-            if isinstance(item, str):
-                # An empty text stays empty, also where the tokenizer would add a token of its own.
-                ids = await tokenizer.encode_async(item, add_special_tokens=special) if item else []
-                prompts.append(Prompt(token_ids=ids, text=item))
-            else:
-                check_token_ids(item, limits, param="prompt")
-                prompts.append(Prompt(token_ids=item))
-        return prompts
+
+            def checked(_: object) -> _Call[RequestT]:
+                body = parse_body(raw, request_type)
+                self._check_model(body.model)
+                sampling = sampling_from(body, limits)
+                most = section.max_choices_per_request
+                return _Call(
+                    request=request,
+                    request_id=request[REQUEST_ID_KEY],
+                    body=body,
+                    sampling=sampling,
+                    num_choices=num_choices(body, check(body), most),
+                    received=received,
+                    held=held,
+                    num_bytes=len(raw),
+                )
+
+            call = await serving.lanes.run(len(raw), checked)
+            if not serving.readiness.was_ready:
+                missing = ", ".join(serving.readiness.missing())
+                raise NotReadyError(f"the cluster is starting: {missing}. Fix: retry in a moment")
+            yield call
 
     async def _answer(
-        self, call: _Call, prompts: Sequence[Prompt], form_of: FormOf, *, wants_logprobs: bool
+        self,
+        call: _Call[RequestT],
+        prompts_of: Work[list[Prompt]],
+        form_of: FormOf,
+        *,
+        wants_logprobs: bool,
     ) -> web.StreamResponse:
+        """Wait for a place, make tokens, run."""
         serving, body = self._serving, call.body
-        info = ResponseInfo(
-            response_id=f"{call.kind}-{call.request_id}",
-            created=int(time.time()),
-            model=serving.model.name,
-            vocabulary=serving.model.tokenizer.vocabulary,
-            includes_usage=body.includes_usage,
-            continuous_usage=body.continuous_usage,
-            wants_logprobs=wants_logprobs,
-            wants_token_ids=bool(body.return_token_ids),
-            wants_timings=bool(body.timings) or call.request.headers.get(TIMINGS_HEADER) == "1",
-            choices_per_prompt=num_choices(body),
-        )
-        mailbox = Mailbox()
-        self._add_choices(info, call, prompts, mailbox)
-        for prompt in prompts:
-            serving.metrics.prompt_lengths.observe(len(prompt.token_ids))
-            serving.metrics.prompt_tokens.inc(len(prompt.token_ids))
-        generations = [choice.generation for choice in info.choices]
-        run = RequestRun(
-            serving.pipeline, mailbox, generations, call.received + serving.request_timeout_s
-        )
-        with serving.admission.admit(run.num_parallel):
-            return await self._respond(call, run, info, form_of(info))
+        async with serving.admission.admit(min(call.num_choices, MAX_PARALLEL)) as place:
+            deadline = asyncio.get_running_loop().time() + serving.section.request_timeout_s
+            prompts = await serving.lanes.run(call.num_bytes, prompts_of)
+            call.held.release()
+            info = ResponseInfo(
+                response_id=f"{call.kind}-{call.request_id}",
+                created=int(time.time()),
+                model=serving.model.name,
+                vocabulary=serving.model.tokenizer.vocabulary,
+                includes_usage=body.includes_usage,
+                continuous_usage=body.continuous_usage,
+                wants_logprobs=wants_logprobs,
+                wants_token_ids=bool(body.return_token_ids),
+                wants_timings=bool(body.timings) or call.request.headers.get(TIMINGS_HEADER) == "1",
+                choices_per_prompt=choices_per_prompt(body),
+            )
+            mailbox = Mailbox(serving.section.max_mailbox_bytes, lambda: _cut_off_reader(call))
+            self._add_choices(info, call, prompts, mailbox)
+            for prompt in prompts:
+                serving.metrics.prompt_lengths.observe(len(prompt.token_ids))
+                serving.metrics.prompt_tokens.inc(len(prompt.token_ids))
+            generations = [choice.generation for choice in info.choices]
+            run = RequestRun(
+                serving.pipeline, mailbox, generations, deadline, on_ended=place.give_back
+            )
+            return await self._respond(call, run, form_of(info), info, deadline)
 
     async def _respond(
-        self, call: _Call, run: RequestRun, info: ResponseInfo, form: ResponseFormat
+        self,
+        call: _Call[RequestT],
+        run: RequestRun,
+        form: ResponseFormat,
+        info: ResponseInfo,
+        deadline: float,
     ) -> web.StreamResponse:
+        """The answer; who takes longer for it than the request may is cut off."""
         serving = self._serving
-        async with run:
-            responder = Responder(
-                run, info, form, serving.metrics, keep_alive_s=serving.keep_alive_s
-            )
-            if call.body.stream:
-                return await responder.stream(call.request, call.request_id)
-            return await responder.body()
+        try:
+            async with asyncio.timeout_at(deadline + DELIVERY_S), run:
+                responder = Responder(
+                    run, info, form, serving.metrics, keep_alive_s=serving.keep_alive_s
+                )
+                if call.body.stream:
+                    return await responder.stream(call.request, call.request_id)
+                return await responder.body()
+        except TimeoutError as error:
+            _cut_off(call, "it did not take its answer within router.request_timeout_s")
+            raise ConnectionAbortedError("the client was too slow") from error
 
     def _add_choices(
-        self, info: ResponseInfo, call: _Call, prompts: Sequence[Prompt], mailbox: Mailbox
+        self,
+        info: ResponseInfo,
+        call: _Call[RequestT],
+        prompts: Sequence[Prompt],
+        mailbox: Mailbox,
     ) -> None:
         """Prompt i's choice j is number ``i * n + j``."""
         body, limits = call.body, self._serving.limits()
-        base = sampling_from(body, limits)
         # Another id than the client's: two clients may send the same, and workers know it alone.
         unique = f"{call.request_id}.{secrets.token_hex(4)}"
         for prompt in prompts:
-            capped = for_prompt(base, len(prompt.token_ids), limits, param=call.param)
+            capped = for_prompt(call.sampling, len(prompt.token_ids), limits, param=call.param)
             options = OutputOptions(
                 stops=body.stop,
                 include_stop=bool(body.include_stop_str_in_output),
@@ -242,24 +298,41 @@ class OpenAIEndpoints:
                 )
 
 
-class _Call:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call(Generic[RequestT]):
     """One call of a generation endpoint."""
 
-    def __init__(
-        self,
-        request: web.Request,
-        body: GenerationRequest,
-        received: float,
-        *,
-        kind: str,
-        param: str,
-    ) -> None:
-        self.request = request
-        self.request_id = request[REQUEST_ID_KEY]
-        self.body = body
-        self.received = received
-        self.kind = kind
-        self.param = param
+    request: web.Request
+    request_id: str
+    body: RequestT
+    sampling: SamplingParams
+    num_choices: int
+    """Of all prompts."""
+    received: float
+    held: BodyBytes
+    num_bytes: int
+    """Of the body."""
+
+    @property
+    def kind(self) -> str:
+        """What the response's id begins with."""
+        return "chatcmpl" if isinstance(self.body, ChatRequest) else "cmpl"
+
+    @property
+    def param(self) -> str:
+        """The field with the prompt."""
+        return "messages" if isinstance(self.body, ChatRequest) else "prompt"
+
+
+def _cut_off_reader(call: _Call[RequestT]) -> None:
+    _cut_off(call, "more output than router.max_mailbox_bytes waits for it")
+
+
+def _cut_off(call: _Call[RequestT], reason: str) -> None:
+    """End the connection of a client that does not read; that cancels its request."""
+    logger.warning("a client is cut off request_id=%s reason=%r", call.request_id, reason)
+    if call.request.transport is not None:
+        call.request.transport.abort()
 
 
 _VALID_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

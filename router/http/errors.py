@@ -6,6 +6,7 @@ those, and an answer that another attempt cannot better carries ``x-should-retry
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -30,8 +31,10 @@ class RequestError(InvalidRequestError):
         param: str | None = None,
         code: str | None = None,
         status: int = HTTPStatus.BAD_REQUEST,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
+        self.headers = dict(headers or {})
         self.param = param
         self.error_code = code
         self.status = int(status)
@@ -39,6 +42,10 @@ class RequestError(InvalidRequestError):
 
 class TooManyRequestsError(OverloadedError):
     """The router itself is full (429); a worker that is full is another matter (503)."""
+
+
+class NotReadyError(OverloadedError):
+    """No pair of workers has been there yet (503): the cluster is starting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,10 @@ _ANSWERS: dict[ErrorCode, _Answer] = {
     ErrorCode.DRAINING: _Answer(503, "server_error", "server_is_draining", 1),
     ErrorCode.INTERNAL: _Answer(500, "server_error", "internal_error", 0, False),
 }
-_TOO_MANY = _Answer(429, "rate_limit_error", "rate_limit_exceeded", 1)
+_SPECIAL: dict[type[TandemError], _Answer] = {
+    TooManyRequestsError: _Answer(429, "rate_limit_error", "rate_limit_exceeded", 1),
+    NotReadyError: _Answer(503, "server_error", "server_not_ready", 1),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +87,11 @@ class Failure:
     code: str | None
     param: str | None
     headers: dict[str, str]
+
+    @property
+    def label(self) -> str:
+        """The code as metrics have it, where every failure has one."""
+        return self.code or "invalid_request"
 
     def body(self, request_id: str) -> dict[str, object]:
         """The JSON object; the request id stands in it because a stream's headers are long gone."""
@@ -100,9 +115,9 @@ def failure_from(error: TandemError) -> Failure:
             type="invalid_request_error",
             code=error.error_code,
             param=error.param,
-            headers={},
+            headers=error.headers,
         )
-    answer = _TOO_MANY if isinstance(error, TooManyRequestsError) else _ANSWERS[error.code]
+    answer = _SPECIAL.get(type(error)) or _ANSWERS[error.code]
     headers = {}
     if answer.retry_after_s:
         headers["Retry-After"] = str(answer.retry_after_s)

@@ -67,9 +67,25 @@ def sampling_from(request: GenerationRequest, limits: ModelLimits) -> SamplingPa
     )
 
 
-def num_choices(request: GenerationRequest) -> int:
+def choices_per_prompt(request: GenerationRequest) -> int:
     """``n``, checked."""
     return _integer("n", request.n, 1, 1, MAX_CHOICES)
+
+
+def num_choices(request: GenerationRequest, num_prompts: int, most: int) -> int:
+    """Of all prompts together.
+
+    Raises:
+        RequestError: more than ``most``.
+    """
+    n = choices_per_prompt(request)
+    if num_prompts * n > most:
+        raise RequestError(
+            f"{num_prompts} prompts with n = {n} are {num_prompts * n} choices, and "
+            f"router.max_choices_per_request is {most}. Fix: send fewer at once",
+            param="n" if num_prompts == 1 else "prompt",
+        )
+    return num_prompts * n
 
 
 def for_prompt(
@@ -84,15 +100,23 @@ def for_prompt(
         raise RequestError(f"{param} is empty. Fix: send at least one token of text", param=param)
     room = limits.max_model_len - num_prompt_tokens
     if room < 1:
-        raise RequestError(
-            f"{param} has {num_prompt_tokens} tokens, but the model's context holds "
-            f"{limits.max_model_len} for prompt and output together. "
-            f"Fix: shorten it to at most {limits.max_model_len - 1} tokens",
-            param=param,
-            code="context_length_exceeded",
-        )
+        raise too_long(param, num_prompt_tokens, limits)
     max_tokens = min(params.max_tokens, room)
     return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))
+
+
+def too_long(
+    param: str, num_tokens: int, limits: ModelLimits, *, at_least: bool = False
+) -> RequestError:
+    """A prompt in the field ``param`` leaves no room for a token of output."""
+    number = f"at least {num_tokens}" if at_least else f"{num_tokens}"
+    return RequestError(
+        f"{param} has {number} tokens, but the model's context holds "
+        f"{limits.max_model_len} for prompt and output together. "
+        f"Fix: shorten it to at most {limits.max_model_len - 1} tokens",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 def for_choice(params: SamplingParams, choice: int) -> SamplingParams:

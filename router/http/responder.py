@@ -112,7 +112,7 @@ class Responder:
         if tandem_error is not error:
             logger.exception("a stream failed request_id=%s", request_id)
         failure = failure_from(tandem_error)
-        self._metrics.count_error(str(failure.code))
+        self._metrics.count_error(failure.label)
         logger.warning("stream ended by error request_id=%s error=%r", request_id, failure.message)
         return sse.event(failure.body(request_id))
 

@@ -8,7 +8,7 @@ service_tier and the like). Fields that would change the answer and are not supp
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import orjson
@@ -16,6 +16,9 @@ from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
 from router.http.errors import RequestError
 
+MAX_DEPTH = 100
+MAX_PARTS = 2**18
+MAX_VALUES = 2**21
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -192,6 +195,7 @@ def parse_body(body: bytes, request_type: type[RequestT]) -> RequestT:
     Raises:
         RequestError: it is no JSON object, or a field is missing or of the wrong type.
     """
+    _check_size(body)
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -201,10 +205,49 @@ def parse_body(body: bytes, request_type: type[RequestT]) -> RequestT:
     if not isinstance(fields, dict):
         found = type(fields).__name__
         raise RequestError(f"the body is a JSON {found}. Fix: send one JSON object")
+    for name, value in fields.items():
+        if name != "prompt":  # which has a shape of its own, and perhaps a million ids
+            _check_depth(name, value)
     try:
         return request_type.model_validate(fields)
     except ValidationError as error:
         raise _first_problem(error, fields) from error
+
+
+def _check_size(body: bytes) -> None:
+    """Refuse what would take long to parse: the parser lets nothing else run meanwhile.
+
+    Texts and ids are cheap, values of many parts are not. What stands within a text is counted as
+    well, escaped quotation marks apart: the bounds leave room for that.
+    """
+    num_parts = body.count(b"[") + body.count(b"{") + body.count(b'"') - body.count(b'\\"')
+    if num_parts > MAX_PARTS:
+        raise RequestError(
+            f"the body has {num_parts} lists, objects and strings. "
+            f"Fix: send at most {MAX_PARTS} of them"
+        )
+    if (num_values := body.count(b",")) > MAX_VALUES:
+        raise RequestError(
+            f"the body has {num_values} values. Fix: send at most {MAX_VALUES} of them"
+        )
+
+
+def _children(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _check_depth(name: str, value: object) -> None:
+    """Refuse what others walk through by recursion: validation, rendering, JSON in templates."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for item in level for child in _children(item)]
+        if not level:
+            return
+    raise RequestError(
+        f"{name} is nested too deep. Fix: send at most {MAX_DEPTH} levels", param=name
+    )
 
 
 _WANTED = {

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from router.http.app import create_app
+from router.http.connections import ConnectionLimits, Connections
 from router.http.endpoints import Serving
 from router.metrics import RouterMetrics
 from router.model import ServedModel
-from router.pool.members import Member
+from router.pool.members import Member, Role
+from router.pool.readiness import Readiness
 from router.pool.view import PoolView
 from router.requests.admission import Admission
 from router.requests.attempt import Workers
@@ -21,6 +23,7 @@ from router.requests.clients import WorkerClients
 from router.requests.frames import FrameStreams
 from router.requests.pipeline import Pipeline
 from router.routing.policy import PairingPolicy
+from router.text.lanes import Lanes
 from runtime.config import RouterSection
 from runtime.errors import ConfigError
 from runtime.net import Credentials
@@ -39,8 +42,10 @@ class HttpServer:
         model: ServedModel,
         credentials: Credentials,
         *,
+        slots_per_rank: int,
         metrics: RouterMetrics | None = None,
     ) -> None:
+        """``slots_per_rank``: what one decode rank can hold, of this process's requests."""
         self._tls = credentials.http_ssl_context()
         loop = asyncio.get_running_loop()
         router_id = f"router-{secrets.token_hex(6)}"
@@ -50,52 +55,88 @@ class HttpServer:
         frames = FrameStreams(self.pool, clients, router_id)
         self._workers = Workers(self.pool, clients, frames, router_id)
         self.pool.on_change(self._workers.follow_pool)
-        self._admission = Admission(section.max_concurrent_requests)
+        self._section = section
+        self._slots_per_rank = slots_per_rank
+        self._admission = Admission(
+            section.max_concurrent_requests or slots_per_rank,
+            queue_timeout_s=section.queue_timeout_s,
+            max_queue_bytes=section.max_queue_bytes,
+        )
+        self._lanes = Lanes()
+        self._connections = Connections(
+            ConnectionLimits(
+                max_connections=section.max_connections,
+                header_timeout_s=section.header_timeout_s,
+                stall_timeout_s=section.client_stall_timeout_s,
+            ),
+            loop.time,
+        )
         policy = PairingPolicy(section.policy)
         pipeline = Pipeline(self._workers, policy, self.metrics)
         serving = Serving(
+            section=section,
             model=model,
             pool=self.pool,
+            readiness=Readiness(self.pool),
             pipeline=pipeline,
             admission=self._admission,
+            lanes=self._lanes,
             metrics=self.metrics,
-            request_timeout_s=section.request_timeout_s,
         )
-        app = create_app(serving, section.max_body_bytes)
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
+            create_app(serving, self._connections),
+            handler_cancellation=True,
+            shutdown_timeout=SHUTDOWN_S,
         )
+        self._server: asyncio.Server | None = None
         self.update([])
 
     def update(self, members: Sequence[Member]) -> None:
         """The pool changed."""
         self.pool.update(members)
         self.metrics.set_workers(members)
+        num_ranks = len(self.pool.members(Role.DECODE))
+        # Without any rank the last limit stands: who waits is let in when ranks are back.
+        if num_ranks and not self._section.max_concurrent_requests:
+            self._admission.set_limit(num_ranks * self._slots_per_rank)
 
     async def start(self, listener: socket.socket) -> None:
         """Serve on ``listener``, which is bound; this process owns it from now on."""
         await self._runner.setup()
-        site = web.SockSite(self._runner, listener, backlog=1024, ssl_context=self._tls)
-        await site.start()
+        server = self._runner.server
+        assert server is not None
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            self._connections.protocol_of(server), sock=listener, backlog=1024, ssl=self._tls
+        )
 
     async def tick_forever(self) -> None:
-        """Drop what workers that left no longer need, and measure the loop; until cancelled."""
+        """Drop what workers that left no longer need and clients that are late; measure the loop.
+
+        Until cancelled.
+        """
         loop = asyncio.get_running_loop()
         while True:
             wanted = loop.time() + TICK_S
             await asyncio.sleep(TICK_S)
             self.metrics.loop_lag.set(max(0.0, loop.time() - wanted))
+            self.metrics.requests_waiting.set(self._admission.num_waiting)
+            self.metrics.connections.set(len(self._connections))
             self._workers.follow_pool()
+            self._connections.sweep()
 
     async def drain(self) -> None:
-        """Admit nothing new; return when nothing is in flight."""
+        """Admit nothing new and refuse who waits; return when nothing is in flight."""
         self._admission.drain()
         while self._admission.num_in_flight:
             await asyncio.sleep(0.05)
 
     async def close(self) -> None:
         """End all requests, streams and channels."""
+        if self._server is not None:
+            self._server.close()
         await self._runner.cleanup()
+        self._lanes.close()
         await self._workers.close()
 
 

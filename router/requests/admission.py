@@ -1,59 +1,213 @@
-"""How many choices may be in flight at once; the next request is answered 429 at once.
+"""How many choices may be in flight at once, and the queue of requests that wait for their turn.
 
-Queueing belongs to the workers, who know their memory; a second queue here would only hide load
-from the client. An HTTP request is admitted whole: one with many choices may pass the limit by
-those that it runs at once, but is never refused halfway.
+Requests wait here first in, first out, for as long as ``router.queue_timeout_s`` and with bodies of
+at most ``router.max_queue_bytes`` together; beyond either, one is answered 429. The limit follows
+what decode can hold, so that workers are never asked for more than they have; tokens are made only
+for a request that has a place. An HTTP request is admitted whole: one with many choices may pass
+the limit by those that it runs at once, but is never refused halfway.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 from router.http.errors import TooManyRequestsError
+from runtime.budget import Budget, BudgetKind
 from runtime.errors import DrainingError
+
+QUEUE_TIMEOUT_S = 900.0
+MAX_QUEUE_BYTES = 256 * 2**20
+SMALL_BODY_BYTES = 64 * 2**10
+"""A body of up to this size is read however many bytes of others are: connections bound those."""
+
+
+class Place:
+    """A request's place in flight; may be given back before its answer is out."""
+
+    def __init__(self, admission: Admission, num_choices: int) -> None:
+        self._admission = admission
+        self._num_choices = num_choices
+
+    def give_back(self) -> None:
+        """Let the next request in; idempotent."""
+        num_choices, self._num_choices = self._num_choices, 0
+        if num_choices:
+            self._admission.release(num_choices)
+
+
+class BodyBytes:
+    """What one body takes of the memory for bodies that are read or wait."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self.num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """More of it was read.
+
+        Raises:
+            TooManyRequestsError: all bodies together are too large, and this one is not small.
+        """
+        self._admission.count_body(num_bytes)
+        self.num_bytes += num_bytes
+        if self.num_bytes > SMALL_BODY_BYTES:
+            self._admission.check_body_bytes()
+
+    def release(self) -> None:
+        """It waits no more; idempotent."""
+        self._admission.count_body(-self.num_bytes)
+        self.num_bytes = 0
+
+
+class _Waiter:
+    """One request in the queue."""
+
+    def __init__(self, num_choices: int) -> None:
+        self.num_choices = num_choices
+        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def has_place(self) -> bool:
+        return self.turn.done() and not self.turn.cancelled() and self.turn.exception() is None
 
 
 class Admission:
-    """Counts what is in flight. One event loop owns it."""
+    """Counts what is in flight and what waits. One event loop owns it."""
 
-    def __init__(self, max_concurrent: int) -> None:
-        self._max_concurrent = max_concurrent
+    def __init__(
+        self,
+        limit: int,
+        *,
+        queue_timeout_s: float = QUEUE_TIMEOUT_S,
+        max_queue_bytes: int = MAX_QUEUE_BYTES,
+    ) -> None:
+        """``limit``: choices in flight, until ``set_limit`` says otherwise."""
+        self._limit = limit
+        self._queue_timeout_s = queue_timeout_s
+        self._max_queue_bytes = max_queue_bytes
         self._num_in_flight = 0
         self._draining = False
+        self._waiters: dict[_Waiter, None] = {}  # in the order of arrival
+        self._body_bytes = 0
+
+    @property
+    def limit(self) -> int:
+        """Choices that may be in flight."""
+        return self._limit
 
     @property
     def num_in_flight(self) -> int:
-        """Choices of the requests that are not answered yet."""
+        """Choices of the requests that have a place."""
         return self._num_in_flight
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiters)
+
+    @property
+    def body_bytes(self) -> int:
+        """Of bodies that are being read or wait."""
+        return self._body_bytes
 
     @property
     def draining(self) -> bool:
         """Whether new requests are refused because the process is about to end."""
         return self._draining
 
-    def drain(self) -> None:
-        """Admit nothing from now on."""
-        self._draining = True
+    def set_limit(self, limit: int) -> None:
+        """What the workers can hold has changed."""
+        self._limit = limit
+        self._let_in()
 
-    @contextlib.contextmanager
-    def admit(self, num_choices: int) -> Iterator[None]:
-        """Hold places for one HTTP request that runs ``num_choices`` at once.
+    def drain(self) -> None:
+        """Admit nothing from now on; who waits is told so."""
+        self._draining = True
+        for waiter in self._waiters:
+            if not waiter.turn.done():
+                waiter.turn.set_exception(_draining())
+
+    @contextlib.asynccontextmanager
+    async def admit(self, num_choices: int) -> AsyncIterator[Place]:
+        """Wait for a place for one HTTP request that runs ``num_choices`` at once, and hold it.
 
         Raises:
-            TooManyRequestsError: all places are taken.
+            TooManyRequestsError: none was free in time, or too much waits already.
             DrainingError: the process is about to end.
         """
         if self._draining:
-            raise DrainingError("the router is shutting down. Fix: retry in a moment")
-        if self._num_in_flight >= self._max_concurrent:
-            raise TooManyRequestsError(
-                f"{self._num_in_flight} requests are in flight, and "
-                f"router.max_concurrent_requests is {self._max_concurrent}. "
-                "Fix: retry in a moment, or raise the limit"
-            )
-        self._num_in_flight += num_choices
+            raise _draining()
+        if self._waiters or self._num_in_flight >= self._limit:
+            await self._wait(num_choices)
+        else:
+            self._num_in_flight += num_choices
+        place = Place(self, num_choices)
         try:
-            yield
+            yield place
         finally:
-            self._num_in_flight -= num_choices
+            place.give_back()
+
+    @contextlib.contextmanager
+    def body(self) -> Iterator[BodyBytes]:
+        """Count the bytes of one body until it is released, at the latest at the end."""
+        held = BodyBytes(self)
+        try:
+            yield held
+        finally:
+            held.release()
+
+    def release(self, num_choices: int) -> None:
+        """A ``Place`` was given back."""
+        self._num_in_flight -= num_choices
+        self._let_in()
+
+    def count_body(self, num_bytes: int) -> None:
+        """``num_bytes`` more (or fewer) are held."""
+        self._body_bytes += num_bytes
+
+    def check_body_bytes(self) -> None:
+        """Raise TooManyRequestsError where bodies take more than they may."""
+        if self._body_bytes > self._max_queue_bytes:
+            raise TooManyRequestsError(
+                f"bodies of {self._body_bytes} bytes are read or wait for a place, and "
+                f"router.max_queue_bytes is {self._max_queue_bytes}. Fix: retry in a moment"
+            )
+
+    async def _wait(self, num_choices: int) -> None:
+        self.check_body_bytes()
+        loop = asyncio.get_running_loop()
+        budget = Budget.start(
+            BudgetKind.QUEUE, self._queue_timeout_s, loop.time(), "router.queue_timeout_s"
+        )
+        waiter = _Waiter(num_choices)
+        self._waiters[waiter] = None
+        try:
+            async with asyncio.timeout_at(budget.until):
+                await waiter.turn
+        except BaseException as error:
+            if waiter.has_place:  # given in the same turn of the loop in which the wait ended
+                self.release(num_choices)
+            if isinstance(error, TimeoutError):
+                failure = budget.error(
+                    f"{self._num_in_flight} choices were in flight, of {self._limit} that may be"
+                )
+                raise TooManyRequestsError(f"{failure.message}. Fix: retry later") from error
+            raise
+        finally:
+            self._waiters.pop(waiter, None)
+
+    def _let_in(self) -> None:
+        while self._num_in_flight < self._limit:
+            waiter = next(iter(self._waiters), None)
+            if waiter is None:
+                return
+            del self._waiters[waiter]
+            if not waiter.turn.done():
+                self._num_in_flight += waiter.num_choices
+                waiter.turn.set_result(None)
+
+
+def _draining() -> DrainingError:
+    return DrainingError("the router is shutting down. Fix: retry in a moment")

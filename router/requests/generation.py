@@ -7,7 +7,7 @@ per request or token; whatever arrives in one turn of the event loop is taken ou
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,18 +31,41 @@ class Output(NamedTuple):
     """With the first token: prompt logprobs and cached tokens."""
 
 
+MAX_MAILBOX_BYTES = 16 * 2**20
+_OUTPUT_BYTES = 200
+_TOKEN_BYTES = 8
+_POSITION_BYTES = 200
+_TOP_BYTES = 12
+
+
 class Mailbox:
     """Outputs of all choices of one HTTP request; one consumer."""
 
-    __slots__ = ("_items", "_waiter")
+    __slots__ = ("_items", "_max_bytes", "_num_bytes", "_on_full", "_waiter")
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        max_bytes: int = MAX_MAILBOX_BYTES,
+        on_full: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``on_full`` is called once where the consumer leaves more than ``max_bytes``, about.
+
+        What follows is dropped: the consumer's client does not read, and is to be cut off.
+        """
         self._items: list[Output] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._on_full = on_full
 
     def put(self, output: Output) -> None:
         """Add ``output`` and wake the consumer."""
+        if self._num_bytes > self._max_bytes:
+            return
         self._items.append(output)
+        self._num_bytes += _size_of(output)
+        if self._num_bytes > self._max_bytes:
+            self._on_full()
         self.wake()
 
     def wake(self) -> None:
@@ -59,7 +82,16 @@ class Mailbox:
             finally:
                 self._waiter = None
         items, self._items = self._items, []
+        if self._num_bytes <= self._max_bytes:
+            self._num_bytes = 0
         return items
+
+
+def _size_of(output: Output) -> int:
+    """About what ``output`` takes of memory."""
+    num_bytes = _OUTPUT_BYTES + _TOKEN_BYTES * len(output.token_ids)
+    positions = [*output.logprobs, *(output.first.prompt_logprobs if output.first else ())]
+    return num_bytes + sum(_POSITION_BYTES + _TOP_BYTES * len(p.top_ids) for p in positions)
 
 
 @dataclass(slots=True)

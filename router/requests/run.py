@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from router.requests.generation import Generation, Mailbox, Output
@@ -22,25 +22,30 @@ class RequestRun:
         mailbox: Mailbox,
         generations: Sequence[Generation],
         deadline: float,
+        *,
+        on_ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """``deadline`` is on the event loop's clock; ``generations`` share ``mailbox``."""
+        """``deadline`` is on the event loop's clock; ``generations`` share ``mailbox``.
+
+        ``on_ended`` is called once no choice is in the workers' hands any more.
+        """
+        self._on_ended = on_ended
         self.mailbox = mailbox
         self.generations = generations
         self._pipeline = pipeline
         self._deadline = deadline
         self._gate = asyncio.Semaphore(MAX_PARALLEL)
         self._tasks: list[asyncio.Task[None]] = []
-
-    @property
-    def num_parallel(self) -> int:
-        """Choices that run at once."""
-        return min(len(self.generations), MAX_PARALLEL)
+        self._num_running = 0
 
     async def __aenter__(self) -> RequestRun:
         self._tasks = [
             asyncio.create_task(self._drive(generation), name=generation.request_id)
             for generation in self.generations
         ]
+        self._num_running = len(self._tasks)
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
         return self
 
     async def __aexit__(
@@ -63,6 +68,11 @@ class RequestRun:
     def stop(self, index: int) -> None:
         """End one choice whose text is complete."""
         self._tasks[index].cancel()
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._num_running -= 1
+        if self._num_running == 0:
+            self._on_ended()
 
     async def _drive(self, generation: Generation) -> None:
         async with self._gate:

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 REASONING_TAGS = frozenset({"<think>", "</think>"})
 """These may stand in the assistant's own messages: the history of a model that reasons has them."""
+
+
+WINDOW_CHARS = 64 * 2**10
+"""A search in so many characters takes about a millisecond."""
 
 
 class ControlText:
@@ -60,26 +64,75 @@ class ControlText:
 
 
 class _Spellings:
-    """Finds tokens in text, and a token's beginning at its end: the next text may complete it."""
+    """Finds tokens in text, and a token's beginning at its end: the next text may complete it.
+
+    The time for a text grows with its length alone, whatever it spells and however many tokens
+    there are.
+    """
 
     def __init__(self, tokens: Sequence[str]) -> None:
-        longest_first = sorted((token for token in tokens if token), key=len, reverse=True)
-        self._tokens = tuple(longest_first)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._first_chars = frozenset(token[0] for token in longest_first)
-        self._longest = max(map(len, longest_first), default=0)
+        spellings = [token for token in tokens if token]
+        self._pattern = re.compile(_pattern_of(spellings) or r"(?!)")
+        self._prefixes = frozenset(t[:end] for t in spellings for end in range(1, len(t)))
+        self._longest = max(map(len, spellings), default=0)
 
     def break_up(self, text: str, mark: str) -> str:
         """``text`` with ``mark`` after the first character of each spelling."""
         cut = self._unfinished(text)
         if cut is not None:
             text = text[: cut + 1] + mark + text[cut + 1 :]
-        return self._pattern.sub(lambda found: found[0][0] + mark + found[0][1:], text)
+        pieces = []
+        done = 0
+        for start in self._starts(text):
+            pieces.append(text[done : start + 1])
+            done = start + 1
+        if not pieces:
+            return text
+        pieces.append(text[done:])
+        return mark.join(pieces)
+
+    def _starts(self, text: str) -> Iterator[int]:
+        """Where spellings begin. In windows: the interpreter is let go of between two of them."""
+        position = 0
+        for window in range(WINDOW_CHARS, len(text) + WINDOW_CHARS, WINDOW_CHARS):
+            # One that begins in this window may end in the next.
+            for found in self._pattern.finditer(text, position, window + self._longest):
+                if found.start() >= window:
+                    break
+                yield found.start()
+                position = found.end()
+            position = max(position, window)
 
     def _unfinished(self, text: str) -> int | None:
         """Where the end of ``text`` begins to spell a token."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            end = text[start:]
-            if end[0] in self._first_chars and any(token.startswith(end) for token in self._tokens):
+            if text[start:] in self._prefixes:
                 return start
         return None
+
+
+_Trie = dict[str, "_Trie"]
+_END = ""
+
+
+def _pattern_of(spellings: Sequence[str]) -> str:
+    """A regular expression that shares beginnings: nothing is compared twice at one place."""
+    root: _Trie = {}
+    for spelling in spellings:
+        node = root
+        for char in spelling:
+            node = node.setdefault(char, {})
+        node[_END] = {}
+    return _rendered(root)
+
+
+def _rendered(node: _Trie) -> str:
+    chain = ""
+    while len(node) == 1 and _END not in node:
+        (char, node) = next(iter(node.items()))
+        chain += re.escape(char)
+    branches = [re.escape(char) + _rendered(child) for char, child in node.items() if char]
+    if not branches:
+        return chain
+    # Greedy: the longest spelling first.
+    return chain + f"(?:{'|'.join(branches)})" + ("?" if _END in node else "")

@@ -2,14 +2,13 @@
 
 Key idea: the decoder of a byte-level vocabulary is a table from id to bytes, made once at load;
 decoding then needs no library (see ``router.text.detokenizer``). A tokenizer of another kind is
-refused at load. Encoding a long prompt takes milliseconds and runs in a thread.
+refused at load. Encoding is for threads (``router.text.lanes``): a long prompt takes seconds.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +16,11 @@ import tokenizers
 
 from runtime.errors import ConfigError
 
-ENCODE_INLINE_CHARS = 2000
-"""A text up to this long is encoded on the event loop: faster than the way to a thread and back."""
+BATCH_TEXTS = 256
+"""Texts handed to the library at once: their results are turned into ours without the library
+letting go of the interpreter."""
+NORMALIZER_SHRINKS = 4
+"""A normalizer joins at most so many characters to one (combining marks, Hangul)."""
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -82,11 +84,16 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, *, bos_token: str | None = None) -> None:
         """``bos_token`` is put before a text that asks for special tokens and lacks it."""
+        # A tokenizer.json may ask for both; a prompt is encoded as it is, or refused.
+        backend.no_truncation()
+        backend.no_padding()
         self._backend = backend
         self._bos_id: int | None = backend.token_to_id(bos_token) if bos_token else None
         self.vocabulary = _vocabulary(backend)
         self.control_tokens = _control_tokens(backend)
         """The texts that encode as one control token wherever they stand."""
+        longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        self._chars_per_token = longest * (NORMALIZER_SHRINKS if backend.normalizer else 1)
 
     @classmethod
     def from_dir(cls, folder: Path) -> Tokenizer:
@@ -109,25 +116,44 @@ class Tokenizer:
         bos = token_content(settings.get("bos_token")) if settings.get("add_bos_token") else None
         return cls(backend, bos_token=bos)
 
+    def most_chars(self, num_tokens: int) -> int:
+        """A longer text cannot be ``num_tokens`` tokens, whatever it says."""
+        return num_tokens * self._chars_per_token
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The ids of ``text``."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        if add_special_tokens and self._bos_id is not None and ids[:1] != [self._bos_id]:
-            ids.insert(0, self._bos_id)
-        return ids
+        return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
 
-    async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The same, off the event loop where the text is long (the library releases the GIL)."""
-        if len(text) <= ENCODE_INLINE_CHARS:
-            return self.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
+    def encode_all(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool,
+        is_abandoned: Callable[[], bool] = lambda: False,
+    ) -> list[list[int]]:
+        """The ids of each text.
 
-    async def encode_parts_async(self, parts: Sequence[str]) -> list[int]:
-        """The ids of ``parts``, each encoded by itself, without special tokens of our own."""
-        ids: list[int] = []
-        for part in parts:
-            ids += await self.encode_async(part, add_special_tokens=False)
-        return ids
+        Other threads run meanwhile: the library's function for batches lets go of the interpreter,
+        the one for a single text does not in every version.
+
+        Args:
+            texts: to encode, each by itself.
+            add_special_tokens: whether the library's, and bos, are put before each.
+            is_abandoned: nobody waits for the result any more; what it is then does not matter.
+        """
+        results: list[list[int]] = []
+        for start in range(0, len(texts), BATCH_TEXTS):
+            if is_abandoned():
+                return results
+            batch = self._backend.encode_batch_fast(
+                texts[start : start + BATCH_TEXTS], add_special_tokens=add_special_tokens
+            )
+            results += [encoding.ids for encoding in batch]
+        if add_special_tokens and self._bos_id is not None:
+            for ids in results:
+                if ids[:1] != [self._bos_id]:
+                    ids.insert(0, self._bos_id)
+        return results
 
     def token_id(self, token: str) -> int | None:
         """The id of one vocabulary entry."""

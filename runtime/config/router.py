@@ -18,12 +18,29 @@ class RouterSection:
     control_port: int = 8100
     """gRPC registry of workers; 0: any free port."""
     http_processes: int = 1
-    max_concurrent_requests: int = 512
-    """In flight at once; one more is answered 429."""
+    max_concurrent_requests: int = 0
+    """Choices in flight at once, further requests wait; 0: as many as decode can hold."""
+    max_choices_per_request: int = 1024
+    """Prompts of one request times its ``n``."""
+    queue_timeout_s: float = 900.0
+    """A request that waited so long for a place is answered 429."""
+    max_queue_bytes: int = 256 * 2**20
+    """Bodies that are read or wait for a place, together; beyond, a request is answered 429."""
     request_timeout_s: float = 600.0
-    """From a request's arrival to its last token."""
+    """From a request's place in flight to its last token; the queue before it is not counted."""
     max_body_bytes: int = 8 * 2**20
     """A larger body is answered 413."""
+    max_connections: int = 16384
+    """Open at once, and never more than the process may open files; beyond, the oldest that has not
+    sent its headers is closed."""
+    header_timeout_s: float = 30.0
+    """For the headers of a request, from the connection or from their first byte on."""
+    body_timeout_s: float = 60.0
+    """For the body of a request, from its headers on."""
+    client_stall_timeout_s: float = 60.0
+    """A client that takes no byte of its answer for so long is cut off."""
+    max_mailbox_bytes: int = 16 * 2**20
+    """Output of one request that its client has not taken; beyond, it is cut off."""
     policy: str = "least-loaded"
     """How a pair is picked: "least-loaded" or "round-robin"."""
     lease_ttl_s: float = 5.0
@@ -33,8 +50,16 @@ class RouterSection:
         check_port("router.port", self.port)
         check_port("router.control_port", self.control_port)
         at_least("router.http_processes", self.http_processes, 1)
-        at_least("router.max_concurrent_requests", self.max_concurrent_requests, 1)
+        at_least("router.max_concurrent_requests", self.max_concurrent_requests, 0)
+        at_least("router.max_choices_per_request", self.max_choices_per_request, 1)
+        at_least("router.queue_timeout_s", self.queue_timeout_s, 0.001)
+        at_least("router.max_queue_bytes", self.max_queue_bytes, 1024)
         at_least("router.request_timeout_s", self.request_timeout_s, 0.001)
         at_least("router.max_body_bytes", self.max_body_bytes, 1024)
+        at_least("router.max_connections", self.max_connections, 1)
+        at_least("router.header_timeout_s", self.header_timeout_s, 0.001)
+        at_least("router.body_timeout_s", self.body_timeout_s, 0.001)
+        at_least("router.client_stall_timeout_s", self.client_stall_timeout_s, 0.001)
+        at_least("router.max_mailbox_bytes", self.max_mailbox_bytes, 1024)
         one_of("router.policy", self.policy, ("least-loaded", "round-robin"))
         at_least("router.lease_ttl_s", self.lease_ttl_s, 0.1)

@@ -161,11 +161,13 @@ async def test_the_sdk_sees_typed_errors(client, cluster: Cluster) -> None:
     assert missing.value.code == "model_not_found"
 
 
-async def test_too_many_requests(start_router: StartRouter) -> None:
-    cluster = await start_router(max_concurrent_requests=1)
+async def test_who_waits_too_long_for_a_place_is_told_to_come_back(
+    start_router: StartRouter,
+) -> None:
+    cluster = await start_router(max_concurrent_requests=1, queue_timeout_s=0.2)
     await cluster.add_prefill()
     decode = await cluster.add_decode()
-    decode.step_s = 0.05
+    decode.hold_after = 1
     async with (
         openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="x", max_retries=0) as client,
     ):
@@ -173,7 +175,9 @@ async def test_too_many_requests(start_router: StartRouter) -> None:
         with pytest.raises(openai.RateLimitError) as caught:
             await client.completions.create(model=MODEL, prompt="a")
         assert caught.value.code == "rate_limit_exceeded"
+        assert "router.queue_timeout_s" in caught.value.message
         assert int(caught.value.response.headers["retry-after"]) >= 1
+        decode.hold_after = 0
         await first.close()
         await cluster.until(lambda: not decode.requests)
         answer = await client.completions.create(model=MODEL, prompt="a", n=3, max_tokens=2)
@@ -186,7 +190,9 @@ async def test_no_workers(start_router: StartRouter) -> None:
         async with http.post("/v1/completions", json=COMPLETION) as response:
             assert response.status == 503
             assert response.headers["Retry-After"]
-            assert "prefill" in (await response.json())["error"]["message"]
+            error = (await response.json())["error"]
+            assert error["code"] == "server_not_ready"
+            assert "prefill" in error["message"]
         async with http.get("/ready") as response:
             assert response.status == 503
             assert len((await response.json())["missing"]) == 2

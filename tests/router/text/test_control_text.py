@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import aiohttp
 import pytest
 from hypothesis import given
@@ -69,3 +71,41 @@ async def test_a_message_cannot_end_its_own_turn(
     assert control == ["<bos>", *own, "<user>", "<assistant>"]
     text = b"".join(tokenizer.vocabulary.visible_pieces[i] for i in ids).decode()
     assert text == evil + "er>hi"
+
+
+NAMES = [f"<\uff5cplace\u2581holder\u2581no\u2581{number}\uff5c>" for number in range(798)]
+
+
+def test_spellings_are_found_across_windows_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.text.control_text.WINDOW_CHARS", 5)
+    control = ControlText(TOKENS)
+    text = "xx<think><ab><a></think>x<<a>xxxxx</think>"
+    assert control.parts(control.mark(text)) == [
+        *("xx<", "think><", "ab><", "a><", "/think>x<<", "a>xxxxx<", "/think>")
+    ]
+
+
+@given(st.text(alphabet="<ab>/c", max_size=40), st.integers(1, 12))
+def test_what_is_found_does_not_depend_on_windows(text: str, window: int) -> None:
+    tokens = ["<a>", "<ab>", "a", "abc", "<a><b>", "/c<", "<a>c<b"]
+    whole = ControlText(tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("router.text.control_text.WINDOW_CHARS", window)
+        parts = whole.parts(whole.mark(text))
+    assert parts == whole.parts(whole.mark(text))
+    assert not any(token in part for part in parts for token in tokens if len(token) > 1)
+
+
+def test_the_scan_is_linear_in_the_text_and_not_in_the_tokens() -> None:
+    """With 818 tokens a comparison of each at every ``<`` took 16 s for this text."""
+    control = ControlText([*TOKENS, *NAMES])
+    text = "</" * (4 * 2**20)
+    started = time.process_time()
+    marked = control.mark(text)
+    assert "".join(control.parts(marked)) == text
+    assert time.process_time() - started < 5
+    assert control.parts(control.mark("x" + NAMES[797] + NAMES[7])) == [
+        "x<",
+        NAMES[797][1:] + "<",
+        NAMES[7][1:],
+    ]

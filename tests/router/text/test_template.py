@@ -84,10 +84,3 @@ def test_the_served_model(model_dir) -> None:
         load_served_model(ModelSection(path=str(model_dir), max_model_len=1000))
     with pytest.raises(ConfigError, match=r"config\.json"):
         load_served_model(ModelSection(path=str(model_dir / "nothing")))
-
-
-async def test_long_texts_are_encoded_in_a_thread(tokenizer) -> None:
-    text = "fox " * 2000
-    assert await tokenizer.encode_async(text, add_special_tokens=True) == tokenizer.encode(
-        text, add_special_tokens=True
-    )

@@ -1,0 +1,93 @@
+"""From a checked request to prompts of token ids. Pure, for threads: long texts take seconds.
+
+First ``check_*`` refuses what can never fit, by counting characters; nothing is encoded for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from router.http.errors import RequestError
+from router.http.params import ModelLimits, check_token_ids, too_long
+from router.http.response import Prompt
+from router.http.schema import ChatRequest, CompletionRequest
+from router.model import ServedModel
+
+Abandoned = Callable[[], bool]
+
+
+def check_chat(body: ChatRequest, model: ServedModel, limits: ModelLimits) -> None:
+    """Raise RequestError where the messages can be no prompt of this model."""
+    if model.chat_template is None:
+        raise RequestError(
+            f"the model {model.name!r} has no chat template. Fix: use /v1/completions"
+        )
+    _check_chars(sum(len(m["content"] or "") for m in body.messages), model, limits, "messages")
+
+
+def check_completion(body: CompletionRequest, model: ServedModel, limits: ModelLimits) -> None:
+    """Raise RequestError where a prompt cannot be one of this model."""
+    for item in body.prompt:
+        if isinstance(item, str):
+            _check_chars(len(item), model, limits, "prompt")
+        else:
+            if len(item) >= limits.max_model_len:
+                raise too_long("prompt", len(item), limits)
+            check_token_ids(item, limits, param="prompt")
+
+
+def chat_prompt(
+    body: ChatRequest, model: ServedModel, limits: ModelLimits, is_abandoned: Abandoned
+) -> Prompt:
+    """The messages as the chat template writes them."""
+    assert model.chat_template is not None
+    control = model.control_text
+    text = model.chat_template.render(
+        control.mark_messages(body.messages),
+        tools=control.mark(body.tools) if body.tool_choice != "none" else None,
+        continue_final_message=bool(body.continue_final_message or body.messages[-1].get("prefix")),
+        extra=control.mark(body.chat_template_kwargs),
+    )
+    # The template has written the special tokens, and only it may.
+    parts = [part for part in control.parts(text) if part]
+    text = "".join(parts)
+    _check_chars(len(text), model, limits, "messages")
+    if len(parts) > limits.max_model_len:  # each is a token at least
+        raise too_long("messages", len(parts), limits, at_least=True)
+    encoded = model.tokenizer.encode_all(parts, add_special_tokens=False, is_abandoned=is_abandoned)
+    return Prompt(token_ids=[token_id for ids in encoded for token_id in ids], text=text)
+
+
+def completion_prompts(
+    body: CompletionRequest, model: ServedModel, is_abandoned: Abandoned
+) -> list[Prompt]:
+    """The prompts as they were sent, each as text or as ids."""
+    # An empty text stays empty, also where the tokenizer would add a token of its own.
+    texts = [item for item in body.prompt if isinstance(item, str) and item]
+    encoded = iter(
+        model.tokenizer.encode_all(
+            texts,
+            add_special_tokens=body.add_special_tokens is not False,
+            is_abandoned=is_abandoned,
+        )
+    )
+    if is_abandoned():
+        return []
+    return [
+        Prompt(token_ids=next(encoded) if item else [], text=item)
+        if isinstance(item, str)
+        else Prompt(token_ids=item)
+        for item in body.prompt
+    ]
+
+
+def _check_chars(num_chars: int, model: ServedModel, limits: ModelLimits, param: str) -> None:
+    most = model.tokenizer.most_chars(limits.max_model_len)
+    if num_chars > most:
+        raise RequestError(
+            f"{param} has {num_chars} characters, but the model's context holds "
+            f"{limits.max_model_len} tokens for prompt and output together, never more than "
+            f"{most} characters. Fix: shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
