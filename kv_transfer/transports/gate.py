@@ -4,7 +4,8 @@ A token is an HMAC of a fence generation, under a key that is derived for one li
 from a key that never leaves the process. So a peer can neither call itself another (its token is
 good for the ranks of its own instance and epoch only) nor make an endpoint look newer than it is. A
 fence begins a new generation and sets the least one that the fenced peer may present, while other
-peers go on with theirs.
+peers go on with theirs. Of fenced peers the last few are known by name; what was handed out before
+the fence of one that is forgotten is void for everybody, who then shakes hands again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kv_transfer.transports.hello import Hello
 MAX_CONNECTIONS = 1024
 MAX_CONNECTIONS_PER_PEER = 16
 """One is in use; the others are being replaced."""
+MAX_FENCED_PEERS = 64
 
 
 class Gate:
@@ -31,7 +33,8 @@ class Gate:
         self._name = name
         self._key = secrets.token_bytes(32)
         self._generation = 0
-        self._least_generation: dict[str, int] = {}  # by peer that was fenced
+        self._least_generation: dict[str, int] = {}  # by peer that was fenced, the last one last
+        self._least_of_all = 0
 
     @property
     def generation(self) -> int:
@@ -46,7 +49,11 @@ class Gate:
     def shut_out(self, peer: str) -> None:
         """From now on ``peer`` needs an endpoint of a later generation than all so far."""
         self._generation += 1
+        self._least_generation.pop(peer, None)
         self._least_generation[peer] = self._generation
+        if len(self._least_generation) > MAX_FENCED_PEERS:
+            oldest = next(iter(self._least_generation))
+            self._least_of_all = self._least_generation.pop(oldest)
 
     def reason_to_refuse(self, hello: Hello) -> str:
         """Why whoever says ``hello`` may not connect; empty if it may."""
@@ -55,7 +62,8 @@ class Gate:
         expected = token_of(self._key, hello.sender, hello.generation)
         if not hmac.compare_digest(hello.token, expected):
             return "wrong connection token for this name"
-        if hello.generation < self._least_generation.get(hello.sender, 0):
+        least = max(self._least_of_all, self._least_generation.get(hello.sender, 0))
+        if hello.generation < least:
             return "the endpoint is from before a fence: shake hands again"
         return ""
 

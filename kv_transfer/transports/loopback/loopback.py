@@ -14,7 +14,7 @@ from kv_transfer.transport import (
 )
 from kv_transfer.transports.events import EventHub
 from kv_transfer.transports.hello import Hello, Status, receive_reply, send_hello
-from kv_transfer.transports.loopback.endpoint import LoopbackEndpoint, RemoteRegion
+from kv_transfer.transports.loopback.endpoint import LoopbackEndpoint
 from kv_transfer.transports.loopback.incoming import IncomingConnections
 from kv_transfer.transports.loopback.outgoing import OutgoingConnection, OutgoingPost
 from kv_transfer.transports.loopback.regions import RegionTable
@@ -40,7 +40,6 @@ class LoopbackTransport:
         self._posts = PostTable()
         self._events = EventHub()
         self._outgoing: dict[int, OutgoingConnection] = {}  # by connection id
-        self._remote: dict[int, dict[str, RemoteRegion]] = {}  # the same
         self._next_connection_id = 1
         self._is_closed = False
         self._incoming = IncomingConnections(
@@ -109,9 +108,8 @@ class LoopbackTransport:
                 raise PeerLostError("the transport is closed")
             handle = PeerHandle(peer, self._next_connection_id)
             self._next_connection_id += 1
-            self._remote[handle.connection_id] = target.regions
             self._outgoing[handle.connection_id] = OutgoingConnection(
-                sock, handle, self._posts, on_event=self._events.tell
+                sock, handle, self._posts, regions=target.regions, on_event=self._events.tell
             )
         return handle
 
@@ -129,7 +127,7 @@ class LoopbackTransport:
             error = PeerLostError(f"connection to {peer.peer} is closed")
             self._posts.settle(handle.post_id, error)
             return handle
-        remote = self._remote[peer.connection_id]
+        remote = connection.regions
         unknown = sorted({w.label for w in writes} - remote.keys())
         if unknown:
             error = TransferFailedError(f"{peer.peer} has no region {unknown[0]!r}")

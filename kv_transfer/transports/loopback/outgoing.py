@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from kv_transfer.transport import PeerHandle
 from kv_transfer.transports.hello import Status
+from kv_transfer.transports.loopback.endpoint import RemoteRegion
 from kv_transfer.transports.loopback.wire import PostHeader, encode_post, receive_ack, send_buffers
 from kv_transfer.transports.post_table import PostTable
 from runtime.errors import PeerLostError, TransferFailedError
@@ -37,9 +38,12 @@ class OutgoingConnection:
         handle: PeerHandle,
         posts: PostTable,
         *,
+        regions: dict[str, RemoteRegion],
         on_event: Callable[[], None],
     ) -> None:
         self.handle = handle
+        self.regions = regions
+        """The peer's, by label."""
         self._sock = sock
         self._posts = posts
         self._on_event = on_event

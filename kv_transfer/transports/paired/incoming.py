@@ -140,11 +140,14 @@ class IncomingPeers:
 
     def _suspects_of(self, peer: str) -> list[ProcessIdentity]:
         with self._lock:
-            alive = [who for who in self._suspects.get(peer, ()) if not who.is_gone(self._us)]
-            self._suspects[peer] = alive
-            if not alive:
+            self._forget_gone()
+            return self._suspects.get(peer, [])
+
+    def _forget_gone(self) -> None:
+        for peer, suspects in list(self._suspects.items()):
+            self._suspects[peer] = [who for who in suspects if not who.is_gone(self._us)]
+            if not self._suspects[peer]:
                 del self._suspects[peer]
-            return alive
 
     # --- One thread a connection.
 
@@ -205,5 +208,8 @@ class IncomingPeers:
         with self._lock:
             self._peers.discard(connection)
             if connection.who is not None and self._may_still_write(connection):
-                self._suspects.setdefault(connection.name, []).append(connection.who)
+                self._forget_gone()
+                suspects = self._suspects.setdefault(connection.name, [])
+                if connection.who not in suspects:
+                    suspects.append(connection.who)
         connection.is_over.set()
