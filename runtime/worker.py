@@ -36,7 +36,7 @@ class WorkerOptions:
         instance: name of the instance, for example "decode-0".
         rank: within it.
         rendezvous: "host:port" where the ranks of the instance meet; unused with one rank.
-        router: gRPC "host:port" of the registry.
+        router: gRPC "host:port" of the registry, several with commas between.
         listen: where this process listens, and the host that peers are told.
         credentials: of the cluster.
     """
@@ -91,7 +91,7 @@ def parse_worker_options(role: str, arguments: Sequence[str]) -> WorkerOptions:
     parser.add_argument("--instance", required=True, help=f'its name, for example "{role}-0"')
     parser.add_argument("--rank", type=int, default=0, help="rank within the instance")
     parser.add_argument("--rendezvous", default="", help="host:port where its ranks meet")
-    parser.add_argument("--router", required=True, help="host:port of the router's registry")
+    parser.add_argument("--router", required=True, help="host:port of a registry, or several: a,b")
     parser.add_argument("--host", default="", help="interface to listen on")
     parser.add_argument("--advertise", default="", help="this host's address as peers are told")
     given = parser.parse_args(arguments)

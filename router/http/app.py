@@ -95,7 +95,7 @@ class Operations:
 
     def _worker(self, member: Member) -> dict[str, object]:
         pool = self._serving.pool
-        load = member.load
+        load = pool.reported_load(member.key)
         return {
             "instance": member.key.instance,
             "rank": member.key.rank,

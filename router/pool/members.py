@@ -59,7 +59,7 @@ class WorkerLoad:
     num_free_blocks: int = 0
     num_total_blocks: int = 0
     num_quarantined_blocks: int = 0
-    sequence: int = 0
+    sequence: int = field(default=0, compare=False)
     """Grows with every report of one life, whichever way it goes; 0: not numbered."""
 
     @property
@@ -91,7 +91,8 @@ class Member:
     """Wall clock of its host at process start; 0: not told."""
     max_num_requests: int = 0
     """That a decode rank takes on at once; 0: no such limit."""
-    load: WorkerLoad = field(default_factory=WorkerLoad)
+    load: WorkerLoad = field(default_factory=WorkerLoad, compare=False)
+    """Of its last renewal; two members are equal whatever their loads are."""
 
     @property
     def num_endpoints(self) -> int:

@@ -96,9 +96,10 @@ class Registry:
             return False
         lease.expires_at = self._clock.now() + self._ttl_s
         draining = draining or lease.member.draining
-        changed = replace(lease.member, load=load, draining=draining)
-        if changed != lease.member:
-            lease.member = changed
+        is_news = draining != lease.member.draining or load != lease.member.load
+        # Where requests are there, watchers have to ask anew whose they are.
+        if is_news or load.num_requests:
+            lease.member = replace(lease.member, load=load, draining=draining)
             self._version += 1
         return True
 

@@ -1,16 +1,17 @@
-"""The pool as one router process sees it: members, load, what we sent them, who failed lately.
+"""The pool as one router process sees it: members, their load, who failed lately.
 
-A worker's own report is always a little old, and ours of what we sent it is exact. The load of a
-member is therefore our in-flight count plus what others had there when it last reported.
+Announcements come whole and often, and mostly say that one member has another load: what did not
+change costs nothing, and listeners are told what did.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from router.pool.load import MergedLoad
 from router.pool.members import Member, Role, WorkerKey, WorkerLoad
 from runtime.logging import get_logger
 
@@ -19,28 +20,24 @@ logger = get_logger(__name__)
 FAILURE_COOLDOWN_S = 5.0
 
 
-@dataclass(slots=True)
-class _Ours:
-    """What this process has at one member, and what others had there at its last report."""
-
-    num_requests: int = 0
-    num_tokens: int = 0
-    others_requests: int = 0
-    others_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, eq=False)
 class Candidate:
-    """A member with its load as a policy weighs it."""
+    """A member as a policy weighs it. Follows the pool: read it when it is needed."""
 
     member: Member
-    num_requests: int
-    """Running and waiting, of all routers."""
-    num_tokens: int
-    """Prompt tokens not computed yet."""
-    recently_failed: bool
+    load: MergedLoad
     whole: bool
     """Whether all endpoints of its instance, in this life, are in the pool."""
+
+    @property
+    def num_requests(self) -> int:
+        """Running and waiting, of all routers."""
+        return self.load.num_requests
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens not computed yet."""
+        return self.load.num_tokens
 
 
 class PoolView:
@@ -48,98 +45,128 @@ class PoolView:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._members: dict[WorkerKey, Member] = {}
-        self._ours: dict[WorkerKey, _Ours] = {}
+        self._announced: list[Member] = []
+        self._candidates: dict[WorkerKey, Candidate] = {}
+        self._loads: dict[WorkerKey, MergedLoad] = {}
+        """Of members, and of workers that left while requests of ours are there."""
         self._failed_until: dict[WorkerKey, float] = {}
-        self._listeners: list[Callable[[], None]] = []
+        self._version = 0
+        self._on_change: list[Callable[[], None]] = []
+        self._on_load: list[Callable[[WorkerKey], None]] = []
+
+    @property
+    def version(self) -> int:
+        """Grows with every change of membership or of a member, load excepted."""
+        return self._version
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` after each change of membership."""
-        self._listeners.append(listener)
+        """Call ``listener`` after each change of membership or of a member, load excepted."""
+        self._on_change.append(listener)
+
+    def on_load(self, listener: Callable[[WorkerKey], None]) -> None:
+        """Call ``listener`` with each member whose load has changed."""
+        self._on_load.append(listener)
 
     def update(self, members: Sequence[Member]) -> None:
         """Replace the pool by ``members``."""
-        before = self._members.keys()
-        self._members = {member.key: member for member in members}
-        for key, member in self._members.items():
-            self._note_others(key, member.load)
-        for key in self._ours.keys() - self._members.keys():
-            if self._ours[key].num_requests == 0:
-                del self._ours[key]
-        self._failed_until = {k: t for k, t in self._failed_until.items() if k in self._members}
-        if before != self._members.keys():
-            for listener in self._listeners:
+        before, self._announced = self._announced, list(members)
+        pairs = zip(before, self._announced, strict=False)
+        news = [(old, new) for old, new in pairs if old is not new]
+        is_load_only = len(before) == len(members) and all(old == new for old, new in news)
+        if not is_load_only:
+            self._rebuild(members)
+        for member in [new for _, new in news] if is_load_only else members:
+            self._candidates[member.key].member = member
+            if self._loads[member.key].apply(member.load):
+                self._tell_load(member.key)
+        if not is_load_only:
+            self._version += 1
+            for listener in self._on_change:
                 listener()
 
     def report(self, key: WorkerKey, load: WorkerLoad) -> None:
         """Fresher load of one member, from its frames."""
-        member = self._members.get(key)
-        if member is not None:
-            self._members[key] = replace(member, load=load)
-            self._note_others(key, load)
+        candidate = self._candidates.get(key)
+        if candidate is not None and candidate.load.apply(load):
+            self._tell_load(key)
 
     def members(self, role: Role | None = None) -> list[Member]:
-        """All members, or those of one role."""
-        return [m for m in self._members.values() if role is None or m.role is role]
+        """All members, or those of one role; with the load of their last announcement."""
+        return [m for m in self._announced if role is None or m.role is role]
 
     def member(self, key: WorkerKey) -> Member | None:
         """One member; None where it is gone."""
-        return self._members.get(key)
+        candidate = self._candidates.get(key)
+        return None if candidate is None else candidate.member
+
+    def reported_load(self, key: WorkerKey) -> WorkerLoad:
+        """What a member said last, whichever way."""
+        load = self._loads.get(key)
+        return WorkerLoad() if load is None else load.report
 
     def candidates(self, role: Role) -> list[Candidate]:
         """The members of ``role`` as a policy weighs them."""
-        now = self._clock()
-        members = self.members(role)
-        num_present = Counter(member.key.life for member in members)
-        found = []
-        for member in members:
-            ours = self._ours.get(member.key) or _Ours()
-            found.append(
-                Candidate(
-                    member=member,
-                    num_requests=ours.num_requests + ours.others_requests,
-                    num_tokens=ours.num_tokens + ours.others_tokens,
-                    recently_failed=self._failed_until.get(member.key, 0.0) > now,
-                    whole=num_present[member.key.life] >= member.num_endpoints,
-                )
-            )
-        return found
+        return [c for c in self._candidates.values() if c.member.role is role]
 
     def mark_failed(self, key: WorkerKey, reason: str) -> None:
         """Avoid this member for a moment, as long as another can do its work.
 
         And the others of its instance: ranks end together, some a little later.
         """
-        if key in self._members:
+        if key in self._candidates:
             logger.warning("avoiding a worker for a moment worker=%s reason=%r", key, reason)
             until = self._clock() + FAILURE_COOLDOWN_S
-            ranks = [other for other in self._members if other.life == key.life]
+            ranks = [other for other in self._candidates if other.life == key.life]
             self._failed_until.update(dict.fromkeys(ranks, until))
 
     def recently_failed(self, key: WorkerKey) -> bool:
         """Whether ``mark_failed`` was called a moment ago."""
         return self._failed_until.get(key, 0.0) > self._clock()
 
+    def failing(self) -> Collection[WorkerKey]:
+        """All members of which that is true."""
+        if self._failed_until:
+            now = self._clock()
+            self._failed_until = {k: t for k, t in self._failed_until.items() if t > now}
+        return self._failed_until.keys()
+
     def num_in_flight(self, key: WorkerKey) -> int:
         """Requests that this process has at one member."""
-        ours = self._ours.get(key)
-        return ours.num_requests if ours is not None else 0
+        load = self._loads.get(key)
+        return load.num_ours if load is not None else 0
 
     @contextmanager
     def in_flight(self, key: WorkerKey, num_tokens: int = 0) -> Iterator[None]:
         """Count one request (and its prompt tokens) at a member."""
-        ours = self._ours.setdefault(key, _Ours())
-        ours.num_requests += 1
-        ours.num_tokens += num_tokens
+        load = self._loads.get(key)
+        if load is None:
+            load = self._loads[key] = MergedLoad()
+        load.enter(num_tokens)
+        self._tell_load(key)
         try:
             yield
         finally:
-            ours.num_requests -= 1
-            ours.num_tokens -= num_tokens
-            if ours.num_requests == 0 and key not in self._members:
-                self._ours.pop(key, None)
+            load.leave(num_tokens)
+            self._tell_load(key)
+            if load.num_ours == 0 and key not in self._candidates:
+                self._loads.pop(key, None)
 
-    def _note_others(self, key: WorkerKey, load: WorkerLoad) -> None:
-        ours = self._ours.setdefault(key, _Ours())
-        ours.others_requests = max(0, load.num_requests - ours.num_requests)
-        ours.others_tokens = max(0, load.num_tokens_waiting - ours.num_tokens)
+    def _rebuild(self, members: Sequence[Member]) -> None:
+        present = {member.key for member in members}
+        for key in self._loads.keys() - present:
+            if self._loads[key].num_ours == 0:
+                del self._loads[key]
+        self._failed_until = {k: t for k, t in self._failed_until.items() if k in present}
+        num_present = Counter((member.role, member.key.life) for member in members)
+        self._candidates = {
+            member.key: Candidate(
+                member,
+                self._loads.setdefault(member.key, MergedLoad()),
+                num_present[member.role, member.key.life] >= member.num_endpoints,
+            )
+            for member in members
+        }
+
+    def _tell_load(self, key: WorkerKey) -> None:
+        for listener in self._on_load:
+            listener(key)

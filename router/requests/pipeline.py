@@ -13,10 +13,11 @@ import asyncio
 
 from router.http.errors import as_tandem_error
 from router.metrics import RouterMetrics
-from router.pool.members import Role
+from router.pool.members import WorkerKey
 from router.requests.attempt import Attempt, Workers
 from router.requests.generation import Generation
-from router.routing.policy import Exclusions, NoWorkersError, Pair, PairingPolicy
+from router.routing.policy import NoWorkersError, PairingPolicy
+from router.routing.request_shape import RequestShape
 from runtime.errors import DeadlineExceededError, ErrorCode, TandemError
 from runtime.logging import get_logger
 
@@ -70,11 +71,19 @@ class Pipeline:
         generation.fail(error)
 
     async def _attempts(self, generation: Generation, deadline: float) -> None:
-        exclusions = Exclusions()
+        excluded: set[WorkerKey] = set()
+        suspects: set[WorkerKey] = set()
         failure: TandemError | None = None
         for number in range(MAX_ATTEMPTS):
             try:
-                pair = self._pick(exclusions)
+                shape = RequestShape(
+                    num_context_tokens=len(generation.prompt_token_ids),
+                    max_output_tokens=generation.sampling.max_tokens,
+                    cache_salt=generation.cache_salt,
+                    excluded=excluded,
+                    suspects=suspects,
+                )
+                pair = self._policy.pick(shape, self._workers.pool)
             except NoWorkersError:
                 if failure is None:
                     raise
@@ -96,13 +105,7 @@ class Pipeline:
                     error.message,
                 )
                 failure = error
-                exclusions.members |= attempt.culprits
-                exclusions.suspects |= set(pair.keys)
+                excluded |= attempt.culprits
+                suspects |= set(pair.keys)
         assert failure is not None
         raise failure
-
-    def _pick(self, exclusions: Exclusions) -> Pair:
-        pool = self._workers.pool
-        return self._policy.pick(
-            pool.candidates(Role.PREFILL), pool.candidates(Role.DECODE), exclusions
-        )

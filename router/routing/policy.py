@@ -1,27 +1,27 @@
-"""Which prefill worker and which decode rank serve a request: filter > score > pick. Pure.
+"""Which prefill worker and which decode rank serve a request: filter > score > pick.
 
-Filters drop candidates that must not or should not be used, a scorer says how loaded the rest are
-(lower is better), the picker takes the least recently picked of the best. Round-robin is the scorer
-that finds all equal. The choice is joint: both must agree on model, KV layout and transport.
+The choice is joint: both must agree on model, KV layout and transport. Of equally good members the
+one that was picked least recently is taken, so round-robin is the scorer that finds all equal.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from router.pool.members import Member, Role, WorkerKey
-from router.pool.view import Candidate
+from router.pool.members import Member, WorkerKey
+from router.pool.view import PoolView
+from router.routing.filters import avoidable, why_none
+from router.routing.request_shape import RequestShape
+from router.routing.scorers import SCORERS, PairScorer
+from router.routing.table import CandidateTable, Group, Rank, Side
 from runtime.errors import OverloadedError
 
-Filter = Callable[[Sequence[Candidate]], list[Candidate]]
-Scorer = Callable[[Candidate], float]
-_PairRank = tuple[int, float, int]
-"""(suspicion, score, when last picked) of one or both: the lowest is picked."""
-
-TOKENS_PER_REQUEST = 1024
-"""So many waiting prompt tokens weigh as much as one request."""
+SHORT_LIST = 4
+"""Of each side: the members that a scorer of pairs is asked about."""
 
 
 class NoWorkersError(OverloadedError):
@@ -41,148 +41,129 @@ class Pair:
         return self.prefill.key, self.decode.key
 
 
-@dataclass(slots=True)
-class Exclusions:
-    """What earlier attempts of one request say about the next."""
+class _Choice(NamedTuple):
+    """The best pair of one group; of several groups the lowest is taken."""
 
-    members: set[WorkerKey] = field(default_factory=set)
-    """At fault: not to be used again."""
-    suspects: set[WorkerKey] = field(default_factory=set)
-    """Of a pair that failed, nobody knows by whose fault: to be used where there is no other."""
-
-
-def not_draining(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Without members that take nothing new."""
-    return [c for c in candidates if not c.member.draining]
-
-
-def whole_instance(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Without ranks of an instance that lacks some: its experts are not all there."""
-    return [c for c in candidates if c.whole]
-
-
-def prefer_healthy(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Without members that failed lately, unless all did: then they are the only hope."""
-    return [c for c in candidates if not c.recently_failed] or list(candidates)
-
-
-FILTERS: Mapping[str, Filter] = {
-    "draining": not_draining,
-    "incomplete": whole_instance,
-    "failed": prefer_healthy,
-}
-
-
-def load_score(candidate: Candidate) -> float:
-    """Requests in hand, waiting prompt tokens, and how full the block pool is (a tie-breaker)."""
-    load = candidate.member.load
-    used = 1.0 - load.num_free_blocks / load.num_total_blocks if load.num_total_blocks else 0.0
-    return candidate.num_requests + candidate.num_tokens / TOKENS_PER_REQUEST + used / 2
-
-
-def equal_score(candidate: Candidate) -> float:
-    """All alike: the picker alone decides."""
-    return 0.0
-
-
-SCORERS: Mapping[str, Scorer] = {"least-loaded": load_score, "round-robin": equal_score}
+    has_not_preferred: bool
+    suspicion: int
+    lacks_room: bool
+    score: float
+    last_picked: int
+    number: int
+    """Of the group."""
+    prefill: int
+    decode: int
 
 
 class PairingPolicy:
-    """Picks pairs; remembers only when each member was last picked."""
+    """Picks pairs of one pool; remembers only when each member was last picked."""
 
-    def __init__(self, name: str) -> None:
-        """``name`` is one of ``SCORERS``."""
-        self._scorer = SCORERS[name]
-        self._ticks = itertools.count(1)
-        self._last_picked: dict[WorkerKey, int] = {}
+    def __init__(self, name: str, scorers: Mapping[str, PairScorer] = SCORERS) -> None:
+        """``name`` is one of ``scorers``."""
+        self._scorer = scorers[name]
+        self._table: CandidateTable | None = None
 
-    def pick(
-        self,
-        prefills: Sequence[Candidate],
-        decodes: Sequence[Candidate],
-        exclusions: Exclusions | None = None,
-    ) -> Pair:
+    def pick(self, shape: RequestShape, pool: PoolView) -> Pair:
         """The pair for one attempt.
 
         Raises:
             NoWorkersError: no pair is left; the message says at which step.
         """
-        excluded = exclusions or Exclusions()
-        groups: dict[tuple[str, str, str], tuple[list[Candidate], list[Candidate]]] = {}
-        for side, candidates in enumerate(
-            (
-                self._usable(Role.PREFILL, prefills, excluded),
-                self._usable(Role.DECODE, decodes, excluded),
-            )
-        ):
-            for candidate in candidates:
-                group = groups.setdefault(candidate.member.compatibility, ([], []))
-                group[side].append(candidate)
-        best: tuple[_PairRank, Pair] | None = None
-        for ours, theirs in groups.values():
-            found = self._best_of(ours, theirs, excluded.suspects)
-            if found is not None and (best is None or found[0] < best[0]):
-                best = found
+        table = self._table
+        if table is None or table.pool is not pool:
+            table = self._table = CandidateTable(pool, self._scorer)
+        table.refresh()
+        avoided = avoidable(table.usable, pool.failing())
+        best: _Choice | None = None
+        for number, group in enumerate(table.groups):
+            choice = self._best_of(number, group, shape, avoided)
+            if choice is not None and (best is None or choice < best):
+                best = choice
         if best is None:
-            raise NoWorkersError(_why_no_pair(groups))
-        pair = best[1]
-        self._remember(pair, {c.member.key for c in (*prefills, *decodes)})
-        return pair
-
-    def _usable(
-        self, role: Role, candidates: Sequence[Candidate], excluded: Exclusions
-    ) -> list[Candidate]:
-        left = list(candidates)
-        if not left:
-            raise NoWorkersError(f"no {role.value} worker is registered. Fix: wait, or start one")
-        for reason, keep in FILTERS.items():
-            left = keep(left)
-            if not left:
-                raise NoWorkersError(
-                    f"all {role.value} workers are {reason}. Fix: retry in a moment"
-                )
-        left = [c for c in left if c.member.key not in excluded.members]
-        if not left:
-            raise NoWorkersError(f"every {role.value} worker was tried. Fix: retry in a moment")
-        return left
+            raise NoWorkersError(why_none(pool, shape))
+        group = table.groups[best.number]
+        prefill = group.prefill.candidates[best.prefill]
+        decode = group.decode.candidates[best.decode]
+        table.note_picked(prefill, decode)
+        return Pair(prefill.member, decode.member)
 
     def _best_of(
-        self, prefills: Sequence[Candidate], decodes: Sequence[Candidate], suspects: set[WorkerKey]
-    ) -> tuple[_PairRank, Pair] | None:
-        """The best pair within one compatible group; the two choices are independent."""
+        self, number: int, group: Group, shape: RequestShape, avoided: Collection[WorkerKey]
+    ) -> _Choice | None:
+        """The best pair within one group."""
+        prefills = _left(group.prefill, shape, avoided)
+        decodes = _left(group.decode, shape, avoided)
         if not prefills or not decodes:
             return None
+        preferred = _preferred(group.prefill, prefills, shape)
+        roomy = self._with_room(group.decode, decodes, shape)
+        prefill, decode, score = self._best_pair(
+            group, preferred or prefills, roomy or decodes, shape
+        )
+        return _Choice(
+            shape.preferred_prefill is not None and not preferred,
+            prefill.suspicion + decode.suspicion,
+            not roomy,
+            score,
+            prefill.last_picked + decode.last_picked,
+            number,
+            prefill.position,
+            decode.position,
+        )
 
-        lives = {key.life for key in suspects}
+    def _with_room(self, side: Side, ranks: Sequence[Rank], shape: RequestShape) -> Sequence[Rank]:
+        """Of the least suspect ranks those with room for the request at once."""
+        needed = shape.num_context_tokens + shape.expected_output_tokens + 1
+        best, rooms = min(ranks), side.rooms
+        if self._scorer.separable and rooms[best.position] >= needed:
+            return [best]  # nobody will ask for another
+        return [r for r in ranks if rooms[r.position] >= needed and r.suspicion == best.suspicion]
 
-        def rank(candidate: Candidate) -> _PairRank:
-            key = candidate.member.key
-            # Ranks of an instance end together, so the others are half as suspect.
-            suspicion = (key in suspects) + (key.life in lives)
-            return suspicion, self._scorer(candidate), self._last_picked.get(key, 0)
+    def _best_pair(
+        self, group: Group, prefills: Sequence[Rank], decodes: Sequence[Rank], shape: RequestShape
+    ) -> tuple[Rank, Rank, float]:
+        if self._scorer.separable:
+            prefill, decode = min(prefills), min(decodes)
+            return prefill, decode, prefill.cost + decode.cost
+        pairs = itertools.product(
+            heapq.nsmallest(SHORT_LIST, prefills), heapq.nsmallest(SHORT_LIST, decodes)
+        )
+        scored = [
+            (
+                prefill.suspicion + decode.suspicion,
+                self._scorer.score(
+                    group.prefill.candidates[prefill.position],
+                    group.decode.candidates[decode.position],
+                    shape,
+                ),
+                prefill.last_picked + decode.last_picked,
+                prefill,
+                decode,
+            )
+            for prefill, decode in pairs
+        ]
+        _, score, _, prefill, decode = min(scored)
+        return prefill, decode, score
 
-        prefill, decode = min(prefills, key=rank), min(decodes, key=rank)
-        (p_suspect, p_score, p_last), (d_suspect, d_score, d_last) = rank(prefill), rank(decode)
-        pair_rank = (p_suspect + d_suspect, p_score + d_score, p_last + d_last)
-        return pair_rank, Pair(prefill.member, decode.member)
 
-    def _remember(self, pair: Pair, present: set[WorkerKey]) -> None:
-        tick = next(self._ticks)
-        for key in pair.keys:
-            self._last_picked[key] = tick
-        if len(self._last_picked) > 2 * len(present) + 16:
-            self._last_picked = {k: t for k, t in self._last_picked.items() if k in present}
+def _left(side: Side, shape: RequestShape, avoided: Collection[WorkerKey]) -> Sequence[Rank]:
+    """Whom this attempt may use, with its suspicion of each."""
+    if not (avoided or shape.excluded or shape.suspects):
+        return side.ranks
+    # Ranks of an instance end together, so the others are half as suspect.
+    lives = {key.life for key in shape.suspects}
+    left = []
+    for rank, candidate in zip(side.ranks, side.candidates, strict=True):
+        key = candidate.member.key
+        if key not in avoided and key not in shape.excluded:
+            suspicion = (key in shape.suspects) + (key.life in lives) if lives else 0
+            left.append(rank._replace(suspicion=suspicion) if suspicion else rank)
+    return left
 
 
-def _why_no_pair(
-    groups: Mapping[tuple[str, str, str], tuple[Sequence[Candidate], Sequence[Candidate]]],
-) -> str:
-    kinds = "; ".join(
-        f"{'prefill' if prefills else 'decode'}: layout {layout}, transport {transport}"
-        for (_, layout, transport), (prefills, _) in groups.items()
-    )
-    return (
-        f"no prefill worker matches a decode worker ({kinds}). "
-        "Fix: run both with the same model, kv_dtype, block_size and transport"
-    )
+def _preferred(side: Side, ranks: Sequence[Rank], shape: RequestShape) -> list[Rank]:
+    """The prefill worker that has the KV, if it is among them."""
+    wanted = shape.preferred_prefill
+    if wanted is None:
+        return []
+    return [rank for rank in ranks if side.candidates[rank.position].member.key == wanted]

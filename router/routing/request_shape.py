@@ -1,0 +1,34 @@
+"""What routing knows of a request: its size, and what earlier attempts say of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from router.pool.members import WorkerKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestShape:
+    """One request as the policy sees it, anew for each attempt.
+
+    Attributes:
+        num_context_tokens: to be prefilled: the prompt, and the output so far.
+        expected_output_tokens: that are still to come; 0: not known.
+        max_output_tokens: the most that may come; 0: not known.
+        cache_salt: only requests with the same one may share KV.
+        block_hashes: of the context's whole blocks, for scorers that know where KV is.
+        excluded: members at fault for an earlier attempt: not to be used again.
+        suspects: of a pair that failed, nobody knows by whose fault: to be used where there is no
+            other.
+        preferred_prefill: the one that has this context's KV already: used if it can be.
+    """
+
+    num_context_tokens: int = 0
+    expected_output_tokens: int = 0
+    max_output_tokens: int = 0
+    cache_salt: str = ""
+    block_hashes: Sequence[bytes] = ()
+    excluded: Set[WorkerKey] = frozenset()
+    suspects: Set[WorkerKey] = frozenset()
+    preferred_prefill: WorkerKey | None = None
