@@ -1,4 +1,4 @@
-"""The tokens of a step: all given out, the oldest served, short prompts not stuck behind long ones."""
+"""The tokens of a step: all given out, the oldest served, short prompts not behind long ones."""
 
 from hypothesis import given
 from hypothesis import strategies as st
