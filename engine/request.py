@@ -32,6 +32,7 @@ class Request:
         output_token_ids: tokens sampled so far; the last one has no KV yet.
         block_hashes: chained hashes of the leading whole blocks, grown by `update_block_hashes`.
         cache_salt: separates the prefix caches of tenants.
+        num_context_tokens: prompt and the output that it came with; what prefill computes.
     """
 
     request_id: str
@@ -44,10 +45,12 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     cache_salt: str = ""
+    num_context_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise ValueError("prompt_token_ids is empty; give at least one token")
+        self.num_context_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -1,6 +1,6 @@
 """Which blocks a step completes, and handing them to this rank's sender as their layers finish.
 
-A block is sent once, when its last token is computed; the last block of a prompt is usually
+A block is sent once, when its last token is computed; the last block of a context is usually
 partial and goes with the last chunk. Blocks that decode holds already are never sent. Blocks that
 our own prefix cache gave and decode lacks are complete before the first chunk, so they go with it.
 With layer groups, a group of all of a step's complete blocks is handed over while the model
@@ -47,11 +47,11 @@ def plan_pushes(chunks: Sequence[Chunk], block_size: int) -> list[PushBlocks]:
         item = chunk.item
         num_complete = chunk.scheduled.end // block_size
         if chunk.is_last:
-            num_complete = item.num_prompt_blocks(block_size)
+            num_complete = item.num_context_blocks(block_size)
         first = item.num_pushed_blocks
         if item.decode_goes_on and num_complete > first:
             block_ids = tuple(item.request.block_table[first:num_complete])
-            ticket_index = first - item.num_decode_cached_blocks
+            ticket_index = first - item.granted.num_cached_blocks
             pushes.append(PushBlocks(item.nonce, ticket_index, block_ids))
             item.num_pushed_blocks = num_complete
     return pushes

@@ -1,16 +1,17 @@
 """Calls of Run between their arrival and the last closed part of their ticket.
 
-Lives on the event loop. Turns the engine loop's events into answers, into closures for decode and
-into metrics; and keeps the promise to decode: whoever presents a ticket that is new to us, every
-rank's part of it is closed, however the request ends.
+Lives on the event loop. Turns the engine loop's events into claims, answers, closures for decode
+and metrics; and keeps the promise to decode: whoever may have given us a ticket is told once that
+no rank will write under it any more, however the request ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from prefill.claims import Claims, Wanted
 from prefill.closer import TicketCloser
 from prefill.messages import (
     Event,
@@ -19,11 +20,13 @@ from prefill.messages import (
     PartClosed,
     RequestFailed,
     RequestFinished,
+    TicketWanted,
 )
 from prefill.metrics import PrefillMetrics
 from prefill.nonces import NonceMemory, NonceState
-from prefill.peers import peer_of
+from prefill.peers import RankAddress, peer_of
 from prefill.rank_plan import ClosureOutcome
+from runtime.budget import Budget
 from runtime.errors import (
     InvalidRequestError,
     RequestCancelledError,
@@ -47,36 +50,34 @@ class LiveRun:
 
     Attributes:
         request_id: the router's id.
-        ticket: as presented.
-        num_prompt_tokens: of the request.
+        reservation: as presented; its nonce is the identity of this try.
+        num_context_tokens: of the request.
+        budget: the request's own time.
         remember_s: how long its nonce is remembered.
         answer: the first token or an error; cancelled when the caller goes away.
-        finished: set when every part is closed and the blocks are released.
-        is_queued: the engine loop knows of it.
-        revoked: decode took the ticket back before the loop knew of it.
+        finished: set when no rank will write any more and the blocks are released.
+        parts: what is said of each rank's part of the ticket, by rank.
+        is_closed: decode was told of the parts.
+        error: why the request ended without a first token, if it did.
         undrained: a rank cannot say whether its last writes are still on their way.
     """
 
     request_id: str
-    ticket: decode_pb2.TransferTicket
-    num_prompt_tokens: int
+    reservation: decode_pb2.Reservation
+    num_context_tokens: int
+    budget: Budget
     remember_s: float
     answer: asyncio.Future[FirstTokenSampled | TandemError]
     finished: asyncio.Event = field(default_factory=asyncio.Event)
-    is_queued: bool = False
-    revoked: TandemError | None = None
+    parts: dict[int, decode_pb2.PartClosure] = field(default_factory=dict)
+    is_closed: bool = False
+    error: TandemError | None = None
     undrained: bool = False
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ending:
-    """What a CloseTicket call says besides whose it is."""
-
-    outcome: decode_pb2.TicketOutcome
-    error: TandemError | None = None
-    drained: bool = True
-    num_bytes: int = 0
-    timings: common_pb2.Timings | None = None
+    @property
+    def nonce(self) -> int:
+        """Of the reservation."""
+        return self.reservation.nonce
 
 
 class LiveRuns:
@@ -88,6 +89,7 @@ class LiveRuns:
         num_ranks: int,
         *,
         nonces: NonceMemory,
+        claims: Claims,
         closer: TicketCloser,
         metrics: PrefillMetrics,
         forget_peer: Callable[[str], None],
@@ -97,7 +99,8 @@ class LiveRuns:
         Args:
             identity: ours; of rank 0 where several ranks write parts.
             num_ranks: parts of every ticket.
-            nonces: tickets that were seen.
+            nonces: reservations that were seen.
+            claims: asks decode.
             closer: tells decode.
             metrics: of the worker.
             forget_peer: called with the transport's name of a decode rank that was not reached.
@@ -105,11 +108,12 @@ class LiveRuns:
         self._identity = identity
         self._num_ranks = num_ranks
         self._nonces = nonces
+        self._claims = claims
         self._closer = closer
         self._metrics = metrics
         self._forget_peer = forget_peer
         self._runs: dict[int, LiveRun] = {}
-        self._is_closed = False
+        self._is_over = False
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self.loop_ended: asyncio.Future[LoopEnded] = asyncio.get_running_loop().create_future()
@@ -118,30 +122,32 @@ class LiveRuns:
     def __len__(self) -> int:
         return len(self._runs)
 
-    def claim(self, request: prefill_pb2.RunRequest) -> LiveRun:
-        """Take on a call and use up its ticket.
+    def admit(self, request: prefill_pb2.RunRequest, budget: Budget) -> LiveRun:
+        """Take on a call and use up its nonce.
 
         Raises:
-            InvalidRequestError: there is no ticket.
-            StaleTicketError: the ticket was used before, or revoked.
+            InvalidRequestError: there is no reservation.
+            StaleTicketError: the nonce was used before, or revoked.
         """
-        ticket = request.ticket
-        if ticket.nonce == 0:
-            raise InvalidRequestError("the call has no ticket: reserve at a decode worker first")
-        remember_s = max(request.timeout_s, ticket.timeout_s, 0.0) + REMEMBER_MARGIN_S
-        remember_s = min(remember_s, MAX_REMEMBER_S)
-        state = self._nonces.use(ticket.nonce, remember_s)
+        nonce = request.reservation.nonce
+        if nonce == 0:
+            raise InvalidRequestError(
+                "the call has no reservation: reserve at a decode worker first"
+            )
+        remember_s = min(max(request.timeout_s, 0.0) + REMEMBER_MARGIN_S, MAX_REMEMBER_S)
+        state = NonceState.USED if nonce in self._runs else self._nonces.use(nonce, remember_s)
         if state is not None:
             word = "revoked" if state is NonceState.REVOKED else "used already"
-            raise StaleTicketError(f"the ticket {ticket.nonce:016x} was {word}: reserve again")
+            raise StaleTicketError(f"the reservation {nonce:016x} was {word}: reserve again")
         run = LiveRun(
             request_id=request.request_id,
-            ticket=ticket,
-            num_prompt_tokens=len(request.prompt_token_ids),
+            reservation=request.reservation,
+            num_context_tokens=len(request.context_token_ids),
+            budget=budget,
             remember_s=remember_s,
             answer=asyncio.get_running_loop().create_future(),
         )
-        self._runs[ticket.nonce] = run
+        self._runs[nonce] = run
         self._is_empty.clear()
         return run
 
@@ -149,24 +155,8 @@ class LiveRuns:
         """The live run under a nonce."""
         return self._runs.get(nonce)
 
-    def refuse(self, run: LiveRun, error: TandemError, *, drained: bool = True) -> None:
-        """End a run that the engine loop never heard of, and close every part of its ticket.
-
-        Args:
-            run: not queued.
-            error: why; a cancelled call abandons the ticket, anything else fails it.
-            drained: False where an earlier life of this worker may have written.
-        """
-        assert not run.is_queued
-        if self._is_closed:
-            return
-        is_cancel = isinstance(error, RequestCancelledError)
-        outcome = (
-            decode_pb2.TICKET_OUTCOME_ABANDONED if is_cancel else decode_pb2.TICKET_OUTCOME_FAILED
-        )
-        for rank in range(self._num_ranks):
-            self._close(run, rank, _Ending(outcome=outcome, error=error, drained=drained))
-        run.undrained = not drained
+    def refuse(self, run: LiveRun, error: TandemError) -> None:
+        """End a run that the engine loop never heard of."""
         self._metrics.request_ended(error)
         self._finish(run)
 
@@ -177,13 +167,23 @@ class LiveRuns:
             return
         run = self._runs.get(event.nonce)
         if run is None:
-            assert self._is_closed, event
+            assert self._is_over, event
             return  # `close_left` has ended it
         match event:
+            case TicketWanted():
+                self._claims.begin(
+                    Wanted(
+                        request_id=run.request_id,
+                        reservation=run.reservation,
+                        num_context_tokens=run.num_context_tokens,
+                        budget=run.budget,
+                    )
+                )
             case FirstTokenSampled():
                 self._answer(run, event)
-                self._metrics.first_token(event, run.num_prompt_tokens)
+                self._metrics.first_token(event, run.num_context_tokens)
             case RequestFailed(_, error):
+                run.error = error
                 self._answer(run, error)
                 self._metrics.request_ended(error)
             case PartClosed():
@@ -200,13 +200,16 @@ class LiveRuns:
     def close_left(self, rank: int, error: TandemError) -> None:
         """After the engine loop's end: close one rank's part of what is left.
 
-        Only for a rank whose sender is closed, so that nothing of it can be in flight.
+        Only for a rank whose sender is closed, so that nothing of it can be in flight. A ticket
+        that the engine loop was never given is closed for all ranks.
         """
-        self._is_closed = True
+        self._is_over = True
         for run in list(self._runs.values()):
-            run.undrained |= self._num_ranks > 1  # nobody can speak for the other ranks
-            outcome = decode_pb2.TICKET_OUTCOME_FAILED
-            self._close(run, rank, _Ending(outcome=outcome, error=error))
+            run.error = run.error or error
+            if self._claims.is_granted(run.nonce) and not run.is_closed:
+                run.undrained |= self._num_ranks > 1  # nobody can speak for the other ranks
+                self._add_unwritten(run, [rank])
+                self._close(run)
             self._finish(run)
 
     def _end(self, event: LoopEnded) -> None:
@@ -217,61 +220,64 @@ class LiveRuns:
             self.loop_ended.set_result(event)
 
     def _answer(self, run: LiveRun, answer: FirstTokenSampled | TandemError) -> None:
+        self._claims.stop_renewing(run.nonce)
         if not run.answer.done():
             run.answer.set_result(answer)
 
     def _part_closed(self, run: LiveRun, event: PartClosed) -> None:
-        closure = event.closure
+        closure, decode = event.closure, run.reservation.decode
         if closure.outcome is ClosureOutcome.FAILED:
-            self._forget_peer(peer_of(run.ticket.decode))
+            self._forget_peer(peer_of(decode))
             run.undrained |= not closure.drained
-        timings = common_pb2.Timings(
-            kv_transfer_s=closure.transfer_s, kv_exposed_s=event.kv_exposed_s
-        )
-        outcome = ticket_outcome(event)
-        decode = run.ticket.decode
+        outcome, error = ticket_outcome(event), closing_error(event)
         self._metrics.part_closed(event, outcome, f"{decode.instance}/{decode.rank}")
-        self._close(
-            run,
-            event.rank,
-            _Ending(
-                outcome=outcome,
-                error=closing_error(event),
-                drained=closure.drained,
-                num_bytes=closure.num_bytes,
-                timings=timings,
+        run.parts[event.rank] = decode_pb2.PartClosure(
+            rank=self._identity.rank + event.rank,
+            outcome=outcome,
+            error=error_to_proto(error, run.request_id) if error else None,
+            timings=common_pb2.Timings(
+                kv_transfer_s=closure.transfer_s, kv_exposed_s=event.kv_exposed_s
             ),
+            num_bytes=closure.num_bytes,
+            drained=closure.drained,
         )
+        if len(run.parts) == self._num_ranks:
+            self._close(run)
 
-    def _close(self, run: LiveRun, rank: int, ending: _Ending) -> None:
-        identity = common_pb2.WorkerIdentity(
-            instance=self._identity.instance,
-            epoch=self._identity.epoch,
-            rank=self._identity.rank + rank,
+    def _add_unwritten(self, run: LiveRun, ranks: Iterable[int]) -> None:
+        """Speak for ranks that have nothing in flight and have not said so."""
+        error = run.error
+        is_cancel = error is None or isinstance(error, RequestCancelledError)
+        for rank in ranks:
+            if rank not in run.parts:
+                run.parts[rank] = decode_pb2.PartClosure(
+                    rank=self._identity.rank + rank,
+                    outcome=decode_pb2.TICKET_OUTCOME_ABANDONED
+                    if is_cancel
+                    else decode_pb2.TICKET_OUTCOME_FAILED,
+                    error=error_to_proto(error, run.request_id) if error else None,
+                    drained=True,
+                )
+
+    def _close(self, run: LiveRun) -> None:
+        run.is_closed = True
+        closure = decode_pb2.TicketClosure(
+            request_id=run.request_id, nonce=run.nonce, parts=run.parts.values()
         )
-        error = error_to_proto(ending.error, run.request_id) if ending.error else None
-        self._closer.close(
-            run.ticket.decode_address,
-            decode_pb2.CloseTicketRequest(
-                request_id=run.request_id,
-                nonce=run.ticket.nonce,
-                decode_epoch=run.ticket.decode.epoch,
-                prefill=identity,
-                outcome=ending.outcome,
-                error=error,
-                timings=ending.timings,
-                num_bytes=ending.num_bytes,
-                drained=ending.drained,
-            ),
-        )
+        self._closer.close(RankAddress.of(run.reservation), self._identity, closure)
 
     def _finish(self, run: LiveRun) -> None:
+        may_hold_ticket = self._claims.end(run.nonce)
+        if may_hold_ticket and not run.is_closed:
+            # No sender has heard of it: the claim is on its way, or its answer came too late.
+            self._add_unwritten(run, range(self._num_ranks))
+            self._close(run)
         if run.undrained:
-            self._nonces.set_state(run.ticket.nonce, NonceState.UNDRAINED, run.remember_s)
+            self._nonces.set_state(run.nonce, NonceState.UNDRAINED, run.remember_s)
             logger.warning(
                 "a ticket ended with writes of unknown state %s", fields(request_id=run.request_id)
             )
-        del self._runs[run.ticket.nonce]
+        del self._runs[run.nonce]
         run.finished.set()
         if not self._runs:
             self._is_empty.set()

@@ -34,12 +34,15 @@ from prefill.kv_push import PushSettings, plan_pushes
 from prefill.messages import (
     AddRequest,
     CancelRequest,
+    ClaimFailed,
     Command,
     Event,
+    GiveBack,
     LoopEnded,
     LoopLoad,
     RankClosed,
     StopLoop,
+    TicketClaimed,
 )
 from prefill.request import Chunk
 from prefill.request_desk import RequestDesk
@@ -208,6 +211,9 @@ class EngineLoop:
                 command = self._commands.get_nowait()
         except queue.Empty:
             pass
+        if is_any:
+            self._desk.expire()
+            self._desk.want_tickets()  # what is new need not wait for a step
         return is_any
 
     def _run(self) -> None:
@@ -263,6 +269,12 @@ class EngineLoop:
                 self._desk.add(item)
             case CancelRequest(nonce, error):
                 self._desk.cancel(nonce, error)
+            case TicketClaimed(nonce, grant):
+                self._desk.ticket_claimed(nonce, grant)
+            case ClaimFailed(nonce, error):
+                self._desk.claim_failed(nonce, error)
+            case GiveBack(error, also_begun):
+                self._desk.give_back(error, also_begun=also_begun)
             case RankClosed(rank, closure):
                 self._desk.rank_closed(rank, closure)
             case StopLoop():
@@ -285,6 +297,7 @@ class EngineLoop:
     def _launch_next(self) -> bool:
         self._desk.expire()
         chunks = self._scheduler.schedule()
+        self._desk.want_tickets()  # of those behind this step: their claims travel while it runs
         self._group = self._meet(chunks)
         self._desk.open_tickets(chunks)
         pushes = plan_pushes(chunks, self._scheduler.pool.block_size)
@@ -332,6 +345,7 @@ class EngineLoop:
 def _measure_load(scheduler: Scheduler) -> LoopLoad:
     return LoopLoad(
         num_waiting=len(scheduler.waiting),
+        num_claiming=len(scheduler.claiming),
         num_running=len(scheduler.running),
         num_sending=len(scheduler.sending),
         num_tokens_waiting=scheduler.num_tokens_waiting,

@@ -2,7 +2,8 @@
 
 Commands go to the loop, events come back; neither side ever waits for the other while holding
 anything. After `AddRequest` the request belongs to the loop, and the loop says `RequestFinished` of
-it exactly once.
+it exactly once. In between it says `TicketWanted` at most once, which one `TicketClaimed` or
+`ClaimFailed` answers, unless the request ends first.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prefill.rank_plan import Closure
-from prefill.request import PrefillRequest
+from prefill.request import Grant, PrefillRequest
 from runtime.endings import RankName, failure_of_requests, refusal_of_calls
 from runtime.errors import TandemError
 from runtime.sampling import FinishReason, PositionLogprobs
@@ -32,6 +33,35 @@ class CancelRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class TicketClaimed:
+    """Decode has room for the request; one that is over by then is no error."""
+
+    nonce: int
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimFailed:
+    """Decode gave no ticket; one that is over by then is no error."""
+
+    nonce: int
+    error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """End the requests that have no ticket, so that the router moves them.
+
+    Attributes:
+        error: what they are answered with.
+        also_begun: those, too, that have one and no first token yet.
+    """
+
+    error: TandemError
+    also_begun: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RankClosed:
     """A sender of rank `rank` is done with a ticket (from the sender's own thread)."""
 
@@ -44,26 +74,37 @@ class StopLoop:
     """Leave the loop; whatever is left is answered with an error."""
 
 
-Command = AddRequest | CancelRequest | RankClosed | StopLoop
+Command = (
+    AddRequest | CancelRequest | TicketClaimed | ClaimFailed | GiveBack | RankClosed | StopLoop
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TicketWanted:
+    """The request holds its blocks and its turn is near: ask decode for its ticket."""
+
+    nonce: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstTokenSampled:
-    """The prompt is computed; the KV may still move.
+    """The context is computed; the KV may still move.
 
     Attributes:
         nonce: of the ticket.
-        token_id: output token 0.
+        token_id: the first one of this try.
+        index: of it among the request's output; 0 unless the context ends in output.
         logprobs: of it, if asked for.
         prompt_logprobs: of the prompt tokens from the second on, if asked for.
         finish_reason: set where the token ends the request.
-        num_cached_tokens: prompt tokens that this worker's prefix cache gave.
+        num_cached_tokens: context tokens that this worker's prefix cache gave.
         queue_s: seconds from arrival to the first chunk.
         compute_s: seconds of the steps that it took part in.
     """
 
     nonce: int
     token_id: int
+    index: int
     logprobs: PositionLogprobs | None
     prompt_logprobs: tuple[PositionLogprobs, ...]
     finish_reason: FinishReason | None
@@ -103,7 +144,9 @@ class PartClosed:
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """Every rank has closed and the blocks are released: the last event of a request."""
+    """The last event of a request: its blocks are released, and every rank has closed its part,
+    or none has ever heard of a ticket.
+    """
 
     nonce: int
 
@@ -131,7 +174,7 @@ class LoopEnded:
         return refusal_of_calls(self.name)
 
 
-Event = FirstTokenSampled | RequestFailed | PartClosed | RequestFinished | LoopEnded
+Event = TicketWanted | FirstTokenSampled | RequestFailed | PartClosed | RequestFinished | LoopEnded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +182,7 @@ class LoopLoad:
     """What the loop has at the end of a step; replaced as a whole, read by other threads."""
 
     num_waiting: int = 0
+    num_claiming: int = 0
     num_running: int = 0
     num_sending: int = 0
     num_tokens_waiting: int = 0

@@ -37,7 +37,7 @@ class PrefillMetrics:
         )
         self._prompt_tokens = Counter(
             "pd_prefill_prompt_tokens_total",
-            "Prompt tokens of answered requests",
+            "Context tokens (prompt, and output of before a move) of answered requests",
             registry=registry,
         )
         self._cached_tokens = Counter(
@@ -87,20 +87,21 @@ class PrefillMetrics:
         """Export the engine loop's queues and pool, and the closures that decode never got."""
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "num_requests_waiting": ("Queued for blocks", lambda: load().num_waiting),
+            "num_requests_claiming": ("Waiting for room in decode", lambda: load().num_claiming),
             "num_requests_running": ("Being computed", lambda: load().num_running),
             "num_requests_sending": ("Computed, still sent", lambda: load().num_sending),
             "num_tokens_waiting": ("Tokens to compute", lambda: load().num_tokens_waiting),
             "num_free_blocks": ("KV blocks to allocate", lambda: load().num_free_blocks),
             "num_total_blocks": ("Usable KV blocks", lambda: load().num_total_blocks),
-            "num_dropped_closures": ("CloseTicket calls that were given up", num_dropped),
+            "num_dropped_closures": ("Closures of tickets that were given up", num_dropped),
         }
         for name, (documentation, read) in gauges.items():
             gauge_of(self._registry, f"pd_prefill_{name}", documentation, read)
 
-    def first_token(self, event: FirstTokenSampled, num_prompt_tokens: int) -> None:
+    def first_token(self, event: FirstTokenSampled, num_context_tokens: int) -> None:
         """A request was answered."""
         self._requests.labels("first_token").inc()
-        self._prompt_tokens.inc(num_prompt_tokens)
+        self._prompt_tokens.inc(num_context_tokens)
         self._cached_tokens.inc(event.num_cached_tokens)
         self._queue.observe(event.queue_s)
         self._compute.observe(event.compute_s)

@@ -1,9 +1,10 @@
-"""Which tickets were seen: a nonce works once, and not at all once it is revoked. Pure.
+"""Which reservations were seen: a nonce works once, not at all once it is revoked. Pure.
 
-Decode draws a nonce for each allocation. Somebody may present it twice (a retried or a replayed
-call) or too late (decode revoked it before the call arrived); both would write into blocks that
-have another owner by then. The memory is bounded twice: an entry expires when its ticket could no
-longer be accepted anyway, and beyond `capacity` the entries that would expire first are forgotten.
+Decode draws a nonce for each reservation. Somebody may present it twice (a retried or a replayed
+call) or too late (decode revoked it before the call arrived). Decode itself gives no ticket for a
+reservation that is over, so what is forgotten here costs a refused claim and no foreign block; this
+memory answers `Revoke`, and spares the work. It is bounded twice: an entry expires when its request
+could not be live any more, and beyond `capacity` those that would expire first are forgotten.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""First contact with decode ranks: one handshake per (instance, epoch, rank), then remembered.
+"""Asking decode ranks for tickets; how their memory is reached: one endpoint per life of a rank.
 
-The handshake compares KV layouts and brings the endpoint through which senders write. Callers that
-need the same peer at the same time share one call. A failure is not remembered, so the next request
-tries anew; a peer that was lost is forgotten by `forget`, and a restarted one (new epoch) is
-another peer. All of it lives on the event loop; a request shakes hands before it is queued, never
-in the engine loop.
+A claim compares the two workers each time, and says what we know of the rank: the answer brings the
+endpoint through which senders write where we have none, or where decode has shut somebody out since
+ours was given. Claims that meet a new rank at the same time may each bring it; the newest is kept.
+A peer that was lost is forgotten by `forget`, and a restarted one (new epoch) is another peer. All
+of it lives on the event loop.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,13 +17,11 @@ import grpc.aio
 from kv_transfer.layout import KVLayout
 from kv_transfer.ticket import PeerEndpoint
 from kv_transfer.transport import peer_name
-from runtime.errors import LayoutMismatchError, PeerLostError, StaleTicketError
+from runtime.errors import InternalError, LayoutMismatchError, StaleTicketError, TandemError
 from runtime.logging import fields, get_logger
 from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc
 from runtime.rpc import map_rpc_errors
 from runtime.wire import error_from_proto, same_identity
-
-HANDSHAKE_TIMEOUT_S = 10.0
 
 logger = get_logger(__name__)
 
@@ -32,6 +29,19 @@ logger = get_logger(__name__)
 def peer_of(identity: common_pb2.WorkerIdentity) -> str:
     """The name of a rank in the transports."""
     return peer_name(identity.instance, identity.epoch, identity.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class RankAddress:
+    """One life of a decode rank, as calls reach it."""
+
+    address: str
+    epoch: int
+
+    @classmethod
+    def of(cls, reservation: decode_pb2.Reservation) -> RankAddress:
+        """Where the reservation is."""
+        return cls(reservation.decode_address, reservation.decode.epoch)
 
 
 class ChannelCache:
@@ -62,7 +72,7 @@ class ChannelCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeting:
-    """What we say of ourselves in every handshake."""
+    """What we say of ourselves in every claim."""
 
     identity: common_pb2.WorkerIdentity
     num_ranks: int
@@ -73,17 +83,22 @@ class Greeting:
 
 
 @dataclass(frozen=True, slots=True)
+class ClaimedTicket:
+    """Decode's ticket, and the endpoint that is good for it."""
+
+    ticket: decode_pb2.TransferTicket
+    peer: PeerEndpoint
+
+
+@dataclass(frozen=True, slots=True)
 class _Contact:
-    peer: str
     decode: common_pb2.WorkerIdentity
     address: str
-    handshake: asyncio.Task[PeerEndpoint]
-    former: PeerEndpoint | None
-    """The endpoint of before the last fence."""
+    endpoint: PeerEndpoint
 
 
 class PeerDirectory:
-    """The decode ranks that this worker has met. Used on one event loop only."""
+    """The decode ranks that this worker has tickets of. Used on one event loop only."""
 
     def __init__(self, greeting: Greeting, channels: ChannelCache) -> None:
         self._greeting = greeting
@@ -92,104 +107,70 @@ class PeerDirectory:
 
     @property
     def num_peers(self) -> int:
-        """Peers that are known or being met."""
+        """Peers whose endpoint is known."""
         return len(self._contacts)
 
-    async def endpoint(
-        self, decode: common_pb2.WorkerIdentity, address: str, fence_generation: int = 0
-    ) -> PeerEndpoint:
-        """Return how to write into `decode`, which serves gRPC at `address`.
+    async def claim(
+        self, request_id: str, reservation: decode_pb2.Reservation, timeout_s: float
+    ) -> ClaimedTicket | TandemError:
+        """Wait until decode has room for a request, at most `timeout_s`.
 
-        Args:
-            decode: whom a ticket names.
-            address: of its gRPC service.
-            fence_generation: of the ticket. A newer one than the endpoint's says that decode has
-                shut somebody out since: it may have been us, so we ask again.
+        Returns:
+            The ticket, or decode's refusal: then it holds nothing for us.
 
         Raises:
-            LayoutMismatchError: the two workers store KV differently.
-            StaleTicketError: another life of the worker answers at the address.
+            LayoutMismatchError, StaleTicketError, InternalError: the answer does not fit us.
             PeerLostError, DeadlineExceededError: nobody answers, or not in time.
         """
-        contact = self._contacts.get(peer_of(decode))
-        if contact is None:
-            contact = self._meet(decode, address, former=None)
-        endpoint = await self._result_of(contact)
-        if endpoint.fence_generation < fence_generation:
-            newer = self._contacts.get(contact.peer)
-            if newer is None or newer is contact:
-                newer = self._meet(decode, address, former=endpoint)
-            endpoint = await self._result_of(newer)
-        elif contact.former is not None and fence_generation < endpoint.fence_generation:
-            # A ticket of before the fence goes with the endpoint of before the fence or not at all.
-            endpoint = contact.former
-        return endpoint
+        decode, address = reservation.decode, reservation.decode_address
+        peer = peer_of(decode)
+        contact = self._contacts.get(peer)
+        known = contact.endpoint if contact is not None else None
+        request = self._request(request_id, reservation, known)
+        with map_rpc_errors(f"claim at {peer} ({address})", request_id):
+            response: decode_pb2.ClaimResponse = await self._channels.decode_stub(address).Claim(
+                request, timeout=timeout_s
+            )
+        if response.WhichOneof("result") == "error":
+            return error_from_proto(response.error)
+        if response.HasField("endpoint"):
+            known = self._check_endpoint(response.endpoint, decode, address)
+            await self._remember(_Contact(decode, address, known))
+        if known is None:
+            raise InternalError(f"{peer} gave a ticket and no endpoint", request_id=request_id)
+        # Of before a fence or of after it: a ticket goes with the endpoint of its claim alone.
+        return ClaimedTicket(response.ticket, known)
 
     def forget(self, peer: str) -> None:
-        """Shake hands again before the next request for `peer` (a transport's peer name)."""
-        contact = self._contacts.pop(peer, None)
-        if contact is not None:
-            contact.handshake.cancel()
+        """Have the next claim at `peer` (a transport's peer name) bring a new endpoint."""
+        if self._contacts.pop(peer, None) is not None:
             logger.info("forgot a decode rank %s", fields(peer=peer))
 
-    async def close(self) -> None:
-        """Cancel the handshakes under way."""
-        contacts, self._contacts = list(self._contacts.values()), {}
-        for contact in contacts:
-            contact.handshake.cancel()
-        await asyncio.gather(*(item.handshake for item in contacts), return_exceptions=True)
-
-    def _meet(
-        self, decode: common_pb2.WorkerIdentity, address: str, former: PeerEndpoint | None
-    ) -> _Contact:
-        handshake = asyncio.ensure_future(self._shake_hands(decode, address))
-        contact = _Contact(peer_of(decode), decode, address, handshake, former)
-        self._contacts[contact.peer] = contact
-        handshake.add_done_callback(lambda _: self._drop_failed(contact))
-        return contact
-
-    def _drop_failed(self, contact: _Contact) -> None:
-        handshake = contact.handshake
-        failed = handshake.cancelled() or handshake.exception() is not None
-        if failed and self._contacts.get(contact.peer) is contact:
-            del self._contacts[contact.peer]
-
-    async def _result_of(self, contact: _Contact) -> PeerEndpoint:
-        try:
-            # Shielded: one caller's cancellation is not the others'.
-            return await asyncio.shield(contact.handshake)
-        except asyncio.CancelledError:
-            if contact.handshake.cancelled():
-                raise PeerLostError(f"{contact.peer} was lost during the handshake") from None
-            raise
-
-    async def _forget_former_lives(self, decode: common_pb2.WorkerIdentity) -> None:
-        for peer, contact in list(self._contacts.items()):
-            other = contact.decode
-            same_rank = (other.instance, other.rank) == (decode.instance, decode.rank)
-            if same_rank and other.epoch != decode.epoch:
-                self.forget(peer)
-                await self._channels.drop(contact.address)
-
-    async def _shake_hands(self, decode: common_pb2.WorkerIdentity, address: str) -> PeerEndpoint:
-        await self._forget_former_lives(decode)
+    def _request(
+        self, request_id: str, reservation: decode_pb2.Reservation, known: PeerEndpoint | None
+    ) -> decode_pb2.ClaimRequest:
         greeting = self._greeting
-        request = decode_pb2.HandshakeRequest(
+        return decode_pb2.ClaimRequest(
+            request_id=request_id,
+            nonce=reservation.nonce,
+            decode=reservation.decode,
             prefill=greeting.identity,
             num_prefill_ranks=greeting.num_ranks,
             transport=greeting.transport,
             layout_fingerprint=greeting.layout.fingerprint(),
             layout_description=greeting.layout.describe(),
-            expected=decode,
+            metadata_slot_bytes=greeting.slot_bytes,
+            has_endpoint=known is not None,
+            fence_generation=known.fence_generation if known is not None else 0,
         )
-        peer = peer_of(decode)
-        with map_rpc_errors(f"handshake with {peer} at {address}"):
-            response: decode_pb2.HandshakeResponse = await self._channels.decode_stub(
-                address
-            ).Handshake(request, timeout=HANDSHAKE_TIMEOUT_S)
-        if response.WhichOneof("result") == "error":
-            raise error_from_proto(response.error)
-        endpoint = response.endpoint
+
+    def _check_endpoint(
+        self,
+        endpoint: decode_pb2.PeerEndpoint,
+        decode: common_pb2.WorkerIdentity,
+        address: str,
+    ) -> PeerEndpoint:
+        peer, greeting = peer_of(decode), self._greeting
         if not same_identity(endpoint.decode, decode):
             raise StaleTicketError(f"{peer_of(endpoint.decode)} answers at {address}, not {peer}")
         if endpoint.transport != greeting.transport:
@@ -202,7 +183,6 @@ class PeerDirectory:
                 f"{peer} has metadata slots of {endpoint.metadata_slot_bytes} bytes, ours have "
                 f"{greeting.slot_bytes}: run the same version and model on both"
             )
-        logger.info("met a decode rank %s", fields(peer=peer, address=address))
         return PeerEndpoint(
             peer=peer,
             endpoint=endpoint.endpoint,
@@ -210,3 +190,25 @@ class PeerDirectory:
             metadata_region_bytes=endpoint.metadata_region_bytes,
             fence_generation=endpoint.fence_generation,
         )
+
+    async def _remember(self, contact: _Contact) -> None:
+        peer = contact.endpoint.peer
+        held = self._contacts.get(peer)
+        if held and held.endpoint.fence_generation > contact.endpoint.fence_generation:
+            return  # a later claim was answered first
+        if held is None:
+            logger.info("met a decode rank %s", fields(peer=peer, address=contact.address))
+        self._contacts[peer] = contact
+        await self._forget_former_lives(contact)
+
+    async def _forget_former_lives(self, contact: _Contact) -> None:
+        decode = contact.decode
+        for peer, other in list(self._contacts.items()):
+            is_same_rank = (other.decode.instance, other.decode.rank) == (
+                decode.instance,
+                decode.rank,
+            )
+            if is_same_rank and other.decode.epoch != decode.epoch:
+                self.forget(peer)
+                if other.address != contact.address:
+                    await self._channels.drop(other.address)

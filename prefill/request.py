@@ -1,8 +1,8 @@
 """One request inside a prefill worker: the engine's `Request` and its life around it.
 
 Owned by the engine loop thread: nothing else reads or changes it after it was handed over. The
-ticket's nonce is its identity, not the request id, because a router may try a request again under a
-new ticket while the blocks of the first try are still being drained.
+nonce of its reservation is its identity, not the request id, because a router may try a request
+again under a new reservation while the blocks of the first try are still being drained.
 """
 
 from __future__ import annotations
@@ -11,24 +11,41 @@ from dataclasses import dataclass, field
 
 from engine.request import Request, ScheduledRequest, num_blocks_for
 from kv_transfer.ticket import PeerEndpoint, SendTicket
+from runtime.budget import Budget
 from runtime.errors import TandemError
 from runtime.lifecycle import PrefillStatus, check_transition
 from runtime.sampling import FinishReason, PositionLogprobs
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """What decode answered to a claim: where the KV goes.
+
+    Attributes:
+        ticket: permission to write, as the sender wants it.
+        peer: how to reach the decode rank that the ticket is of.
+        num_cached_blocks: leading blocks that decode holds already and never gets.
+    """
+
+    ticket: SendTicket
+    peer: PeerEndpoint
+    num_cached_blocks: int = 0
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class PrefillRequest:
-    """A request, the ticket it is sent under, and its times (seconds of the monotonic clock).
+    """A request, what it is sent under, and its times (seconds of the monotonic clock).
 
     Attributes:
         request: tokens, blocks, progress.
-        ticket: permission to write, as the sender wants it.
-        peer: how to reach the decode rank that the ticket is of.
-        num_decode_cached_blocks: leading blocks that decode holds already and never gets.
-        deadline: after this time nobody waits for the result.
+        nonce: of the reservation and its later ticket: the identity of this try.
+        budget: the request's own time; the transfer's is the ticket's.
         arrived_at: when the worker received it.
         decode_goes_on: False where the first token is known to be the last, so that no KV is sent.
+        grant: the ticket; None until decode answered the claim.
         status: the life cycle; changed by `move_to` only.
+        place: in the order of arrival; set by the scheduler.
+        claimed_at: when decode was asked for the ticket; 0.0 before.
         started_at: when its first chunk was scheduled; 0.0 before.
         first_token_at: when its first token was sampled; 0.0 before.
         compute_s: seconds spent in the steps that it took part in.
@@ -40,24 +57,22 @@ class PrefillRequest:
     """
 
     request: Request
-    ticket: SendTicket
-    peer: PeerEndpoint
-    num_decode_cached_blocks: int
-    deadline: float
+    nonce: int
+    budget: Budget
     arrived_at: float
     decode_goes_on: bool = True
+    grant: Grant | None = None
     status: PrefillStatus = PrefillStatus.WAITING
+    place: int = 0
+    claimed_at: float = 0.0
     started_at: float = 0.0
     first_token_at: float = 0.0
     compute_s: float = 0.0
-    num_pushed_blocks: int = field(init=False)
+    num_pushed_blocks: int = 0
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: TandemError | None = None
     closed_ranks: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.num_pushed_blocks = self.num_decode_cached_blocks
 
     @property
     def request_id(self) -> str:
@@ -65,13 +80,27 @@ class PrefillRequest:
         return self.request.request_id
 
     @property
-    def nonce(self) -> int:
-        """The ticket's nonce: the identity of this try."""
-        return self.ticket.nonce
+    def granted(self) -> Grant:
+        """The grant of a request that has one."""
+        assert self.grant is not None, self.request_id
+        return self.grant
 
-    def num_prompt_blocks(self, block_size: int) -> int:
-        """Blocks that hold the whole prompt."""
-        return num_blocks_for(self.request.num_prompt_tokens, block_size)
+    @property
+    def has_begun(self) -> bool:
+        """Whether a chunk of it was ever scheduled."""
+        request = self.request
+        return request.num_launched_tokens > 0 or (
+            request.num_computed_tokens > request.num_cached_tokens
+        )
+
+    def take_grant(self, grant: Grant) -> None:
+        """Decode has answered the claim."""
+        self.grant = grant
+        self.num_pushed_blocks = grant.num_cached_blocks
+
+    def num_context_blocks(self, block_size: int) -> int:
+        """Blocks that hold the whole context."""
+        return num_blocks_for(self.request.num_context_tokens, block_size)
 
     def move_to(self, status: PrefillStatus) -> None:
         """Change the status along a legal transition; InternalError otherwise."""
@@ -81,7 +110,7 @@ class PrefillRequest:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The share of one request in one step: its next `num_scheduled_tokens` prompt tokens."""
+    """The share of one request in one step: its next `num_scheduled_tokens` context tokens."""
 
     item: PrefillRequest
     scheduled: ScheduledRequest
@@ -94,5 +123,5 @@ class Chunk:
 
     @property
     def is_last(self) -> bool:
-        """Whether the step completes the prompt, so that the first token is sampled."""
+        """Whether the step completes the context, so that the next token is sampled."""
         return self.scheduled.samples

@@ -1,15 +1,15 @@
 """Where requests come into the engine loop and where they leave it, one way or another.
 
-A request ends by its first token, by a cancel, by its deadline, or by a rank that cannot send. In
-every case the same is due: somebody is told, nothing more is computed, and the blocks stay until
-every rank has closed the ticket and every step that was launched with it is over. A ticket that no
-sender has heard of yet is closed at once. This is the only place that knows these rules. Belongs to
-the loop's thread.
+A request ends by its first token, by a cancel, by its deadline, by a claim that decode refuses, or
+by a rank that cannot send. In every case the same is due: somebody is told, nothing more is
+computed, and the blocks stay until every rank has closed the ticket and every step that was
+launched with it is over. A request that no sender has heard of yet is over at once. This is the
+only place that knows these rules. Belongs to the loop's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from engine.runner import StepResult
 from kv_transfer.metadata import MetadataRecord
@@ -20,26 +20,33 @@ from prefill.messages import (
     PartClosed,
     RequestFailed,
     RequestFinished,
+    TicketWanted,
 )
 from prefill.rank_plan import Closure, ClosureOutcome
-from prefill.request import Chunk, PrefillRequest
+from prefill.request import Chunk, Grant, PrefillRequest
 from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
 from runtime.errors import (
     ERRORS_BY_CODE,
-    DeadlineExceededError,
+    ErrorCode,
     InternalError,
     TandemError,
-    TransferFailedError,
 )
 from runtime.lifecycle import PrefillStatus
 from runtime.logging import fields, get_logger
 
 logger = get_logger(__name__)
 
+_PHASES: Mapping[PrefillStatus, str] = {
+    PrefillStatus.WAITING: "queued for prefill",
+    PrefillStatus.CLAIMING: "waiting for room in decode",
+    PrefillStatus.RUNNING: "in prefill",
+}
+"""What a request whose time is over was waiting for."""
+
 
 class RequestDesk:
-    """All requests of the loop, by the nonce of their ticket."""
+    """All requests of the loop, by their nonce."""
 
     def __init__(
         self,
@@ -67,7 +74,8 @@ class RequestDesk:
         except TandemError as error:
             item.error = error
             item.move_to(PrefillStatus.FINISHED)
-            self._finish_unopened(item)
+            self._emit(RequestFailed(item.nonce, error))
+            self._emit(RequestFinished(item.nonce))
             return
         self._items[item.nonce] = item
 
@@ -76,15 +84,35 @@ class RequestDesk:
         if nonce in self._items:
             self._end_early(self._items[nonce], error)
 
+    def want_tickets(self) -> None:
+        """Have decode asked for room for those whose turn is near."""
+        for item in self._scheduler.claim(self._clock()):
+            self._emit(TicketWanted(item.nonce))
+
+    def ticket_claimed(self, nonce: int, grant: Grant) -> None:
+        """Decode has room: compute the request in its turn. Nobody opens what came too late."""
+        item = self._items.get(nonce)
+        if item is not None and item.status is PrefillStatus.CLAIMING:
+            self._scheduler.grant(item, grant)
+
+    def claim_failed(self, nonce: int, error: TandemError) -> None:
+        """Decode gave no ticket: the request ends."""
+        item = self._items.get(nonce)
+        if item is not None and item.status is PrefillStatus.CLAIMING:
+            self._end_early(item, error)
+
+    def give_back(self, error: TandemError, *, also_begun: bool) -> None:
+        """End what has no ticket, and with `also_begun` what has no first token, for the router."""
+        scheduler = self._scheduler
+        for item in list(scheduler.unfinished() if also_begun else scheduler.unbegun()):
+            self._end_early(item, type(error)(error.message, request_id=item.request_id))
+
     def expire(self) -> None:
         """End the requests whose time is over before their first token."""
         now = self._clock()
-        late = [item for item in self._scheduler.unfinished() if item.deadline <= now]
+        late = [item for item in self._scheduler.unfinished() if item.budget.is_over(now)]
         for item in late:
-            waited = now - item.arrived_at
-            state = "queued for prefill" if item.status is PrefillStatus.WAITING else "in prefill"
-            text = f"the request's time was over after {waited:.3f} s, {state}"
-            self._end_early(item, DeadlineExceededError(text, request_id=item.request_id))
+            self._end_early(item, item.budget.error(_PHASES[item.status], item.request_id))
 
     def open_tickets(self, chunks: Sequence[Chunk]) -> None:
         """Open the tickets of the requests that start with this step, on every rank."""
@@ -93,13 +121,14 @@ class RequestDesk:
             item = chunk.item
             if item.started_at == 0.0:
                 item.started_at = now
-                self._senders.open(OpenTicket(item.ticket, item.peer))
+                self._senders.open(OpenTicket(item.granted.ticket, item.granted.peer))
 
     def complete(self, item: PrefillRequest, result: StepResult) -> None:
         """The first token is known: answer; then the senders finish, or stop if it is the last."""
         sampled = result.sampled
         assert sampled is not None
         item.first_token_at = self._clock()
+        index = item.request.num_output_tokens
         item.request.output_token_ids.append(sampled.token_id)
         item.finish_reason = item.request.finish_reason(self._max_model_len)
         self._scheduler.stop(item)
@@ -107,6 +136,7 @@ class RequestDesk:
             FirstTokenSampled(
                 nonce=item.nonce,
                 token_id=sampled.token_id,
+                index=index,
                 logprobs=sampled.logprobs,
                 prompt_logprobs=tuple(item.prompt_logprobs),
                 finish_reason=item.finish_reason,
@@ -121,7 +151,7 @@ class RequestDesk:
         hidden = result.last_hidden
         record = MetadataRecord(
             nonce=item.nonce,
-            epoch=item.ticket.epoch,
+            epoch=item.granted.ticket.epoch,
             first_token=sampled.token_id,
             logprobs=sampled.logprobs,
             mtp_hidden=b"" if hidden is None else hidden.numpy().tobytes(),
@@ -152,9 +182,7 @@ class RequestDesk:
         """Let go of a request that every rank has closed, unless a launched step still has it."""
         is_closed = len(item.closed_ranks) == self._senders.num_ranks
         if is_closed and not item.request.num_launched_tokens:
-            self._scheduler.finish(item)
-            del self._items[item.nonce]
-            self._emit(RequestFinished(item.nonce))
+            self._finish(item)
 
     def fail_all(self, error: TandemError) -> None:
         """The loop is over: answer all who still wait for a first token."""
@@ -168,23 +196,25 @@ class RequestDesk:
         if item.error is not None or item.finish_reason is not None:
             return
         item.error = error
-        if item.status is PrefillStatus.WAITING:
+        if item.status in (PrefillStatus.WAITING, PrefillStatus.CLAIMING):
+            self._emit(RequestFailed(item.nonce, error))
             self._scheduler.drop(item)
-            del self._items[item.nonce]
-            self._finish_unopened(item)
+            self._forget(item)
             return
         if item.status is PrefillStatus.RUNNING:
             self._scheduler.stop(item)
             self._emit(RequestFailed(item.nonce, error))
-        self._senders.abandon(item.nonce)
+        if item.started_at == 0.0:
+            self._finish(item)  # no sender has heard of its ticket
+        else:
+            self._senders.abandon(item.nonce)
 
-    def _finish_unopened(self, item: PrefillRequest) -> None:
-        """A request that no sender has heard of is over: every rank's part is."""
-        assert item.error is not None
-        self._emit(RequestFailed(item.nonce, item.error))
-        for rank in range(self._senders.num_ranks):
-            closure = Closure(nonce=item.nonce, outcome=ClosureOutcome.ABANDONED)
-            self._emit_part(item, rank, closure)
+    def _finish(self, item: PrefillRequest) -> None:
+        self._scheduler.finish(item)
+        self._forget(item)
+
+    def _forget(self, item: PrefillRequest) -> None:
+        del self._items[item.nonce]
         self._emit(RequestFinished(item.nonce))
 
     def _emit_part(self, item: PrefillRequest, rank: int, closure: Closure) -> None:
@@ -206,7 +236,10 @@ class RequestDesk:
 def _error_of(item: PrefillRequest, rank: int, closure: Closure) -> TandemError:
     """Why rank `rank` could not send its part."""
     code = closure.error_code
-    error_type = TransferFailedError if code is None else ERRORS_BY_CODE[code]
-    text = f"prefill rank {rank} could not send its KV to {item.peer.peer}: {closure.error}"
+    if code is None or code is ErrorCode.DEADLINE_EXCEEDED:
+        # The sender knows the time of transfers alone, so the request's own is not over.
+        code = ErrorCode.TRANSFER_FAILED
+    peer = item.granted.peer.peer
+    text = f"prefill rank {rank} could not send its KV to {peer}: {closure.error}"
     logger.warning("%s %s", text, fields(request_id=item.request_id))
-    return error_type(text, request_id=item.request_id)
+    return ERRORS_BY_CODE[code](text, request_id=item.request_id)

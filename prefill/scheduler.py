@@ -1,99 +1,155 @@
-"""Which prompts are computed in the next step: chunked prefill, first come first served. Pure.
+"""Which prompts are computed in the next step, and for which decode is asked for room. Pure.
 
 It knows requests and counts of blocks, never tensors or threads. Two budgets bound a step:
-`max_num_batched_tokens` over all requests and `max_num_seqs` requests. A request takes the blocks
-of its whole prompt when it starts, so it can never run out of them midway; it keeps them until
-every rank has stopped sending them and no launched step writes them. A step can be chosen while the
-one before it runs, because chunks depend on nothing that a step finds out. The head of the queue
-waits for blocks and nobody overtakes it: blocks that drain would otherwise go to short prompts for
-ever while a long one starves.
+`max_num_batched_tokens` over all requests and `max_num_seqs` requests; `prefill.fair_share` says
+who gets how much of it. A step can be chosen while the one before it runs, because chunks depend on
+nothing that a step finds out.
+
+A request holds nothing until its turn is near. Then it takes the blocks of its whole context, so
+that it can never run out of them midway, and decode is asked for a ticket (CLAIMING). So decode's
+memory is held for what is about to be computed, not for a queue: at most `max_num_seqs` requests
+and about two steps of tokens are claimed before they begin. A claim that decode has no room for
+waits by itself. Once it is older than `CLAIM_PATIENCE_S` it no longer counts as what comes next,
+and others may pass, to other decode ranks; `2 * max_num_seqs` of them at most, so that requests
+without a ticket cannot take all of our blocks.
+
+Blocks are kept until every rank has stopped sending them and no launched step writes them. The head
+of the queue waits for blocks and nobody overtakes it there: blocks that drain would otherwise go to
+short prompts for ever while a long one starves.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Iterator
 
 from engine.memory.block_pool import BlockPool
-from engine.request import ScheduledRequest
-from prefill.request import Chunk, PrefillRequest
+from engine.request import Request, ScheduledRequest
+from prefill.fair_share import share_tokens
+from prefill.request import Chunk, Grant, PrefillRequest
 from runtime.block_hash import max_cached_blocks
 from runtime.errors import InternalError, OutOfBlocksError
 from runtime.lifecycle import PrefillStatus
 
+CLAIM_PATIENCE_S = 0.1
+"""Longer than any round trip: a claim that takes longer waits for room in decode."""
+LOOKAHEAD_STEPS = 2
+
 
 class Scheduler:
-    """Queues of a prefill worker: waiting, running, sending."""
+    """Queues of a prefill worker: waiting, claiming, running, sending."""
 
     def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         """Start with empty queues.
 
         Args:
             pool: where blocks come from; used by nobody else.
-            max_num_seqs: most requests that run at once.
-            max_num_batched_tokens: most prompt tokens of one step.
+            max_num_seqs: most requests of one step.
+            max_num_batched_tokens: most tokens of one step.
         """
         assert max_num_seqs > 0
         assert max_num_batched_tokens > 0
         self.pool = pool
         self.waiting: deque[PrefillRequest] = deque()
-        self.running: list[PrefillRequest] = []
+        self.claiming: dict[int, PrefillRequest] = {}  # by nonce
+        self.running: list[PrefillRequest] = []  # in order of arrival
         self.sending: dict[int, PrefillRequest] = {}  # by nonce
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._num_arrived = 0
 
     @property
     def num_requests(self) -> int:
         """Requests in any queue."""
-        return len(self.waiting) + len(self.running) + len(self.sending)
+        return len(self.waiting) + len(self.claiming) + len(self.running) + len(self.sending)
 
     @property
     def num_tokens_waiting(self) -> int:
-        """Prompt tokens that are still to be computed."""
+        """Context tokens that are still to be computed."""
         return sum(item.request.num_uncomputed_tokens for item in self.unfinished())
 
     def unfinished(self) -> Iterator[PrefillRequest]:
         """The requests whose first token is still to come."""
         yield from self.running
+        yield from self.unbegun()
+
+    def unbegun(self) -> Iterator[PrefillRequest]:
+        """The requests that decode has given no ticket."""
+        yield from self.claiming.values()
         yield from self.waiting
 
     def add(self, item: PrefillRequest) -> None:
         """Queue a request.
 
         Raises:
-            OutOfBlocksError: the whole pool is smaller than its prompt.
+            OutOfBlocksError: the whole pool is smaller than its context.
         """
-        num_blocks = item.num_prompt_blocks(self.pool.block_size)
+        num_blocks = item.num_context_blocks(self.pool.block_size)
         if num_blocks > self.pool.num_usable_blocks:
             raise OutOfBlocksError(
-                f"the prompt of {item.request.num_prompt_tokens} tokens needs {num_blocks} KV "
+                f"the context of {item.request.num_context_tokens} tokens needs {num_blocks} KV "
                 f"blocks and the worker has {self.pool.num_usable_blocks}: shorten it, or raise "
                 "prefill.num_blocks",
                 request_id=item.request_id,
             )
+        item.place = self._num_arrived
+        self._num_arrived += 1
         self.waiting.append(item)
 
-    def schedule(self) -> list[Chunk]:
-        """Choose the next step, oldest requests first; starts waiting ones while budgets last.
+    def claim(self, now: float) -> list[PrefillRequest]:
+        """Give blocks to the requests whose turn is near, oldest first.
 
-        The step must be launched, and `advance` called for each chunk when it is over.
-
-        Returns:
-            At most one chunk a request; empty if nothing can run now.
+        Decode must be asked for their tickets, and `grant` or `drop` called for each.
         """
-        budget = self._max_num_batched_tokens
-        chunks: list[Chunk] = []
-        for item in self.running:
-            budget -= self._take(item, budget, chunks)
-        while budget and self.waiting and len(chunks) < self._max_num_seqs:
+        ahead = [item for item in self.running if not item.has_begun]
+        ahead += [
+            item for item in self.claiming.values() if now < item.claimed_at + CLAIM_PATIENCE_S
+        ]
+        num_tokens = sum(item.request.num_uncomputed_tokens for item in ahead)
+        claimed: list[PrefillRequest] = []
+        while (
+            self.waiting
+            and len(self.claiming) < 2 * self._max_num_seqs
+            and len(ahead) + len(claimed) < self._max_num_seqs
+            and num_tokens < LOOKAHEAD_STEPS * self._max_num_batched_tokens
+        ):
             item = self.waiting[0]
             if not self._allocate(item):
                 break
             self.waiting.popleft()
-            item.move_to(PrefillStatus.RUNNING)
-            self.running.append(item)
-            budget -= self._take(item, budget, chunks)
-        return chunks
+            item.claimed_at = now
+            item.move_to(PrefillStatus.CLAIMING)
+            self.claiming[item.nonce] = item
+            claimed.append(item)
+            num_tokens += item.request.num_uncomputed_tokens
+        return claimed
+
+    def grant(self, item: PrefillRequest, grant: Grant) -> None:
+        """Decode has room: the request is computed in its turn, by order of arrival."""
+        del self.claiming[item.nonce]
+        item.take_grant(grant)
+        item.move_to(PrefillStatus.RUNNING)
+        bisect.insort(self.running, item, key=lambda other: other.place)
+
+    def schedule(self) -> list[Chunk]:
+        """Choose the next step among the requests that have a ticket.
+
+        The step must be launched, and `advance` called for each chunk when it is over.
+
+        Returns:
+            At most one chunk a request, oldest requests first; empty if nothing can run now.
+        """
+        ready = [item for item in self.running if item.request.num_uncomputed_tokens]
+        for item in ready:
+            if not item.has_begun:
+                self._share_more(item.request)
+        shares = share_tokens(
+            [item.request.num_uncomputed_tokens for item in ready],
+            self._max_num_batched_tokens,
+            self._max_num_seqs,
+        )
+        return [self._take(item, share) for item, share in zip(ready, shares, strict=True) if share]
 
     def advance(self, chunk: Chunk) -> None:
         """Record that the chunk was computed; its whole blocks become findable by others."""
@@ -104,9 +160,13 @@ class Scheduler:
         self.pool.commit(request.block_table[first:last], request.block_hashes[first:last])
 
     def drop(self, item: PrefillRequest) -> None:
-        """End a request that waits; it holds nothing."""
-        self.waiting.remove(item)
+        """End a request that has no ticket: no sender has heard of it."""
+        if item.status is PrefillStatus.WAITING:
+            self.waiting.remove(item)
+        else:
+            del self.claiming[item.nonce]
         item.move_to(PrefillStatus.FINISHED)
+        self._release(item)
 
     def stop(self, item: PrefillRequest) -> None:
         """Launch no more of a running request; its blocks stay until `finish`."""
@@ -119,8 +179,7 @@ class Scheduler:
         assert item.request.num_launched_tokens == 0, "a step that was launched writes its blocks"
         del self.sending[item.nonce]
         item.move_to(PrefillStatus.FINISHED)
-        self.pool.release(item.request.block_table)
-        item.request.block_table.clear()
+        self._release(item)
 
     def check_integrity(self) -> None:
         """Check that blocks are conserved: none is held without a request. Run when idle.
@@ -133,27 +192,48 @@ class Scheduler:
             lost = self.pool.num_usable_blocks - self.pool.num_free_blocks
             raise InternalError(f"{lost} KV blocks are held and no request is left")
 
-    def _take(self, item: PrefillRequest, budget: int, chunks: list[Chunk]) -> int:
-        num_tokens = min(budget, item.request.num_uncomputed_tokens)
-        if num_tokens > 0:
-            scheduled = ScheduledRequest(item.request, num_tokens)
-            chunks.append(Chunk(item, scheduled, self.pool.block_size))
-            item.request.num_launched_tokens += num_tokens
-        return num_tokens
+    def _take(self, item: PrefillRequest, num_tokens: int) -> Chunk:
+        scheduled = ScheduledRequest(item.request, num_tokens)
+        item.request.num_launched_tokens += num_tokens
+        return Chunk(item, scheduled, self.pool.block_size)
 
     def _allocate(self, item: PrefillRequest) -> bool:
-        """Give a request the blocks of its whole prompt, cached ones first; all or nothing."""
+        """Give a request the blocks of its whole context, cached ones first; all or nothing."""
         request = item.request
-        hashes = request.update_block_hashes(self.pool.block_size)
-        limit = max_cached_blocks(request.num_prompt_tokens, self.pool.block_size)
-        if request.sampling.num_prompt_logprobs >= 0:
-            limit = 0  # the logits of every position are wanted, so every position is computed
-        cached = self.pool.match_prefix(hashes[:limit])
-        num_new = item.num_prompt_blocks(self.pool.block_size) - len(cached)
+        cached = self.pool.match_prefix(self._shareable(request))
+        num_new = item.num_context_blocks(self.pool.block_size) - len(cached)
         if not self.pool.can_allocate(num_new):
             self.pool.release(cached)
             return False
         request.block_table.extend(cached + self.pool.allocate(num_new))
-        request.num_cached_tokens = len(cached) * self.pool.block_size
-        request.num_computed_tokens = request.num_cached_tokens
+        self._set_cached(request, len(cached))
         return True
+
+    def _share_more(self, request: Request) -> None:
+        """Take what others have computed of the same prefix since the blocks were given.
+
+        Requests that came together would otherwise all compute the prefix that they share.
+        """
+        hashes = self._shareable(request)
+        num_held = request.num_cached_tokens // self.pool.block_size
+        if self.pool.count_prefix(hashes) > num_held:
+            cached = self.pool.match_prefix(hashes)
+            self.pool.release(request.block_table[: len(cached)])
+            request.block_table[: len(cached)] = cached
+            self._set_cached(request, len(cached))
+
+    def _shareable(self, request: Request) -> list[bytes]:
+        """The hashes of the blocks that may come from the prefix cache."""
+        hashes = request.update_block_hashes(self.pool.block_size)
+        limit = max_cached_blocks(request.num_context_tokens, self.pool.block_size)
+        if request.sampling.num_prompt_logprobs >= 0:
+            limit = 0  # the logits of every position are wanted, so every position is computed
+        return list(hashes[:limit])
+
+    def _set_cached(self, request: Request, num_blocks: int) -> None:
+        request.num_cached_tokens = num_blocks * self.pool.block_size
+        request.num_computed_tokens = request.num_cached_tokens
+
+    def _release(self, item: PrefillRequest) -> None:
+        self.pool.release(item.request.block_table)
+        item.request.block_table.clear()

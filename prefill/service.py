@@ -1,9 +1,9 @@
 """The gRPC service of a prefill worker: Run, Revoke, Drain. On the event loop of
 rank 0, or of every data-parallel rank.
 
-A Run is checked whole and has shaken hands with its decode rank before the engine loop hears of it;
-the loop then answers with the first token while the KV still moves. Errors are answers
-(`RunResponse.error`), never gRPC statuses.
+A Run is checked whole and hashed before the engine loop hears of it; the loop asks for the ticket
+when the request's turn is near, and answers with the first token while the KV still moves. Errors
+are answers (`RunResponse.error`), never gRPC statuses.
 """
 
 from __future__ import annotations
@@ -12,24 +12,22 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
 
 from engine.request import Request
-from kv_transfer.ticket import PeerEndpoint, SendTicket
 from prefill.live_runs import LiveRun, LiveRuns
-from prefill.messages import AddRequest, CancelRequest, Command, FirstTokenSampled
+from prefill.messages import AddRequest, CancelRequest, Command, FirstTokenSampled, GiveBack
 from prefill.nonces import NonceMemory, NonceState
-from prefill.peers import PeerDirectory
 from prefill.request import PrefillRequest
 from prefill.validation import RunLimits, check_identity, check_run
+from runtime.budget import Budget, BudgetKind
 from runtime.errors import (
-    DeadlineExceededError,
     DrainingError,
     InternalError,
     RequestCancelledError,
-    StaleTicketError,
     TandemError,
 )
 from runtime.logging import fields, get_logger
@@ -56,7 +54,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         limits: RunLimits,
         runs: LiveRuns,
         nonces: NonceMemory,
-        peers: PeerDirectory,
         submit: Callable[[Command], None],
         *,
         on_draining: Callable[[], None] = lambda: None,
@@ -67,8 +64,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         Args:
             limits: what the worker can serve.
             runs: live calls.
-            nonces: tickets that were seen.
-            peers: handshakes.
+            nonces: reservations that were seen.
             submit: hands a command to the engine loop.
             on_draining: called when the worker begins to refuse requests.
             clock: the engine loop's.
@@ -76,7 +72,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._limits = limits
         self._runs = runs
         self._nonces = nonces
-        self._peers = peers
         self._submit = submit
         self._on_draining = on_draining
         self._clock = clock
@@ -104,9 +99,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             return prefill_pb2.RevokeResponse(drained=False)
         run = self._runs.get(request.nonce)
         if run is not None:
-            run.revoked = RequestCancelledError("decode revoked the ticket")
-            if run.is_queued:
-                self._submit(CancelRequest(request.nonce, run.revoked))
+            error = RequestCancelledError("decode revoked the ticket")
+            self._submit(CancelRequest(request.nonce, error))
             await run.finished.wait()
         if self._nonces.state(request.nonce) is NonceState.UNDRAINED:
             return prefill_pb2.RevokeResponse(drained=False)
@@ -115,63 +109,61 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     async def Drain(
         self,
-        request: prefill_pb2.PrefillDrainRequest,
+        request: common_pb2.DrainRequest,
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> prefill_pb2.PrefillDrainResponse:
-        """Refuse new requests, and answer when none is left or just before the call's deadline."""
-        self.start_draining()
+    ) -> common_pb2.DrainResponse:
+        """Refuse new requests, and answer when none is left or the time is over."""
+        self.start_draining(request.deadline_s)
+        timeout_s = request.deadline_s
         remaining_s = context.time_remaining()
-        timeout_s = None if remaining_s is None else max(remaining_s - DRAIN_ANSWER_MARGIN_S, 0.0)
+        if remaining_s is not None:
+            timeout_s = min(timeout_s, max(remaining_s - DRAIN_ANSWER_MARGIN_S, 0.0))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._runs.wait_empty()
-        return prefill_pb2.PrefillDrainResponse(num_requests_left=len(self._runs))
+        return common_pb2.DrainResponse(num_requests_left=len(self._runs))
 
-    def start_draining(self) -> None:
-        """Refuse new requests from now on."""
+    def start_draining(self, deadline_s: float | None = None) -> None:
+        """Refuse new requests from now on, and give back what has no ticket yet.
+
+        Args:
+            deadline_s: after so long what has no first token is given back, too; None for never.
+        """
         if not self._is_draining:
             self._is_draining = True
             self._on_draining()
+        self._submit(GiveBack(self._draining_error()))
+        if deadline_s is not None:
+            rest = GiveBack(self._draining_error(), also_begun=True)
+            asyncio.get_running_loop().call_later(deadline_s, self._submit, rest)
 
     async def _run(self, request: prefill_pb2.RunRequest) -> prefill_pb2.FirstToken:
+        check_identity(request, self._limits)  # a ticket for another life is none that we can have
         arrived_at = self._clock()
-        run = self._runs.claim(request)
-        item = await self._prepare(run, request, arrived_at)
-        run.is_queued = True
-        self._submit(AddRequest(item))
+        budget = Budget.start(BudgetKind.REQUEST, request.timeout_s, arrived_at)
+        run = self._runs.admit(request, budget)
+        self._submit(AddRequest(self._prepare(run, request, arrived_at)))
         try:
             answer = await run.answer
         except asyncio.CancelledError:
             error = RequestCancelledError("the caller of Run went away")
-            self._submit(CancelRequest(item.nonce, error))
+            self._submit(CancelRequest(run.nonce, error))
             raise
         if isinstance(answer, TandemError):
             raise answer
         return first_token_to_proto(answer)
 
-    async def _prepare(
+    def _prepare(
         self, run: LiveRun, request: prefill_pb2.RunRequest, arrived_at: float
     ) -> PrefillRequest:
-        """Check the call and meet its decode rank; where that fails the ticket is closed."""
-        try:
-            check_identity(request, self._limits)
-        except StaleTicketError as error:
-            self._runs.refuse(run, error, drained=False)  # a former life may have written
-            raise
+        """Check the call; nothing has been asked of decode yet, so a refusal costs nothing."""
         try:
             self._check_open()
             sampling = sampling_from_proto(request.sampling)
             check_run(request, sampling, self._limits)
-            peer = await self._meet(request)
-            if run.revoked is not None:
-                raise run.revoked
-            self._check_open()
-            return make_item(request, sampling, peer, arrived_at, self._limits)
+            return make_item(request, sampling, run.budget, arrived_at, self._limits)
         except TandemError as error:
             self._runs.refuse(run, error)
-            raise
-        except asyncio.CancelledError:
-            self._runs.refuse(run, RequestCancelledError("the caller of Run went away"))
             raise
         except Exception as error:
             logger.exception("a call of Run failed %s", fields(request_id=request.request_id))
@@ -181,56 +173,42 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     def _check_open(self) -> None:
         if self._is_draining:
-            raise DrainingError(f"{self._limits.identity.instance} is draining: use another one")
+            raise self._draining_error()
         if self._runs.loop_ended.done():
             raise self._runs.loop_ended.result().refusal
 
-    async def _meet(self, request: prefill_pb2.RunRequest) -> PeerEndpoint:
-        ticket = request.ticket
-        try:
-            async with asyncio.timeout(min(request.timeout_s, ticket.timeout_s)):
-                return await self._peers.endpoint(
-                    ticket.decode, ticket.decode_address, ticket.fence_generation
-                )
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"the request's time was over while meeting decode at {ticket.decode_address}"
-            ) from None
+    def _draining_error(self) -> DrainingError:
+        return DrainingError(f"{self._limits.identity.instance} is draining: use another one")
 
 
 def make_item(
     request: prefill_pb2.RunRequest,
     sampling: SamplingParams,
-    peer: PeerEndpoint,
+    budget: Budget,
     arrived_at: float,
     limits: RunLimits,
 ) -> PrefillRequest:
     """A checked call as the engine loop takes it."""
-    ticket = request.ticket
-    num_tokens = len(request.prompt_token_ids)
+    context, num_output = list(request.context_token_ids), request.num_output_tokens
+    num_prompt = len(context) - num_output
+    if num_output:
+        # Whoever goes on has them from the first try.
+        sampling = replace(sampling, num_prompt_logprobs=-1)
     inner = Request(
         request_id=request.request_id,
-        prompt_token_ids=list(request.prompt_token_ids),
+        prompt_token_ids=context[:num_prompt],
+        output_token_ids=context[num_prompt:],
         sampling=sampling,
         cache_salt=request.cache_salt,
     )
     inner.update_block_hashes(limits.block_size)  # here, not on the engine loop's thread
+    goes_on = num_output + 1 < sampling.max_tokens and len(context) + 1 < limits.max_model_len
     return PrefillRequest(
         request=inner,
-        ticket=SendTicket(
-            request_id=request.request_id,
-            nonce=ticket.nonce,
-            epoch=ticket.decode.epoch,
-            block_ids=tuple(ticket.block_ids),
-            slot=ticket.metadata_slot,
-            timeout_s=ticket.timeout_s,
-            fence_generation=ticket.fence_generation,
-        ),
-        peer=peer,
-        num_decode_cached_blocks=ticket.num_cached_tokens // limits.block_size,
-        deadline=arrived_at + min(request.timeout_s, ticket.timeout_s),
+        nonce=request.reservation.nonce,
+        budget=budget,
         arrived_at=arrived_at,
-        decode_goes_on=sampling.max_tokens > 1 and num_tokens + 1 < limits.max_model_len,
+        decode_goes_on=goes_on,
     )
 
 
@@ -245,4 +223,5 @@ def first_token_to_proto(event: FirstTokenSampled) -> prefill_pb2.FirstToken:
         timings=common_pb2.Timings(
             prefill_queue_s=event.queue_s, prefill_compute_s=event.compute_s
         ),
+        index=event.index,
     )

@@ -2,7 +2,7 @@
 
 A worker that truncates, guesses or fails midway would leave decode waiting for KV that never comes,
 or decoding garbage; and one bad token id inside a batch would take all its neighbours down. So
-whatever passes here can be computed and sent.
+whatever passes here can be computed; and a ticket that passes can be sent under.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from runtime.block_hash import max_cached_blocks
 from runtime.errors import (
     DeadlineExceededError,
     InvalidRequestError,
-    LayoutMismatchError,
     StaleTicketError,
 )
-from runtime.pb import common_pb2, prefill_pb2
+from runtime.pb import common_pb2, decode_pb2, prefill_pb2
 from runtime.sampling import SamplingParams
 from runtime.wire import same_identity
 
@@ -29,7 +28,6 @@ class RunLimits:
     """What this worker can serve."""
 
     identity: common_pb2.WorkerIdentity
-    layout_fingerprint: str
     block_size: int
     max_model_len: int
     vocab_size: int
@@ -51,28 +49,70 @@ def check_identity(request: prefill_pb2.RunRequest, limits: RunLimits) -> None:
 
 
 def check_run(request: prefill_pb2.RunRequest, sampling: SamplingParams, limits: RunLimits) -> None:
-    """Refuse a request that cannot be computed, or a ticket that is not of this prompt.
+    """Refuse a request that cannot be computed.
 
     Raises:
-        InvalidRequestError: the prompt, a token id, or a count; the message names it.
-        LayoutMismatchError: decode's blocks have another layout.
-        StaleTicketError: the ticket is of another request or another prompt.
+        InvalidRequestError: the context, a token id, or a count; the message names it.
+        StaleTicketError: the reservation is of another request.
         DeadlineExceededError: the time was over before the call came.
     """
-    if request.timeout_s <= 0 or request.ticket.timeout_s <= 0:
+    if request.timeout_s <= 0:
         raise DeadlineExceededError("the request's time was over before it reached prefill")
-    _check_prompt(len(request.prompt_token_ids), limits)
+    if request.reservation.request_id != request.request_id:
+        other = request.reservation.request_id
+        raise StaleTicketError(f"the reservation is of request {other!r}")
+    _check_context(len(request.context_token_ids), request.num_output_tokens, limits)
     _check_sampling(sampling, limits)
-    validate_request(request.prompt_token_ids, sampling, limits.vocab_size)
-    _check_ticket(request, limits)
+    if request.num_output_tokens >= sampling.max_tokens:
+        raise InvalidRequestError(
+            f"num_output_tokens is {request.num_output_tokens} of max_tokens "
+            f"{sampling.max_tokens}: the request was over"
+        )
+    validate_request(request.context_token_ids, sampling, limits.vocab_size)
 
 
-def _check_prompt(num_tokens: int, limits: RunLimits) -> None:
-    if num_tokens == 0:
-        raise InvalidRequestError("the prompt is empty: give at least one token")
+def check_ticket(
+    ticket: decode_pb2.TransferTicket,
+    reservation: decode_pb2.Reservation,
+    num_context_tokens: int,
+    block_size: int,
+) -> None:
+    """Refuse a ticket that is not for the whole context of the request that it was claimed for.
+
+    Raises:
+        StaleTicketError: the message says what does not fit.
+    """
+    is_same = same_identity(ticket.decode, reservation.decode)
+    if not is_same or ticket.nonce != reservation.nonce:
+        raise StaleTicketError(
+            f"decode answered with ticket {ticket.nonce:016x} of epoch {ticket.decode.epoch:x} "
+            f"for reservation {reservation.nonce:016x} of epoch {reservation.decode.epoch:x}"
+        )
+    if ticket.request_id != reservation.request_id:
+        raise StaleTicketError(f"the ticket is of request {ticket.request_id!r}")
+    num_cached_blocks, rest = divmod(ticket.num_cached_tokens, block_size)
+    if rest or num_cached_blocks > max_cached_blocks(num_context_tokens, block_size):
+        raise StaleTicketError(
+            f"the ticket says that decode holds {ticket.num_cached_tokens} tokens of a context of "
+            f"{num_context_tokens}, in blocks of {block_size}"
+        )
+    num_blocks = num_blocks_for(num_context_tokens, block_size) - num_cached_blocks
+    if len(ticket.block_ids) != num_blocks:
+        raise StaleTicketError(
+            f"the ticket has {len(ticket.block_ids)} blocks and the context needs {num_blocks}: it "
+            "is of another context"
+        )
+
+
+def _check_context(num_tokens: int, num_output_tokens: int, limits: RunLimits) -> None:
+    if num_tokens <= num_output_tokens:
+        raise InvalidRequestError(
+            f"the prompt is empty: num_output_tokens is {num_output_tokens} of {num_tokens} tokens "
+            "of context; give at least one token of prompt"
+        )
     if num_tokens >= limits.max_model_len:
         raise InvalidRequestError(
-            f"the prompt has {num_tokens} tokens and the context length is "
+            f"the context has {num_tokens} tokens and the context length is "
             f"{limits.max_model_len}: at most {limits.max_model_len - 1} leave room for an answer"
         )
 
@@ -97,26 +137,3 @@ def _check_sampling(sampling: SamplingParams, limits: RunLimits) -> None:
             raise InvalidRequestError(
                 f"stop_token_ids has {token_id}: the model knows 0..{limits.vocab_size - 1}"
             )
-
-
-def _check_ticket(request: prefill_pb2.RunRequest, limits: RunLimits) -> None:
-    ticket, num_tokens = request.ticket, len(request.prompt_token_ids)
-    if ticket.request_id != request.request_id:
-        raise StaleTicketError(f"the ticket is of request {ticket.request_id!r}")
-    if ticket.layout_fingerprint != limits.layout_fingerprint:
-        raise LayoutMismatchError(
-            f"decode's KV layout is {ticket.layout_fingerprint}, ours {limits.layout_fingerprint}: "
-            "use the same model, kv_dtype and block_size on both workers"
-        )
-    num_cached_blocks, rest = divmod(ticket.num_cached_tokens, limits.block_size)
-    if rest or num_cached_blocks > max_cached_blocks(num_tokens, limits.block_size):
-        raise StaleTicketError(
-            f"the ticket says that decode holds {ticket.num_cached_tokens} tokens of a prompt of "
-            f"{num_tokens}, in blocks of {limits.block_size}"
-        )
-    num_blocks = num_blocks_for(num_tokens, limits.block_size) - num_cached_blocks
-    if len(ticket.block_ids) != num_blocks:
-        raise StaleTicketError(
-            f"the ticket has {len(ticket.block_ids)} blocks and the prompt needs {num_blocks}: it "
-            "is of another prompt"
-        )

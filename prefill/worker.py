@@ -21,15 +21,17 @@ from engine.boot import use_device
 from engine.memory.block_pool import BlockPool
 from engine.parallel.lockstep import create_lockstep
 from prefill.assembly import RankParts, build_rank
+from prefill.claims import Claims, cancel_of_unknown
 from prefill.closer import TicketCloser
 from prefill.live_runs import LiveRuns
 from prefill.loop import EngineLoop, LoopSettings
-from prefill.messages import Event, LoopEnded, LoopLoad, RankClosed, StopLoop
+from prefill.messages import Command, Event, LoopEnded, LoopLoad, RankClosed, StopLoop
 from prefill.metrics import PrefillMetrics
 from prefill.nonces import NonceMemory
 from prefill.peers import ChannelCache, Greeting, PeerDirectory
 from prefill.rank_link import LeaderLink
 from prefill.rank_plan import Closure
+from prefill.renewals import TicketRenewer
 from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
 from prefill.service import PrefillService
@@ -82,8 +84,7 @@ class PrefillWorker:
         self.is_stuck = False
         self._stack.callback(self._leave_groups, parts)
         self._stack.push_async_callback(asyncio.to_thread, parts.send.transport.close)
-        peers = self._meet_peers(parts)
-        self._runs = self._make_runs(parts, peers)
+        self._runs = self._make_runs(parts)
         self._stack.push_async_callback(self._close_tickets, parts)
         stalls = StallMeter(parts.send.sender, self._metrics.step_stalled)
         emit = _emitter(self._runs)
@@ -94,7 +95,6 @@ class PrefillWorker:
             _limits_of(parts, self._options),
             self._runs,
             self._nonces,
-            peers,
             self._loop.submit,
             on_draining=self._tell_router,
         )
@@ -134,23 +134,32 @@ class PrefillWorker:
         """Leave the pool, stop the engine loop, close what is left, let everything go."""
         await self._stack.aclose()
 
-    def _meet_peers(self, parts: RankParts) -> PeerDirectory:
+    def _make_runs(self, parts: RankParts) -> LiveRuns:
+        identity, tp = _identity_of(parts, self._options), self._options.config.prefill.tp
         greeting = Greeting(
-            identity=_identity_of(parts, self._options),
-            num_ranks=self._options.config.prefill.tp,
+            identity=identity,
+            num_ranks=tp,
             transport=self._options.config.kv_transfer.transport,
             layout=parts.send.layout,
             slot_bytes=parts.send.slot_layout.slot_bytes,
         )
         peers = PeerDirectory(greeting, self._channels)
-        self._stack.push_async_callback(peers.close)
-        return peers
-
-    def _make_runs(self, parts: RankParts, peers: PeerDirectory) -> LiveRuns:
+        renewer = TicketRenewer(
+            identity, self._channels, lambda nonce: self._submit(cancel_of_unknown(nonce))
+        )
+        claims = Claims(
+            peers,
+            renewer,
+            self._submit,
+            block_size=parts.send.layout.block_size,
+            clock=time.monotonic,
+        )
+        self._stack.push_async_callback(claims.close)
         return LiveRuns(
-            _identity_of(parts, self._options),
-            self._options.config.prefill.tp,
+            identity,
+            tp,
             nonces=self._nonces,
+            claims=claims,
             closer=self._closer,
             metrics=self._metrics,
             forget_peer=peers.forget,
@@ -235,8 +244,11 @@ class PrefillWorker:
                 await self._closer.flush()
 
     def _ticket_closed(self, closure: Closure) -> None:
+        self._submit(RankClosed(0, closure))
+
+    def _submit(self, command: Command) -> None:
         assert self._loop is not None
-        self._loop.submit(RankClosed(0, closure))
+        self._loop.submit(command)
 
     def _tell_router(self) -> None:
         if self._registration is not None:
@@ -298,7 +310,7 @@ def worker_load(load: LoopLoad) -> registry_pb2.WorkerLoad:
     """The engine loop's load as the router sees it."""
     return registry_pb2.WorkerLoad(
         num_requests_running=load.num_running + load.num_sending,
-        num_requests_waiting=load.num_waiting,
+        num_requests_waiting=load.num_waiting + load.num_claiming,
         num_tokens_waiting=load.num_tokens_waiting,
         num_free_blocks=load.num_free_blocks,
         num_total_blocks=load.num_total_blocks,
@@ -312,7 +324,6 @@ def _identity_of(parts: RankParts, options: WorkerOptions) -> common_pb2.WorkerI
 def _limits_of(parts: RankParts, options: WorkerOptions) -> RunLimits:
     return RunLimits(
         identity=_identity_of(parts, options),
-        layout_fingerprint=parts.send.layout.fingerprint(),
         block_size=parts.model.kv_pool.block_size,
         max_model_len=parts.model.max_model_len,
         vocab_size=parts.model.config.vocab_size,

@@ -16,9 +16,11 @@ class PrefillStatus(enum.Enum):
     """A request in a prefill worker."""
 
     WAITING = "waiting"
-    """Accepted; no block is held."""
+    """Accepted; no block is held, here or in decode."""
+    CLAIMING = "claiming"
+    """Holds the blocks of its whole context; decode is asked for the ticket."""
     RUNNING = "running"
-    """Holds the blocks of its whole prompt; chunks are computed, finished ones are being sent."""
+    """Holds its blocks and a ticket; chunks are computed, finished ones are being sent."""
     SENDING = "sending"
     """First token answered; sender threads still read the blocks."""
     FINISHED = "finished"
@@ -29,7 +31,9 @@ class DecodeStatus(enum.Enum):
     """A request in a decode rank."""
 
     RESERVED = "reserved"
-    """Queued for blocks; nothing is held."""
+    """Has a place and a nonce; nothing is held, and prefill has not asked for it."""
+    CLAIMED = "claimed"
+    """Prefill asked for it; queued for blocks."""
     WAITING_FOR_KV = "waiting_for_kv"
     """Blocks and metadata slot are held; a writer may be writing."""
     WAITING = "waiting"
@@ -44,7 +48,8 @@ class DecodeStatus(enum.Enum):
 
 
 PREFILL_TRANSITIONS: Mapping[PrefillStatus, frozenset[PrefillStatus]] = {
-    PrefillStatus.WAITING: frozenset({PrefillStatus.RUNNING, PrefillStatus.FINISHED}),
+    PrefillStatus.WAITING: frozenset({PrefillStatus.CLAIMING, PrefillStatus.FINISHED}),
+    PrefillStatus.CLAIMING: frozenset({PrefillStatus.RUNNING, PrefillStatus.FINISHED}),
     # RUNNING ends in SENDING also when cancelled: finished chunks may still be in flight.
     PrefillStatus.RUNNING: frozenset({PrefillStatus.SENDING}),
     PrefillStatus.SENDING: frozenset({PrefillStatus.FINISHED}),
@@ -52,7 +57,8 @@ PREFILL_TRANSITIONS: Mapping[PrefillStatus, frozenset[PrefillStatus]] = {
 }
 
 DECODE_TRANSITIONS: Mapping[DecodeStatus, frozenset[DecodeStatus]] = {
-    DecodeStatus.RESERVED: frozenset({DecodeStatus.WAITING_FOR_KV, DecodeStatus.FINISHED}),
+    DecodeStatus.RESERVED: frozenset({DecodeStatus.CLAIMED, DecodeStatus.FINISHED}),
+    DecodeStatus.CLAIMED: frozenset({DecodeStatus.WAITING_FOR_KV, DecodeStatus.FINISHED}),
     DecodeStatus.WAITING_FOR_KV: frozenset({DecodeStatus.WAITING, DecodeStatus.FINISHED}),
     DecodeStatus.WAITING: frozenset({DecodeStatus.RUNNING, DecodeStatus.FINISHED}),
     DecodeStatus.RUNNING: frozenset({DecodeStatus.OFFLOADING, DecodeStatus.FINISHED}),

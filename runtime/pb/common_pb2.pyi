@@ -140,3 +140,15 @@ class Timings(_message.Message):
     decode_admission_s: float
     kv_exposed_s: float
     def __init__(self, prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., kv_transfer_s: _Optional[float] = ..., decode_reserve_s: _Optional[float] = ..., decode_admission_s: _Optional[float] = ..., kv_exposed_s: _Optional[float] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("deadline_s",)
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    deadline_s: float
+    def __init__(self, deadline_s: _Optional[float] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("num_requests_left",)
+    NUM_REQUESTS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    num_requests_left: int
+    def __init__(self, num_requests_left: _Optional[int] = ...) -> None: ...

@@ -21,30 +21,6 @@ TICKET_OUTCOME_NOT_NEEDED: TicketOutcome
 TICKET_OUTCOME_ABANDONED: TicketOutcome
 TICKET_OUTCOME_FAILED: TicketOutcome
 
-class HandshakeRequest(_message.Message):
-    __slots__ = ("prefill", "num_prefill_ranks", "transport", "layout_fingerprint", "layout_description", "expected")
-    PREFILL_FIELD_NUMBER: _ClassVar[int]
-    NUM_PREFILL_RANKS_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
-    EXPECTED_FIELD_NUMBER: _ClassVar[int]
-    prefill: _common_pb2.WorkerIdentity
-    num_prefill_ranks: int
-    transport: str
-    layout_fingerprint: str
-    layout_description: str
-    expected: _common_pb2.WorkerIdentity
-    def __init__(self, prefill: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., num_prefill_ranks: _Optional[int] = ..., transport: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., layout_description: _Optional[str] = ..., expected: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ...) -> None: ...
-
-class HandshakeResponse(_message.Message):
-    __slots__ = ("endpoint", "error")
-    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    endpoint: PeerEndpoint
-    error: _common_pb2.Error
-    def __init__(self, endpoint: _Optional[_Union[PeerEndpoint, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
-
 class PeerEndpoint(_message.Message):
     __slots__ = ("decode", "transport", "endpoint", "kv_region_bytes", "metadata_region_bytes", "metadata_slot_bytes", "fence_generation")
     DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -64,10 +40,11 @@ class PeerEndpoint(_message.Message):
     def __init__(self, decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[bytes] = ..., kv_region_bytes: _Optional[int] = ..., metadata_region_bytes: _Optional[int] = ..., metadata_slot_bytes: _Optional[int] = ..., fence_generation: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "router_id", "prompt_token_ids", "sampling", "timeout_s", "prefill", "prefill_address", "num_prefill_ranks", "cache_salt")
+    __slots__ = ("request_id", "router_id", "context_token_ids", "num_output_tokens", "sampling", "timeout_s", "prefill", "prefill_address", "num_prefill_ranks", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -76,40 +53,77 @@ class ReserveRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     router_id: str
-    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    context_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_output_tokens: int
     sampling: _common_pb2.SamplingParams
     timeout_s: float
     prefill: _common_pb2.WorkerIdentity
     prefill_address: str
     num_prefill_ranks: int
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., timeout_s: _Optional[float] = ..., prefill: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., prefill_address: _Optional[str] = ..., num_prefill_ranks: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., context_token_ids: _Optional[_Iterable[int]] = ..., num_output_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., timeout_s: _Optional[float] = ..., prefill: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., prefill_address: _Optional[str] = ..., num_prefill_ranks: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
-class ReserveUpdate(_message.Message):
-    __slots__ = ("queued", "ticket", "rejected")
-    QUEUED_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
-    REJECTED_FIELD_NUMBER: _ClassVar[int]
-    queued: Queued
-    ticket: TransferTicket
-    rejected: _common_pb2.Error
-    def __init__(self, queued: _Optional[_Union[Queued, _Mapping]] = ..., ticket: _Optional[_Union[TransferTicket, _Mapping]] = ..., rejected: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+class ReserveResponse(_message.Message):
+    __slots__ = ("reservation", "error")
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    reservation: Reservation
+    error: _common_pb2.Error
+    def __init__(self, reservation: _Optional[_Union[Reservation, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
-class Queued(_message.Message):
-    __slots__ = ("position", "reason")
-    POSITION_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    position: int
-    reason: str
-    def __init__(self, position: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
-
-class TransferTicket(_message.Message):
-    __slots__ = ("request_id", "decode", "decode_address", "nonce", "layout_fingerprint", "num_cached_tokens", "block_ids", "metadata_slot", "timeout_s", "fence_generation")
+class Reservation(_message.Message):
+    __slots__ = ("request_id", "decode", "decode_address", "nonce")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    decode: _common_pb2.WorkerIdentity
+    decode_address: str
+    nonce: int
+    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., decode_address: _Optional[str] = ..., nonce: _Optional[int] = ...) -> None: ...
+
+class ClaimRequest(_message.Message):
+    __slots__ = ("request_id", "nonce", "decode", "prefill", "num_prefill_ranks", "transport", "layout_fingerprint", "layout_description", "metadata_slot_bytes", "has_endpoint", "fence_generation")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILL_RANKS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    METADATA_SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HAS_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    FENCE_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    nonce: int
+    decode: _common_pb2.WorkerIdentity
+    prefill: _common_pb2.WorkerIdentity
+    num_prefill_ranks: int
+    transport: str
+    layout_fingerprint: str
+    layout_description: str
+    metadata_slot_bytes: int
+    has_endpoint: bool
+    fence_generation: int
+    def __init__(self, request_id: _Optional[str] = ..., nonce: _Optional[int] = ..., decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., num_prefill_ranks: _Optional[int] = ..., transport: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., layout_description: _Optional[str] = ..., metadata_slot_bytes: _Optional[int] = ..., has_endpoint: bool = ..., fence_generation: _Optional[int] = ...) -> None: ...
+
+class ClaimResponse(_message.Message):
+    __slots__ = ("ticket", "error", "endpoint")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    ticket: TransferTicket
+    error: _common_pb2.Error
+    endpoint: PeerEndpoint
+    def __init__(self, ticket: _Optional[_Union[TransferTicket, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., endpoint: _Optional[_Union[PeerEndpoint, _Mapping]] = ...) -> None: ...
+
+class TransferTicket(_message.Message):
+    __slots__ = ("request_id", "decode", "nonce", "num_cached_tokens", "block_ids", "metadata_slot", "timeout_s", "fence_generation")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     METADATA_SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -117,43 +131,73 @@ class TransferTicket(_message.Message):
     FENCE_GENERATION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     decode: _common_pb2.WorkerIdentity
-    decode_address: str
     nonce: int
-    layout_fingerprint: str
     num_cached_tokens: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     metadata_slot: int
     timeout_s: float
     fence_generation: int
-    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., decode_address: _Optional[str] = ..., nonce: _Optional[int] = ..., layout_fingerprint: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., metadata_slot: _Optional[int] = ..., timeout_s: _Optional[float] = ..., fence_generation: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., nonce: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., metadata_slot: _Optional[int] = ..., timeout_s: _Optional[float] = ..., fence_generation: _Optional[int] = ...) -> None: ...
 
-class CloseTicketRequest(_message.Message):
-    __slots__ = ("request_id", "nonce", "decode_epoch", "prefill", "outcome", "error", "timings", "num_bytes", "drained")
+class RenewTicketsRequest(_message.Message):
+    __slots__ = ("prefill", "decode_epoch", "nonces")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NONCES_FIELD_NUMBER: _ClassVar[int]
+    prefill: _common_pb2.WorkerIdentity
+    decode_epoch: int
+    nonces: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, prefill: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., decode_epoch: _Optional[int] = ..., nonces: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RenewTicketsResponse(_message.Message):
+    __slots__ = ("unknown",)
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    unknown: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, unknown: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CloseTicketsRequest(_message.Message):
+    __slots__ = ("prefill", "decode_epoch", "closures")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CLOSURES_FIELD_NUMBER: _ClassVar[int]
+    prefill: _common_pb2.WorkerIdentity
+    decode_epoch: int
+    closures: _containers.RepeatedCompositeFieldContainer[TicketClosure]
+    def __init__(self, prefill: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., decode_epoch: _Optional[int] = ..., closures: _Optional[_Iterable[_Union[TicketClosure, _Mapping]]] = ...) -> None: ...
+
+class TicketClosure(_message.Message):
+    __slots__ = ("request_id", "nonce", "parts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
-    DECODE_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    nonce: int
+    parts: _containers.RepeatedCompositeFieldContainer[PartClosure]
+    def __init__(self, request_id: _Optional[str] = ..., nonce: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PartClosure, _Mapping]]] = ...) -> None: ...
+
+class PartClosure(_message.Message):
+    __slots__ = ("rank", "outcome", "error", "timings", "num_bytes", "drained")
+    RANK_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    nonce: int
-    decode_epoch: int
-    prefill: _common_pb2.WorkerIdentity
+    rank: int
     outcome: TicketOutcome
     error: _common_pb2.Error
     timings: _common_pb2.Timings
     num_bytes: int
     drained: bool
-    def __init__(self, request_id: _Optional[str] = ..., nonce: _Optional[int] = ..., decode_epoch: _Optional[int] = ..., prefill: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., outcome: _Optional[_Union[TicketOutcome, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_bytes: _Optional[int] = ..., drained: bool = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., outcome: _Optional[_Union[TicketOutcome, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_bytes: _Optional[int] = ..., drained: bool = ...) -> None: ...
 
-class CloseTicketResponse(_message.Message):
-    __slots__ = ("error",)
+class CloseTicketsResponse(_message.Message):
+    __slots__ = ("error", "unknown")
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
     error: _common_pb2.Error
-    def __init__(self, error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+    unknown: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., unknown: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id", "reason")
@@ -170,10 +214,20 @@ class AbortResponse(_message.Message):
     def __init__(self, known: bool = ...) -> None: ...
 
 class FramesRequest(_message.Message):
-    __slots__ = ("router_id",)
+    __slots__ = ("router_id", "resume")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     router_id: str
-    def __init__(self, router_id: _Optional[str] = ...) -> None: ...
+    resume: _containers.RepeatedCompositeFieldContainer[ResumePoint]
+    def __init__(self, router_id: _Optional[str] = ..., resume: _Optional[_Iterable[_Union[ResumePoint, _Mapping]]] = ...) -> None: ...
+
+class ResumePoint(_message.Message):
+    __slots__ = ("request_id", "next_index")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NEXT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    next_index: int
+    def __init__(self, request_id: _Optional[str] = ..., next_index: _Optional[int] = ...) -> None: ...
 
 class Frame(_message.Message):
     __slots__ = ("decode", "deltas", "load")
@@ -206,25 +260,17 @@ class TokenDelta(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., start_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("num_requests_running", "num_requests_waiting", "num_free_blocks", "num_total_blocks", "num_quarantined_blocks")
+    __slots__ = ("num_requests_running", "num_requests_waiting", "num_free_blocks", "num_total_blocks", "num_quarantined_blocks", "sequence")
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     num_requests_running: int
     num_requests_waiting: int
     num_free_blocks: int
     num_total_blocks: int
     num_quarantined_blocks: int
-    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ...) -> None: ...
-
-class DecodeDrainRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class DecodeDrainResponse(_message.Message):
-    __slots__ = ("num_requests_left",)
-    NUM_REQUESTS_LEFT_FIELD_NUMBER: _ClassVar[int]
-    num_requests_left: int
-    def __init__(self, num_requests_left: _Optional[int] = ...) -> None: ...
+    sequence: int
+    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...

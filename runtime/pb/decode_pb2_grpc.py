@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from runtime.pb import common_pb2 as runtime_dot_pb_dot_common__pb2
 from runtime.pb import decode_pb2 as runtime_dot_pb_dot_decode__pb2
 
 GRPC_GENERATED_VERSION = '1.75.1'
@@ -34,20 +35,25 @@ class DecodeStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Handshake = channel.unary_unary(
-                '/tandem.v1.Decode/Handshake',
-                request_serializer=runtime_dot_pb_dot_decode__pb2.HandshakeRequest.SerializeToString,
-                response_deserializer=runtime_dot_pb_dot_decode__pb2.HandshakeResponse.FromString,
-                _registered_method=True)
-        self.Reserve = channel.unary_stream(
+        self.Reserve = channel.unary_unary(
                 '/tandem.v1.Decode/Reserve',
                 request_serializer=runtime_dot_pb_dot_decode__pb2.ReserveRequest.SerializeToString,
-                response_deserializer=runtime_dot_pb_dot_decode__pb2.ReserveUpdate.FromString,
+                response_deserializer=runtime_dot_pb_dot_decode__pb2.ReserveResponse.FromString,
                 _registered_method=True)
-        self.CloseTicket = channel.unary_unary(
-                '/tandem.v1.Decode/CloseTicket',
-                request_serializer=runtime_dot_pb_dot_decode__pb2.CloseTicketRequest.SerializeToString,
-                response_deserializer=runtime_dot_pb_dot_decode__pb2.CloseTicketResponse.FromString,
+        self.Claim = channel.unary_unary(
+                '/tandem.v1.Decode/Claim',
+                request_serializer=runtime_dot_pb_dot_decode__pb2.ClaimRequest.SerializeToString,
+                response_deserializer=runtime_dot_pb_dot_decode__pb2.ClaimResponse.FromString,
+                _registered_method=True)
+        self.RenewTickets = channel.unary_unary(
+                '/tandem.v1.Decode/RenewTickets',
+                request_serializer=runtime_dot_pb_dot_decode__pb2.RenewTicketsRequest.SerializeToString,
+                response_deserializer=runtime_dot_pb_dot_decode__pb2.RenewTicketsResponse.FromString,
+                _registered_method=True)
+        self.CloseTickets = channel.unary_unary(
+                '/tandem.v1.Decode/CloseTickets',
+                request_serializer=runtime_dot_pb_dot_decode__pb2.CloseTicketsRequest.SerializeToString,
+                response_deserializer=runtime_dot_pb_dot_decode__pb2.CloseTicketsResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/tandem.v1.Decode/Abort',
@@ -61,31 +67,41 @@ class DecodeStub(object):
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/tandem.v1.Decode/Drain',
-                request_serializer=runtime_dot_pb_dot_decode__pb2.DecodeDrainRequest.SerializeToString,
-                response_deserializer=runtime_dot_pb_dot_decode__pb2.DecodeDrainResponse.FromString,
+                request_serializer=runtime_dot_pb_dot_common__pb2.DrainRequest.SerializeToString,
+                response_deserializer=runtime_dot_pb_dot_common__pb2.DrainResponse.FromString,
                 _registered_method=True)
 
 
 class DecodeServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def Handshake(self, request, context):
-        """Called once by each prefill rank per (instance, epoch): compares layouts, hands out the transport's endpoint.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Reserve(self, request, context):
-        """Asks for blocks and a metadata slot. Streams QUEUED (with position) until ALLOCATED or REJECTED, then ends.
-        Cancelling the call while queued forgets the request.
+        """Takes a request on: a place among this rank's requests and a nonce, but no block. Answers at once.
+        Cancelling the call before its answer, or Abort, gives the place back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def CloseTicket(self, request, context):
-        """From each prefill rank when it will write no more under this ticket: its drain acknowledgement, always sent.
+    def Claim(self, request, context):
+        """From prefill when it is about to compute the request: waits for blocks, oldest reservation first,
+        and answers the ticket. Cancelling the call gives back what it got; a second one gets the same ticket.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewTickets(self, request, context):
+        """From prefill, now and then: these tickets' prompts are still being computed, so their transfer
+        time has not begun. One message for all of a decode rank.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseTickets(self, request, context):
+        """From the first prefill rank, for all ranks: they will write no more under these tickets. The drain
+        acknowledgement, always sent; one message closes what is due at this rank.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,7 +122,9 @@ class DecodeServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Take nothing new, finish what ends within the time, then end the rest with DRAINING, so that the
+        router moves it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -114,20 +132,25 @@ class DecodeServicer(object):
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Handshake': grpc.unary_unary_rpc_method_handler(
-                    servicer.Handshake,
-                    request_deserializer=runtime_dot_pb_dot_decode__pb2.HandshakeRequest.FromString,
-                    response_serializer=runtime_dot_pb_dot_decode__pb2.HandshakeResponse.SerializeToString,
-            ),
-            'Reserve': grpc.unary_stream_rpc_method_handler(
+            'Reserve': grpc.unary_unary_rpc_method_handler(
                     servicer.Reserve,
                     request_deserializer=runtime_dot_pb_dot_decode__pb2.ReserveRequest.FromString,
-                    response_serializer=runtime_dot_pb_dot_decode__pb2.ReserveUpdate.SerializeToString,
+                    response_serializer=runtime_dot_pb_dot_decode__pb2.ReserveResponse.SerializeToString,
             ),
-            'CloseTicket': grpc.unary_unary_rpc_method_handler(
-                    servicer.CloseTicket,
-                    request_deserializer=runtime_dot_pb_dot_decode__pb2.CloseTicketRequest.FromString,
-                    response_serializer=runtime_dot_pb_dot_decode__pb2.CloseTicketResponse.SerializeToString,
+            'Claim': grpc.unary_unary_rpc_method_handler(
+                    servicer.Claim,
+                    request_deserializer=runtime_dot_pb_dot_decode__pb2.ClaimRequest.FromString,
+                    response_serializer=runtime_dot_pb_dot_decode__pb2.ClaimResponse.SerializeToString,
+            ),
+            'RenewTickets': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewTickets,
+                    request_deserializer=runtime_dot_pb_dot_decode__pb2.RenewTicketsRequest.FromString,
+                    response_serializer=runtime_dot_pb_dot_decode__pb2.RenewTicketsResponse.SerializeToString,
+            ),
+            'CloseTickets': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseTickets,
+                    request_deserializer=runtime_dot_pb_dot_decode__pb2.CloseTicketsRequest.FromString,
+                    response_serializer=runtime_dot_pb_dot_decode__pb2.CloseTicketsResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -141,8 +164,8 @@ def add_DecodeServicer_to_server(servicer, server):
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
-                    request_deserializer=runtime_dot_pb_dot_decode__pb2.DecodeDrainRequest.FromString,
-                    response_serializer=runtime_dot_pb_dot_decode__pb2.DecodeDrainResponse.SerializeToString,
+                    request_deserializer=runtime_dot_pb_dot_common__pb2.DrainRequest.FromString,
+                    response_serializer=runtime_dot_pb_dot_common__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -156,33 +179,6 @@ class Decode(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Handshake(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tandem.v1.Decode/Handshake',
-            runtime_dot_pb_dot_decode__pb2.HandshakeRequest.SerializeToString,
-            runtime_dot_pb_dot_decode__pb2.HandshakeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def Reserve(request,
             target,
             options=(),
@@ -193,12 +189,12 @@ class Decode(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
+        return grpc.experimental.unary_unary(
             request,
             target,
             '/tandem.v1.Decode/Reserve',
             runtime_dot_pb_dot_decode__pb2.ReserveRequest.SerializeToString,
-            runtime_dot_pb_dot_decode__pb2.ReserveUpdate.FromString,
+            runtime_dot_pb_dot_decode__pb2.ReserveResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -210,7 +206,7 @@ class Decode(object):
             _registered_method=True)
 
     @staticmethod
-    def CloseTicket(request,
+    def Claim(request,
             target,
             options=(),
             channel_credentials=None,
@@ -223,9 +219,63 @@ class Decode(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/tandem.v1.Decode/CloseTicket',
-            runtime_dot_pb_dot_decode__pb2.CloseTicketRequest.SerializeToString,
-            runtime_dot_pb_dot_decode__pb2.CloseTicketResponse.FromString,
+            '/tandem.v1.Decode/Claim',
+            runtime_dot_pb_dot_decode__pb2.ClaimRequest.SerializeToString,
+            runtime_dot_pb_dot_decode__pb2.ClaimResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewTickets(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Decode/RenewTickets',
+            runtime_dot_pb_dot_decode__pb2.RenewTicketsRequest.SerializeToString,
+            runtime_dot_pb_dot_decode__pb2.RenewTicketsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseTickets(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Decode/CloseTickets',
+            runtime_dot_pb_dot_decode__pb2.CloseTicketsRequest.SerializeToString,
+            runtime_dot_pb_dot_decode__pb2.CloseTicketsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -305,8 +355,8 @@ class Decode(object):
             request,
             target,
             '/tandem.v1.Decode/Drain',
-            runtime_dot_pb_dot_decode__pb2.DecodeDrainRequest.SerializeToString,
-            runtime_dot_pb_dot_decode__pb2.DecodeDrainResponse.FromString,
+            runtime_dot_pb_dot_common__pb2.DrainRequest.SerializeToString,
+            runtime_dot_pb_dot_common__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

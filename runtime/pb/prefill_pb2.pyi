@@ -9,22 +9,24 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RunRequest(_message.Message):
-    __slots__ = ("request_id", "expected", "prompt_token_ids", "sampling", "ticket", "timeout_s", "cache_salt")
+    __slots__ = ("request_id", "expected", "context_token_ids", "num_output_tokens", "sampling", "reservation", "timeout_s", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     expected: _common_pb2.WorkerIdentity
-    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    context_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_output_tokens: int
     sampling: _common_pb2.SamplingParams
-    ticket: _decode_pb2.TransferTicket
+    reservation: _decode_pb2.Reservation
     timeout_s: float
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., expected: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., ticket: _Optional[_Union[_decode_pb2.TransferTicket, _Mapping]] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., expected: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., context_token_ids: _Optional[_Iterable[int]] = ..., num_output_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., reservation: _Optional[_Union[_decode_pb2.Reservation, _Mapping]] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class RunResponse(_message.Message):
     __slots__ = ("first_token", "error")
@@ -35,20 +37,22 @@ class RunResponse(_message.Message):
     def __init__(self, first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token_id", "logprobs", "prompt_logprobs", "finish_reason", "num_cached_tokens", "timings")
+    __slots__ = ("token_id", "logprobs", "prompt_logprobs", "finish_reason", "num_cached_tokens", "timings", "index")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     logprobs: _common_pb2.PositionLogprobs
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]
     finish_reason: _common_pb2.FinishReason
     num_cached_tokens: int
     timings: _common_pb2.Timings
-    def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.PositionLogprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ...) -> None: ...
+    index: int
+    def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.PositionLogprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class RevokeRequest(_message.Message):
     __slots__ = ("request_id", "nonce", "decode", "remember_s", "prefill")
@@ -69,13 +73,3 @@ class RevokeResponse(_message.Message):
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     drained: bool
     def __init__(self, drained: bool = ...) -> None: ...
-
-class PrefillDrainRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class PrefillDrainResponse(_message.Message):
-    __slots__ = ("num_requests_left",)
-    NUM_REQUESTS_LEFT_FIELD_NUMBER: _ClassVar[int]
-    num_requests_left: int
-    def __init__(self, num_requests_left: _Optional[int] = ...) -> None: ...

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from runtime.pb import common_pb2 as runtime_dot_pb_dot_common__pb2
 from runtime.pb import prefill_pb2 as runtime_dot_pb_dot_prefill__pb2
 
 GRPC_GENERATED_VERSION = '1.75.1'
@@ -46,8 +47,8 @@ class PrefillStub(object):
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/tandem.v1.Prefill/Drain',
-                request_serializer=runtime_dot_pb_dot_prefill__pb2.PrefillDrainRequest.SerializeToString,
-                response_deserializer=runtime_dot_pb_dot_prefill__pb2.PrefillDrainResponse.FromString,
+                request_serializer=runtime_dot_pb_dot_common__pb2.DrainRequest.SerializeToString,
+                response_deserializer=runtime_dot_pb_dot_common__pb2.DrainResponse.FromString,
                 _registered_method=True)
 
 
@@ -55,8 +56,8 @@ class PrefillServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Run(self, request, context):
-        """Computes the prompt's KV, pushes it under the ticket, answers as soon as the first token is sampled
-        (the push goes on). Cancelling the call cancels the request.
+        """Computes the context's KV, claims blocks at decode when its turn comes, pushes under the ticket, and
+        answers as soon as the next token is sampled (the push goes on). Cancelling the call cancels the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +71,8 @@ class PrefillServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Take nothing new, give back what has not begun, answer when the rest is sent.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -90,8 +92,8 @@ def add_PrefillServicer_to_server(servicer, server):
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
-                    request_deserializer=runtime_dot_pb_dot_prefill__pb2.PrefillDrainRequest.FromString,
-                    response_serializer=runtime_dot_pb_dot_prefill__pb2.PrefillDrainResponse.SerializeToString,
+                    request_deserializer=runtime_dot_pb_dot_common__pb2.DrainRequest.FromString,
+                    response_serializer=runtime_dot_pb_dot_common__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -173,8 +175,8 @@ class Prefill(object):
             request,
             target,
             '/tandem.v1.Prefill/Drain',
-            runtime_dot_pb_dot_prefill__pb2.PrefillDrainRequest.SerializeToString,
-            runtime_dot_pb_dot_prefill__pb2.PrefillDrainResponse.FromString,
+            runtime_dot_pb_dot_common__pb2.DrainRequest.SerializeToString,
+            runtime_dot_pb_dot_common__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -12,8 +12,10 @@ from kv_transfer.metadata import MetadataRecord
 from kv_transfer.ticket import PeerEndpoint, SendTicket
 from prefill.commands import PushBlocks
 from prefill.kv_push import ReadyCheck
+from prefill.messages import Command, Event, TicketClaimed, TicketWanted
 from prefill.rank_plan import Closure, ClosureOutcome
-from prefill.request import PrefillRequest
+from prefill.request import Grant, PrefillRequest
+from runtime.budget import Budget, BudgetKind
 from runtime.errors import ErrorCode
 from runtime.sampling import PositionLogprobs, SamplingParams
 
@@ -36,20 +38,28 @@ def make_item(
     num_tokens: int = 6,
     *,
     sampling: SamplingParams | None = None,
-    num_decode_cached_blocks: int = 0,
     deadline: float = 1e9,
     prefix: Sequence[int] = (),
     decode_goes_on: bool = True,
 ) -> PrefillRequest:
     """A request of `num_tokens` tokens, all of them its own but the given prefix."""
     own = [100 * nonce + index for index in range(num_tokens - len(prefix))]
-    num_blocks = -(-num_tokens // BLOCK_SIZE) - num_decode_cached_blocks
     return PrefillRequest(
         request=Request(
             request_id=f"request-{nonce}",
             prompt_token_ids=[*prefix, *own],
             sampling=sampling or SamplingParams(temperature=0.0, max_tokens=8),
         ),
+        nonce=nonce,
+        budget=Budget.start(BudgetKind.REQUEST, deadline - 1000.0, 1000.0),
+        arrived_at=1000.0,
+        decode_goes_on=decode_goes_on,
+    )
+
+
+def make_grant(nonce: int, *, num_cached_blocks: int = 0, num_blocks: int = 16) -> Grant:
+    """What decode answers to the claim of `make_item(nonce)`."""
+    return Grant(
         ticket=SendTicket(
             request_id=f"request-{nonce}",
             nonce=nonce,
@@ -61,11 +71,22 @@ def make_item(
         peer=PeerEndpoint(
             peer="decode-0", endpoint=b"", kv_region_bytes=1 << 20, metadata_region_bytes=1 << 20
         ),
-        num_decode_cached_blocks=num_decode_cached_blocks,
-        deadline=deadline,
-        arrived_at=1000.0,
-        decode_goes_on=decode_goes_on,
+        num_cached_blocks=num_cached_blocks,
     )
+
+
+def grant_all(
+    emit: Callable[[Event], None], submit: Callable[[Command], None]
+) -> Callable[[Event], None]:
+    """An `emit` behind which decode always has room."""
+
+    def take(event: Event) -> None:
+        if isinstance(event, TicketWanted):
+            submit(TicketClaimed(event.nonce, make_grant(event.nonce)))
+        else:
+            emit(event)
+
+    return take
 
 
 @dataclass

@@ -74,6 +74,7 @@ class RealDecode(FakeDecode):
     def __init__(self, layout: KVLayout) -> None:
         super().__init__()
         self.layout = layout
+        self.num_cached_tokens: dict[int, int] = {}  # by nonce
         shape = (NUM_BLOCKS, layout.num_layers, layout.block_size, layout.latent_dim)
         self.kv = torch.zeros(shape)
         name = peer_name(self.identity.instance, self.identity.epoch, self.identity.rank)
@@ -90,41 +91,35 @@ class RealDecode(FakeDecode):
             on_arrival=lambda arrival: loop.call_soon_threadsafe(self.arrivals.put_nowait, arrival),
         )
 
-    async def Handshake(
-        self, request: decode_pb2.HandshakeRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> decode_pb2.HandshakeResponse:
-        assert request.layout_fingerprint == self.layout.fingerprint(), request.layout_description
-        self.handshakes.append(request)
-        writer = request.prefill
-        return decode_pb2.HandshakeResponse(
-            endpoint=decode_pb2.PeerEndpoint(
-                decode=self.identity,
-                transport="loopback",
-                endpoint=self.kv_transport.endpoint(
-                    peer_name(writer.instance, writer.epoch, writer.rank)
-                ),
-                kv_region_bytes=self.kv.nbytes,
-                metadata_region_bytes=self.slots.nbytes,
-                metadata_slot_bytes=self.slots.layout.slot_bytes,
-                fence_generation=self.kv_transport.fence_generation,
-            )
-        )
+    def reserve_blocks(
+        self, nonce: int, block_ids: list[int], *, num_cached_tokens: int = 0
+    ) -> decode_pb2.Reservation:
+        """Take a request on; the transfer is awaited from its claim on."""
+        self.num_cached_tokens[nonce] = num_cached_tokens
+        return self.reserve(nonce, block_ids)
 
-    def ticket(
-        self, nonce: int, block_ids: list[int], num_parts: int, *, num_cached_tokens: int = 0
-    ) -> decode_pb2.TransferTicket:
+    def ticket(self, request: decode_pb2.ClaimRequest) -> decode_pb2.TransferTicket:
         """Await a transfer and permit it."""
-        request_id = f"request-{nonce}"
-        return decode_pb2.TransferTicket(
-            request_id=request_id,
+        assert request.layout_fingerprint == self.layout.fingerprint(), request.layout_description
+        self.fence_generation = self.kv_transport.fence_generation
+        ticket = super().ticket(request)
+        ticket.num_cached_tokens = self.num_cached_tokens[request.nonce]
+        ticket.metadata_slot = self.receiver.expect(
+            request.request_id, request.nonce, request.num_prefill_ranks
+        )
+        return ticket
+
+    def endpoint(self, writer: common_pb2.WorkerIdentity) -> decode_pb2.PeerEndpoint:
+        """How `writer` reaches our memory."""
+        return decode_pb2.PeerEndpoint(
             decode=self.identity,
-            decode_address=self.address,
-            nonce=nonce,
-            layout_fingerprint=self.layout.fingerprint(),
-            num_cached_tokens=num_cached_tokens,
-            block_ids=block_ids,
-            metadata_slot=self.receiver.expect(request_id, nonce, num_parts),
-            timeout_s=30.0,
+            transport="loopback",
+            endpoint=self.kv_transport.endpoint(
+                peer_name(writer.instance, writer.epoch, writer.rank)
+            ),
+            kv_region_bytes=self.kv.nbytes,
+            metadata_region_bytes=self.slots.nbytes,
+            metadata_slot_bytes=self.slots.layout.slot_bytes,
             fence_generation=self.kv_transport.fence_generation,
         )
 

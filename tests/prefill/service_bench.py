@@ -12,14 +12,16 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from engine.memory.block_pool import BlockPool
+from prefill.claims import Claims, cancel_of_unknown
 from prefill.closer import TicketCloser
 from prefill.kv_push import PushSettings
 from prefill.live_runs import LiveRuns
 from prefill.loop import EngineLoop, LoopSettings
-from prefill.messages import Event, RankClosed, StopLoop
+from prefill.messages import Command, Event, RankClosed, StopLoop
 from prefill.metrics import PrefillMetrics
 from prefill.nonces import NonceMemory
 from prefill.peers import ChannelCache, Greeting, PeerDirectory
+from prefill.renewals import TicketRenewer
 from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
 from prefill.service import PrefillService
@@ -42,7 +44,6 @@ SAMPLING = common_pb2.SamplingParams(
 )
 LIMITS = RunLimits(
     identity=IDENTITY,
-    layout_fingerprint=LAYOUT.fingerprint(),
     block_size=BLOCK_SIZE,
     max_model_len=64,
     vocab_size=1000,
@@ -68,6 +69,7 @@ class ServiceBench:
 
     stub: prefill_pb2_grpc.PrefillStub
     decode: FakeDecode
+    claims: Claims
     service: PrefillService
     runs: LiveRuns
     nonces: NonceMemory
@@ -79,28 +81,21 @@ class ServiceBench:
     drains: list[int]
 
     def request(self, nonce: int, num_tokens: int = 6, **changes: object) -> prefill_pb2.RunRequest:
-        """A good call; `changes` replace fields, `ticket_...` those of the ticket."""
-        request_id = f"request-{nonce}"
-        ticket = decode_pb2.TransferTicket(
-            request_id=request_id,
-            decode=self.decode.identity,
-            decode_address=self.decode.address,
-            nonce=nonce,
-            layout_fingerprint=LAYOUT.fingerprint(),
-            block_ids=range(1, 1 - (-num_tokens // BLOCK_SIZE)),
-            timeout_s=30.0,
-        )
+        """A good call; `changes` replace fields, `place_...` those of the reservation."""
+        context = changes.get("context_token_ids", range(num_tokens))
+        assert isinstance(context, list | range)
+        reservation = self.decode.reserve(nonce, list(range(1, 1 - (-len(context) // BLOCK_SIZE))))
         request = prefill_pb2.RunRequest(
-            request_id=request_id,
+            request_id=f"request-{nonce}",
             expected=IDENTITY,
-            prompt_token_ids=range(num_tokens),
+            context_token_ids=range(num_tokens),
             sampling=SAMPLING,
             timeout_s=30.0,
         )
         for name, value in changes.items():
-            target = ticket if name.startswith("ticket_") else request
-            set_field(target, name.removeprefix("ticket_"), value)
-        request.ticket.CopyFrom(ticket)
+            target = reservation if name.startswith("place_") else request
+            set_field(target, name.removeprefix("place_"), value)
+        request.reservation.CopyFrom(reservation)
         return request
 
     async def run(self, nonce: int, num_tokens: int = 6, **changes: object) -> object:
@@ -123,17 +118,19 @@ class ServiceBench:
         await self.runs.wait_empty()
 
     def assert_empty(self) -> None:
-        """Nothing is left: no call, no request, no block."""
+        """Nothing is left: no call, no claim, no request, no block."""
         assert len(self.runs) == 0
+        assert len(self.claims) == 0
         assert self.scheduler.num_requests == 0
         self.scheduler.check_integrity()
 
     def outcomes(self) -> list[tuple[int, str]]:
-        """(nonce, outcome) of the closures that decode got."""
+        """(nonce, outcome) of the parts that decode was told of."""
         name = decode_pb2.TicketOutcome.Name
         return [
-            (item.nonce, name(item.outcome).removeprefix("TICKET_OUTCOME_"))
-            for item in self.decode.closures
+            (closure.nonce, name(part.outcome).removeprefix("TICKET_OUTCOME_"))
+            for closure in self.decode.closures
+            for part in closure.parts
         ]
 
 
@@ -150,20 +147,37 @@ def set_field(message: object, name: str, value: object) -> None:
 
 @contextlib.asynccontextmanager
 async def service_bench(
-    num_blocks: int = 33, max_num_batched_tokens: int = 64
+    num_blocks: int = 33, max_num_batched_tokens: int = 64, *, num_nonces: int = 1000
 ) -> AsyncIterator[ServiceBench]:
     """Serve, and stop everything at the end."""
     event_loop = asyncio.get_running_loop()
     channels = ChannelCache(partial(open_channel, credentials=CREDENTIALS))
     closer = TicketCloser(channels, retry_delays_s=(0.01,))
     greeting = Greeting(
-        identity=IDENTITY, num_ranks=1, transport="loopback", layout=LAYOUT, slot_bytes=SLOT_BYTES
+        identity=IDENTITY,
+        num_ranks=1,
+        transport="loopback",
+        layout=LAYOUT,
+        slot_bytes=SLOT_BYTES,
     )
     peers = PeerDirectory(greeting, channels)
     registry = CollectorRegistry()
-    metrics, nonces = PrefillMetrics(registry), NonceMemory(event_loop.time)
+    metrics = PrefillMetrics(registry)
+    nonces = NonceMemory(event_loop.time, capacity=num_nonces)
+
+    def submit(command: Command) -> None:
+        loop.submit(command)
+
+    renewer = TicketRenewer(IDENTITY, channels, lambda nonce: submit(cancel_of_unknown(nonce)))
+    claims = Claims(peers, renewer, submit, block_size=BLOCK_SIZE, clock=event_loop.time)
     runs = LiveRuns(
-        IDENTITY, 1, nonces=nonces, closer=closer, metrics=metrics, forget_peer=peers.forget
+        IDENTITY,
+        1,
+        nonces=nonces,
+        claims=claims,
+        closer=closer,
+        metrics=metrics,
+        forget_peer=peers.forget,
     )
     pool = BlockPool(num_blocks, BLOCK_SIZE)
     scheduler = Scheduler(pool, max_num_seqs=4, max_num_batched_tokens=max_num_batched_tokens)
@@ -177,14 +191,13 @@ async def service_bench(
     loop = EngineLoop(scheduler, runner, SenderGroup(sender), emit, settings)
     metrics.watch(lambda: loop.load, lambda: closer.num_dropped)
     drains: list[int] = []
-    service = PrefillService(
-        LIMITS, runs, nonces, peers, loop.submit, on_draining=lambda: drains.append(1)
-    )
+    service = PrefillService(LIMITS, runs, nonces, submit, on_draining=lambda: drains.append(1))
     async with serve_decode(FakeDecode()) as decode, serve_prefill(service) as stub:
         loop.start()
         yield ServiceBench(
             stub=stub,
             decode=decode,
+            claims=claims,
             service=service,
             runs=runs,
             nonces=nonces,
@@ -197,8 +210,8 @@ async def service_bench(
         )
         loop.submit(StopLoop())
         await runs.loop_ended
+        await claims.close()
         await closer.flush()
-        await peers.close()
         await channels.close()
 
 
@@ -215,3 +228,23 @@ async def serve_prefill(service: PrefillService) -> AsyncIterator[prefill_pb2_gr
     finally:
         await channel.close(None)
         await server.stop(None)
+
+
+def code_of(answer: object) -> str:
+    assert isinstance(answer, common_pb2.Error), answer
+    return common_pb2.ErrorCode.Name(answer.code).removeprefix("ERROR_CODE_")
+
+
+def message_of(answer: object) -> str:
+    assert isinstance(answer, common_pb2.Error), answer
+    return answer.message
+
+
+async def revoke(bench: ServiceBench, nonce: int) -> bool:
+    response = await bench.stub.Revoke(
+        prefill_pb2.RevokeRequest(
+            request_id=f"request-{nonce}", nonce=nonce, prefill=IDENTITY, remember_s=30.0
+        ),
+        timeout=5,
+    )
+    return bool(response.drained)

@@ -31,7 +31,7 @@ from runtime.errors import DeadlineExceededError, ErrorCode, PeerLostError
 from runtime.lifecycle import PrefillStatus
 from runtime.sampling import SamplingParams
 from tests.engine.fake_model import LATENT_DIM, FakeModel
-from tests.prefill.fakes import BLOCK_SIZE, FIRST_TOKEN, FakeTicketSender, make_item
+from tests.prefill.fakes import BLOCK_SIZE, FIRST_TOKEN, FakeTicketSender, grant_all, make_item
 from tests.prefill.test_loop import Bench
 
 
@@ -154,6 +154,7 @@ def test_a_command_that_comes_while_the_last_step_runs_brings_the_next() -> None
     bench.turn()
     bench.loop.submit(AddRequest(make_item(2, 8)))
     assert bench.loop.step()  # finds nothing to launch, and the command
+    assert bench.loop.step()  # the same, and decode's answer
     assert bench.loop.step()
     assert bench.runner.log == ["launch 0", "launch 1", "collect 0"]
 
@@ -205,7 +206,7 @@ def run_prompts(
         scheduler,
         ModelRunner(FakeModel(), KVPool(num_blocks, 2, BLOCK_SIZE, LATENT_DIM), Sampler(50)),
         SenderGroup(sender),
-        events.append,
+        grant_all(events.append, lambda command: loop.submit(command)),
         LoopSettings(max_model_len=64, push=PushSettings(num_layers=2), max_ahead=max_ahead),
     )
     for nonce, (prompt, sampling) in enumerate(prompts, start=1):

@@ -16,7 +16,7 @@ from prefill.loop import EngineLoop, LoopSettings
 from prefill.messages import AddRequest, Event, FirstTokenSampled, RankClosed
 from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
-from tests.prefill.fakes import BLOCK_SIZE, FakeTicketSender, make_item
+from tests.prefill.fakes import BLOCK_SIZE, FakeTicketSender, grant_all, make_item
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +64,7 @@ def measure_gaps(max_ahead: int) -> list[float]:
         scheduler,
         ModelRunner(BusyModel(), pool, Sampler(32)),
         SenderGroup(sender),
-        events.append,
+        grant_all(events.append, lambda command: loop.submit(command)),
         LoopSettings(
             max_model_len=4096, push=PushSettings(num_layers=1), max_ahead=max_ahead, idle_s=0.01
         ),

@@ -27,7 +27,7 @@ from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
 from runtime.endings import RankName
 from runtime.errors import ErrorCode, PeerLostError, RequestCancelledError
-from tests.prefill.fakes import BLOCK_SIZE, FakeRunner, FakeTicketSender, make_item
+from tests.prefill.fakes import BLOCK_SIZE, FakeRunner, FakeTicketSender, grant_all, make_item
 from tests.prefill.test_ranks import Meeting, make_group
 
 BOTH = pytest.mark.parametrize("max_ahead", [0, 1])
@@ -60,7 +60,7 @@ class Rank:
             self.scheduler,
             self.runner,
             SenderGroup(self.sender),
-            self.events.append,
+            grant_all(self.events.append, lambda command: self.loop.submit(command)),
             LoopSettings(
                 max_model_len=64,
                 push=PushSettings(num_layers=self.runner.num_layers),

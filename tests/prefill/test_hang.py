@@ -20,7 +20,14 @@ from runtime.config import PrefillSection
 from runtime.endings import RankName
 from runtime.errors import InternalError, PeerLostError
 from runtime.watchdog import StepOverdueError, WatchdogOptions
-from tests.prefill.fakes import BLOCK_SIZE, FakePending, FakeRunner, FakeTicketSender, make_item
+from tests.prefill.fakes import (
+    BLOCK_SIZE,
+    FakePending,
+    FakeRunner,
+    FakeTicketSender,
+    grant_all,
+    make_item,
+)
 from tests.prefill.test_ranks import Meeting, make_group
 
 TIMEOUT_S = 10
@@ -81,7 +88,9 @@ def make_loop(
     scheduler = Scheduler(BlockPool(33, BLOCK_SIZE), max_num_seqs=4, max_num_batched_tokens=8)
     sender = FakeTicketSender(lambda closure: None)
     senders = SenderGroup(sender, followers)
-    return EngineLoop(scheduler, runner, senders, emit, settings, lockstep=lockstep)
+    granting = grant_all(emit, lambda command: loop.submit(command))
+    loop = EngineLoop(scheduler, runner, senders, granting, settings, lockstep=lockstep)
+    return loop
 
 
 @pytest.mark.parametrize("where", ["launch", "collect"])

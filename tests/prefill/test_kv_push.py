@@ -7,7 +7,12 @@ from engine.memory.block_pool import BlockPool
 from prefill.commands import PushBlocks
 from prefill.kv_push import PushSettings, StepPusher, plan_pushes
 from prefill.scheduler import Scheduler
-from tests.prefill.fakes import BLOCK_SIZE, FakeTicketSender, make_item
+from tests.prefill.fakes import BLOCK_SIZE, FakeTicketSender, make_grant, make_item
+
+
+def grant_claims(scheduler: Scheduler, num_cached_blocks: int = 0) -> None:
+    for item in scheduler.claim(0.0):
+        scheduler.grant(item, make_grant(item.nonce, num_cached_blocks=num_cached_blocks))
 
 
 @given(
@@ -22,14 +27,14 @@ def test_pushes_of_all_chunks_cover_what_decode_lacks_once(
     prefix = list(range(min(cached_tokens, num_tokens)))
     if prefix:  # leave it in our own prefix cache
         scheduler.add(make_item(1, len(prefix), prefix=prefix))
+        grant_claims(scheduler)
         while chunks := scheduler.schedule():
             for chunk in chunks:
                 scheduler.advance(chunk)
     held = min(decode_blocks, (num_tokens - 1) // BLOCK_SIZE)
-    item = make_item(
-        2, num_tokens, prefix=prefix, num_decode_cached_blocks=held, decode_goes_on=goes_on
-    )
+    item = make_item(2, num_tokens, prefix=prefix, decode_goes_on=goes_on)
     scheduler.add(item)
+    grant_claims(scheduler, num_cached_blocks=held)
     pushed: list[int] = []
     while item.request.num_uncomputed_tokens:
         (chunk,) = [chunk for chunk in scheduler.schedule() if chunk.item is item]

@@ -13,14 +13,18 @@ from prefill.loop import EngineLoop, LoopSettings
 from prefill.messages import (
     AddRequest,
     CancelRequest,
+    ClaimFailed,
     Event,
     FirstTokenSampled,
+    GiveBack,
     LoopEnded,
     PartClosed,
     RankClosed,
     RequestFailed,
     RequestFinished,
     StopLoop,
+    TicketClaimed,
+    TicketWanted,
 )
 from prefill.rank_plan import ClosureOutcome
 from prefill.request import PrefillRequest
@@ -43,6 +47,7 @@ from tests.prefill.fakes import (
     Clock,
     FakeRunner,
     FakeTicketSender,
+    make_grant,
     make_item,
 )
 
@@ -55,6 +60,8 @@ class Bench:
     ) -> None:
         self.clock = Clock()
         self.events: list[Event] = []
+        self.wanted: list[int] = []
+        self.has_room = True
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(
             self.pool, max_num_seqs=4, max_num_batched_tokens=max_num_batched_tokens
@@ -68,12 +75,23 @@ class Bench:
             self.scheduler,
             self.runner,
             SenderGroup(self.sender),
-            self.events.append,
+            self._take,
             LoopSettings(max_model_len=64, push=push, idle_s=0.01, max_ahead=max_ahead),
             observe_gap=self.gaps.append,
             observe_step=lambda num_tokens, seconds: self.step_sizes.append(num_tokens),
             clock=self.clock,
         )
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, TicketWanted):
+            self.wanted.append(event.nonce)
+            if self.has_room:
+                self.grant(event.nonce)
+        else:
+            self.events.append(event)
+
+    def grant(self, nonce: int) -> None:
+        self.loop.submit(TicketClaimed(nonce, make_grant(nonce)))
 
     def add(self, item: PrefillRequest) -> PrefillRequest:
         self.loop.submit(AddRequest(item))
@@ -84,6 +102,7 @@ class Bench:
         self.loop.take_commands()
         for _ in range(steps):
             self.loop.step()
+            self.loop.take_commands()
 
     def cancel(self, item: PrefillRequest) -> None:
         self.loop.submit(CancelRequest(item.nonce, RequestCancelledError("client left")))
@@ -165,14 +184,133 @@ def test_prompt_logprobs_come_from_all_chunks() -> None:
     assert len(token.prompt_logprobs) == 19
 
 
-def test_cancel_while_waiting_ends_at_once_and_closes_the_part() -> None:
+def types_of(events: list[Event]) -> list[type[Event]]:
+    return [type(event) for event in events]
+
+
+def test_decode_is_asked_as_soon_as_an_idle_worker_has_a_request() -> None:
     bench = Bench()
+    bench.has_room = False
     item = bench.add(make_item(1))
-    bench.cancel(item)
-    assert [type(event) for event in bench.events] == [RequestFailed, PartClosed, RequestFinished]
-    assert outcome(bench) is ClosureOutcome.ABANDONED
-    assert item.status is PrefillStatus.FINISHED
+    assert bench.wanted == [1]
+    assert item.status is PrefillStatus.CLAIMING
+    assert len(item.request.block_table) == 2
+    bench.turn(steps=3)
+    assert bench.runner.steps == []
+    assert (bench.loop.load.num_claiming, bench.loop.load.num_waiting) == (1, 0)
+    bench.grant(1)
+    bench.turn()
+    assert bench.runner.steps == [[("request-1", 0, 6)]]
+    bench.drain()
     bench.assert_over()
+
+
+def test_decode_is_asked_for_the_next_while_a_step_runs() -> None:
+    bench = Bench(max_num_batched_tokens=4)
+    seen: list[list[int]] = []
+    bench.runner.before_step = lambda: seen.append(list(bench.wanted))
+    for nonce in (1, 2, 3):
+        bench.loop.submit(AddRequest(make_item(nonce, 8)))
+    bench.turn()
+    bench.turn()
+    assert seen == [[1, 2]], "what comes next is claimed before the step before it is over"
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_cancel_before_the_first_chunk_ends_at_once_and_no_sender_hears_of_it(
+    has_room: bool,
+) -> None:
+    bench = Bench()
+    bench.has_room = has_room
+    item = bench.add(make_item(1))
+    bench.turn(steps=0)  # takes the ticket where there is one
+    assert item.status is (PrefillStatus.RUNNING if has_room else PrefillStatus.CLAIMING)
+    bench.cancel(item)
+    assert types_of(bench.events) == [RequestFailed, RequestFinished]
+    assert bench.scheduler.num_requests == 0
+    bench.grant(1)  # it comes too late
+    bench.turn()
+    bench.assert_over()
+
+
+def test_cancel_while_waiting_ends_at_once() -> None:
+    bench = Bench(num_blocks=4)
+    bench.add(make_item(1, 12))
+    item = bench.add(make_item(2, 12))
+    assert item.status is PrefillStatus.WAITING
+    bench.cancel(item)
+    assert types_of(bench.events) == [RequestFailed, RequestFinished]
+    bench.turn(steps=2)
+    bench.drain()
+    bench.assert_over(2)
+
+
+def test_a_claim_that_fails_ends_the_request_with_its_error() -> None:
+    bench = Bench()
+    bench.has_room = False
+    bench.add(make_item(1))
+    bench.loop.submit(ClaimFailed(1, PeerLostError("decode-0 is gone")))
+    bench.turn()
+    failed, finished = bench.events
+    assert isinstance(failed, RequestFailed)
+    assert isinstance(failed.error, PeerLostError)
+    assert isinstance(finished, RequestFinished)
+    bench.loop.submit(ClaimFailed(1, PeerLostError("again")))
+    bench.turn()
+    bench.assert_over()
+
+
+def test_a_claim_without_room_does_not_hold_up_others() -> None:
+    bench = Bench()
+    bench.has_room = False
+    bench.add(make_item(1, 8))
+    bench.clock.now += 1.0
+    bench.add(make_item(2, 8))
+    bench.grant(2)
+    bench.turn()
+    assert bench.runner.steps == [[("request-2", 0, 8)]]
+    bench.cancel(bench.scheduler.claiming[1])
+    bench.drain()
+    bench.assert_over(2)
+
+
+def draining_bench() -> Bench:
+    """One request that runs, one that has no ticket and one that waits for blocks."""
+    bench = Bench(num_blocks=9)
+    bench.add(make_item(1, 20))
+    bench.turn()
+    bench.has_room = False
+    bench.add(make_item(2, 8))
+    bench.add(make_item(3, 20))
+    statuses = [item.status for item in bench.scheduler.unfinished()]
+    assert statuses == [PrefillStatus.RUNNING, PrefillStatus.CLAIMING, PrefillStatus.WAITING]
+    return bench
+
+
+def test_what_has_no_ticket_is_given_back_and_the_rest_goes_on() -> None:
+    bench = draining_bench()
+    bench.loop.submit(GiveBack(DrainingError("use another one")))
+    bench.turn(steps=0)
+    failed = [event for event in bench.events if isinstance(event, RequestFailed)]
+    assert [(event.nonce, event.error.request_id) for event in failed] == [
+        (2, "request-2"),
+        (3, "request-3"),
+    ]
+    assert all(isinstance(event.error, DrainingError) for event in failed)
+    bench.turn(steps=2)
+    assert [event.nonce for event in bench.of_type(FirstTokenSampled)] == [1]  # type: ignore[union-attr]
+    bench.drain()
+    bench.assert_over(3)
+
+
+def test_at_the_end_of_the_time_all_without_a_first_token_is_given_back() -> None:
+    bench = draining_bench()
+    bench.loop.submit(GiveBack(DrainingError("use another one"), also_begun=True))
+    bench.turn()
+    assert len(bench.of_type(RequestFailed)) == 3
+    assert bench.sender.open_tickets == {1: "abandoned"}
+    bench.drain()
+    bench.assert_over(3)
 
 
 def test_cancel_while_running_computes_no_more_and_keeps_blocks_until_drained() -> None:
@@ -222,9 +360,15 @@ def test_a_prompt_that_can_never_fit_is_answered_at_once() -> None:
     bench.assert_over()
 
 
-@pytest.mark.parametrize(("num_steps", "where"), [(0, "queued for prefill"), (1, "in prefill")])
-def test_a_deadline_ends_a_request_that_has_no_token_yet(num_steps: int, where: str) -> None:
+@pytest.mark.parametrize(
+    ("num_steps", "has_room", "where"),
+    [(0, False, "waiting for room in decode"), (1, True, "in prefill")],
+)
+def test_a_deadline_ends_a_request_that_has_no_token_yet(
+    num_steps: int, has_room: bool, where: str
+) -> None:
     bench = Bench()
+    bench.has_room = has_room
     bench.add(make_item(1, 20, deadline=1010.0))
     bench.turn(steps=num_steps)
     bench.clock.now = 1010.0
@@ -232,7 +376,7 @@ def test_a_deadline_ends_a_request_that_has_no_token_yet(num_steps: int, where: 
     failed = bench.events[0]
     assert isinstance(failed, RequestFailed)
     assert isinstance(failed.error, DeadlineExceededError)
-    assert where in failed.error.message
+    assert failed.error.message == f"10 s for the request are over while {where}"
     bench.drain()
     bench.assert_over()
 
@@ -287,14 +431,26 @@ def test_logits_that_are_no_numbers_fail_their_request_alone() -> None:
     bench.assert_over(num_requests=2)
 
 
-def test_a_ticket_keeps_the_time_of_its_transfer_while_it_is_queued() -> None:
+def test_a_ticket_is_opened_with_the_time_that_decode_gave_it() -> None:
     bench = Bench()
     opened: list[float] = []
     bench.sender.open = lambda ticket, peer: opened.append(ticket.timeout_s)  # type: ignore[method-assign]
-    bench.add(make_item(1, deadline=1050.0))
+    bench.add(make_item(1, deadline=1030.0))
     bench.clock.now += 10.0
     bench.turn()
-    assert opened == [60.0]
+    assert opened == [60.0], "neither the queue nor the request's time is in it"
+
+
+def test_a_transfer_whose_time_is_over_is_no_request_whose_time_is_over() -> None:
+    bench = Bench()
+    bench.add(make_item(1, 20))
+    bench.turn()
+    bench.sender.close_ticket(1, failed=ErrorCode.DEADLINE_EXCEEDED)
+    bench.turn()
+    failed = bench.events[0]
+    assert isinstance(failed, RequestFailed)
+    assert failed.error.code is ErrorCode.TRANSFER_FAILED
+    bench.assert_over()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -361,6 +517,10 @@ happenings = st.lists(
         st.tuples(st.just("step")),
         st.tuples(st.just("drain")),
         st.tuples(st.just("wait")),
+        st.tuples(st.just("room"), st.booleans()),
+        st.tuples(st.just("grant"), st.integers(0, 20)),
+        st.tuples(st.just("refuse"), st.integers(0, 20)),
+        st.tuples(st.just("give back"), st.booleans()),
     ),
     max_size=40,
 )
@@ -398,6 +558,18 @@ def test_whatever_happens_each_request_is_answered_once_and_leaves_nothing(
                 bench.drain()
             case ("wait",):
                 bench.clock.now += 1.0
+            case ("room", bool(has_room)):
+                bench.has_room = has_room
+            case ("grant", int(index)) if bench.wanted:
+                bench.grant(bench.wanted[index % len(bench.wanted)])
+            case ("refuse", int(index)) if bench.wanted:
+                nonce = bench.wanted[index % len(bench.wanted)]
+                bench.loop.submit(ClaimFailed(nonce, PeerLostError("decode-0 is gone")))
+            case ("give back", bool(also_begun)):
+                bench.loop.submit(GiveBack(DrainingError("elsewhere"), also_begun=also_begun))
+    bench.has_room = True
+    for nonce in bench.wanted:
+        bench.grant(nonce)
     for _ in range(200):
         bench.turn()
         bench.drain()
@@ -406,6 +578,7 @@ def test_whatever_happens_each_request_is_answered_once_and_leaves_nothing(
         mine = [event for event in bench.events if getattr(event, "nonce", 0) == item.nonce]
         answers = [event for event in mine if isinstance(event, FirstTokenSampled | RequestFailed)]
         assert len(answers) == 1
-        assert len([event for event in mine if isinstance(event, PartClosed)]) == 1
+        num_parts = len([event for event in mine if isinstance(event, PartClosed)])
+        assert num_parts == (item.started_at > 0)
         assert isinstance(mine[-1], RequestFinished)
         assert item.status is PrefillStatus.FINISHED

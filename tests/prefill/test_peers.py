@@ -1,12 +1,19 @@
-"""One handshake per decode rank and life, shared by all who need it; failures are typed."""
+"""A claim brings the ticket, and an endpoint where ours is missing or of before a fence."""
 
 import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 
-from prefill.peers import ChannelCache, Greeting, PeerDirectory, peer_of
-from runtime.errors import LayoutMismatchError, PeerLostError, StaleTicketError
+from prefill.peers import ChannelCache, ClaimedTicket, Greeting, PeerDirectory, peer_of
+from runtime.errors import (
+    DeadlineExceededError,
+    InternalError,
+    LayoutMismatchError,
+    PeerLostError,
+    StaleTicketError,
+    TandemError,
+)
 from runtime.pb import common_pb2
 from runtime.rpc import open_channel
 from tests.prefill.fake_decode import CREDENTIALS, LAYOUT, SLOT_BYTES, FakeDecode, serve_decode
@@ -29,64 +36,70 @@ async def decode() -> AsyncIterator[FakeDecode]:
 @pytest.fixture
 async def peers() -> AsyncIterator[PeerDirectory]:
     channels = ChannelCache(lambda address: open_channel(address, CREDENTIALS))
-    directory = PeerDirectory(GREETING, channels)
-    yield directory
-    await directory.close()
+    yield PeerDirectory(GREETING, channels)
     await channels.close()
 
 
-async def test_concurrent_callers_share_one_handshake(
+async def claim(
+    peers: PeerDirectory, decode: FakeDecode, nonce: int, timeout_s: float = 10.0
+) -> ClaimedTicket:
+    answer = await peers.claim(f"request-{nonce}", decode.reserve(nonce, [1, 2]), timeout_s)
+    assert isinstance(answer, ClaimedTicket), answer
+    return answer
+
+
+async def test_the_first_claim_brings_the_endpoint_and_the_next_needs_none(
     decode: FakeDecode, peers: PeerDirectory
 ) -> None:
-    decode.handshake_gate = asyncio.Event()
-    calls = [asyncio.create_task(peers.endpoint(decode.identity, decode.address)) for _ in range(5)]
-    await asyncio.sleep(0.05)
-    decode.handshake_gate.set()
-    endpoints = await asyncio.gather(*calls)
-    endpoints.append(await peers.endpoint(decode.identity, decode.address))
-    assert len(decode.handshakes) == 1
-    assert len(set(endpoints)) == 1
-    assert endpoints[0].peer == peer_of(decode.identity)
-    assert endpoints[0].fence_generation == 3
-    said = decode.handshakes[0]
-    assert said.prefill.instance == "prefill-0"
-    assert said.num_prefill_ranks == 2
-    assert said.layout_fingerprint == LAYOUT.fingerprint()
-    assert said.expected == decode.identity
+    first, second = await claim(peers, decode, 1), await claim(peers, decode, 2)
+    assert first.peer == second.peer
+    assert first.peer.peer == peer_of(decode.identity)
+    assert first.peer.fence_generation == 3
+    assert (first.ticket.nonce, list(first.ticket.block_ids)) == (1, [1, 2])
+    said = decode.claims
+    assert [claim.has_endpoint for claim in said] == [False, True]
+    assert said[1].fence_generation == 3
+    assert (said[0].prefill.instance, said[0].num_prefill_ranks) == ("prefill-0", 2)
+    assert said[0].layout_fingerprint == LAYOUT.fingerprint()
+    assert said[0].metadata_slot_bytes == SLOT_BYTES
+    assert (said[0].decode, said[0].request_id) == (decode.identity, "request-1")
 
 
 async def test_one_callers_cancellation_is_not_the_others(
     decode: FakeDecode, peers: PeerDirectory
 ) -> None:
-    decode.handshake_gate = asyncio.Event()
-    first = asyncio.create_task(peers.endpoint(decode.identity, decode.address))
-    second = asyncio.create_task(peers.endpoint(decode.identity, decode.address))
-    await asyncio.sleep(0.05)
+    decode.claim_gate = asyncio.Event()
+    first, second = (asyncio.create_task(claim(peers, decode, nonce)) for nonce in (1, 2))
+    while len(decode.claims) < 2:
+        await asyncio.sleep(0.01)
     first.cancel()
-    decode.handshake_gate.set()
-    assert (await second).endpoint == b"endpoint"
+    while decode.num_cancelled_claims < 1:
+        await asyncio.sleep(0.01)
+    decode.claim_gate.set()
+    assert (await second).peer.endpoint == b"endpoint"
     assert first.cancelled()
-    assert len(decode.handshakes) == 1
 
 
 @pytest.mark.parametrize("error", [LayoutMismatchError("block_size"), StaleTicketError("epoch")])
-async def test_a_refusal_is_typed_and_not_remembered(
-    decode: FakeDecode, peers: PeerDirectory, error: LayoutMismatchError | StaleTicketError
+async def test_a_refusal_is_typed(
+    decode: FakeDecode, peers: PeerDirectory, error: TandemError
 ) -> None:
-    decode.handshake_error = error
-    with pytest.raises(type(error), match=error.message):
-        await peers.endpoint(decode.identity, decode.address)
-    decode.handshake_error = None
-    assert (await peers.endpoint(decode.identity, decode.address)).endpoint == b"endpoint"
-    assert len(decode.handshakes) == 2
+    decode.claim_error = error
+    answer = await peers.claim("request-1", decode.reserve(1, [1]), 10.0)
+    assert type(answer) is type(error)
+    assert error.message in answer.message
+    decode.claim_error = None
+    assert (await claim(peers, decode, 2)).peer.endpoint == b"endpoint"
 
 
 async def test_another_process_at_the_address_is_stale(
     decode: FakeDecode, peers: PeerDirectory
 ) -> None:
-    former = common_pb2.WorkerIdentity(instance="decode-0", epoch=76)
+    reservation = decode.reserve(1, [1])
+    reservation.decode.epoch = 76
     with pytest.raises(StaleTicketError, match="answers at"):
-        await peers.endpoint(former, decode.address)
+        await peers.claim("request-1", reservation, 10.0)
+    assert peers.num_peers == 0
 
 
 async def test_slots_of_another_size_are_a_layout_mismatch(
@@ -94,7 +107,7 @@ async def test_slots_of_another_size_are_a_layout_mismatch(
 ) -> None:
     decode.slot_bytes += 64
     with pytest.raises(LayoutMismatchError, match="metadata slots"):
-        await peers.endpoint(decode.identity, decode.address)
+        await claim(peers, decode, 1)
 
 
 async def test_another_transport_is_a_layout_mismatch(
@@ -102,72 +115,66 @@ async def test_another_transport_is_a_layout_mismatch(
 ) -> None:
     decode.transport = "pigeon"
     with pytest.raises(LayoutMismatchError, match="pigeon"):
-        await peers.endpoint(decode.identity, decode.address)
+        await claim(peers, decode, 1)
+
+
+async def test_a_ticket_without_a_way_to_use_it_is_a_bug_of_decode(
+    decode: FakeDecode, peers: PeerDirectory
+) -> None:
+    decode.has_endpoint = False
+    with pytest.raises(InternalError, match="no endpoint"):
+        await claim(peers, decode, 1)
 
 
 async def test_a_decode_that_is_not_there_is_a_lost_peer(peers: PeerDirectory) -> None:
-    nobody = common_pb2.WorkerIdentity(instance="decode-9", epoch=1)
+    nobody = FakeDecode(common_pb2.WorkerIdentity(instance="decode-9", epoch=1), "127.0.0.1:1")
     with pytest.raises(PeerLostError, match="decode-9"):
-        await peers.endpoint(nobody, "127.0.0.1:1")
+        await claim(peers, nobody, 1)
     assert peers.num_peers == 0
 
 
+async def test_a_decode_without_room_is_waited_for_no_longer_than_the_request_has(
+    decode: FakeDecode, peers: PeerDirectory
+) -> None:
+    decode.claim_gate = asyncio.Event()
+    with pytest.raises(DeadlineExceededError):
+        await claim(peers, decode, 1, timeout_s=0.05)
+
+
 async def test_a_forgotten_peer_is_met_again(decode: FakeDecode, peers: PeerDirectory) -> None:
-    endpoint = await peers.endpoint(decode.identity, decode.address)
-    peers.forget(endpoint.peer)
-    peers.forget(endpoint.peer)
-    await peers.endpoint(decode.identity, decode.address)
-    assert len(decode.handshakes) == 2
+    met = await claim(peers, decode, 1)
+    peers.forget(met.peer.peer)
+    peers.forget(met.peer.peer)
+    await claim(peers, decode, 2)
+    assert [claim.has_endpoint for claim in decode.claims] == [False, False]
 
 
 async def test_a_new_life_of_a_rank_replaces_the_former_one(
     decode: FakeDecode, peers: PeerDirectory
 ) -> None:
-    await peers.endpoint(decode.identity, decode.address)
+    await claim(peers, decode, 1)
     decode.identity = common_pb2.WorkerIdentity(instance="decode-0", epoch=78)
-    await peers.endpoint(decode.identity, decode.address)
+    await claim(peers, decode, 2)
     assert peers.num_peers == 1
-    other_rank = common_pb2.WorkerIdentity(instance="decode-0", epoch=78, rank=1)
-    decode.identity = other_rank
-    await peers.endpoint(other_rank, decode.address)
+    decode.identity = common_pb2.WorkerIdentity(instance="decode-0", epoch=78, rank=1)
+    await claim(peers, decode, 3)
     assert peers.num_peers == 2
 
 
-async def test_a_ticket_of_after_a_fence_brings_a_new_handshake(
+async def test_a_claim_after_a_fence_brings_a_new_endpoint_and_one_of_before_keeps_its_own(
     decode: FakeDecode, peers: PeerDirectory
 ) -> None:
-    former = await peers.endpoint(decode.identity, decode.address, 3)
-    decode.fence_generation = 4
-    calls = [peers.endpoint(decode.identity, decode.address, 4) for _ in range(3)]
-    for endpoint in await asyncio.gather(*calls):
-        assert endpoint.fence_generation == 4
-    assert len(decode.handshakes) == 2
-    assert await peers.endpoint(decode.identity, decode.address, 3) == former
-    assert len(decode.handshakes) == 2
-
-
-async def test_a_peer_that_is_forgotten_during_its_handshake_is_lost_to_its_callers(
-    decode: FakeDecode, peers: PeerDirectory
-) -> None:
-    decode.handshake_gate = asyncio.Event()
-    call = asyncio.create_task(peers.endpoint(decode.identity, decode.address))
-    await asyncio.sleep(0.05)
-    peers.forget(peer_of(decode.identity))
-    with pytest.raises(PeerLostError, match="during the handshake"):
-        await call
-    decode.handshake_gate.set()
-
-
-async def test_a_failure_that_nobody_waited_for_is_not_remembered(
-    decode: FakeDecode, peers: PeerDirectory
-) -> None:
-    decode.handshake_gate = asyncio.Event()
-    decode.handshake_error = StaleTicketError("epoch")
-    call = asyncio.create_task(peers.endpoint(decode.identity, decode.address))
-    await asyncio.sleep(0.05)
-    call.cancel()
-    decode.handshake_gate.set()
-    while peers.num_peers:
+    await claim(peers, decode, 1)
+    decode.answer_gate = asyncio.Event()
+    before = asyncio.create_task(claim(peers, decode, 2))
+    while len(decode.claims) < 2:
         await asyncio.sleep(0.01)
-    decode.handshake_error = None
-    assert (await peers.endpoint(decode.identity, decode.address)).endpoint == b"endpoint"
+    gate, decode.answer_gate = decode.answer_gate, None
+    decode.fence_generation = 4
+    after = await claim(peers, decode, 3)
+    assert (after.ticket.fence_generation, after.peer.fence_generation) == (4, 4)
+    gate.set()
+    late = await before
+    assert (late.ticket.fence_generation, late.peer.fence_generation) == (3, 3)
+    assert (await claim(peers, decode, 4)).peer.fence_generation == 4
+    assert [claim.has_endpoint for claim in decode.claims] == [False, True, True, True]

@@ -29,7 +29,7 @@ from prefill.rank_plan import Closure, ClosureOutcome, PlanShape
 from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
 from runtime.errors import InternalError, PeerLostError, RequestCancelledError
-from tests.prefill.fakes import BLOCK_SIZE, FakeRunner, FakeTicketSender, make_item
+from tests.prefill.fakes import BLOCK_SIZE, FakeRunner, FakeTicketSender, grant_all, make_item
 
 SHAPE = PlanShape(max_num_tokens=16, max_num_seqs=4, max_num_blocks=16, num_command_bytes=48)
 
@@ -122,7 +122,7 @@ class Pair:
             self.scheduler,
             self.leader_runner,
             SenderGroup(self.leader_sender, LeaderLink(make_group(0, 2, meeting), SHAPE, 7)),
-            self.events.append,
+            grant_all(self.events.append, lambda command: self.loop.submit(command)),
             LoopSettings(
                 max_model_len=64, push=push, max_ahead=max_ahead, idle_s=0.01, heartbeat_s=0.05
             ),

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from engine.memory.block_pool import BlockPool
 from prefill.request import PrefillRequest
-from prefill.scheduler import Scheduler
+from prefill.scheduler import CLAIM_PATIENCE_S, Scheduler
 from runtime.errors import InternalError, OutOfBlocksError
 from runtime.lifecycle import PrefillStatus
 from runtime.sampling import SamplingParams
-from tests.prefill.fakes import BLOCK_SIZE, make_item
+from tests.prefill.fakes import BLOCK_SIZE, make_grant, make_item
 
 
 def make_scheduler(
@@ -23,8 +23,26 @@ def make_scheduler(
 Span = tuple[int, int, int]
 
 
+def claim(scheduler: Scheduler, now: float = 0.0) -> list[int]:
+    """The nonces that decode is to be asked for."""
+    return [item.nonce for item in scheduler.claim(now)]
+
+
+def grant(scheduler: Scheduler, *nonces: int) -> None:
+    """Decode has room for these, or for all."""
+    for nonce in nonces or list(scheduler.claiming):
+        scheduler.grant(scheduler.claiming[nonce], make_grant(nonce))
+
+
 def run_step(scheduler: Scheduler) -> list[Span]:
-    """Compute a step; return (nonce, start, end) of its chunks."""
+    """Have decode give what it is asked for, compute a step; (nonce, start, end) of its chunks."""
+    scheduler.claim(0.0)
+    grant(scheduler)
+    return compute(scheduler)
+
+
+def compute(scheduler: Scheduler) -> list[Span]:
+    """Compute a step of what has a ticket."""
     chunks = scheduler.schedule()
     spans = [(item.item.nonce, item.scheduled.start, item.scheduled.end) for item in chunks]
     for chunk in chunks:
@@ -34,22 +52,76 @@ def run_step(scheduler: Scheduler) -> list[Span]:
     return spans
 
 
-def test_a_long_prompt_is_cut_into_chunks_and_the_next_one_fills_up() -> None:
+def test_a_long_prompt_is_cut_into_chunks_and_short_ones_do_not_wait_for_its_end() -> None:
     scheduler = make_scheduler()
     for nonce, num_tokens in ((1, 18), (2, 3), (3, 20)):
         scheduler.add(make_item(nonce, num_tokens))
-    assert run_step(scheduler) == [(1, 0, 8)]
-    assert run_step(scheduler) == [(1, 8, 16)]
-    assert run_step(scheduler) == [(1, 16, 18), (2, 0, 3), (3, 0, 3)]
+    assert run_step(scheduler) == [(1, 0, 8)]  # more than two steps of tokens: others wait
+    assert run_step(scheduler) == [(1, 8, 13), (2, 0, 3)]
+    assert run_step(scheduler) == [(1, 13, 18), (3, 0, 3)]
     assert [item.status for item in scheduler.sending.values()] == [PrefillStatus.SENDING] * 2
 
 
-def test_no_more_than_max_num_seqs_run() -> None:
+def test_no_step_has_more_than_max_num_seqs() -> None:
     scheduler = make_scheduler(max_num_seqs=2, max_num_batched_tokens=100)
     for nonce in (1, 2, 3):
         scheduler.add(make_item(nonce))
+    assert claim(scheduler) == [1, 2]
+    grant(scheduler)
     assert len(scheduler.schedule()) == 2
-    assert len(scheduler.waiting) == 1
+    assert claim(scheduler) == [3]
+
+
+def test_no_more_than_two_steps_of_tokens_are_claimed_ahead() -> None:
+    scheduler = make_scheduler(max_num_seqs=4, max_num_batched_tokens=8)
+    for nonce in range(1, 9):
+        scheduler.add(make_item(nonce, 6))
+    assert claim(scheduler) == [1, 2, 3]
+    assert claim(scheduler) == []
+    grant(scheduler, 1, 2)
+    assert claim(scheduler) == [], "they have a ticket and have not begun"
+    assert compute(scheduler) == [(1, 0, 6), (2, 0, 2)]
+    assert claim(scheduler) == [4, 5], "what runs is not ahead any more"
+    assert scheduler.waiting[0].request.block_table == []
+
+
+def test_what_waits_for_room_in_decode_is_passed_and_keeps_its_place() -> None:
+    scheduler = make_scheduler(max_num_seqs=1, max_num_batched_tokens=8)
+    for nonce in (1, 2, 3, 4):
+        scheduler.add(make_item(nonce, 8))
+    assert claim(scheduler) == [1]
+    assert claim(scheduler, CLAIM_PATIENCE_S / 2) == []
+    assert claim(scheduler, CLAIM_PATIENCE_S) == [2]
+    grant(scheduler, 2)
+    assert compute(scheduler) == [(2, 0, 8)]
+    assert claim(scheduler, CLAIM_PATIENCE_S) == [3]
+    grant(scheduler, 3)
+    grant(scheduler, 1)
+    assert compute(scheduler) == [(1, 0, 8)], "the oldest comes first once it has room"
+    assert compute(scheduler) == [(3, 0, 8)]
+
+
+def test_claims_that_wait_cannot_take_all_blocks() -> None:
+    scheduler = make_scheduler(num_blocks=200, max_num_seqs=2)
+    for nonce in range(1, 20):
+        scheduler.add(make_item(nonce, 4))
+    claimed: list[int] = []
+    for turn in range(10):
+        claimed += claim(scheduler, turn * CLAIM_PATIENCE_S)
+    assert claimed == [1, 2, 3, 4]
+    scheduler.drop(scheduler.claiming[2])
+    assert claim(scheduler, 100.0) == [5]
+
+
+def test_a_claim_that_is_given_up_gives_its_blocks_back() -> None:
+    scheduler = make_scheduler()
+    item = make_item(1, 10)
+    scheduler.add(item)
+    claim(scheduler)
+    assert len(item.request.block_table) == 3
+    scheduler.drop(item)
+    assert item.status is PrefillStatus.FINISHED
+    scheduler.check_integrity()
 
 
 def test_a_prompt_larger_than_the_pool_is_refused_at_once() -> None:
@@ -66,6 +138,7 @@ def test_the_head_waits_for_blocks_and_nobody_overtakes_it() -> None:
     for item in (first, large, small):
         scheduler.add(item)
     assert run_step(scheduler) == [(1, 0, 12)]
+    assert claim(scheduler) == []
     assert run_step(scheduler) == []  # the sending request still holds its blocks
     scheduler.finish(first)
     assert run_step(scheduler) == [(2, 0, 16), (3, 0, 4)]
@@ -83,6 +156,23 @@ def test_a_prefix_that_was_computed_before_is_not_computed_again() -> None:
     assert second.request.block_table[:2] == first.request.block_table[:2]
     scheduler.finish(first)
     scheduler.finish(second)
+    scheduler.check_integrity()
+
+
+def test_requests_that_came_together_compute_the_prefix_that_they_share_once() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=12)
+    prefix = list(range(8))
+    items = [make_item(nonce, 12, prefix=prefix) for nonce in (1, 2)]
+    for item in items:
+        scheduler.add(item)
+    assert claim(scheduler) == [1, 2]
+    grant(scheduler)
+    assert compute(scheduler) == [(1, 0, 12)]
+    assert compute(scheduler) == [(2, 8, 12)]
+    assert items[1].request.num_cached_tokens == 8
+    assert items[1].request.block_table[:2] == items[0].request.block_table[:2]
+    for item in items:
+        scheduler.finish(item)
     scheduler.check_integrity()
 
 
@@ -114,7 +204,7 @@ def test_blocks_that_nobody_answers_for_are_noticed() -> None:
 
 
 def end_somehow(scheduler: Scheduler, item: PrefillRequest) -> None:
-    if item.status is PrefillStatus.WAITING:
+    if item.status in (PrefillStatus.WAITING, PrefillStatus.CLAIMING):
         scheduler.drop(item)
     elif item.status is PrefillStatus.RUNNING:
         scheduler.stop(item)
@@ -127,7 +217,9 @@ happenings = st.lists(
     st.one_of(
         arrivals,
         st.tuples(st.just("end"), st.integers(0, 30)),
+        st.tuples(st.just("grant"), st.integers(0, 30)),
         st.tuples(st.just("step")),
+        st.tuples(st.just("wait")),
         st.tuples(st.just("drain")),
     ),
     max_size=60,
@@ -143,16 +235,23 @@ def test_anything_at_any_time_ends_with_every_request_over_and_every_block_back(
         num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens
     )
     items: list[PrefillRequest] = []
+    now = 0.0
 
     def step() -> None:
-        spans = run_step(scheduler)
+        spans = compute(scheduler)
         assert sum(end - start for _, start, end in spans) <= max_tokens
         assert len({nonce for nonce, _, _ in spans}) == len(spans) <= max_num_seqs
         assert spans or not scheduler.running
         for nonce, start, end in spans:
             assert start < end == items[nonce - 1].request.num_computed_tokens
-        for item in scheduler.running:
-            assert len(item.request.block_table) == item.num_prompt_blocks(BLOCK_SIZE)
+        for item in (*scheduler.running, *scheduler.claiming.values()):
+            assert len(item.request.block_table) == item.num_context_blocks(BLOCK_SIZE)
+        assert [item.place for item in scheduler.running] == sorted(
+            item.place for item in scheduler.running
+        )
+        scheduler.claim(now)
+        assert len(scheduler.claiming) <= 2 * max_num_seqs
+        assert not any(item.request.block_table for item in scheduler.waiting)
         scheduler.pool.check_integrity()
 
     for event in events:
@@ -161,18 +260,24 @@ def test_anything_at_any_time_ends_with_every_request_over_and_every_block_back(
                 prefix = [family] * min(num_tokens // 2, 12)
                 sampling = SamplingParams(num_prompt_logprobs=0 if wants_logprobs else -1)
                 item = make_item(len(items) + 1, num_tokens, prefix=prefix, sampling=sampling)
-                if item.num_prompt_blocks(BLOCK_SIZE) <= num_blocks - 1:
+                if item.num_context_blocks(BLOCK_SIZE) <= num_blocks - 1:
                     scheduler.add(item)
                     items.append(item)
             case ("end", int(index)) if items:
                 end_somehow(scheduler, items[index % len(items)])
+            case ("grant", int(index)) if scheduler.claiming:
+                nonces = list(scheduler.claiming)
+                grant(scheduler, nonces[index % len(nonces)])
             case ("step",):
                 step()
+            case ("wait",):
+                now += CLAIM_PATIENCE_S
             case ("drain",):
                 for item in list(scheduler.sending.values()):
                     scheduler.finish(item)
-    for _ in range(sum(item.request.num_prompt_tokens for item in items) + 1):
+    for _ in range(sum(item.request.num_context_tokens for item in items) + len(items) + 1):
         step()
+        grant(scheduler)
         for item in list(scheduler.sending.values()):
             scheduler.finish(item)
     assert all(item.status is PrefillStatus.FINISHED for item in items)

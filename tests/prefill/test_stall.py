@@ -19,7 +19,7 @@ from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
 from prefill.stall import StallMeter
 from tests.kv_transfer.helpers import DecodeSide, PrefillSide
-from tests.prefill.fakes import BLOCK_SIZE, FakeRunner, FakeTicketSender, make_item
+from tests.prefill.fakes import BLOCK_SIZE, FakeRunner, FakeTicketSender, grant_all, make_item
 
 
 class SlowSender(FakeTicketSender):
@@ -38,7 +38,7 @@ def make_loop(
         Scheduler(BlockPool(65, BLOCK_SIZE), max_num_seqs=4, max_num_batched_tokens=8),
         FakeRunner(),
         SenderGroup(meter),
-        lambda event: None,
+        grant_all(lambda event: None, lambda command: loop.submit(command)),
         LoopSettings(max_model_len=64, push=PushSettings(num_layers=3, layers_per_group=1)),
         stalls=meter,
     )
@@ -51,6 +51,7 @@ def test_a_step_that_is_held_up_says_so_and_an_idle_one_does_not() -> None:
     loop, meter = make_loop(SlowSender(closures.append), stalls.append)
     loop.submit(AddRequest(make_item(1, 14)))
     loop.take_commands()
+    loop.take_commands()  # decode's answer
     assert loop.step()
     assert loop.step()
     assert not loop.step()

@@ -80,26 +80,25 @@ class Bench:
         *,
         num_tokens: int = 8,
         num_cached_tokens: int = 0,
-        ticket: decode_pb2.TransferTicket | None = None,
     ) -> prefill_pb2.RunResponse:
-        ticket = ticket or self.decode.ticket(
-            nonce, block_ids, self.record.num_parts, num_cached_tokens=num_cached_tokens
-        )
         request = prefill_pb2.RunRequest(
             request_id=f"request-{nonce}",
             expected=self.record.identity,
-            prompt_token_ids=PROMPT,
+            context_token_ids=PROMPT,
             sampling=greedy(num_tokens),
-            ticket=ticket,
+            reservation=self.decode.reserve_blocks(
+                nonce, block_ids, num_cached_tokens=num_cached_tokens
+            ),
             timeout_s=30.0,
         )
-        return await self.stub.Run(request, timeout=30)
+        response: prefill_pb2.RunResponse = await self.stub.Run(request, timeout=30)
+        return response
 
-    async def closures_of(self, nonce: int) -> list[decode_pb2.CloseTicketRequest]:
-        """The closures of every rank's part."""
+    async def parts_of(self, nonce: int) -> list[decode_pb2.PartClosure]:
+        """Every rank's part of a closed ticket."""
         async with asyncio.timeout(10):
             while True:
-                found = [item for item in self.decode.closures if item.nonce == nonce]
+                found = self.decode.parts_of(nonce)
                 if len(found) == self.record.num_parts:
                     return found
                 await asyncio.sleep(0.01)
@@ -169,13 +168,13 @@ async def check_transfer(bench: Bench, oracle: Oracle) -> None:
     torch.testing.assert_close(kv[[9, 4, 5]], oracle.kv[:3], rtol=1e-3, atol=1e-3)
     last, expected = kv[20, :, :num_last], oracle.kv[3, :, :num_last]
     torch.testing.assert_close(last, expected, rtol=1e-3, atol=1e-3)
-    assert {item.outcome for item in await bench.closures_of(1)} == {decode_pb2.TICKET_OUTCOME_SENT}
+    assert {item.outcome for item in await bench.parts_of(1)} == {decode_pb2.TICKET_OUTCOME_SENT}
 
     # The second time both sides have the prefix: nothing but the rest is computed and sent.
     response = await bench.run(2, [11, 12], num_cached_tokens=128)
     assert response.first_token.token_id == oracle.first_token
     assert response.first_token.num_cached_tokens == 192
-    closures = await bench.closures_of(2)
+    closures = await bench.parts_of(2)
     torch.testing.assert_close(kv[11], oracle.kv[2], rtol=1e-3, atol=1e-3)
     sent_bytes = sum(item.num_bytes for item in closures)
     block_bytes = bench.decode.layout.block_bytes
@@ -202,7 +201,7 @@ async def test_one_rank_sends_what_one_process_computes(oracle: Oracle, tmp_path
         await check_transfer(bench, oracle)
         response = await bench.run(3, [1, 2, 3, 6], num_tokens=1)
         assert response.first_token.finish_reason == common_pb2.FINISH_REASON_LENGTH
-        (closing,) = await bench.closures_of(3)
+        (closing,) = await bench.parts_of(3)
         assert closing.outcome == decode_pb2.TICKET_OUTCOME_NOT_NEEDED
         await bench.until_idle()
         await check_drain(bench)
@@ -212,10 +211,12 @@ async def test_two_ranks_send_half_each_group_by_group(oracle: Oracle, tmp_path:
     async with worker(oracle, tmp_path, tp=2, layers_per_group=2) as bench:
         assert bench.record.num_ranks == 2
         await check_transfer(bench, oracle)
-        by_rank = {item.prefill.rank: item.num_bytes for item in await bench.closures_of(1)}
+        by_rank = {item.rank: item.num_bytes for item in await bench.parts_of(1)}
         assert by_rank.keys() == {0, 1}
         assert max(by_rank.values()) < 1.1 * min(by_rank.values())
-        assert len(bench.decode.handshakes) == 1
+        claims = [(claim.num_prefill_ranks, claim.has_endpoint) for claim in bench.decode.claims]
+        assert claims == [(2, False), (2, True)]
+        assert [len(closing.closures) for closing in bench.decode.closings] == [1, 1]
         await bench.until_idle()
         await check_drain(bench)
 
@@ -225,11 +226,12 @@ async def test_a_data_parallel_rank_sends_all_of_its_kv(oracle: Oracle, tmp_path
         assert (bench.record.num_ranks, bench.record.num_parts) == (2, 1)
         assert bench.record.identity.rank == 1
         await check_transfer(bench, oracle)
-        (closing,) = await bench.closures_of(1)
-        assert closing.prefill == bench.record.identity
+        (closing,) = await bench.parts_of(1)
+        assert bench.decode.closings[0].prefill == bench.record.identity
+        assert closing.rank == bench.record.identity.rank
         assert closing.num_bytes > 4 * bench.decode.layout.block_bytes * 0.75
-        (greeting,) = bench.decode.handshakes
-        assert (greeting.prefill, greeting.num_prefill_ranks) == (bench.record.identity, 1)
+        claim = bench.decode.claims[0]
+        assert (claim.prefill, claim.num_prefill_ranks) == (bench.record.identity, 1)
         await bench.until_idle()
         await check_drain(bench)
 
@@ -280,9 +282,10 @@ async def test_when_a_rank_hangs_calls_may_go_elsewhere_and_the_instance_ends(
         assert response.error.message.startswith("prefill-0 rank 1 of 2 cannot go on: ")
         async with asyncio.timeout(20):
             assert await bench.processes[1].wait() == 1
-        # Decode is told the same of what it waits for.
-        (closing,) = await bench.closures_of(1)
-        assert closing.error.code == common_pb2.ERROR_CODE_PEER_LOST
+        # Decode is told the same where the rank had come to ask it.
+        parts = bench.decode.parts_of(1)
+        assert len(parts) == len(bench.decode.claims)
+        assert {part.error.code for part in parts} <= {common_pb2.ERROR_CODE_PEER_LOST}
 
 
 async def test_a_worker_that_was_shut_out_meets_decode_again(
@@ -290,18 +293,22 @@ async def test_a_worker_that_was_shut_out_meets_decode_again(
 ) -> None:
     async with worker(oracle, tmp_path) as bench:
         await bench.run(1, [1, 2, 3, 4])
-        await bench.closures_of(1)
-        old_ticket = bench.decode.ticket(2, [5, 6, 7, 8], 1)
+        await bench.parts_of(1)
+        bench.decode.answer_gate = gate = asyncio.Event()
+        call = asyncio.create_task(bench.run(2, [5, 6, 7, 8]))
+        async with asyncio.timeout(10):
+            while len(bench.decode.claims) < 2:
+                await asyncio.sleep(0.01)
         identity = bench.record.identity
         bench.decode.kv_transport.fence(peer_name(identity.instance, identity.epoch, 0))
-
-        await bench.run(2, [], ticket=old_ticket)
-        (closing,) = await bench.closures_of(2)
+        gate.set()  # the ticket of before the fence
+        await call
+        (closing,) = await bench.parts_of(2)
         assert closing.outcome == decode_pb2.TICKET_OUTCOME_FAILED
         assert not bench.decode.kv[[5, 6, 7, 8]].any()
 
         await bench.run(3, [9, 10, 11, 12])
-        (closing,) = await bench.closures_of(3)
+        (closing,) = await bench.parts_of(3)
         assert closing.outcome == decode_pb2.TICKET_OUTCOME_SENT
         await bench.until_idle()
 

@@ -1,0 +1,98 @@
+"""Telling decode now and then that tickets' prompts are still being computed.
+
+Decode allows a transfer so much time from its ticket on, and computing is no transfer: until the
+last chunk is computed the time begins anew with each of these messages. One message speaks for all
+tickets of a decode rank. A call that fails is not repeated: the next comes soon, and decode that
+hears of none for the whole time is right to give up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from prefill.peers import ChannelCache, RankAddress
+from runtime.errors import TandemError
+from runtime.logging import fields, get_logger
+from runtime.pb import common_pb2, decode_pb2
+from runtime.rpc import map_rpc_errors
+
+MIN_INTERVAL_S = 0.2
+MAX_INTERVAL_S = 5.0
+MIN_CALL_TIMEOUT_S = 1.0
+
+logger = get_logger(__name__)
+
+
+def renewal_interval_s(timeout_s: float) -> float:
+    """How often a ticket of so much transfer time is renewed."""
+    return min(max(timeout_s / 4, MIN_INTERVAL_S), MAX_INTERVAL_S)
+
+
+class TicketRenewer:
+    """Renews tickets until they are removed. Used on one event loop only."""
+
+    def __init__(
+        self,
+        identity: common_pb2.WorkerIdentity,
+        channels: ChannelCache,
+        on_unknown: Callable[[int], None],
+    ) -> None:
+        """Start with none.
+
+        Args:
+            identity: ours; of the first rank.
+            channels: to decode.
+            on_unknown: told of a nonce that nothing waits for any more.
+        """
+        self._identity = identity
+        self._channels = channels
+        self._on_unknown = on_unknown
+        self._timeouts: dict[RankAddress, dict[int, float]] = {}  # by nonce
+        self._tasks: dict[RankAddress, asyncio.Task[None]] = {}
+
+    def add(self, decode: RankAddress, nonce: int, timeout_s: float) -> None:
+        """Renew a ticket whose transfer may take `timeout_s`."""
+        self._timeouts.setdefault(decode, {})[nonce] = timeout_s
+        if decode not in self._tasks:
+            self._tasks[decode] = asyncio.ensure_future(self._renew(decode))
+
+    def remove(self, decode: RankAddress, nonce: int) -> None:
+        """Its prompt is computed, or nobody wants it; one that is not renewed is no error."""
+        self._timeouts.get(decode, {}).pop(nonce, None)
+
+    async def close(self) -> None:
+        """Renew nothing any more."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _renew(self, decode: RankAddress) -> None:
+        try:
+            while timeouts := self._timeouts[decode]:
+                interval_s = renewal_interval_s(min(timeouts.values()))
+                await asyncio.sleep(interval_s)
+                if timeouts:
+                    await self._call(decode, max(interval_s, MIN_CALL_TIMEOUT_S))
+        finally:
+            del self._tasks[decode], self._timeouts[decode]
+
+    async def _call(self, decode: RankAddress, timeout_s: float) -> None:
+        timeouts = self._timeouts[decode]
+        request = decode_pb2.RenewTicketsRequest(
+            prefill=self._identity, decode_epoch=decode.epoch, nonces=timeouts
+        )
+        try:
+            with map_rpc_errors(f"decode at {decode.address}"):
+                response: decode_pb2.RenewTicketsResponse = await self._channels.decode_stub(
+                    decode.address
+                ).RenewTickets(request, timeout=timeout_s)
+        except TandemError as error:
+            logger.warning(
+                "tickets were not renewed %s", fields(num=len(request.nonces), why=error.message)
+            )
+            return
+        for nonce in response.unknown:
+            if timeouts.pop(nonce, None) is not None:
+                self._on_unknown(nonce)
