@@ -16,6 +16,7 @@ from router.pool.view import PoolView
 from router.requests.clients import WorkerClients
 from router.requests.frames import FrameStreams
 from router.requests.generation import Generation
+from router.requests.sink import AttemptSink
 from router.routing.policy import Pair
 from runtime.errors import (
     ErrorCode,
@@ -98,6 +99,7 @@ class Attempt:
         """``deadline`` is on the event loop's clock; ``number`` counts the attempts from 0."""
         self._workers = workers
         self._generation = generation
+        self._sink = AttemptSink(generation)
         self._pair = pair
         self._deadline = deadline
         # Another name per attempt: an abort of the first must not hit the second.
@@ -108,22 +110,22 @@ class Attempt:
 
     async def run(self) -> None:
         """Return when the last token was handed over; raise what broke either leg."""
-        generation, decode = self._generation, self._pair.decode
+        generation, sink, decode = self._generation, self._sink, self._pair.decode
         stream = self._workers.frames.stream(decode)
         generation.phase = "connecting to decode"
         self.culprits = {decode.key}
         await stream.standing()
-        stream.attach(self.worker_request_id, generation)
+        stream.attach(self.worker_request_id, sink)
         try:
             with self._workers.pool.in_flight(decode.key):
                 ticket = await self._reserve()
-                generation.on_first(await self._prefill(ticket))
+                sink.on_first(await self._prefill(ticket))
                 generation.phase = "decoding"
-                await generation.ended
+                await sink.ended
         finally:
             stream.detach(self.worker_request_id)
-            generation.close_attempt()
-            if not generation.completed:
+            sink.close()
+            if not sink.completed:
                 reason = f"ended while {generation.phase}"
                 self._workers.abort(decode, self.worker_request_id, reason)
 
@@ -197,7 +199,7 @@ class Attempt:
 
         Prefill only knows that it was told to stop.
         """
-        ended = self._generation.ended
+        ended = self._sink.ended
         await asyncio.wait({ended}, timeout=REVOCATION_REASON_S)
         if ended.done():
             ended.result()
@@ -207,7 +209,7 @@ class Attempt:
     ) -> T:
         """The result of a call to ``key``, unless decode's frames end the attempt before."""
         task = asyncio.ensure_future(work)
-        ended = self._generation.ended
+        ended = self._sink.ended
         try:
             watched: set[asyncio.Future[T] | asyncio.Future[None]] = {task, ended}
             await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
@@ -231,7 +233,7 @@ class Attempt:
         may be at fault, and both are suspects only.
         """
         error, decode = ended.exception(), self._pair.decode.key
-        if called == decode or self._generation.is_decode_lost:
+        if called == decode or self._sink.is_decode_lost:
             return {decode}
         is_of_ticket = isinstance(error, TandemError) and error.code in OF_A_TICKET
         return set() if is_of_ticket else {decode}

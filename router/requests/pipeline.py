@@ -81,7 +81,6 @@ class Pipeline:
                 raise failure from None
             if failure is not None:
                 self._metrics.count_retry(failure.code)
-            generation.begin_attempt()
             attempt = Attempt(self._workers, generation, pair, number=number, deadline=deadline)
             try:
                 await attempt.run()

@@ -19,7 +19,7 @@ async def test_a_call_that_fails_as_its_client_leaves_is_not_lost() -> None:
     loop = asyncio.get_running_loop()
     unseen: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: unseen.append(context))
-    generation = SimpleNamespace(request_id="r", ended=loop.create_future())
+    generation = SimpleNamespace(request_id="r")
     attempt = Attempt(
         cast(Any, None), cast(Any, generation), cast(Any, None), number=0, deadline=loop.time()
     )
