@@ -55,7 +55,6 @@ class Serving:
     pipeline: Pipeline
     admission: Admission
     metrics: RouterMetrics
-    request_timeout_s: float
     keep_alive_s: float = KEEP_ALIVE_S
 
     def limits(self) -> ModelLimits:
@@ -190,9 +189,7 @@ class OpenAIEndpoints:
             serving.metrics.prompt_lengths.observe(len(prompt.token_ids))
             serving.metrics.prompt_tokens.inc(len(prompt.token_ids))
         generations = [choice.generation for choice in info.choices]
-        run = RequestRun(
-            serving.pipeline, mailbox, generations, call.received + serving.request_timeout_s
-        )
+        run = RequestRun(serving.pipeline, mailbox, generations)
         with serving.admission.admit(run.num_parallel):
             return await self._respond(call, run, info, form_of(info))
 

@@ -45,19 +45,20 @@ class HttpServer:
         self.metrics = metrics or RouterMetrics()
         self.pool = PoolView(loop.time)
         clients = WorkerClients(secret)
-        frames = FrameStreams(self.pool, clients, router_id)
-        self._workers = Workers(self.pool, clients, frames, router_id)
+        frames = FrameStreams(
+            self.pool, clients, router_id, resume_timeout_s=section.resume_timeout_s
+        )
+        self._workers = Workers(self.pool, clients, frames, router_id, self.metrics)
         self.pool.on_change(self._workers.follow_pool)
         self._admission = Admission(section.max_concurrent_requests)
         policy = PairingPolicy(section.policy)
-        pipeline = Pipeline(self._workers, policy, self.metrics)
+        pipeline = Pipeline(self._workers, policy, section)
         serving = Serving(
             model=model,
             pool=self.pool,
             pipeline=pipeline,
             admission=self._admission,
             metrics=self.metrics,
-            request_timeout_s=section.request_timeout_s,
         )
         app = create_app(serving, section.max_body_bytes)
         self._runner = web.AppRunner(

@@ -14,7 +14,7 @@ from runtime.rpc import open_channel
 
 CLOSE_GRACE_S = 5.0
 
-ReserveCall = grpc.aio.UnaryStreamCall[decode_pb2.ReserveRequest, decode_pb2.ReserveUpdate]
+ReserveCall = grpc.aio.UnaryUnaryCall[decode_pb2.ReserveRequest, decode_pb2.ReserveResponse]
 FramesCall = grpc.aio.UnaryStreamCall[decode_pb2.FramesRequest, decode_pb2.Frame]
 RunCall = grpc.aio.UnaryUnaryCall[prefill_pb2.RunRequest, prefill_pb2.RunResponse]
 AbortCall = grpc.aio.UnaryUnaryCall[decode_pb2.AbortRequest, decode_pb2.AbortResponse]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from runtime.errors import TandemError
 from runtime.pb import common_pb2, prefill_pb2
-from runtime.sampling import FinishReason, SamplingParams
+from runtime.sampling import FinishReason, SamplingParams, finish_reason_after
 
 
 class Output(NamedTuple):
@@ -70,12 +70,25 @@ class RequestTimings:
     reserve_sent: float = 0.0
     run_sent: float = 0.0
     first_token: float = 0.0
+    last_token: float = 0.0
+    """When the latest was handed over."""
     ended: float = 0.0
+    num_migrations: int = 0
+    migration_s: float = 0.0
+    """From losses of workers to the next tokens, in all."""
+    lost: float = 0.0
+    """Since when the choice is without workers; 0: it has them."""
     worker: dict[str, float] = field(default_factory=dict)
 
     def merge(self, timings: common_pb2.Timings) -> None:
         """Keep what ``timings`` says; a field that nobody filled is left out."""
         self.worker.update({item.name: value for item, value in timings.ListFields()})
+
+    def migrated(self, now: float) -> float:
+        """The next token after a loss is there; returns how long it took."""
+        seconds, self.lost = now - self.lost, 0.0
+        self.migration_s += seconds
+        return seconds
 
     def split(self) -> dict[str, float]:
         """Seconds per stage, those known; ``router_s`` is all before the first call to a worker."""
@@ -84,6 +97,8 @@ class RequestTimings:
             "reserve_s": self.run_sent - self.reserve_sent,
             "ttft_s": self.first_token - self.received,
             "total_s": self.ended - self.received,
+            "num_migrations": float(self.num_migrations),
+            "migration_s": self.migration_s,
         }
         known = {name: value for name, value in stages.items() if value >= 0.0}
         return {name: round(value, 6) for name, value in {**known, **self.worker}.items()}
@@ -121,6 +136,25 @@ class Generation:
         """Output tokens handed over so far."""
         return len(self.output_token_ids)
 
+    @property
+    def context_token_ids(self) -> list[int]:
+        """Prompt and output so far: what the next attempt goes on from."""
+        return [*self.prompt_token_ids, *self.output_token_ids]
+
+    def finish_so_far(self) -> FinishReason | None:
+        """Why nothing can follow what was handed over; None where something can."""
+        if not self.output_token_ids:
+            return None
+        # max_tokens is capped by the model's context already.
+        num_prompt_tokens = len(self.prompt_token_ids)
+        return finish_reason_after(
+            self.output_token_ids[-1],
+            num_output_tokens=self.num_tokens,
+            num_tokens=num_prompt_tokens + self.num_tokens,
+            params=self.sampling,
+            max_model_len=num_prompt_tokens + self.sampling.max_tokens,
+        )
+
     def fail(self, error: TandemError) -> None:
         """Hand the failure over; nothing follows."""
         error.request_id = error.request_id or self.request_id
@@ -133,7 +167,8 @@ class Generation:
         finish: FinishReason | None,
     ) -> None:
         """The first output token of all."""
-        self.timings.first_token = asyncio.get_running_loop().time()
+        timings = self.timings
+        timings.first_token = timings.last_token = asyncio.get_running_loop().time()
         self.num_cached_tokens = first.num_cached_tokens
         token_ids = (first.token_id,)
         self.output_token_ids += token_ids
@@ -146,5 +181,6 @@ class Generation:
         finish: FinishReason | None,
     ) -> None:
         """The tokens that follow, or the end alone."""
+        self.timings.last_token = asyncio.get_running_loop().time()
         self.output_token_ids += token_ids
         self._mailbox.put(Output(self.index, token_ids, logprobs, finish))

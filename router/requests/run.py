@@ -21,13 +21,11 @@ class RequestRun:
         pipeline: Pipeline,
         mailbox: Mailbox,
         generations: Sequence[Generation],
-        deadline: float,
     ) -> None:
-        """``deadline`` is on the event loop's clock; ``generations`` share ``mailbox``."""
+        """``generations`` share ``mailbox``."""
         self.mailbox = mailbox
         self.generations = generations
         self._pipeline = pipeline
-        self._deadline = deadline
         self._gate = asyncio.Semaphore(MAX_PARALLEL)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -66,4 +64,4 @@ class RequestRun:
 
     async def _drive(self, generation: Generation) -> None:
         async with self._gate:
-            await self._pipeline.run(generation, self._deadline)
+            await self._pipeline.run(generation)

@@ -49,6 +49,8 @@ class Exclusions:
     """At fault: not to be used again."""
     suspects: set[WorkerKey] = field(default_factory=set)
     """Of a pair that failed, nobody knows by whose fault: to be used where there is no other."""
+    preferred: WorkerKey | None = None
+    """The prefill worker that has the request's KV: to be taken where it is as good."""
 
 
 def not_draining(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -121,7 +123,7 @@ class PairingPolicy:
                 group[side].append(candidate)
         best: tuple[_PairRank, Pair] | None = None
         for ours, theirs in groups.values():
-            found = self._best_of(ours, theirs, excluded.suspects)
+            found = self._best_of(ours, theirs, excluded)
             if found is not None and (best is None or found[0] < best[0]):
                 best = found
         if best is None:
@@ -148,13 +150,15 @@ class PairingPolicy:
         return left
 
     def _best_of(
-        self, prefills: Sequence[Candidate], decodes: Sequence[Candidate], suspects: set[WorkerKey]
+        self, prefills: Sequence[Candidate], decodes: Sequence[Candidate], excluded: Exclusions
     ) -> tuple[_PairRank, Pair] | None:
         """The best pair within one compatible group; the two choices are independent."""
         if not prefills or not decodes:
             return None
 
+        suspects = excluded.suspects
         lives = {key.life for key in suspects}
+        preferred = [c for c in prefills if c.member.key == excluded.preferred]
 
         def rank(candidate: Candidate) -> _PairRank:
             key = candidate.member.key
@@ -162,7 +166,7 @@ class PairingPolicy:
             suspicion = (key in suspects) + (key.life in lives)
             return suspicion, self._scorer(candidate), self._last_picked.get(key, 0)
 
-        prefill, decode = min(prefills, key=rank), min(decodes, key=rank)
+        prefill, decode = min(preferred or prefills, key=rank), min(decodes, key=rank)
         (p_suspect, p_score, p_last), (d_suspect, d_score, d_last) = rank(prefill), rank(decode)
         pair_rank = (p_suspect + d_suspect, p_score + d_score, p_last + d_last)
         return pair_rank, Pair(prefill.member, decode.member)

@@ -18,8 +18,18 @@ class RouterSection:
     http_processes: int = 1
     max_concurrent_requests: int = 512
     """In flight at once; one more is answered 429."""
-    request_timeout_s: float = 600.0
-    """From a request's arrival to its last token."""
+    request_timeout_s: float = 7200.0
+    """From a request's arrival to its last token, whatever happens meanwhile."""
+    first_token_timeout_s: float = 1800.0
+    """From a request's arrival to its first token, queues included."""
+    token_timeout_s: float = 120.0
+    """Between two tokens of a request, moves to other workers included."""
+    max_migrations: int = 8
+    """How often a request may go on at other workers after theirs failed."""
+    worker_wait_s: float = 30.0
+    """How long a request waits for a worker where all of a role went away; 0: not at all."""
+    resume_timeout_s: float = 3.0
+    """A stream of tokens that is broken for so long is lost, and its requests move."""
     max_body_bytes: int = 8 * 2**20
     """A larger body is answered 413."""
     policy: str = "least-loaded"
@@ -33,6 +43,11 @@ class RouterSection:
         at_least("router.http_processes", self.http_processes, 1)
         at_least("router.max_concurrent_requests", self.max_concurrent_requests, 1)
         at_least("router.request_timeout_s", self.request_timeout_s, 0.001)
+        at_least("router.first_token_timeout_s", self.first_token_timeout_s, 0.001)
+        at_least("router.token_timeout_s", self.token_timeout_s, 0.001)
+        at_least("router.max_migrations", self.max_migrations, 0)
+        at_least("router.worker_wait_s", self.worker_wait_s, 0.0)
+        at_least("router.resume_timeout_s", self.resume_timeout_s, 0.0)
         at_least("router.max_body_bytes", self.max_body_bytes, 1024)
         one_of("router.policy", self.policy, ("least-loaded", "round-robin"))
         at_least("router.lease_ttl_s", self.lease_ttl_s, 0.1)
