@@ -16,7 +16,7 @@ import tokenizers
 from router.service import RouterService
 from router.text.tokenizer import Tokenizer
 from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection
-from tests.router.fakes import MAX_MODEL_LEN, SECRET, FakeDecode, FakePrefill
+from tests.router.fakes import MAX_MODEL_LEN, SECRET, FakeDecode, FakePrefill, Proxy
 
 MODEL = "org/tiny-model"
 ANSWER = "Hello w\u00f6rld \U0001f642 and more text follows. END of it."
@@ -130,8 +130,10 @@ class Cluster:
         await worker.start(self.control, port)
         return worker
 
-    async def add_decode(self, name: str = "decode-0", port: int = 0) -> FakeDecode:
-        worker = FakeDecode(name, MODEL, self.script)
+    async def add_decode(
+        self, name: str = "decode-0", port: int = 0, *, proxy: Proxy | None = None
+    ) -> FakeDecode:
+        worker = FakeDecode(name, MODEL, self.script, proxy=proxy)
         self.decodes.append(worker)
         await worker.start(self.control, port)
         return worker

@@ -168,6 +168,44 @@ class Reserved:
     """All news of it, for a stream that comes after one that broke."""
 
 
+class Proxy:
+    """Forwards TCP connections to a worker, and cuts them."""
+
+    def __init__(self) -> None:
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self, target: int) -> int:
+        """Returns the port that stands for ``target``."""
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            other_reader, other_writer = await asyncio.open_connection("127.0.0.1", target)
+            self._writers |= {writer, other_writer}
+            await asyncio.gather(self._copy(reader, other_writer), self._copy(other_reader, writer))
+
+        self._server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+
+    @staticmethod
+    async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(2**16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+
 @dataclass
 class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     """A decode rank; tokens flow as soon as prefill closed the ticket."""
@@ -200,6 +238,10 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     burst: bool = False
     """Send all deltas of a request in one frame."""
     refuses_streams: bool = False
+    hangs_streams: bool = False
+    """New streams never stand."""
+    proxy: Proxy | None = None
+    """Between router and worker."""
     abort_failures: int = 0
     """So many calls of Abort fail."""
     requests: dict[str, Reserved] = field(default_factory=dict)
@@ -216,8 +258,11 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     async def start(self, control: str, port: int = 0) -> None:
         self.server = create_server(SECRET)
         decode_pb2_grpc.add_DecodeServicer_to_server(self, self.server)
-        self.address = f"127.0.0.1:{bind_port(self.server, '127.0.0.1', port)}"
+        port = bind_port(self.server, "127.0.0.1", port)
         await self.server.start()
+        if self.proxy is not None:
+            port = await self.proxy.start(port)
+        self.address = f"127.0.0.1:{port}"
         await self.join(control, common_pb2.ROLE_DECODE)
 
     async def Reserve(
@@ -288,6 +333,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     async def Frames(
         self, request: decode_pb2.FramesRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[decode_pb2.Frame]:
+        if self.hangs_streams:
+            await asyncio.Event().wait()
         if self.refuses_streams:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "no streams")
         frames: asyncio.Queue[decode_pb2.Frame | None] = asyncio.Queue()
