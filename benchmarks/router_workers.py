@@ -90,21 +90,22 @@ class Workers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
 
     async def Reserve(
         self, request: decode_pb2.ReserveRequest, context: object
-    ) -> AsyncIterator[decode_pb2.ReserveUpdate]:
-        """A ticket, at once."""
+    ) -> decode_pb2.ReserveResponse:
+        """A place, at once."""
         self._reserved[request.request_id] = _Running(
-            request.router_id, 1, request.sampling.max_tokens
+            request.router_id, request.num_output_tokens + 1, request.sampling.max_tokens
         )
-        ticket = decode_pb2.TransferTicket(request_id=request.request_id, nonce=1, timeout_s=30)
-        yield decode_pb2.ReserveUpdate(ticket=ticket)
+        reservation = decode_pb2.Reservation(request_id=request.request_id, nonce=1)
+        return decode_pb2.ReserveResponse(reservation=reservation)
 
     async def Run(
         self, request: prefill_pb2.RunRequest, context: object
     ) -> prefill_pb2.RunResponse:
         """The first token, at once; the request is in the next step."""
         running = self._reserved.pop(request.request_id)
-        first = prefill_pb2.FirstToken(token_id=FIRST_TOKEN_ID)
-        if running.max_tokens == 1:
+        index = request.num_output_tokens
+        first = prefill_pb2.FirstToken(token_id=FIRST_TOKEN_ID + index % NUM_TOKEN_IDS, index=index)
+        if running.max_tokens == running.num_tokens:
             first.finish_reason = common_pb2.FINISH_REASON_LENGTH
         else:
             self._running[request.request_id] = running

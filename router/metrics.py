@@ -43,10 +43,15 @@ class RouterMetrics:
         self._errors = Counter(
             "pd_router_request_errors", "Failed requests", ["code"], registry=self.registry
         )
-        self._retries = Counter(
-            "pd_router_retries",
-            "Second attempts on another pair",
-            ["cause"],
+        self._migrations = Counter(
+            "pd_router_migrations",
+            "Requests that went on at other workers",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.lost_aborts = Counter(
+            "pd_router_lost_aborts",
+            "Ends of requests that a living worker never heard of",
             registry=self.registry,
         )
         self._tokens = Counter(
@@ -62,6 +67,11 @@ class RouterMetrics:
         self.ttft = self._histogram("pd_ttft_seconds", "Arrival to first token", LATENCY_BUCKETS_S)
         self.itl = self._histogram("pd_itl_seconds", "Between deliveries of tokens", ITL_BUCKETS_S)
         self.e2e = self._histogram("pd_e2e_seconds", "Arrival to last token", LATENCY_BUCKETS_S)
+        self.migration = self._histogram(
+            "pd_router_migration_seconds",
+            "From the loss of a request's workers to its next token",
+            LATENCY_BUCKETS_S,
+        )
         self.prompt_lengths = self._histogram(
             "pd_request_prompt_tokens", "Tokens of a prompt", TOKEN_BUCKETS
         )
@@ -111,9 +121,9 @@ class RouterMetrics:
         """One failure, also within a stream that began with status 200."""
         self._errors.labels(code).inc()
 
-    def count_retry(self, cause: ErrorCode) -> None:
-        """One second attempt."""
-        self._retries.labels(cause.name.lower()).inc()
+    def count_migration(self, reason: ErrorCode) -> None:
+        """One more attempt of a request."""
+        self._migrations.labels(reason.name.lower()).inc()
 
     def observe_stages(self, split: dict[str, float]) -> None:
         """One finished choice's seconds by stage (keys end in ``_s``)."""

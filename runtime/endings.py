@@ -5,7 +5,7 @@ one.
 A rank that lost another one of its group is whole itself, and so are its requests; a step that
 never ended in a group waits for another rank as a rule. Both are told as the loss of a worker,
 after which a router tries elsewhere. What remains is this rank's own fault, and the request may be
-its cause: it is not tried again.
+its cause. Its error says so, and a router moves each of them once, not again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def failure_of_requests(name: RankName, error: TandemError | None) -> TandemErro
     is_of_group = isinstance(error, StepOverdueError) and name.num_ranks > 1
     if is_of_group or isinstance(error, PeerLostError):
         return PeerLostError(f"{name} cannot go on: {error.message}. {name.fate}")
-    return InternalError(f"{name} failed: {error.message}")
+    return InternalError(f"{name} failed: {error.message}", worker_ended=True)
 
 
 def refusal_of_calls(name: RankName) -> TandemError:

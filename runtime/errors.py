@@ -31,10 +31,12 @@ class TandemError(Exception):
 
     code = ErrorCode.INTERNAL
 
-    def __init__(self, message: str, *, request_id: str = "") -> None:
+    def __init__(self, message: str, *, request_id: str = "", worker_ended: bool = False) -> None:
+        """``worker_ended``: a rank ended by its own fault; one of its requests may be why."""
         super().__init__(message)
         self.message = message
         self.request_id = request_id
+        self.worker_ended = worker_ended
 
 
 class InvalidRequestError(TandemError):

@@ -23,6 +23,7 @@ def error_to_proto(error: BaseException, request_id: str = "") -> common_pb2.Err
             code=int(error.code),  # type: ignore[arg-type]  # the numbers are the proto's
             message=error.message,
             request_id=error.request_id or request_id,
+            worker_ended=error.worker_ended,
         )
     return common_pb2.Error(
         code=common_pb2.ERROR_CODE_INTERNAL,
@@ -37,7 +38,9 @@ def error_from_proto(message: common_pb2.Error) -> TandemError:
         error_type = ERRORS_BY_CODE[ErrorCode(message.code)]
     except ValueError:
         error_type = InternalError
-    return error_type(message.message, request_id=message.request_id)
+    return error_type(
+        message.message, request_id=message.request_id, worker_ended=message.worker_ended
+    )
 
 
 def finish_reason_to_proto(reason: FinishReason | None) -> common_pb2.FinishReason:
@@ -46,8 +49,16 @@ def finish_reason_to_proto(reason: FinishReason | None) -> common_pb2.FinishReas
 
 
 def finish_reason_from_proto(value: common_pb2.FinishReason) -> FinishReason | None:
-    """None is "not finished"."""
-    return _FINISH_FROM_PROTO[value]
+    """None is "not finished".
+
+    Raises:
+        InternalError: the sender knows more reasons than we do.
+    """
+    try:
+        return _FINISH_FROM_PROTO[value]
+    except KeyError:
+        text = f"finish_reason = {value} is unknown here. Fix: run one version everywhere"
+        raise InternalError(text) from None
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:

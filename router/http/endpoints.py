@@ -213,7 +213,7 @@ class OpenAIEndpoints:
         """Wait for a place, make tokens, run."""
         serving, body = self._serving, call.body
         async with serving.admission.admit(min(call.num_choices, MAX_PARALLEL)) as place:
-            deadline = asyncio.get_running_loop().time() + serving.section.request_timeout_s
+            deadline = call.received + serving.section.request_timeout_s
             prompts = await serving.lanes.run(call.num_bytes, prompts_of)
             call.held.release()
             info = ResponseInfo(
@@ -234,9 +234,7 @@ class OpenAIEndpoints:
                 serving.metrics.prompt_lengths.observe(len(prompt.token_ids))
                 serving.metrics.prompt_tokens.inc(len(prompt.token_ids))
             generations = [choice.generation for choice in info.choices]
-            run = RequestRun(
-                serving.pipeline, mailbox, generations, deadline, on_ended=place.give_back
-            )
+            run = RequestRun(serving.pipeline, mailbox, generations, on_ended=place.give_back)
             return await self._respond(call, run, form_of(info), info, deadline)
 
     async def _respond(

@@ -52,8 +52,10 @@ class HttpServer:
         self.metrics = metrics or RouterMetrics()
         self.pool = PoolView(loop.time)
         clients = WorkerClients(credentials)
-        frames = FrameStreams(self.pool, clients, router_id)
-        self._workers = Workers(self.pool, clients, frames, router_id)
+        frames = FrameStreams(
+            self.pool, clients, router_id, resume_timeout_s=section.resume_timeout_s
+        )
+        self._workers = Workers(self.pool, clients, frames, router_id, self.metrics)
         self.pool.on_change(self._workers.follow_pool)
         self._section = section
         self._slots_per_rank = slots_per_rank
@@ -72,7 +74,7 @@ class HttpServer:
             loop.time,
         )
         policy = PairingPolicy(section.policy)
-        pipeline = Pipeline(self._workers, policy, self.metrics)
+        pipeline = Pipeline(self._workers, policy, section)
         serving = Serving(
             section=section,
             model=model,

@@ -1,23 +1,31 @@
 """One try of one generation on one pair: Reserve > Run > frames.
 
-The ticket from decode goes to prefill; prefill's answer is the first token and goes to the client
-at once; the rest comes in decode's frames. Both legs are watched together: whichever fails ends the
-attempt, and the other is cancelled.
+Decode answers with a place, which goes to prefill with the context: the prompt, and the output that
+other attempts have given the client. Prefill claims decode's blocks by itself when its turn comes,
+and its answer is the next token, which goes to the client at once; the rest comes in decode's
+frames. Both legs are watched together: whichever fails ends the attempt, and the other is
+cancelled. See docs/adr/0010-claims.md.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TypeVar
 
-from router.pool.members import Member, WorkerKey
+from router.metrics import RouterMetrics
+from router.pool.members import Member, Role, WorkerKey
 from router.pool.view import PoolView
+from router.requests.aborts import Aborts
 from router.requests.clients import WorkerClients
-from router.requests.frames import FrameStreams
+from router.requests.frames import FrameStream, FrameStreams
 from router.requests.generation import Generation
+from router.requests.sink import AttemptSink
 from router.routing.policy import Pair
+from runtime.budget import Budget, BudgetKind
 from runtime.errors import (
+    DeadlineExceededError,
     ErrorCode,
     InternalError,
     PeerLostError,
@@ -25,16 +33,18 @@ from runtime.errors import (
     TandemError,
 )
 from runtime.logging import get_logger
-from runtime.pb import decode_pb2, prefill_pb2
+from runtime.pb import common_pb2, decode_pb2, prefill_pb2
 from runtime.rpc import map_rpc_errors
 from runtime.wire import error_from_proto, sampling_to_proto
 
 logger = get_logger(__name__)
 
-ABORT_TIMEOUT_S = 5.0
+RESERVE_TIMEOUT_S = 10.0
 REVOCATION_REASON_S = 0.5
-OF_A_TICKET = frozenset({ErrorCode.PEER_LOST, ErrorCode.TRANSFER_FAILED})
+OF_A_TICKET = frozenset({ErrorCode.PEER_LOST, ErrorCode.TRANSFER_FAILED, ErrorCode.STALE_TICKET})
 """Errors of decode's frames that may be prefill's words."""
+OF_A_WORKER = frozenset({ErrorCode.OVERLOADED, ErrorCode.DRAINING})
+"""Errors that say of whoever speaks that it takes nothing."""
 
 T = TypeVar("T")
 
@@ -43,14 +53,20 @@ class Workers:
     """How a router process reaches workers: its view of the pool, channels, token streams."""
 
     def __init__(
-        self, pool: PoolView, clients: WorkerClients, frames: FrameStreams, router_id: str
+        self,
+        pool: PoolView,
+        clients: WorkerClients,
+        frames: FrameStreams,
+        router_id: str,
+        metrics: RouterMetrics,
     ) -> None:
         """``router_id`` names this process to decode ranks and is unique in the cluster."""
         self.pool = pool
         self.clients = clients
         self.frames = frames
         self.router_id = router_id
-        self._aborts: set[asyncio.Task[None]] = set()
+        self.metrics = metrics
+        self._aborts = Aborts(clients, metrics, is_alive=self._is_alive)
 
     def follow_pool(self) -> None:
         """Open and close streams and channels as members come and go."""
@@ -60,27 +76,16 @@ class Workers:
 
     def abort(self, decode: Member, worker_request_id: str, reason: str) -> None:
         """Tell ``decode`` in the background that a request is over; idempotent there."""
-        request = decode_pb2.AbortRequest(request_id=worker_request_id, reason=reason)
-
-        async def call() -> None:
-            # The channel is looked up now: the one of before may be closed, its worker gone.
-            stub = self.clients.decode(decode)
-            try:
-                with map_rpc_errors(f"decode {decode.key}"):
-                    await stub.Abort(request, timeout=ABORT_TIMEOUT_S)
-            except TandemError as error:
-                # Where the worker lives and did not hear this, its own deadline frees the request.
-                logger.warning("abort was lost request_id=%s error=%s", worker_request_id, error)
-
-        task = asyncio.create_task(call(), name=f"abort-{worker_request_id}")
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+        self._aborts.send(decode, worker_request_id, reason)
 
     async def close(self) -> None:
         """Wait for aborts under way, then end all streams and channels."""
-        await asyncio.gather(*self._aborts, return_exceptions=True)
+        await self._aborts.close()
         await self.frames.close()
         await self.clients.close()
+
+    def _is_alive(self, key: WorkerKey) -> bool:
+        return self.pool.member(key) is not None or key in self.frames.keys_in_use()
 
 
 class Attempt:
@@ -93,50 +98,64 @@ class Attempt:
         pair: Pair,
         *,
         number: int,
-        deadline: float,
+        budget: Budget,
     ) -> None:
-        """``deadline`` is on the event loop's clock; ``number`` counts the attempts from 0."""
+        """``budget`` is the request's in all; ``number`` counts the attempts from 0."""
         self._workers = workers
         self._generation = generation
+        self._sink = AttemptSink(generation)
         self._pair = pair
-        self._deadline = deadline
+        self._budget = budget
+        self._context = generation.context_token_ids
+        self._num_output_tokens = generation.num_tokens
         # Another name per attempt: an abort of the first must not hit the second.
         suffix = f"-r{number}" if number else ""
         self.worker_request_id = generation.request_id + suffix
         self.culprits: set[WorkerKey] = set()
-        """After a failure: members that the next attempt must not use."""
+        """After a failure: who is known to be at fault; empty where nobody is."""
+        self.has_prefilled = False
+        """Whether prefill was given the context: it has some of its KV, or all."""
+
+    @property
+    def has_decoded(self) -> bool:
+        """Whether decode gave tokens: the pair works, or did."""
+        return self._sink.has_decode_tokens
 
     async def run(self) -> None:
         """Return when the last token was handed over; raise what broke either leg."""
-        generation, decode = self._generation, self._pair.decode
+        generation, sink, decode = self._generation, self._sink, self._pair.decode
         stream = self._workers.frames.stream(decode)
         generation.phase = "connecting to decode"
         self.culprits = {decode.key}
         await stream.standing()
-        stream.attach(self.worker_request_id, generation)
+        stream.attach(self.worker_request_id, sink)
         try:
             with self._workers.pool.in_flight(decode.key):
-                ticket = await self._reserve()
-                generation.on_first(await self._prefill(ticket))
+                reservation = await self._reserve(stream)
+                first = await self._prefill(reservation)
+                sink.on_first(first)
+                self._note_progress(first)
                 generation.phase = "decoding"
-                await generation.ended
+                await self._decode()
         finally:
             stream.detach(self.worker_request_id)
-            generation.close_attempt()
-            if not generation.completed:
+            sink.close()
+            if not sink.completed:
                 reason = f"ended while {generation.phase}"
                 self._workers.abort(decode, self.worker_request_id, reason)
 
-    async def _reserve(self) -> decode_pb2.TransferTicket:
+    async def _reserve(self, stream: FrameStream) -> decode_pb2.Reservation:
         generation, pair = self._generation, self._pair
-        generation.phase = "waiting for blocks in decode"
+        generation.phase = "reserving in decode"
         self.culprits = {pair.decode.key}
-        generation.timings.reserve_sent = asyncio.get_running_loop().time()
+        if not self._num_output_tokens:
+            generation.timings.reserve_sent = asyncio.get_running_loop().time()
         request = decode_pb2.ReserveRequest(
             request_id=self.worker_request_id,
             router_id=self._workers.router_id,
-            prompt_token_ids=generation.prompt_token_ids,
-            sampling=sampling_to_proto(generation.sampling),
+            context_token_ids=self._context,
+            num_output_tokens=self._num_output_tokens,
+            sampling=self._sampling(),
             timeout_s=self._time_left(),
             prefill=pair.prefill.identity,
             prefill_address=pair.prefill.address,
@@ -144,78 +163,108 @@ class Attempt:
             cache_salt=generation.cache_salt,
         )
         stub = self._workers.clients.decode(pair.decode)
-        call = stub.Reserve(request, timeout=self._time_left())
+        num_breaks = stream.num_breaks
+        call = stub.Reserve(request, timeout=RESERVE_TIMEOUT_S)
 
-        async def ticket() -> decode_pb2.TransferTicket:
-            answer: decode_pb2.TransferTicket | None = None
-            async for update in call:  # to its end: cancelling the call would give the ticket back
-                kind = update.WhichOneof("update")
-                if kind == "rejected":
-                    raise error_from_proto(update.rejected)
-                if kind == "ticket":
-                    answer = update.ticket
-                elif kind == "queued":
-                    generation.phase = f"queued in decode ({update.queued.reason or 'no room'})"
-            if answer is None:
-                raise InternalError(f"decode {pair.decode.key} ended Reserve without an answer")
-            return answer
+        async def answer() -> decode_pb2.ReserveResponse:
+            return await call
 
-        return await self._watch(ticket(), call.cancel, "decode", pair.decode.key)
+        response = await self._watch(answer(), call.cancel, Role.DECODE)
+        if response.WhichOneof("result") != "reservation":
+            raise error_from_proto(response.error)
+        if stream.num_breaks != num_breaks:
+            # The new stream did not ask for this request, so what the old one lost is lost.
+            self.culprits = set()
+            raise PeerLostError(f"the stream of decode {pair.decode.key} broke meanwhile")
+        self._sink.is_reserved = True
+        return response.reservation
 
-    async def _prefill(self, ticket: decode_pb2.TransferTicket) -> prefill_pb2.FirstToken:
+    async def _prefill(self, reservation: decode_pb2.Reservation) -> prefill_pb2.FirstToken:
         generation, prefill = self._generation, self._pair.prefill
-        generation.phase = "prefilling"
+        generation.phase = "waiting for prefill"
         self.culprits = set()
-        generation.timings.run_sent = asyncio.get_running_loop().time()
+        self.has_prefilled = True
+        if not self._num_output_tokens:
+            generation.timings.run_sent = asyncio.get_running_loop().time()
         request = prefill_pb2.RunRequest(
             request_id=self.worker_request_id,
             expected=prefill.identity,
-            prompt_token_ids=generation.prompt_token_ids,
-            sampling=sampling_to_proto(generation.sampling),
-            ticket=ticket,
+            context_token_ids=self._context,
+            num_output_tokens=self._num_output_tokens,
+            sampling=self._sampling(),
+            reservation=reservation,
             timeout_s=self._time_left(),
             cache_salt=generation.cache_salt,
         )
-        call = self._workers.clients.prefill(prefill).Run(request, timeout=self._time_left())
+        call = self._workers.clients.prefill(prefill).Run(request)
 
         async def answer() -> prefill_pb2.RunResponse:
             return await call
 
-        with self._workers.pool.in_flight(prefill.key, len(generation.prompt_token_ids)):
-            response = await self._watch(answer(), call.cancel, "prefill", prefill.key)
-        if response.HasField("error"):
+        with self._workers.pool.in_flight(prefill.key, len(self._context)):
+            response = await self._watch(answer(), call.cancel, Role.PREFILL)
+        if response.WhichOneof("result") != "first_token":
             error = error_from_proto(response.error)
-            if error.code in (ErrorCode.OVERLOADED, ErrorCode.DRAINING):
+            if error.code in OF_A_WORKER or error.worker_ended:
                 self.culprits = {prefill.key}
             if error.code is ErrorCode.CANCELLED:
                 await self._reason_of_revocation()
             raise error
         return response.first_token
 
+    async def _decode(self) -> None:
+        try:
+            await self._sink.ended
+        except TandemError as error:
+            self.culprits = self._blamed(error)
+            raise
+
+    def _time_left(self) -> float:
+        return max(0.001, self._budget.left(asyncio.get_running_loop().time()))
+
+    def _sampling(self) -> common_pb2.SamplingParams:
+        sampling = self._generation.sampling
+        if self._num_output_tokens:  # the client has the prompt's log-probabilities
+            sampling = replace(sampling, num_prompt_logprobs=-1)
+        return sampling_to_proto(sampling)
+
+    def _note_progress(self, first: prefill_pb2.FirstToken) -> None:
+        """If other workers were lost before, the request has moved with this token."""
+        timings = self._generation.timings
+        if timings.lost:
+            seconds = timings.migrated(asyncio.get_running_loop().time())
+            self._workers.metrics.migration.observe(seconds)
+            logger.info(
+                "a request goes on request_id=%s prefill=%s decode=%s seconds=%.3f "
+                "context_tokens=%d cached_tokens=%d",
+                self.worker_request_id,
+                *self._pair.keys,
+                seconds,
+                len(self._context),
+                first.num_cached_tokens,
+            )
+
     async def _reason_of_revocation(self) -> None:
         """Raise why decode revoked the ticket, if its frames say so in a moment.
 
         Prefill only knows that it was told to stop.
         """
-        ended = self._generation.ended
+        ended = self._sink.ended
         await asyncio.wait({ended}, timeout=REVOCATION_REASON_S)
         if ended.done():
-            ended.result()
+            await self._decode()
 
-    async def _watch(
-        self, work: Awaitable[T], cancel: Callable[[], object], leg: str, key: WorkerKey
-    ) -> T:
-        """The result of a call to ``key``, unless decode's frames end the attempt before."""
+    async def _watch(self, work: Awaitable[T], cancel: Callable[[], object], leg: Role) -> T:
+        """The result of a call to ``leg``, unless decode's frames end the attempt before."""
         task = asyncio.ensure_future(work)
-        ended = self._generation.ended
+        ended = self._sink.ended
         try:
             watched: set[asyncio.Future[T] | asyncio.Future[None]] = {task, ended}
             await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                self.culprits = self._blamed(ended, key)
-                ended.result()
-                raise InternalError(f"decode finished the request before {leg} {key} answered")
-            return self._result_of(task, leg, key)
+                await self._decode()
+                raise InternalError(f"decode finished the request before {leg.value} answered")
+            return self._result_of(task, leg)
         finally:
             if not task.done():
                 cancel()
@@ -224,35 +273,37 @@ class Attempt:
             elif not task.cancelled():
                 task.exception()  # ended as we were cancelled: somebody has to have seen it
 
-    def _blamed(self, ended: asyncio.Future[None], called: WorkerKey) -> set[WorkerKey]:
-        """Whom to avoid after decode's frames have ended the attempt during a call to `called`.
+    def _blamed(self, error: TandemError) -> set[WorkerKey]:
+        """Whom to avoid after decode's frames have ended the attempt.
 
-        While prefill runs, they may say what prefill has told decode about the ticket: then either
-        may be at fault, and both are suspects only.
+        Until decode has begun, they may say what prefill has told decode about the ticket: then
+        either may be at fault, and both are suspects only.
         """
-        error, decode = ended.exception(), self._pair.decode.key
-        if called == decode or self._generation.is_decode_lost:
-            return {decode}
-        is_of_ticket = isinstance(error, TandemError) and error.code in OF_A_TICKET
-        return set() if is_of_ticket else {decode}
+        sink = self._sink
+        is_of_ticket = sink.is_reserved and not sink.has_decode_tokens and not sink.is_decode_lost
+        if is_of_ticket and error.code in OF_A_TICKET:
+            return set()
+        return {self._pair.decode.key}
 
-    def _result_of(self, task: asyncio.Future[T], leg: str, key: WorkerKey) -> T:
-        """The result of a finished call; one that gRPC broke is the loss of ``key``."""
-        peer = f"{leg} {key}"
+    def _result_of(self, task: asyncio.Future[T], leg: Role) -> T:
+        """The result of a finished call; one that gRPC broke is the loss of that worker."""
+        key = self._pair.prefill.key if leg is Role.PREFILL else self._pair.decode.key
+        peer = f"{leg.value} {key}"
         if task.cancelled():
             raise self._lost(key, f"{peer}: the connection was closed")
         try:
             with map_rpc_errors(peer):
                 return task.result()
-        except (PeerLostError, RequestCancelledError) as error:
+        except (PeerLostError, RequestCancelledError, DeadlineExceededError) as error:
             if error.__cause__ is None:
                 raise  # the worker answered, and says this of someone else
-            raise self._lost(key, error.message) from error  # a dying server cancels its calls
+            message = error.message  # a dying server cancels its calls
+            if isinstance(error, DeadlineExceededError):
+                call = Budget.start(BudgetKind.CALL, RESERVE_TIMEOUT_S, 0.0)
+                message = f"{peer}: {call.error(self._generation.phase).message}"
+            raise self._lost(key, message) from error
 
     def _lost(self, key: WorkerKey, message: str) -> PeerLostError:
         self._workers.pool.mark_failed(key, message)
         self.culprits = {key}
         return PeerLostError(message)
-
-    def _time_left(self) -> float:
-        return max(0.001, self._deadline - asyncio.get_running_loop().time())

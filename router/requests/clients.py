@@ -18,7 +18,7 @@ from runtime.net import Credentials
 from runtime.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from runtime.rpc import open_channel
 
-ReserveCall = grpc.aio.UnaryStreamCall[decode_pb2.ReserveRequest, decode_pb2.ReserveUpdate]
+ReserveCall = grpc.aio.UnaryUnaryCall[decode_pb2.ReserveRequest, decode_pb2.ReserveResponse]
 FramesCall = grpc.aio.UnaryStreamCall[decode_pb2.FramesRequest, decode_pb2.Frame]
 RunCall = grpc.aio.UnaryUnaryCall[prefill_pb2.RunRequest, prefill_pb2.RunResponse]
 AbortCall = grpc.aio.UnaryUnaryCall[decode_pb2.AbortRequest, decode_pb2.AbortResponse]

@@ -1,8 +1,9 @@
 """One long-lived Frames stream per decode rank, and the way of each delta to its request.
 
-A broken stream may have lost deltas that nothing can ask for again, so its requests fail at once
-with PeerLostError, whatever became of the worker; the stream itself is opened anew for as long as
-the worker is in the pool.
+A broken stream has lost nothing for good: it is opened anew, and asks for what its requests lack.
+They are told of a loss only where the worker does not take calls any more, is another life, has
+left the pool, or is away for too long. The stream is opened for as long as the worker is in the
+pool. See docs/adr/0011-continuation.md.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
+from router.http.errors import as_tandem_error
 from router.pool.members import Member, Role, WorkerKey, WorkerLoad
 from router.pool.view import PoolView
 from router.requests.clients import DecodeStub, WorkerClients
@@ -25,16 +27,28 @@ logger = get_logger(__name__)
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MAX_S = 1.0
 STANDING_TIMEOUT_S = 5.0
+STEADY_S = 1.0
+"""A stream that broke before this age counts as a failure to connect."""
+MAX_FAILURES = 3
+"""So many of these in a row, and the requests of the stream go elsewhere."""
 
 
 class TokenSink(Protocol):
-    """A request that waits for deltas. Both are called on the event loop and must not raise."""
+    """A request that waits for deltas. All is called on the event loop."""
+
+    @property
+    def next_index(self) -> int | None:
+        """Output index of the next token to come; None where none has to."""
 
     def on_delta(self, delta: decode_pb2.TokenDelta) -> None:
-        """News of this request, in order."""
+        """News of this request, in order; after a broken stream some of it for the second time."""
 
     def on_lost(self, error: TandemError) -> None:
         """No more deltas will come."""
+
+
+class ReplacedError(PeerLostError):
+    """Another life answers where this one was."""
 
 
 class FrameStream:
@@ -46,17 +60,26 @@ class FrameStream:
         stub: DecodeStub,
         router_id: str,
         *,
+        resume_timeout_s: float,
         on_load: Callable[[WorkerKey, WorkerLoad], None],
         on_loss: Callable[[WorkerKey, str], None],
     ) -> None:
+        """``resume_timeout_s``: how long requests wait for a broken stream to stand again."""
         self.key = member.key
         self._address = member.address
         self._stub = stub
         self._router_id = router_id
+        self._resume_timeout_s = resume_timeout_s
         self._on_load = on_load
         self._on_loss = on_loss
         self._sinks: dict[str, TokenSink] = {}
-        self._stands = False
+        self._loop = asyncio.get_running_loop()
+        self._stands_since: float | None = None
+        self._num_failures = 0
+        """Attempts to connect in a row that brought no steady stream."""
+        self._give_up_timer: asyncio.TimerHandle | None = None
+        """Runs while the stream is broken and requests wait for it."""
+        self.num_breaks = 0
         self._waiters: list[asyncio.Future[None]] = []
         """Who waits for the outcome of the present attempt to connect."""
         self._task = asyncio.create_task(self._run(), name=f"frames-{member.key}")
@@ -66,15 +89,20 @@ class FrameStream:
         """Requests that wait for deltas."""
         return len(self._sinks)
 
+    @property
+    def stands(self) -> bool:
+        """Whether deltas can arrive now."""
+        return self._stands_since is not None
+
     async def standing(self) -> None:
         """Wait until the stream stands: no delta of a request reserved from now on is missed.
 
         Raises:
             PeerLostError: the present attempt to connect fails, or takes more than 5 s.
         """
-        if self._stands:
+        if self.stands:
             return
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[None] = self._loop.create_future()
         self._waiters.append(waiter)
         try:
             async with asyncio.timeout(STANDING_TIMEOUT_S):
@@ -102,40 +130,54 @@ class FrameStream:
         self.stop()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
-        self._fail_all(reason)
+        self._stop_timer()
+        self._fail_waiters(reason)
+        self._give_up(reason)
 
     async def _run(self) -> None:
-        delay_s = RECONNECT_FIRST_S
+        """Open the stream again and again, whatever breaks it; until cancelled."""
         while True:
             try:
                 with map_rpc_errors(f"decode {self.key}"):
                     await self._read()
-                reason = "the worker ended the stream"
-            except TandemError as error:
-                reason = error.message
-            if self._stands:
-                delay_s = RECONNECT_FIRST_S
-                self._stands = False
-                self._on_loss(self.key, reason)
-            self._fail_all(reason)
-            await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, RECONNECT_MAX_S)
+                error: Exception = PeerLostError("the worker ended the stream")
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                error = PeerLostError("the connection was closed")
+            except TandemError as failure:
+                error = failure
+            except Exception as failure:
+                logger.exception("a stream of tokens failed worker=%s", self.key)
+                error = failure
+            self._note_break(error)
+            await asyncio.sleep(self._delay_s())
 
     async def _read(self) -> None:
-        call = self._stub.Frames(decode_pb2.FramesRequest(router_id=self._router_id))
+        resume = [
+            decode_pb2.ResumePoint(request_id=request_id, next_index=next_index)
+            for request_id, sink in self._sinks.items()
+            if (next_index := sink.next_index) is not None
+        ]
+        request = decode_pb2.FramesRequest(router_id=self._router_id, resume=resume)
+        call = self._stub.Frames(request)
         try:
             async for frame in call:
                 epoch = frame.decode.epoch
                 if epoch not in (0, self.key.epoch):
-                    raise PeerLostError(f"decode {self.key} was replaced behind {self._address}")
-                if not self._stands:
-                    self._stand()
+                    raise ReplacedError(f"decode {self.key} was replaced behind {self._address}")
+                if not self.stands:
+                    self._stand(len(resume))
                 self._deliver(frame)
         finally:
             call.cancel()
 
-    def _stand(self) -> None:
-        self._stands = True
+    def _stand(self, num_resumed: int) -> None:
+        self._stands_since = self._loop.time()
+        self._stop_timer()
+        if num_resumed:
+            logger.info("a stream of tokens goes on worker=%s requests=%d", self.key, num_resumed)
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -143,8 +185,13 @@ class FrameStream:
     def _deliver(self, frame: decode_pb2.Frame) -> None:
         for delta in frame.deltas:
             sink = self._sinks.get(delta.request_id)
-            if sink is not None:
+            if sink is None:
+                continue
+            try:
                 sink.on_delta(delta)
+            except Exception as error:  # of this request alone
+                logger.exception("a delta was not understood request_id=%s", delta.request_id)
+                self._lose(delta.request_id, as_tandem_error(error))
         if frame.HasField("load"):
             load = frame.load
             self._on_load(
@@ -155,16 +202,61 @@ class FrameStream:
                     num_free_blocks=load.num_free_blocks,
                     num_total_blocks=load.num_total_blocks,
                     num_quarantined_blocks=load.num_quarantined_blocks,
+                    sequence=load.sequence,
                 ),
             )
 
-    def _fail_all(self, reason: str) -> None:
+    def _note_break(self, error: Exception) -> None:
+        """The stream broke, or did not come to stand."""
+        reason = as_tandem_error(error).message
+        stood_since, self._stands_since = self._stands_since, None
+        if stood_since is None:
+            self._num_failures += 1
+        else:
+            is_steady = self._loop.time() - stood_since >= STEADY_S
+            self._num_failures = 0 if is_steady else self._num_failures + 1
+            self.num_breaks += 1
+            self._on_loss(self.key, reason)
+            text = "a stream of tokens broke worker=%s requests=%d reason=%r"
+            logger.warning(text, self.key, len(self._sinks), reason)
+            self._start_timer(reason)
+        self._fail_waiters(reason)
+        if self._num_failures >= MAX_FAILURES or isinstance(error, ReplacedError):
+            self._give_up(reason)
+
+    def _delay_s(self) -> float:
+        if not self._num_failures:
+            return 0.0
+        return min(RECONNECT_FIRST_S * 2.0 ** min(self._num_failures - 1, 10), RECONNECT_MAX_S)
+
+    def _start_timer(self, reason: str) -> None:
+        if self._give_up_timer is None:
+            text = f"{reason}; no new stream within {self._resume_timeout_s:g} s"
+            text += " (router.resume_timeout_s)"
+            self._give_up_timer = self._loop.call_later(self._resume_timeout_s, self._give_up, text)
+
+    def _stop_timer(self) -> None:
+        if self._give_up_timer is not None:
+            self._give_up_timer.cancel()
+            self._give_up_timer = None
+
+    def _fail_waiters(self, reason: str) -> None:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_exception(self._unreachable(reason))
-        sinks, self._sinks = self._sinks, {}
-        for sink in sinks.values():
-            sink.on_lost(PeerLostError(f"the tokens of decode {self.key} stopped: {reason}"))
+
+    def _give_up(self, reason: str) -> None:
+        """Tell all requests of the stream that it is lost."""
+        for request_id in list(self._sinks):
+            text = f"the tokens of decode {self.key} stopped: {reason}"
+            self._lose(request_id, PeerLostError(text))
+
+    def _lose(self, request_id: str, error: TandemError) -> None:
+        sink = self._sinks.pop(request_id)
+        try:
+            sink.on_lost(error)
+        except Exception:  # the others have to hear of it all the same
+            logger.exception("a loss was not understood request_id=%s", request_id)
 
     def _unreachable(self, reason: str) -> PeerLostError:
         return PeerLostError(f"decode {self.key} at {self._address} cannot be reached: {reason}")
@@ -173,10 +265,13 @@ class FrameStream:
 class FrameStreams:
     """A stream for every decode rank of the pool, standing before the first request needs it."""
 
-    def __init__(self, pool: PoolView, clients: WorkerClients, router_id: str) -> None:
+    def __init__(
+        self, pool: PoolView, clients: WorkerClients, router_id: str, *, resume_timeout_s: float
+    ) -> None:
         self._pool = pool
         self._clients = clients
         self._router_id = router_id
+        self._resume_timeout_s = resume_timeout_s
         self._streams: dict[WorkerKey, FrameStream] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -188,6 +283,7 @@ class FrameStreams:
                 member,
                 self._clients.decode(member),
                 self._router_id,
+                resume_timeout_s=self._resume_timeout_s,
                 on_load=self._pool.report,
                 on_loss=self._pool.mark_failed,
             )
@@ -206,7 +302,8 @@ class FrameStreams:
             self.stream(member)
         for key, stream in list(self._streams.items()):
             replaced = (key.instance, key.rank) in places
-            if key not in members and (replaced or not stream.num_attached):
+            in_use = stream.num_attached and stream.stands
+            if key not in members and (replaced or not in_use):
                 del self._streams[key]
                 reason = "it was restarted" if replaced else "it left the pool"
                 stream.stop()  # at once: its channel is closed next

@@ -1,7 +1,8 @@
 """One choice on its way through the workers: what it asks for, and the tokens that came back.
 
 Tokens reach an HTTP request through its ``Mailbox``. Frames put them there directly, without a task
-per request or token; whatever arrives in one turn of the event loop is taken out together.
+per request or token; whatever arrives in one turn of the event loop is taken out together. What
+belongs to one try only is in ``router.requests.sink``.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from runtime.errors import InternalError, TandemError, TransferFailedError
-from runtime.pb import common_pb2, decode_pb2, prefill_pb2
-from runtime.sampling import FinishReason, SamplingParams
-from runtime.wire import error_from_proto, finish_reason_from_proto
+from runtime.errors import TandemError
+from runtime.pb import common_pb2, prefill_pb2
+from runtime.sampling import FinishReason, SamplingParams, finish_reason_after
 
 
 class Output(NamedTuple):
@@ -102,12 +102,25 @@ class RequestTimings:
     reserve_sent: float = 0.0
     run_sent: float = 0.0
     first_token: float = 0.0
+    last_token: float = 0.0
+    """When the latest was handed over."""
     ended: float = 0.0
+    num_migrations: int = 0
+    migration_s: float = 0.0
+    """From losses of workers to the next tokens, in all."""
+    lost: float = 0.0
+    """Since when the choice is without workers; 0: it has them."""
     worker: dict[str, float] = field(default_factory=dict)
 
     def merge(self, timings: common_pb2.Timings) -> None:
         """Keep what ``timings`` says; a field that nobody filled is left out."""
         self.worker.update({item.name: value for item, value in timings.ListFields()})
+
+    def migrated(self, now: float) -> float:
+        """The next token after a loss is there; returns how long it took."""
+        seconds, self.lost = now - self.lost, 0.0
+        self.migration_s += seconds
+        return seconds
 
     def split(self) -> dict[str, float]:
         """Seconds per stage, those known; ``router_s`` is all before the first call to a worker."""
@@ -116,13 +129,15 @@ class RequestTimings:
             "reserve_s": self.run_sent - self.reserve_sent,
             "ttft_s": self.first_token - self.received,
             "total_s": self.ended - self.received,
+            "num_migrations": float(self.num_migrations),
+            "migration_s": self.migration_s,
         }
         known = {name: value for name, value in stages.items() if value >= 0.0}
         return {name: round(value, 6) for name, value in {**known, **self.worker}.items()}
 
 
 class Generation:
-    """The state of one choice; a ``TokenSink``. Owned by the pipeline task that drives it."""
+    """The state of one choice, over all attempts. Owned by the pipeline task that drives it."""
 
     def __init__(
         self,
@@ -144,139 +159,60 @@ class Generation:
         self.timings = RequestTimings(received)
         self.phase = "waiting for a worker"
         self.num_cached_tokens = 0
+        self.output_token_ids: list[int] = []
+        """Handed over so far, in order."""
         self._mailbox = mailbox
-        self._num_tokens = 0
-        self._first_token: int | None = None
-        self._has_first = False
-        """Whether this attempt's prefill has answered."""
-        self._early: list[decode_pb2.TokenDelta] = []
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.is_decode_lost = False
-        """Whether this attempt's stream of tokens broke."""
 
     @property
     def num_tokens(self) -> int:
         """Output tokens handed over so far."""
-        return self._num_tokens
+        return len(self.output_token_ids)
 
     @property
-    def ended(self) -> asyncio.Future[None]:
-        """Done when the last token was handed over; raises what broke this attempt."""
-        return self._ended
+    def context_token_ids(self) -> list[int]:
+        """Prompt and output so far: what the next attempt goes on from."""
+        return [*self.prompt_token_ids, *self.output_token_ids]
 
-    @property
-    def completed(self) -> bool:
-        """Whether the last token was handed over: the workers have nothing left to end.
-
-        Asked rather than remembered by who awaits ``ended``: that task is often cancelled first, by
-        the consumer that saw the last token.
-        """
-        ended = self._ended
-        return ended.done() and not ended.cancelled() and ended.exception() is None
-
-    def begin_attempt(self) -> None:
-        """Forget an attempt that failed with no token but the first handed over.
-
-        Tokens follow from the prompt, the sampling and its seed, so another attempt begins with the
-        same one; ``on_first`` sees to it.
-        """
-        assert self._num_tokens <= 1
-        self.close_attempt()
-        self._has_first = False
-        self._early = []
-        self._ended = asyncio.get_running_loop().create_future()
-        self.is_decode_lost = False
-
-    def close_attempt(self) -> None:
-        """Mark the attempt's failure as seen, where nobody waited for it."""
-        if self._ended.done() and not self._ended.cancelled():
-            self._ended.exception()
+    def finish_so_far(self) -> FinishReason | None:
+        """Why nothing can follow what was handed over; None where something can."""
+        if not self.output_token_ids:
+            return None
+        # max_tokens is capped by the model's context already.
+        num_prompt_tokens = len(self.prompt_token_ids)
+        return finish_reason_after(
+            self.output_token_ids[-1],
+            num_output_tokens=self.num_tokens,
+            num_tokens=num_prompt_tokens + self.num_tokens,
+            params=self.sampling,
+            max_model_len=num_prompt_tokens + self.sampling.max_tokens,
+        )
 
     def fail(self, error: TandemError) -> None:
         """Hand the failure over; nothing follows."""
         error.request_id = error.request_id or self.request_id
         self._mailbox.put(Output(self.index, error=error))
 
-    def on_first(self, first: prefill_pb2.FirstToken) -> None:
-        """The prefill's token, then whatever decode said before it arrived here."""
-        if self._ended.done():
-            return
-        self._has_first = True
-        self.timings.merge(first.timings)
-        if self._first_token is None:
-            self._take_first(first)
-        elif first.token_id != self._first_token:
-            # The client has the other one: no honest continuation is left.
-            text = "the KV was lost after the first token, and another attempt began differently"
-            self._break(TransferFailedError(text))
-        early, self._early = self._early, []
-        for delta in early:
-            self.on_delta(delta)
-
-    def _take_first(self, first: prefill_pb2.FirstToken) -> None:
-        self.timings.first_token = asyncio.get_running_loop().time()
+    def hand_over_first(
+        self,
+        first: prefill_pb2.FirstToken,
+        logprobs: Sequence[common_pb2.PositionLogprobs],
+        finish: FinishReason | None,
+    ) -> None:
+        """The first output token of all."""
+        timings = self.timings
+        timings.first_token = timings.last_token = asyncio.get_running_loop().time()
         self.num_cached_tokens = first.num_cached_tokens
-        self._first_token = first.token_id
-        self._num_tokens = 1
-        logprobs = (first.logprobs,) if first.HasField("logprobs") else ()
-        finish = finish_reason_from_proto(first.finish_reason)
-        self._hand_over((first.token_id,), logprobs, finish, first)
+        token_ids = (first.token_id,)
+        self.output_token_ids += token_ids
+        self._mailbox.put(Output(self.index, token_ids, logprobs, finish, None, first))
 
-    def on_delta(self, delta: decode_pb2.TokenDelta) -> None:
-        """Tokens or the end, from decode."""
-        if self._ended.done():
-            return
-        if delta.HasField("timings"):
-            self.timings.merge(delta.timings)
-        finish = finish_reason_from_proto(delta.finish_reason)
-        if finish in (FinishReason.ERROR, FinishReason.ABORT) or delta.HasField("error"):
-            self._break(_error_of(delta))
-        elif not self._has_first:
-            self._early.append(delta)
-        else:
-            self._take(delta, finish)
-
-    def on_lost(self, error: TandemError) -> None:
-        """The stream of tokens broke."""
-        self.is_decode_lost = True
-        if not self._ended.done():
-            self._break(error)
-
-    def _take(self, delta: decode_pb2.TokenDelta, finish: FinishReason | None) -> None:
-        token_ids: Sequence[int] = delta.token_ids
-        logprobs: Sequence[common_pb2.PositionLogprobs] = delta.logprobs
-        num_known = self._num_tokens - delta.start_index
-        if num_known < 0:
-            self._break(
-                InternalError(
-                    f"decode sent token {delta.start_index} of request {self.request_id} "
-                    f"after token {self._num_tokens - 1}"
-                )
-            )
-            return
-        if num_known:
-            token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
-        if token_ids or finish is not None:
-            self._num_tokens += len(token_ids)
-            self._hand_over(token_ids, logprobs, finish)
-
-    def _hand_over(
+    def hand_over(
         self,
         token_ids: Sequence[int],
         logprobs: Sequence[common_pb2.PositionLogprobs],
         finish: FinishReason | None,
-        first: prefill_pb2.FirstToken | None = None,
     ) -> None:
-        self._mailbox.put(Output(self.index, token_ids, logprobs, finish, None, first))
-        if finish is not None:
-            self._ended.set_result(None)
-
-    def _break(self, error: TandemError) -> None:
-        self._ended.set_exception(error)
-
-
-def _error_of(delta: decode_pb2.TokenDelta) -> TandemError:
-    if delta.HasField("error"):
-        return error_from_proto(delta.error)
-    reason = common_pb2.FinishReason.Name(delta.finish_reason)
-    return InternalError(f"decode ended the request with {reason} and no error")
+        """The tokens that follow, or the end alone."""
+        self.timings.last_token = asyncio.get_running_loop().time()
+        self.output_token_ids += token_ids
+        self._mailbox.put(Output(self.index, token_ids, logprobs, finish))

@@ -1,10 +1,9 @@
-"""One choice from its start to its end: an attempt on a pair, and perhaps one on another.
+"""One choice from its start to its end: an attempt on a pair, and others that go on where it ended.
 
-An attempt that gave the client no token, or only the first one, is repeated where the failure was
-the pair's (no room, a worker lost or restarted, KV that did not arrive), never where it was the
-request's. The first token is out before its KV has moved, so transfers fail mostly after it. Where
-nobody is known to be at fault and there is no other pair, the same one tries again: with a new
-ticket, over a new connection.
+Tokens follow from context, sampling and seed alone, so an attempt that failed after any number of
+tokens is followed by another one, whose context is the prompt and all that the client has been
+given. What was the pair's fault (no room, a worker lost, restarted, draining or broken, KV that did
+not arrive) moves a request; what was the request's own ends it. See docs/adr/0011-continuation.md.
 """
 
 from __future__ import annotations
@@ -12,19 +11,19 @@ from __future__ import annotations
 import asyncio
 
 from router.http.errors import as_tandem_error
-from router.metrics import RouterMetrics
-from router.pool.members import WorkerKey
 from router.requests.attempt import Attempt, Workers
 from router.requests.generation import Generation
-from router.routing.policy import NoWorkersError, PairingPolicy
-from router.routing.request_shape import RequestShape
-from runtime.errors import DeadlineExceededError, ErrorCode, TandemError
+from router.requests.pairing import PairFinder, Pairing
+from router.requests.time_limits import TimeLimits
+from router.routing.policy import NoWorkersError, Pair, PairingPolicy
+from runtime.budget import Budget
+from runtime.config import RouterSection
+from runtime.errors import ErrorCode, TandemError
 from runtime.logging import get_logger
 
 logger = get_logger(__name__)
 
-MAX_ATTEMPTS = 2
-RETRYABLE = frozenset(
+OF_THE_PAIR = frozenset(
     {
         ErrorCode.OVERLOADED,
         ErrorCode.PEER_LOST,
@@ -33,36 +32,40 @@ RETRYABLE = frozenset(
         ErrorCode.DRAINING,
     }
 )
+"""Another pair may do better."""
+MAX_ENDED_WORKERS = 1
+"""Moves after a worker that ended by its own fault: the second one may be the request's doing, and
+there must not be a third."""
+BACK_OFF_FIRST_S = 0.1
+BACK_OFF_MAX_S = 2.0
 
 
 class Pipeline:
     """Drives generations; one per router process."""
 
-    def __init__(
-        self,
-        workers: Workers,
-        policy: PairingPolicy,
-        metrics: RouterMetrics,
-    ) -> None:
+    def __init__(self, workers: Workers, policy: PairingPolicy, section: RouterSection) -> None:
         self._workers = workers
-        self._policy = policy
-        self._metrics = metrics
+        self._pairing = Pairing(workers.pool, policy, worker_wait_s=section.worker_wait_s)
+        self._section = section
 
-    async def run(self, generation: Generation, deadline: float) -> None:
+    async def run(self, generation: Generation) -> None:
         """Drive ``generation`` to its end; every failure but cancellation ends in its mailbox.
 
-        ``deadline`` is on the event loop's clock. Cancelling releases both legs.
+        Cancelling releases both legs.
         """
+        section = self._section
+        limits = TimeLimits(generation, section)
+        course = _Course(
+            self._workers,
+            PairFinder(self._pairing, generation),
+            generation,
+            budget=limits.request,
+            max_migrations=section.max_migrations,
+        )
         try:
-            async with asyncio.timeout_at(deadline):
-                with self._metrics.in_flight.track_inprogress():
-                    await self._attempts(generation, deadline)
+            with self._workers.metrics.in_flight.track_inprogress():
+                await limits.run(course.run())
             return
-        except TimeoutError:
-            error: TandemError = DeadlineExceededError(
-                f"the request's time was over while {generation.phase}. "
-                "Fix: ask for fewer tokens, or raise router.request_timeout_s"
-            )
         except TandemError as failure:
             error = failure
         except Exception as failure:
@@ -70,42 +73,93 @@ class Pipeline:
             error = as_tandem_error(failure)
         generation.fail(error)
 
-    async def _attempts(self, generation: Generation, deadline: float) -> None:
-        excluded: set[WorkerKey] = set()
-        suspects: set[WorkerKey] = set()
+
+class _Course:
+    """The attempts of one choice, one after the other."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        finder: PairFinder,
+        generation: Generation,
+        *,
+        budget: Budget,
+        max_migrations: int,
+    ) -> None:
+        """``budget`` is the request's in all."""
+        self._workers = workers
+        self._finder = finder
+        self._generation = generation
+        self._budget = budget
+        self._max_migrations = max_migrations
+        self._num_migrations = 0
+        self._num_ended_workers = 0
+        self._num_fruitless = 0
+        """Attempts in a row in which decode never began."""
+
+    async def run(self) -> None:
+        """Return when the last token was handed over; raise what cannot be moved."""
+        generation = self._generation
         failure: TandemError | None = None
-        for number in range(MAX_ATTEMPTS):
-            try:
-                shape = RequestShape(
-                    num_context_tokens=len(generation.prompt_token_ids),
-                    max_output_tokens=generation.sampling.max_tokens,
-                    cache_salt=generation.cache_salt,
-                    excluded=excluded,
-                    suspects=suspects,
-                )
-                pair = self._policy.pick(shape, self._workers.pool)
-            except NoWorkersError:
-                if failure is None:
-                    raise
-                raise failure from None
-            if failure is not None:
-                self._metrics.count_retry(failure.code)
-            generation.begin_attempt()
-            attempt = Attempt(self._workers, generation, pair, number=number, deadline=deadline)
+        while True:
+            pair = await self._next_pair(failure)
+            attempt = Attempt(
+                self._workers,
+                generation,
+                pair,
+                number=self._num_migrations,
+                budget=self._budget,
+            )
             try:
                 await attempt.run()
                 return
             except TandemError as error:
-                if error.code not in RETRYABLE or generation.num_tokens > 1:
+                if not self._may_move(error):
                     raise
-                logger.warning(
-                    "attempt failed request_id=%s prefill=%s decode=%s error=%r",
-                    attempt.worker_request_id,
-                    *pair.keys,
-                    error.message,
-                )
                 failure = error
-                excluded |= attempt.culprits
-                suspects |= set(pair.keys)
-        assert failure is not None
-        raise failure
+            self._num_fruitless = 0 if attempt.has_decoded else self._num_fruitless + 1
+            self._note_loss(attempt, pair, failure)
+            finish = generation.finish_so_far()
+            if finish is not None:  # all is there, only the word of its end was lost
+                generation.hand_over((), (), finish)
+                return
+
+    async def _next_pair(self, failure: TandemError | None) -> Pair:
+        generation = self._generation
+        if failure is None:
+            return await self._finder.find(None, is_under_way=False)
+        if self._num_fruitless > 1:
+            delay_s = BACK_OFF_FIRST_S * 2.0 ** (self._num_fruitless - 2)
+            await asyncio.sleep(min(delay_s, BACK_OFF_MAX_S))
+        generation.phase = f"waiting for other workers, because {failure.message}"
+        try:
+            pair = await self._finder.find(failure, is_under_way=generation.num_tokens > 0)
+        except NoWorkersError:
+            raise failure from None
+        self._num_migrations += 1
+        generation.timings.num_migrations += 1
+        self._workers.metrics.count_migration(failure.code)
+        return pair
+
+    def _may_move(self, error: TandemError) -> bool:
+        if self._num_migrations >= self._max_migrations:
+            return False
+        if error.worker_ended:
+            self._num_ended_workers += 1
+            return self._num_ended_workers <= MAX_ENDED_WORKERS
+        return error.code in OF_THE_PAIR
+
+    def _note_loss(self, attempt: Attempt, pair: Pair, error: TandemError) -> None:
+        generation = self._generation
+        timings = generation.timings
+        timings.lost = timings.lost or asyncio.get_running_loop().time()
+        self._finder.note_failure(pair, attempt.culprits, has_prefilled=attempt.has_prefilled)
+        logger.warning(
+            "an attempt failed, the request moves request_id=%s prefill=%s decode=%s "
+            "output_tokens=%d reason=%s error=%r",
+            attempt.worker_request_id,
+            *pair.keys,
+            generation.num_tokens,
+            error.code.name.lower(),
+            error.message,
+        )

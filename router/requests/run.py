@@ -21,11 +21,10 @@ class RequestRun:
         pipeline: Pipeline,
         mailbox: Mailbox,
         generations: Sequence[Generation],
-        deadline: float,
         *,
         on_ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """``deadline`` is on the event loop's clock; ``generations`` share ``mailbox``.
+        """``generations`` share ``mailbox``.
 
         ``on_ended`` is called once no choice is in the workers' hands any more.
         """
@@ -33,7 +32,6 @@ class RequestRun:
         self.mailbox = mailbox
         self.generations = generations
         self._pipeline = pipeline
-        self._deadline = deadline
         self._gate = asyncio.Semaphore(MAX_PARALLEL)
         self._tasks: list[asyncio.Task[None]] = []
         self._num_running = 0
@@ -76,4 +74,4 @@ class RequestRun:
 
     async def _drive(self, generation: Generation) -> None:
         async with self._gate:
-            await self._pipeline.run(generation, self._deadline)
+            await self._pipeline.run(generation)

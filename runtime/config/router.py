@@ -26,8 +26,18 @@ class RouterSection:
     """A request that waited so long for a place is answered 429."""
     max_queue_bytes: int = 256 * 2**20
     """Bodies that are read or wait for a place, together; beyond, a request is answered 429."""
-    request_timeout_s: float = 600.0
-    """From a request's place in flight to its last token; the queue before it is not counted."""
+    request_timeout_s: float = 7200.0
+    """From a request's arrival to its last token, whatever happens meanwhile."""
+    first_token_timeout_s: float = 1800.0
+    """From a request's arrival to its first token, queues included."""
+    token_timeout_s: float = 120.0
+    """Between two tokens of a request, moves to other workers included."""
+    max_migrations: int = 8
+    """How often a request may go on at other workers after theirs failed."""
+    worker_wait_s: float = 30.0
+    """How long a request waits for a worker where all of a role went away; 0: not at all."""
+    resume_timeout_s: float = 3.0
+    """A stream of tokens that is broken for so long is lost, and its requests move."""
     max_body_bytes: int = 8 * 2**20
     """A larger body is answered 413."""
     max_connections: int = 16384
@@ -55,6 +65,11 @@ class RouterSection:
         at_least("router.queue_timeout_s", self.queue_timeout_s, 0.001)
         at_least("router.max_queue_bytes", self.max_queue_bytes, 1024)
         at_least("router.request_timeout_s", self.request_timeout_s, 0.001)
+        at_least("router.first_token_timeout_s", self.first_token_timeout_s, 0.001)
+        at_least("router.token_timeout_s", self.token_timeout_s, 0.001)
+        at_least("router.max_migrations", self.max_migrations, 0)
+        at_least("router.worker_wait_s", self.worker_wait_s, 0.0)
+        at_least("router.resume_timeout_s", self.resume_timeout_s, 0.0)
         at_least("router.max_body_bytes", self.max_body_bytes, 1024)
         at_least("router.max_connections", self.max_connections, 1)
         at_least("router.header_timeout_s", self.header_timeout_s, 0.001)

@@ -16,7 +16,7 @@ import tokenizers
 from router.service import RouterService
 from router.text.tokenizer import Tokenizer
 from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection
-from tests.router.fakes import MAX_MODEL_LEN, SECRET, FakeDecode, FakePrefill
+from tests.router.fakes import MAX_MODEL_LEN, SECRET, FakeDecode, FakePrefill, Proxy
 
 MODEL = "org/tiny-model"
 ANSWER = "Hello w\u00f6rld \U0001f642 and more text follows. END of it."
@@ -114,6 +114,11 @@ class Cluster:
         ids = self.tokenizer.encode(self.answer, add_special_tokens=False)
         return [*ids, self.eos, *ids, *[ids[0]] * MAX_MODEL_LEN]
 
+    def text_of(self, num_tokens: int) -> str:
+        """The answer's first tokens."""
+        pieces = self.tokenizer.vocabulary.pieces
+        return b"".join(pieces[token_id] for token_id in self.script([])[:num_tokens]).decode()
+
     @property
     def num_answer_tokens(self) -> int:
         """With eos."""
@@ -125,8 +130,10 @@ class Cluster:
         await worker.start(self.control, port)
         return worker
 
-    async def add_decode(self, name: str = "decode-0", port: int = 0) -> FakeDecode:
-        worker = FakeDecode(name, MODEL, self.script)
+    async def add_decode(
+        self, name: str = "decode-0", port: int = 0, *, proxy: Proxy | None = None
+    ) -> FakeDecode:
+        worker = FakeDecode(name, MODEL, self.script, proxy=proxy)
         self.decodes.append(worker)
         await worker.start(self.control, port)
         return worker
@@ -150,7 +157,9 @@ async def start_router(model_dir: Path, tokenizer: Tokenizer) -> AsyncIterator[S
     closers: list[Callable[[], Awaitable[None]]] = []
 
     async def start(**section: object) -> Cluster:
-        options = {"port": 0, "control_port": 0, "lease_ttl_s": 0.8, **section}
+        # A test that is about waiting for workers says so.
+        waits = {"worker_wait_s": 0.2, "lease_ttl_s": 0.8}
+        options = {"port": 0, "control_port": 0, **waits, **section}
         config = ClusterConfig(
             cluster=ClusterSection(secret=SECRET),
             model=ModelSection(path=str(model_dir), name=MODEL),

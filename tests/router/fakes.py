@@ -1,20 +1,28 @@
 """A prefill worker and a decode rank that follow the contracts and compute nothing.
 
-They join the real registry over gRPC, hand out tickets, answer first tokens and stream frames;
-what a request's output is, and what goes wrong, is set by the test. They meet each other only
-through the ticket's nonce, as real workers do.
+They join the real registry over gRPC, hand out reservations and tickets, answer first tokens and
+stream frames; what a request's output is, and what goes wrong, is set by the test. They meet each
+other only through the reservation's nonce, as real workers do.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import grpc
 import grpc.aio
 
-from runtime.errors import OutOfBlocksError, TandemError
+from runtime.errors import (
+    InvalidRequestError,
+    OutOfBlocksError,
+    StaleTicketError,
+    TandemError,
+)
 from runtime.net import Credentials, Listen
 from runtime.pb import (
     common_pb2,
@@ -25,9 +33,10 @@ from runtime.pb import (
     registry_pb2,
 )
 from runtime.registration import RegistryClient
-from runtime.rpc import bind_port, create_server, open_channel
-from runtime.sampling import finish_reason_after
+from runtime.rpc import bind_port, create_server, map_rpc_errors, open_channel
+from runtime.sampling import SamplingParams, finish_reason_after
 from runtime.wire import (
+    error_from_proto,
     error_to_proto,
     finish_reason_to_proto,
     sampling_from_proto,
@@ -40,11 +49,19 @@ MAX_MODEL_LEN = 256
 
 Script = Callable[[Sequence[int]], list[int]]
 """The output tokens for a prompt, endless enough or ending in a stop token."""
+Choose = Callable[[Sequence[int], SamplingParams], int]
+"""The token that follows a context: of it and the seed alone, as in the engine."""
+
+
+def seeded_token(context: Sequence[int], sampling: SamplingParams) -> int:
+    """One of the printable bytes' tokens, which depends on every token of the context."""
+    text = f"{list(context)}, {sampling.seed}".encode()
+    return 30 + hashlib.blake2b(text, digest_size=2).digest()[0] % 60
 
 
 @dataclass
 class FakeWorker:
-    """What both roles share: a server, an identity, a lease."""
+    """What both roles share: a server, an identity, a lease, a rule for tokens."""
 
     instance: str
     model: str
@@ -52,12 +69,21 @@ class FakeWorker:
     epoch: int = field(default_factory=lambda: secrets.randbits(60) + 1)
     address: str = ""
     layout: str = LAYOUT
+    choose: Choose | None = None
+    """Instead of the script."""
     server: grpc.aio.Server | None = None
     registration: RegistryClient | None = None
 
     @property
     def identity(self) -> common_pb2.WorkerIdentity:
         return common_pb2.WorkerIdentity(instance=self.instance, epoch=self.epoch)
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    def tokens(self, context: Sequence[int], num_output: int, sampling: SamplingParams) -> Tokens:
+        return Tokens(self, list(context), num_output, sampling)
 
     async def join(self, control: str, role: common_pb2.Role) -> None:
         record = registry_pb2.WorkerRecord(
@@ -79,10 +105,8 @@ class FakeWorker:
 
     async def die(self) -> None:
         """End without a word to the registry, as a killed process does."""
-        if self.server is not None:
-            server, self.server = self.server, None
-            await server.stop(None)
         self.fall_silent()
+        await self._stop()
 
     def fall_silent(self) -> None:
         """Renew no lease any more, and serve on."""
@@ -95,9 +119,49 @@ class FakeWorker:
         if self.registration is not None:
             await self.registration.close()
             self.registration = None
+        await self._stop()
+
+    async def _stop(self) -> None:
         if self.server is not None:
             server, self.server = self.server, None
             await server.stop(None)
+
+
+class Tokens:
+    """The output of one request, from some token on."""
+
+    def __init__(
+        self, worker: FakeWorker, context: list[int], num_output: int, sampling: SamplingParams
+    ) -> None:
+        """A context that nobody can have been given is an error: it would be wrong text."""
+        self._worker = worker
+        self._prompt = context[: len(context) - num_output]
+        self._output: list[int] = []
+        self._sampling = sampling
+        if self.until(num_output) != context[len(self._prompt) :]:
+            raise InvalidRequestError(f"the context {context} is not of our output")
+
+    def at(self, index: int) -> int:
+        return self.until(index + 1)[index]
+
+    def until(self, end: int) -> list[int]:
+        while len(self._output) < end:
+            choose = self._worker.choose
+            if choose is None:
+                self._output = self._worker.script(self._prompt)
+            else:
+                self._output.append(choose([*self._prompt, *self._output], self._sampling))
+        return self._output[:end]
+
+    def finish_at(self, index: int) -> common_pb2.FinishReason:
+        reason = finish_reason_after(
+            self.at(index),
+            num_output_tokens=index + 1,
+            num_tokens=len(self._prompt) + index + 1,
+            params=self._sampling,
+            max_model_len=MAX_MODEL_LEN,
+        )
+        return finish_reason_to_proto(reason)
 
 
 @dataclass
@@ -108,6 +172,46 @@ class Reserved:
     nonce: int
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
+    sent: list[decode_pb2.TokenDelta] = field(default_factory=list)
+    """All news of it, for a stream that comes after one that broke."""
+
+
+class Proxy:
+    """Forwards TCP connections to a worker, and cuts them."""
+
+    def __init__(self) -> None:
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self, target: int) -> int:
+        """Returns the port that stands for ``target``."""
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            other_reader, other_writer = await asyncio.open_connection("127.0.0.1", target)
+            self._writers |= {writer, other_writer}
+            await asyncio.gather(self._copy(reader, other_writer), self._copy(other_reader, writer))
+
+        self._server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+
+    @staticmethod
+    async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(2**16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
 
 
 @dataclass
@@ -116,149 +220,258 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
     step_s: float = 0.001
     reserve_error: TandemError | None = None
-    queue_s: float = 0.0
+    claim_error: TandemError | None = None
+    claim_s: float = 0.0
+    """How long a claim waits for blocks."""
     fail_after: int = 0
     """Send an error instead of this output token; 0: never."""
     fail_error: TandemError = field(
         default_factory=lambda: OutOfBlocksError("the KV pool is full and nothing can be preempted")
     )
+    fails_always: bool = False
+    """The same, whichever token would be the first that is sent here."""
+    die_after: int = 0
+    """Die instead of sending this output token; 0: never."""
+    cut_after: int = 0
+    """Break the stream once where this output token would be sent, which is lost; 0: never."""
     hold_after: int = 0
     """Send nothing from this output token on; 0: never."""
     skip_token: int = 0
     """Leave this output token out; 0: none."""
+    finish_reason: int = 0
+    """Send this in every delta, instead of the right one."""
+    loses_finish: bool = False
+    """Send the last token without its finish reason, then fail."""
     repeat_tokens: bool = False
     burst: bool = False
     """Send all deltas of a request in one frame."""
+    refuses_streams: bool = False
+    hangs_streams: bool = False
+    """New streams never stand."""
+    proxy: Proxy | None = None
+    """Between router and worker."""
+    abort_failures: int = 0
+    """So many calls of Abort fail."""
     requests: dict[str, Reserved] = field(default_factory=dict)
+    finished: dict[str, Reserved] = field(default_factory=dict)
+    """Their news is kept for a stream that broke."""
     seen: list[decode_pb2.ReserveRequest] = field(default_factory=list)
+    resumed: list[decode_pb2.ResumePoint] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     num_streams: int = 0
-    _streams: dict[str, asyncio.Queue[decode_pb2.Frame]] = field(default_factory=dict)
+    num_streams_ever: int = 0
+    _streams: dict[str, asyncio.Queue[decode_pb2.Frame | None]] = field(default_factory=dict)
+    _dying: asyncio.Task[None] | None = None
 
     async def start(self, control: str, port: int = 0) -> None:
         listen = Listen(bind="127.0.0.1", port=port)
         self.server = create_server(CREDENTIALS)
         decode_pb2_grpc.add_DecodeServicer_to_server(self, self.server)
-        self.address = listen.address(bind_port(self.server, listen, CREDENTIALS))
+        port = bind_port(self.server, listen, CREDENTIALS)
         await self.server.start()
+        if self.proxy is not None:
+            port = await self.proxy.start(port)
+        self.address = f"127.0.0.1:{port}"
         await self.join(control, common_pb2.ROLE_DECODE)
 
     async def Reserve(
         self, request: decode_pb2.ReserveRequest, context: object
-    ) -> AsyncIterator[decode_pb2.ReserveUpdate]:
+    ) -> decode_pb2.ReserveResponse:
         self.seen.append(request)
         if self.reserve_error is not None:
-            rejected = error_to_proto(self.reserve_error, request.request_id)
-            yield decode_pb2.ReserveUpdate(rejected=rejected)
-            return
-        if self.queue_s:
-            queued = decode_pb2.Queued(position=1, reason="no blocks free")
-            yield decode_pb2.ReserveUpdate(queued=queued)
-            await asyncio.sleep(self.queue_s)
+            error = error_to_proto(self.reserve_error, request.request_id)
+            return decode_pb2.ReserveResponse(error=error)
         reserved = Reserved(request, secrets.randbits(63) + 1)
         self.requests[request.request_id] = reserved
         reserved.task = asyncio.create_task(self._decode(reserved))
-        ticket = decode_pb2.TransferTicket(
+        reservation = decode_pb2.Reservation(
             request_id=request.request_id,
             decode=self.identity,
             decode_address=self.address,
             nonce=reserved.nonce,
-            layout_fingerprint=self.layout,
+        )
+        return decode_pb2.ReserveResponse(reservation=reservation)
+
+    async def Claim(
+        self, request: decode_pb2.ClaimRequest, context: object
+    ) -> decode_pb2.ClaimResponse:
+        error = self.claim_error
+        reserved = self.requests.get(request.request_id)
+        if reserved is None or reserved.nonce != request.nonce:
+            error = StaleTicketError("nothing waits for this claim")
+        if error is not None:
+            return decode_pb2.ClaimResponse(error=error_to_proto(error, request.request_id))
+        await asyncio.sleep(self.claim_s)
+        ticket = decode_pb2.TransferTicket(
+            request_id=request.request_id,
+            decode=self.identity,
+            nonce=request.nonce,
             block_ids=[1],
             timeout_s=30,
         )
-        yield decode_pb2.ReserveUpdate(ticket=ticket)
+        return decode_pb2.ClaimResponse(ticket=ticket)
 
-    async def CloseTicket(
-        self, request: decode_pb2.CloseTicketRequest, context: object
-    ) -> decode_pb2.CloseTicketResponse:
-        reserved = self.requests.get(request.request_id)
-        if reserved is not None and reserved.nonce == request.nonce:
-            if request.outcome == decode_pb2.TICKET_OUTCOME_SENT:
+    async def CloseTickets(
+        self, request: decode_pb2.CloseTicketsRequest, context: object
+    ) -> decode_pb2.CloseTicketsResponse:
+        response = decode_pb2.CloseTicketsResponse()
+        for closure in request.closures:
+            reserved = self.requests.get(closure.request_id)
+            if reserved is None or reserved.nonce != closure.nonce:
+                response.unknown.append(closure.nonce)
+                continue
+            part = closure.parts[0]
+            if part.outcome == decode_pb2.TICKET_OUTCOME_SENT:
                 reserved.arrived.set()
-                return decode_pb2.CloseTicketResponse()
-            self._free(request.request_id)
-            if request.outcome == decode_pb2.TICKET_OUTCOME_FAILED:
-                delta = decode_pb2.TokenDelta(
-                    request_id=request.request_id,
-                    finish_reason=common_pb2.FINISH_REASON_ERROR,
-                    error=request.error,
-                )
-                self.send(reserved.request.router_id, [delta])
-        return decode_pb2.CloseTicketResponse()
+                continue
+            if part.outcome == decode_pb2.TICKET_OUTCOME_FAILED:
+                self._say(reserved, [self.error_delta(closure.request_id, part.error)])
+            self._free(closure.request_id)
+        return response
 
     async def Abort(
-        self, request: decode_pb2.AbortRequest, context: object
+        self, request: decode_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> decode_pb2.AbortResponse:
+        if self.abort_failures:
+            self.abort_failures -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the abort is lost")
         self.aborted.append(request.request_id)
+        self.finished.pop(request.request_id, None)
         return decode_pb2.AbortResponse(known=self._free(request.request_id))
 
     async def Frames(
-        self, request: decode_pb2.FramesRequest, context: object
+        self, request: decode_pb2.FramesRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[decode_pb2.Frame]:
-        frames: asyncio.Queue[decode_pb2.Frame] = asyncio.Queue()
+        if self.hangs_streams:
+            await asyncio.Event().wait()
+        if self.refuses_streams:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no streams")
+        frames: asyncio.Queue[decode_pb2.Frame | None] = asyncio.Queue()
         self._streams[request.router_id] = frames
         self.num_streams += 1
+        self.num_streams_ever += 1
         try:
             yield decode_pb2.Frame(decode=self.identity)
+            for point in request.resume:
+                self.resumed.append(point)
+                yield decode_pb2.Frame(decode=self.identity, deltas=self._news_since(point))
             while True:
-                yield await frames.get()
+                frame = await frames.get()
+                if frame is None:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream was cut")
+                assert frame is not None
+                yield frame
         finally:
             self.num_streams -= 1
+            if self._streams.get(request.router_id) is frames:
+                del self._streams[request.router_id]
 
-    def send(self, router_id: str, deltas: Sequence[decode_pb2.TokenDelta]) -> None:
-        """One frame."""
+    def cut_streams(self) -> None:
+        """Break all streams; what they have not sent yet is lost with them."""
+        for router_id in list(self._streams):
+            frames = self._streams.pop(router_id)
+            while not frames.empty():
+                frames.get_nowait()
+            frames.put_nowait(None)
+
+    def send(self, router_id: str, deltas: Iterable[decode_pb2.TokenDelta]) -> None:
+        """One frame, where somebody reads."""
         load = decode_pb2.LoadReport(num_requests_running=len(self.requests), num_total_blocks=10)
         frame = decode_pb2.Frame(decode=self.identity, deltas=deltas, load=load)
-        self._streams[router_id].put_nowait(frame)
+        if router_id in self._streams:
+            self._streams[router_id].put_nowait(frame)
+
+    def fail(self, error: TandemError) -> str:
+        """End the only request so; returns its id."""
+        ((request_id, reserved),) = self.requests.items()
+        self._say(reserved, [self.error_delta(request_id, error_to_proto(error, request_id))])
+        self._free(request_id)
+        return request_id
+
+    def drain(self, error: TandemError) -> None:
+        """Take nothing new and give all requests back."""
+        self.reserve_error = self.claim_error = error
+        for request_id, reserved in list(self.requests.items()):
+            self._say(reserved, [self.error_delta(request_id, error_to_proto(error, request_id))])
+            self._free(request_id)
+
+    @staticmethod
+    def error_delta(request_id: str, error: common_pb2.Error) -> decode_pb2.TokenDelta:
+        return decode_pb2.TokenDelta(
+            request_id=request_id, finish_reason=common_pb2.FINISH_REASON_ERROR, error=error
+        )
+
+    def _say(self, reserved: Reserved, deltas: list[decode_pb2.TokenDelta]) -> None:
+        reserved.sent += deltas
+        self.send(reserved.request.router_id, deltas)
+
+    def _news_since(self, point: decode_pb2.ResumePoint) -> list[decode_pb2.TokenDelta]:
+        reserved = self.requests.get(point.request_id) or self.finished.get(point.request_id)
+        if reserved is None:
+            error = error_to_proto(StaleTicketError("the request is not known"), point.request_id)
+            return [self.error_delta(point.request_id, error)]
+        return [
+            delta
+            for delta in reserved.sent
+            if delta.start_index + len(delta.token_ids) > point.next_index or delta.finish_reason
+        ]
 
     async def _decode(self, reserved: Reserved) -> None:
         request = reserved.request
         await reserved.arrived.wait()
         params = sampling_from_proto(request.sampling)
-        tokens = self.script(request.prompt_token_ids)
+        num_output = request.num_output_tokens
+        tokens = self.tokens(request.context_token_ids, num_output, params)
         deltas = []
-        for index in range(1, params.max_tokens):
+        for index in range(num_output + 1, params.max_tokens):
             await asyncio.sleep(0 if self.burst else self.step_s)
             if index == self.hold_after:
                 await asyncio.Event().wait()
+            if index == self.die_after:
+                self._dying = asyncio.create_task(self.die())
+                return
             if index == self.skip_token:
                 continue
             deltas.append(self._delta(request, tokens, index))
             finished = bool(deltas[-1].finish_reason)
-            if finished or not self.burst:
-                self.send(request.router_id, deltas)
+            if index == self.cut_after:
+                self.cut_after = 0
+                reserved.sent += deltas
+                deltas = []
+                self.cut_streams()
+            elif finished or not self.burst:
+                self._say(reserved, deltas)
                 deltas = []
             if finished:
                 break
+        if self.loses_finish:
+            error = error_to_proto(self.fail_error)
+            self._say(reserved, [self.error_delta(request.request_id, error)])
+        self.finished[request.request_id] = reserved
         self.requests.pop(request.request_id, None)
 
     def _delta(
-        self, request: decode_pb2.ReserveRequest, tokens: list[int], index: int
+        self, request: decode_pb2.ReserveRequest, tokens: Tokens, index: int
     ) -> decode_pb2.TokenDelta:
-        params = sampling_from_proto(request.sampling)
-        delta = decode_pb2.TokenDelta(request_id=request.request_id, start_index=index)
-        if index == self.fail_after:
-            delta.finish_reason = common_pb2.FINISH_REASON_ERROR
-            delta.error.CopyFrom(error_to_proto(self.fail_error, request.request_id))
+        if index == self.fail_after or self.fails_always:
+            error = error_to_proto(self.fail_error, request.request_id)
+            delta = self.error_delta(request.request_id, error)
+            delta.start_index = index
             return delta
-        prompt_length = len(request.prompt_token_ids)
-        finish = finish_reason_after(
-            tokens[index],
-            num_output_tokens=index + 1,
-            num_tokens=prompt_length + index + 1,
-            params=params,
-            max_model_len=MAX_MODEL_LEN,
-        )
         first = index - 1 if self.repeat_tokens else index
-        delta.start_index = first
-        delta.token_ids.extend(tokens[first : index + 1])
-        delta.finish_reason = finish_reason_to_proto(finish)
-        if params.num_logprobs >= 0:
-            delta.logprobs.extend(
-                position_logprobs(token, params.num_logprobs) for token in tokens[first : index + 1]
-            )
-        if index == 1:
+        token_ids = tokens.until(index + 1)[first:]
+        delta = decode_pb2.TokenDelta(
+            request_id=request.request_id,
+            start_index=first,
+            token_ids=token_ids,
+            finish_reason=self.finish_reason or tokens.finish_at(index),  # type: ignore[arg-type]
+        )
+        if self.loses_finish:
+            delta.finish_reason = common_pb2.FINISH_REASON_UNSPECIFIED
+        num_logprobs = request.sampling.num_logprobs
+        if num_logprobs >= 0:
+            delta.logprobs.extend(position_logprobs(token, num_logprobs) for token in token_ids)
+        if index == request.num_output_tokens + 1:
             delta.timings.kv_transfer_s = 0.002
         return delta
 
@@ -271,7 +484,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
 @dataclass
 class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
-    """A prefill worker; answers the first token, then tells decode that the KV is there."""
+    """A prefill worker; claims, answers the first token, then tells decode that the KV is there."""
 
     run_s: float = 0.0
     run_error: TandemError | None = None
@@ -284,6 +497,9 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     num_failing: int = 1 << 30
     """How many fail before one succeeds."""
     num_transfers: int = 0
+    holds_transfers: bool = False
+    """Never end one."""
+    _pushes: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self, control: str, port: int = 0) -> None:
         listen = Listen(bind="127.0.0.1", port=port)
@@ -291,69 +507,91 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, self.server)
         self.address = listen.address(bind_port(self.server, listen, CREDENTIALS))
         await self.server.start()
-        self._pushes: set[asyncio.Task[None]] = set()
         await self.join(control, common_pb2.ROLE_PREFILL)
 
     async def Run(
         self, request: prefill_pb2.RunRequest, context: object
     ) -> prefill_pb2.RunResponse:
         self.seen.append(request)
+        reservation = request.reservation
         try:
             if self.run_error is not None:
                 error = error_to_proto(self.run_error, request.request_id)
                 return prefill_pb2.RunResponse(error=error)
+            await self._claim(reservation)
             if self.close_first:
-                await self._push(request.ticket, done=False)
+                await self._push(reservation, done=False)
             await asyncio.sleep(self.run_s)
+            first = self._first(request)
         except asyncio.CancelledError:
             self.cancelled.append(request.request_id)
             raise
-        params = sampling_from_proto(request.sampling)
-        prompt = request.prompt_token_ids
-        token = self.script(prompt)[0]
-        finish = finish_reason_after(
-            token,
-            num_output_tokens=1,
-            num_tokens=len(prompt) + 1,
-            params=params,
-            max_model_len=MAX_MODEL_LEN,
-        )
-        first = prefill_pb2.FirstToken(
-            token_id=token,
-            finish_reason=finish_reason_to_proto(finish),
-            num_cached_tokens=len(prompt) // 2,
-            timings=common_pb2.Timings(prefill_queue_s=0.001, prefill_compute_s=0.003),
-        )
-        if params.num_logprobs >= 0:
-            first.logprobs.CopyFrom(position_logprobs(token, params.num_logprobs))
-        if params.num_prompt_logprobs >= 0:
-            first.prompt_logprobs.extend(
-                position_logprobs(token, params.num_prompt_logprobs) for token in prompt[1:]
-            )
-        push = asyncio.create_task(self._push(request.ticket, done=finish is not None))
+        except TandemError as error:
+            return prefill_pb2.RunResponse(error=error_to_proto(error, request.request_id))
+        push = asyncio.create_task(self._push(reservation, done=bool(first.finish_reason)))
         self._pushes.add(push)
         push.add_done_callback(self._pushes.discard)
         return prefill_pb2.RunResponse(first_token=first)
 
-    async def _push(self, ticket: decode_pb2.TransferTicket, *, done: bool) -> None:
+    async def _stop(self) -> None:
+        for push in self._pushes:
+            push.cancel()
+        await super()._stop()
+
+    def _first(self, request: prefill_pb2.RunRequest) -> prefill_pb2.FirstToken:
+        params = sampling_from_proto(request.sampling)
+        context, index = request.context_token_ids, request.num_output_tokens
+        tokens = self.tokens(context, index, params)
+        first = prefill_pb2.FirstToken(
+            index=index,
+            token_id=tokens.at(index),
+            finish_reason=tokens.finish_at(index),
+            num_cached_tokens=len(context) // 2,
+            timings=common_pb2.Timings(prefill_queue_s=0.001, prefill_compute_s=0.003),
+        )
+        if params.num_logprobs >= 0:
+            first.logprobs.CopyFrom(position_logprobs(tokens.at(index), params.num_logprobs))
+        if params.num_prompt_logprobs >= 0:
+            first.prompt_logprobs.extend(
+                position_logprobs(token, params.num_prompt_logprobs) for token in context[1:]
+            )
+        return first
+
+    async def _claim(self, reservation: decode_pb2.Reservation) -> None:
+        request = decode_pb2.ClaimRequest(
+            request_id=reservation.request_id,
+            nonce=reservation.nonce,
+            decode=reservation.decode,
+            prefill=self.identity,
+            num_prefill_ranks=1,
+            layout_fingerprint=self.layout,
+        )
+        with map_rpc_errors(f"decode {reservation.decode.instance}"):
+            async with open_channel(reservation.decode_address, CREDENTIALS) as channel:
+                response = await decode_pb2_grpc.DecodeStub(channel).Claim(request)
+        if response.HasField("error"):
+            raise error_from_proto(response.error)
+
+    async def _push(self, reservation: decode_pb2.Reservation, *, done: bool) -> None:
         outcome = decode_pb2.TICKET_OUTCOME_NOT_NEEDED if done else decode_pb2.TICKET_OUTCOME_SENT
         self.num_transfers += 1
+        if self.holds_transfers:
+            await asyncio.Event().wait()
         error = None
         if self.transfer_error is not None and self.num_transfers <= self.num_failing:
             await asyncio.sleep(0.02)  # the first token is out
             outcome = decode_pb2.TICKET_OUTCOME_FAILED
             error = error_to_proto(self.transfer_error)
-        async with open_channel(ticket.decode_address, CREDENTIALS) as channel:
-            await decode_pb2_grpc.DecodeStub(channel).CloseTicket(
-                decode_pb2.CloseTicketRequest(
-                    request_id=ticket.request_id,
-                    nonce=ticket.nonce,
-                    decode_epoch=ticket.decode.epoch,
-                    prefill=self.identity,
-                    outcome=outcome,
-                    error=error,
-                )
-            )
+        part = decode_pb2.PartClosure(outcome=outcome, error=error, drained=True)
+        closure = decode_pb2.TicketClosure(
+            request_id=reservation.request_id, nonce=reservation.nonce, parts=[part]
+        )
+        request = decode_pb2.CloseTicketsRequest(
+            prefill=self.identity, decode_epoch=reservation.decode.epoch, closures=[closure]
+        )
+        with contextlib.suppress(TandemError), map_rpc_errors("decode"):
+            async with open_channel(reservation.decode_address, CREDENTIALS) as channel:
+                await decode_pb2_grpc.DecodeStub(channel).CloseTickets(request)
 
 
 def position_logprobs(token_id: int, count: int) -> common_pb2.PositionLogprobs:

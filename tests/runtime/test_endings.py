@@ -45,6 +45,7 @@ def test_requests_are_told_by_the_cause_alone(
     told = failure_of_requests(name, error)
     assert type(told) is kind
     assert told.message == message.format(name=name, error=error)
+    assert told.worker_ended == (kind is InternalError)
 
 
 def test_calls_after_the_end_are_sent_elsewhere() -> None:

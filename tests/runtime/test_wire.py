@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,6 +68,12 @@ def test_every_error_keeps_its_type(code: ErrorCode) -> None:
     assert common_pb2.ErrorCode.Name(int(code)) == f"ERROR_CODE_{code.name}"
 
 
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_an_error_says_whether_the_worker_ended(has_ended: bool) -> None:
+    error = InternalError("why", worker_ended=has_ended)
+    assert error_from_proto(error_to_proto(error)).worker_ended is has_ended
+
+
 def test_every_error_class_has_its_code() -> None:
     assert set(ERRORS_BY_CODE) == set(ErrorCode)
     assert set(ERRORS_BY_CODE.values()) == set(TandemError.__subclasses__())
@@ -81,6 +89,11 @@ def test_a_foreign_error_is_internal_and_named() -> None:
 @pytest.mark.parametrize("reason", [None, *FinishReason])
 def test_finish_reasons_round_trip(reason: FinishReason | None) -> None:
     assert finish_reason_from_proto(finish_reason_to_proto(reason)) is reason
+
+
+def test_an_unknown_finish_reason_is_internal() -> None:
+    with pytest.raises(InternalError, match="finish_reason = 99 is unknown"):
+        finish_reason_from_proto(cast(common_pb2.FinishReason, 99))
 
 
 def test_only_the_tables_moves_are_legal() -> None:

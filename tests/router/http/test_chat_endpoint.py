@@ -23,7 +23,7 @@ async def test_a_plain_answer(client, cluster: Cluster) -> None:
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].finish_reason == "stop"
     prompt = cluster.tokenizer.encode("<bos><user>say hello<assistant>", add_special_tokens=False)
-    assert list(cluster.prefill.seen[0].prompt_token_ids) == prompt
+    assert list(cluster.prefill.seen[0].context_token_ids) == prompt
     assert answer.usage.prompt_tokens == len(prompt)
     assert answer.usage.completion_tokens == cluster.num_answer_tokens
     assert answer.usage.total_tokens == len(prompt) + cluster.num_answer_tokens
@@ -162,7 +162,7 @@ async def test_messages_in_all_their_shapes(client, cluster: Cluster) -> None:
     await chat(client, messages=messages)
     text = "<bos>be brief<user>ab<assistant><eos><user>c<assistant>"
     expected = cluster.tokenizer.encode(text, add_special_tokens=False)
-    assert list(cluster.prefill.seen[0].prompt_token_ids) == expected
+    assert list(cluster.prefill.seen[0].context_token_ids) == expected
 
 
 async def test_the_last_message_can_be_continued(client, cluster: Cluster) -> None:
@@ -170,7 +170,7 @@ async def test_the_last_message_can_be_continued(client, cluster: Cluster) -> No
     await chat(client, messages=messages)
     text = "<bos><user>say hello<assistant>Sure,"
     expected = cluster.tokenizer.encode(text, add_special_tokens=False)
-    assert list(cluster.prefill.seen[0].prompt_token_ids) == expected
+    assert list(cluster.prefill.seen[0].context_token_ids) == expected
 
 
 async def test_harmless_fields_are_accepted(client, cluster: Cluster) -> None:
@@ -211,7 +211,7 @@ async def test_token_ids_on_request(client, cluster: Cluster) -> None:
     answer = await chat(client, extra_body={"return_token_ids": True})
     expected = cluster.tokenizer.encode(ANSWER, add_special_tokens=False)
     assert answer.choices[0].token_ids == [*expected, cluster.eos]
-    assert answer.prompt_token_ids == list(cluster.prefill.seen[0].prompt_token_ids)
+    assert answer.prompt_token_ids == list(cluster.prefill.seen[0].context_token_ids)
 
 
 async def test_decode_may_speak_before_prefill_answered(client, cluster: Cluster) -> None:

@@ -20,7 +20,7 @@ async def test_a_text_prompt(client, cluster: Cluster) -> None:
     assert answer.object == "text_completion"
     assert answer.choices[0].text == ANSWER
     assert answer.choices[0].finish_reason == "stop"
-    ids = list(cluster.prefill.seen[0].prompt_token_ids)
+    ids = list(cluster.prefill.seen[0].context_token_ids)
     assert ids == cluster.tokenizer.encode("def fib", add_special_tokens=True)
     assert ids[0] == cluster.tokenizer.token_id("<bos>")
 
@@ -47,12 +47,12 @@ async def test_prompts_in_all_their_shapes(client, cluster: Cluster, prompt, exp
         expected = [cluster.tokenizer.encode(text, add_special_tokens=True) for text in prompt]
     assert [choice.index for choice in answer.choices] == list(range(2 * len(expected)))
     assert all(choice.text == ANSWER for choice in answer.choices)
-    seen = {tuple(request.prompt_token_ids) for request in cluster.prefill.seen}
+    seen = {tuple(request.context_token_ids) for request in cluster.prefill.seen}
     assert seen == {tuple(ids) for ids in expected}
     assert answer.usage.prompt_tokens == sum(map(len, expected))
     for request in cluster.prefill.seen:  # prompt i's choice j is number i * n + j
         index = int(request.request_id.rpartition(".")[2])
-        assert list(request.prompt_token_ids) == expected[index // 2]
+        assert list(request.context_token_ids) == expected[index // 2]
 
 
 async def test_many_prompts_at_once(client, cluster: Cluster) -> None:

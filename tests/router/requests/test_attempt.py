@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from router.pool.members import WorkerKey
+from router.pool.members import Role
 from router.requests.attempt import Attempt
+from router.requests.generation import Generation, Mailbox
+from runtime.budget import Budget, BudgetKind
 from runtime.errors import DeadlineExceededError
+from runtime.sampling import SamplingParams
+
+
+def generation_of() -> Generation:
+    return Generation(
+        request_id="r",
+        index=0,
+        prompt_token_ids=[1],
+        sampling=SamplingParams(max_tokens=1),
+        cache_salt="",
+        mailbox=Mailbox(),
+        received=0.0,
+    )
 
 
 async def test_a_call_that_fails_as_its_client_leaves_is_not_lost() -> None:
@@ -19,19 +33,17 @@ async def test_a_call_that_fails_as_its_client_leaves_is_not_lost() -> None:
     loop = asyncio.get_running_loop()
     unseen: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: unseen.append(context))
-    generation = SimpleNamespace(request_id="r", ended=loop.create_future())
-    attempt = Attempt(
-        cast(Any, None), cast(Any, generation), cast(Any, None), number=0, deadline=loop.time()
-    )
+    budget = Budget.start(BudgetKind.REQUEST, 1.0, loop.time())
+    generation = generation_of()
+    attempt = Attempt(cast(Any, None), generation, cast(Any, None), number=0, budget=budget)
     answered: asyncio.Future[None] = loop.create_future()
 
     async def answer() -> None:
         await answered
         raise DeadlineExceededError("the request's time is over")
 
-    key = WorkerKey(instance="decode-0", epoch=1, rank=0)
     watching = asyncio.create_task(
-        attempt._watch(answer(), lambda: pytest.fail("the call is over"), "decode", key)
+        attempt._watch(answer(), lambda: pytest.fail("the call is over"), Role.DECODE)
     )
     await asyncio.sleep(0)
     answered.set_result(None)

@@ -19,7 +19,7 @@ class SlowToEnd:
     def __init__(self) -> None:
         self.num_ended = 0
 
-    async def run(self, generation: Generation, deadline: float) -> None:
+    async def run(self, generation: Generation) -> None:
         try:
             await asyncio.Event().wait()
         finally:
@@ -41,7 +41,7 @@ def run_of(pipeline: SlowToEnd) -> RequestRun:
         )
         for index in range(2)
     ]
-    return RequestRun(cast(Pipeline, pipeline), mailbox, generations, deadline=1e9)
+    return RequestRun(cast(Pipeline, pipeline), mailbox, generations)
 
 
 async def fail_within(run: RequestRun) -> None:

@@ -1,0 +1,125 @@
+"""Who serves the next attempt of one choice, and the wait for somebody who can.
+
+What failed attempts say of workers is kept for a while only: a long answer must not shut out a
+worker for an hour because a connection to it broke once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Collection
+
+from router.pool.members import WorkerKey
+from router.pool.view import FAILURE_COOLDOWN_S, PoolView
+from router.requests.generation import Generation
+from router.routing.policy import NoWorkersError, Pair, PairingPolicy
+from router.routing.request_shape import RequestShape
+from runtime.errors import ErrorCode, TandemError
+
+LOOK_AGAIN_S = 0.5
+"""Who waits for a worker looks so often, also where no member came or went: exclusions end."""
+
+
+class Pairing:
+    """What all choices of a router process pick from. One event loop owns it."""
+
+    def __init__(self, pool: PoolView, policy: PairingPolicy, *, worker_wait_s: float) -> None:
+        """``worker_wait_s``: how long one waits for a worker that may come back."""
+        self._pool = pool
+        self._policy = policy
+        self.worker_wait_s = worker_wait_s
+        self.was_ready = False
+        """Whether there was ever a pair: then those that are missing may come back."""
+        self._changed = asyncio.Event()
+        pool.on_change(self._wake)
+
+    def pick(self, shape: RequestShape) -> Pair:
+        """The best pair now.
+
+        Raises:
+            NoWorkersError: there is none.
+        """
+        pair = self._policy.pick(shape, self._pool)
+        self.was_ready = True
+        return pair
+
+    async def change(self, timeout_s: float) -> None:
+        """Return when a member comes or goes, at the latest after ``timeout_s``."""
+        changed = self._changed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await changed.wait()
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+class PairFinder:
+    """Finds the pairs of one choice."""
+
+    def __init__(self, pairing: Pairing, generation: Generation) -> None:
+        self._pairing = pairing
+        self._generation = generation
+        self._loop = asyncio.get_running_loop()
+        self._excluded_until: dict[WorkerKey, float] = {}
+        self._suspected_until: dict[WorkerKey, float] = {}
+        self._preferred: WorkerKey | None = None
+
+    def note_failure(
+        self, pair: Pair, culprits: Collection[WorkerKey], *, has_prefilled: bool
+    ) -> None:
+        """An attempt on ``pair`` failed.
+
+        Args:
+            pair: who served it.
+            culprits: who is at fault; empty where nobody knows, and then both are suspects.
+            has_prefilled: whether the prefill worker has computed some of the context.
+        """
+        until = self._loop.time() + FAILURE_COOLDOWN_S
+        if not culprits:
+            self._suspected_until.update(dict.fromkeys(pair.keys, until))
+        self._excluded_until.update(dict.fromkeys(culprits, until))
+        if self._preferred in culprits or not culprits:
+            self._preferred = None
+        if culprits and has_prefilled and pair.prefill.key not in culprits:
+            self._preferred = pair.prefill.key
+
+    async def find(self, failure: TandemError | None, *, is_under_way: bool) -> Pair:
+        """The pair for the next attempt; where workers are away, it waits for them for a while.
+
+        Nobody waits where there was never a pair, nor at the beginning for workers that are full.
+
+        Args:
+            failure: of the attempt before; None for the first.
+            is_under_way: whether the client has tokens.
+
+        Raises:
+            NoWorkersError: there is none.
+        """
+        pairing = self._pairing
+        if failure is None:
+            waits = pairing.was_ready
+        else:
+            waits = is_under_way or failure.code is not ErrorCode.OVERLOADED
+        until = self._loop.time() + (pairing.worker_wait_s if waits else 0.0)
+        while True:
+            try:
+                return pairing.pick(self._shape())
+            except NoWorkersError:
+                left = until - self._loop.time()
+                if left <= 0.0:
+                    raise
+            await pairing.change(min(left, LOOK_AGAIN_S))
+
+    def _shape(self) -> RequestShape:
+        now, generation = self._loop.time(), self._generation
+        return RequestShape(
+            num_context_tokens=len(generation.prompt_token_ids) + generation.num_tokens,
+            max_output_tokens=generation.sampling.max_tokens - generation.num_tokens,
+            cache_salt=generation.cache_salt,
+            excluded={key for key, until in self._excluded_until.items() if until > now},
+            suspects={key for key, until in self._suspected_until.items() if until > now},
+            preferred_prefill=self._preferred,
+        )

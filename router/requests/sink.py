@@ -1,0 +1,150 @@
+"""What one attempt of a choice receives: prefill's token, decode's deltas, or the break of either.
+
+Decode may be faster than prefill's answer: what it says before that is kept until the token it
+follows is there. After a stream that broke tokens may come twice; each is handed over once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from router.requests.generation import Generation
+from runtime.errors import InternalError, TandemError
+from runtime.pb import common_pb2, decode_pb2, prefill_pb2
+from runtime.sampling import FinishReason
+from runtime.wire import error_from_proto, finish_reason_from_proto
+
+
+class AttemptSink:
+    """A ``TokenSink`` that hands tokens over to its generation, each one once and in order."""
+
+    def __init__(self, generation: Generation) -> None:
+        """The attempt goes on where ``generation`` stands now."""
+        self._generation = generation
+        self._first_index = generation.num_tokens
+        """Output index of prefill's token; decode's begin behind it."""
+        self._has_first = False
+        """Whether this attempt's prefill has answered."""
+        self._early: list[decode_pb2.TokenDelta] = []
+        self._is_whole = False
+        """Whether decode has said its last, which may wait for prefill's token."""
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_reserved = False
+        """Whether decode knows the attempt."""
+        self.is_decode_lost = False
+        """Whether this attempt's stream of tokens broke."""
+        self.has_decode_tokens = False
+        """Whether decode has begun: the KV was there."""
+
+    @property
+    def ended(self) -> asyncio.Future[None]:
+        """Done when the last token was handed over; raises what broke this attempt."""
+        return self._ended
+
+    @property
+    def completed(self) -> bool:
+        """Whether the last token was handed over: the workers have nothing left to end.
+
+        Asked rather than remembered by who awaits ``ended``: that task is often cancelled first, by
+        the consumer that saw the last token.
+        """
+        ended = self._ended
+        return ended.done() and not ended.cancelled() and ended.exception() is None
+
+    @property
+    def next_index(self) -> int | None:
+        """Output index of the next token that decode has to send; None where nothing is missing."""
+        if not self.is_reserved or self._is_whole or self._ended.done():
+            return None
+        if self._has_first:
+            return self._generation.num_tokens
+        ends = [delta.start_index + len(delta.token_ids) for delta in self._early]
+        return max(ends, default=self._first_index + 1)
+
+    def close(self) -> None:
+        """Mark the attempt's failure as seen, where nobody waited for it."""
+        if self._ended.done() and not self._ended.cancelled():
+            self._ended.exception()
+
+    def on_first(self, first: prefill_pb2.FirstToken) -> None:
+        """The prefill's token, then whatever decode said before it arrived here."""
+        generation = self._generation
+        if self._ended.done():
+            return
+        if first.index != self._first_index:
+            where = f"token {first.index} of request {generation.request_id}"
+            self._break(InternalError(f"prefill sent {where} instead of {self._first_index}"))
+            return
+        self._has_first = True
+        self._merge(first.timings)
+        logprobs = (first.logprobs,) if first.HasField("logprobs") else ()
+        finish = finish_reason_from_proto(first.finish_reason)
+        if first.index == 0:
+            generation.hand_over_first(first, logprobs, finish)
+        else:
+            generation.hand_over((first.token_id,), logprobs, finish)
+        self._end_if(finish)
+        early, self._early = self._early, []
+        for delta in early:
+            self.on_delta(delta)
+
+    def on_delta(self, delta: decode_pb2.TokenDelta) -> None:
+        """Tokens or the end, from decode."""
+        if self._ended.done():
+            return
+        if delta.HasField("timings"):
+            self._merge(delta.timings)
+        finish = finish_reason_from_proto(delta.finish_reason)
+        if finish in (FinishReason.ERROR, FinishReason.ABORT) or delta.HasField("error"):
+            self._break(_error_of(delta))
+            return
+        self.has_decode_tokens = True
+        self._is_whole = finish is not None
+        if self._has_first:
+            self._take(delta, finish)
+        else:
+            self._early.append(delta)
+
+    def on_lost(self, error: TandemError) -> None:
+        """No more deltas will come."""
+        self.is_decode_lost = True
+        if not self._ended.done():
+            self._break(error)
+
+    def _merge(self, timings: common_pb2.Timings) -> None:
+        if self._first_index == 0:  # of the way to the request's first token, not of a later one's
+            self._generation.timings.merge(timings)
+
+    def _take(self, delta: decode_pb2.TokenDelta, finish: FinishReason | None) -> None:
+        generation = self._generation
+        token_ids: Sequence[int] = delta.token_ids
+        logprobs: Sequence[common_pb2.PositionLogprobs] = delta.logprobs
+        num_known = generation.num_tokens - delta.start_index
+        if num_known < 0:
+            self._break(
+                InternalError(
+                    f"decode sent token {delta.start_index} of request {generation.request_id} "
+                    f"after token {generation.num_tokens - 1}"
+                )
+            )
+            return
+        if num_known:
+            token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
+        if token_ids or finish is not None:
+            generation.hand_over(token_ids, logprobs, finish)
+            self._end_if(finish)
+
+    def _end_if(self, finish: FinishReason | None) -> None:
+        if finish is not None:
+            self._ended.set_result(None)
+
+    def _break(self, error: TandemError) -> None:
+        self._ended.set_exception(error)
+
+
+def _error_of(delta: decode_pb2.TokenDelta) -> TandemError:
+    if delta.HasField("error"):
+        return error_from_proto(delta.error)
+    reason = common_pb2.FinishReason.Name(delta.finish_reason)
+    return InternalError(f"decode ended the request with {reason} and no error")

@@ -1,0 +1,76 @@
+"""The limits of one choice's time: in all, to its first token, between two tokens.
+
+One timer watches them. A token only leaves its moment behind; the timer looks at it when it rings,
+and is set anew for what is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+
+from router.requests.generation import Generation
+from runtime.budget import Budget, BudgetKind, earliest
+from runtime.config import RouterSection
+
+
+class TimeLimits:
+    """Runs one choice and ends it when one of its limits is over."""
+
+    def __init__(self, generation: Generation, section: RouterSection) -> None:
+        """All limits count from the request's arrival."""
+        received = generation.timings.received
+        self._generation = generation
+        self.request = Budget.start(
+            BudgetKind.REQUEST, section.request_timeout_s, received, "router.request_timeout_s"
+        )
+        self._first = Budget.start(
+            BudgetKind.FIRST_TOKEN,
+            section.first_token_timeout_s,
+            received,
+            "router.first_token_timeout_s",
+        )
+        self._next = Budget.start(
+            BudgetKind.NEXT_TOKEN, section.token_timeout_s, received, "router.token_timeout_s"
+        )
+        self._loop = asyncio.get_running_loop()
+        self._scope = asyncio.timeout(None)
+        self._timer: asyncio.TimerHandle | None = None
+        self._over: Budget | None = None
+
+    async def run(self, work: Awaitable[None]) -> None:
+        """Await ``work``; to be called once.
+
+        Raises:
+            DeadlineExceededError: a limit is over, and ``work`` was cancelled.
+        """
+        generation = self._generation
+        try:
+            async with self._scope:
+                self._set_timer()
+                await work
+        except TimeoutError:
+            if self._over is None or not self._scope.expired():
+                raise  # of the work itself
+            raise self._over.error(generation.phase, generation.request_id) from None
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _current(self) -> Budget:
+        """The limit that ends first, as things are now."""
+        generation = self._generation
+        if not generation.num_tokens:
+            return earliest((self.request, self._first))
+        return earliest((self.request, self._next.restarted(generation.timings.last_token)))
+
+    def _set_timer(self) -> None:
+        self._timer = self._loop.call_at(self._current().until, self._ring)
+
+    def _ring(self) -> None:
+        current, now = self._current(), self._loop.time()
+        if current.is_over(now):
+            self._over = current
+            self._scope.reschedule(now)
+        else:
+            self._set_timer()

@@ -1,0 +1,176 @@
+"""Whatever breaks, comes twice or comes early: each token is handed over once, in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.requests.generation import Generation, Mailbox, Output
+from router.requests.sink import AttemptSink
+from runtime.errors import InternalError, PeerLostError
+from runtime.pb import common_pb2, decode_pb2, prefill_pb2
+from runtime.sampling import FinishReason, SamplingParams
+from runtime.wire import error_to_proto
+
+LOST = PeerLostError("gone")
+
+
+def generation_of(num_tokens: int) -> Generation:
+    return Generation(
+        request_id="r",
+        index=0,
+        prompt_token_ids=[1, 2, 3],
+        sampling=SamplingParams(max_tokens=num_tokens),
+        cache_salt="",
+        mailbox=Mailbox(),
+        received=0.0,
+    )
+
+
+def logprobs_of(tokens: Sequence[int]) -> list[common_pb2.PositionLogprobs]:
+    return [common_pb2.PositionLogprobs(logprob=-float(token)) for token in tokens]
+
+
+class Workers:
+    """The pair of one attempt: what it has to say, from the context's end to the last token."""
+
+    def __init__(self, generation: Generation, tokens: Sequence[int]) -> None:
+        self.generation = generation
+        self.tokens = tokens
+        self.begin = generation.num_tokens
+        self.sent = self.begin + 1
+        """Output index of what decode says next."""
+        self.max_sent = self.sent
+        self.has_answered = False
+        self.sink = AttemptSink(generation)
+        self.sink.is_reserved = True
+
+    def answer(self) -> None:
+        """Prefill's token."""
+        self.has_answered = True
+        is_last = self.begin + 1 == len(self.tokens)
+        first = prefill_pb2.FirstToken(
+            index=self.begin,
+            token_id=self.tokens[self.begin],
+            finish_reason=common_pb2.FINISH_REASON_LENGTH if is_last else 0,  # type: ignore[arg-type]
+        )
+        first.logprobs.CopyFrom(logprobs_of([self.tokens[self.begin]])[0])
+        self.sink.on_first(first)
+
+    def say(self, count: int) -> None:
+        """Decode's next tokens."""
+        end = min(self.sent + count, len(self.tokens))
+        token_ids = self.tokens[self.sent : end]
+        is_last = end == len(self.tokens)
+        self.sink.on_delta(
+            decode_pb2.TokenDelta(
+                request_id="r",
+                start_index=self.sent,
+                token_ids=token_ids,
+                logprobs=logprobs_of(token_ids),
+                finish_reason=common_pb2.FINISH_REASON_LENGTH if is_last else 0,  # type: ignore[arg-type]
+            )
+        )
+        self.sent = end
+        self.max_sent = max(self.max_sent, end)
+
+    def resume(self, overlap: int) -> None:
+        """The stream broke and stands again; some of what arrived comes for the second time."""
+        next_index = self.sink.next_index
+        if next_index is not None:
+            assert next_index <= self.max_sent
+            self.sent = max(next_index - overlap, self.begin + 1)
+
+
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(["answer", "say", "say", "lose", "resume", "break", "fail"]),
+        st.integers(0, 5),
+    ),
+    max_size=60,
+)
+
+
+@given(st.integers(1, 24), actions)
+def test_every_token_once_and_in_order(num_tokens: int, steps: list[tuple[str, int]]) -> None:
+    tokens = list(range(100, 100 + num_tokens))
+
+    async def run() -> list[Output]:
+        generation = generation_of(num_tokens)
+        workers = Workers(generation, tokens)
+        for step, number in [*steps, ("end", 0)]:
+            if workers.sink.ended.done():
+                break
+            if step == "answer" and not workers.has_answered:
+                workers.answer()
+            elif step == "say" and workers.sent < num_tokens:
+                workers.say(number + 1)
+            elif step == "lose":  # said into a stream that is broken already
+                workers.sent = min(workers.sent + number, num_tokens)
+                workers.resume(0)
+            elif step == "resume":
+                workers.resume(number)
+            elif step in ("break", "fail"):
+                if step == "break":
+                    workers.sink.on_lost(LOST)
+                else:
+                    error = error_to_proto(LOST)
+                    workers.sink.on_delta(decode_pb2.TokenDelta(request_id="r", error=error))
+                with pytest.raises(PeerLostError):
+                    await workers.sink.ended
+                workers = Workers(generation, tokens)
+        if not workers.has_answered and not workers.sink.ended.done():
+            workers.answer()
+        while not workers.sink.ended.done():
+            workers.say(1)
+        assert workers.sink.completed
+        assert workers.sink.next_index is None
+        assert generation.output_token_ids == tokens
+        assert generation.context_token_ids == [1, 2, 3, *tokens]
+        assert generation.finish_so_far() is FinishReason.LENGTH
+        return await generation._mailbox.take()
+
+    outputs = asyncio.run(run())
+    assert [token for output in outputs for token in output.token_ids] == tokens
+    assert [p.logprob for output in outputs for p in output.logprobs] == [-float(t) for t in tokens]
+    assert [output.first is not None for output in outputs].count(True) == 1
+    assert outputs[0].first is not None
+    reasons = [output.finish_reason for output in outputs]
+    assert reasons == [None] * (len(outputs) - 1) + [FinishReason.LENGTH]
+
+
+async def test_a_gap_is_an_error_and_not_wrong_text() -> None:
+    workers = Workers(generation_of(9), list(range(9)))
+    workers.answer()
+    workers.sent += 1
+    workers.say(1)
+    with pytest.raises(InternalError, match="sent token 2 of request r after token 0"):
+        await workers.sink.ended
+
+
+async def test_a_first_token_of_another_index_is_an_error() -> None:
+    generation = generation_of(9)
+    generation.output_token_ids += [1, 2]
+    sink = AttemptSink(generation)
+    sink.on_first(prefill_pb2.FirstToken(token_id=5, index=0))
+    with pytest.raises(InternalError, match="sent token 0 of request r instead of 2"):
+        await sink.ended
+    assert generation.output_token_ids == [1, 2]
+
+
+async def test_what_decode_said_early_is_not_asked_for_again() -> None:
+    workers = Workers(generation_of(9), list(range(9)))
+    workers.sink.is_reserved = False
+    assert workers.sink.next_index is None  # decode does not know it
+    workers.sink.is_reserved = True
+    assert workers.sink.next_index == 1
+    workers.say(3)
+    assert workers.sink.next_index == 4
+    workers.say(9)
+    assert workers.sink.next_index is None  # only prefill's token is missing
+    workers.answer()
+    assert workers.sink.completed
