@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from kv_transfer.lane_links import LaneLinks
 from kv_transfer.metadata import SlotArray
 from kv_transfer.open_ticket import OpenTicket
 from kv_transfer.peer_link import PeerLink
@@ -23,7 +24,6 @@ from kv_transfer.posts_in_flight import PostsInFlight
 from kv_transfer.sender_commands import Abandon, Command, Finish, LaneOptions, Open, Push
 from kv_transfer.ticket import SendReport
 from kv_transfer.transport import Transport
-from runtime.budget import Budget
 from runtime.errors import InternalError, TandemError
 from runtime.logging import get_logger
 
@@ -53,8 +53,7 @@ class SenderLane:
         self._on_closed = on_closed
         self._options = options
         self._tickets: dict[int, OpenTicket] = {}  # by nonce
-        self._current: dict[str, PeerLink] = {}  # the link that new tickets use, by peer
-        self._links: list[PeerLink] = []  # also the superseded ones that still have tickets
+        self._links = LaneLinks(transport, on_change=self._wake)
         self._posts = PostsInFlight(transport)
         self._is_blocked_on_ready = False
         self._next_limit_at = math.inf  # as of the last sleep
@@ -101,8 +100,7 @@ class SenderLane:
                 # A dead lane in a live process would leave every request of its peers waiting.
                 _log.exception("a sender lane fails all its tickets and goes on")
                 self._fail_all(InternalError(f"KV sender: {error!r}"))
-        for link in self._links:
-            link.close()
+        self._links.close()
         self._transport.remove_listener(self._wake)
         self._transport.deregister(self._staging_label)
 
@@ -113,21 +111,16 @@ class SenderLane:
             for ticket in self._tickets.values():
                 ticket.hurry(time.monotonic())
         self._posts.settle()
-        self._fail_lost_links()
+        self._links.fail_lost()
         self._enforce_limits()
         self._report_over()  # frees staging slots that others wait for
         self._post_all()
         self._report_over()
-        self._close_unused_links()
+        self._links.close_unused()
 
     def _fail_all(self, error: InternalError) -> None:
         """Give up all posts and tickets. Closing the links first ends every read of the sources."""
-        for link in self._links:
-            link.begin_close()
-        for link in self._links:
-            link.close()
-        self._links.clear()
-        self._current.clear()
+        self._links.close()
         self._posts.forget_all()
         for ticket in self._tickets.values():
             ticket.give_up(InternalError(error.message), time.monotonic())
@@ -148,18 +141,12 @@ class SenderLane:
             times.append(self._options.ready_poll_s)
         if self._posts and self._transport.poll_interval_s is not None:
             times.append(self._transport.poll_interval_s)
-        self._next_limit_at = min((limit.until for _, _, limit in self._limits()), default=math.inf)
+        self._next_limit_at = min(
+            (limit.until for _, _, limit in self._links.limits()), default=math.inf
+        )
         if self._next_limit_at < math.inf:
             times.append(max(0.0, self._next_limit_at - time.monotonic()))
         return min(times, default=None)
-
-    def _limits(self) -> list[tuple[PeerLink, OpenTicket, Budget]]:
-        return [
-            (link, ticket, limit)
-            for link in self._links
-            for ticket in link.tickets.values()
-            if (limit := link.limit_of(ticket)) is not None
-        ]
 
     # --- Commands.
 
@@ -194,39 +181,16 @@ class SenderLane:
         if error is not None:
             ticket.fail(error, time.monotonic())
             return
-        link = self._current.get(command.peer.peer)
-        if link is None or link.error or link.endpoint.endpoint != command.peer.endpoint:
-            link = PeerLink(self._transport, command.peer, on_change=self._wake)
-            self._current[command.peer.peer] = link
-            self._links.append(link)
+        link = self._links.to(command.peer)
         link.tickets[ticket.nonce] = ticket
 
     # --- Losses and limits of time.
-
-    def _fail_lost_links(self) -> None:
-        for link in self._links:
-            error = link.error
-            if error is None:
-                continue
-            for ticket in link.tickets.values():
-                ticket.fail(type(error)(error.message), time.monotonic())
-            if self._current.get(link.endpoint.peer) is link:
-                del self._current[link.endpoint.peer]
-
-    def _close_unused_links(self) -> None:
-        for link in list(self._links):
-            is_current = self._current.get(link.endpoint.peer) is link
-            if is_current or link.tickets:
-                continue
-            link.begin_close()
-            if link.is_closed:
-                self._links.remove(link)
 
     def _enforce_limits(self) -> None:
         now = time.monotonic()
         if now < self._next_limit_at:
             return
-        for link, ticket, limit in self._limits():
+        for link, ticket, limit in self._links.limits():
             if not limit.is_over(now):
                 continue
             if not ticket.is_stopped:
@@ -274,8 +238,7 @@ class SenderLane:
     def _report_over(self) -> None:
         for ticket in [ticket for ticket in self._tickets.values() if ticket.is_over]:
             del self._tickets[ticket.nonce]
-            for link in self._links:
-                link.tickets.pop(ticket.nonce, None)
+            self._links.forget(ticket)
             if ticket.staging_slot is not None:
                 self._staging.free(ticket.staging_slot)
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kv_transfer.transports import TransportOptions, resolve_transport
+from kv_transfer.transports.tls import TlsContexts
 from runtime.config import ClusterConfig, KVTransferSection
 from runtime.faults import parse_faults
 from runtime.logging import fields, get_logger
@@ -21,10 +22,13 @@ def with_resolved_transport(config: ClusterConfig) -> ClusterConfig:
     return replace(config, kv_transfer=replace(config.kv_transfer, transport=name))
 
 
-def transport_options(section: KVTransferSection) -> TransportOptions:
-    """What the section says about single transports."""
+def transport_options(
+    section: KVTransferSection, tls: TlsContexts | None = None
+) -> TransportOptions:
+    """What the section says about single transports; ``tls`` is for our own sockets."""
     return TransportOptions(
         mooncake_protocol=section.mooncake_protocol,
         mooncake_devices=section.mooncake_devices,
+        tls=tls,
         faults=parse_faults(section.faults),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kv_transfer.transport import Transport
+from kv_transfer.transports.tls import TlsContexts
 from runtime.errors import ConfigError
 from runtime.faults import FaultPlan
 
@@ -24,6 +25,9 @@ class TransportOptions:
     """Network cards, a comma list; empty is all."""
     fence_timeout_s: float = 5.0
     """How long a fence waits for the word of a writer that only its own word can stop."""
+    tls: TlsContexts | None = None
+    """For our own sockets (loopback, and the control sockets of the others); None: plain. What a
+    library moves itself is not covered."""
     faults: FaultPlan = field(default_factory=FaultPlan)
     """What to break on purpose, around any transport."""
 
@@ -67,7 +71,7 @@ def _create(name: str, local_name: str, host: str, options: TransportOptions) ->
     if name == "loopback":
         from kv_transfer.transports.loopback import LoopbackTransport
 
-        return LoopbackTransport(local_name, host=host)
+        return LoopbackTransport(local_name, host=host, tls=options.tls)
     from kv_transfer.transports.paired import PairedTransport
 
     if name == "nixl":
@@ -75,7 +79,11 @@ def _create(name: str, local_name: str, host: str, options: TransportOptions) ->
 
         factory = NixlFactory(rails=options.nixl_rails)
         return PairedTransport(
-            factory, local_name, host=host, fence_timeout_s=options.fence_timeout_s
+            factory,
+            local_name,
+            host=host,
+            fence_timeout_s=options.fence_timeout_s,
+            tls=options.tls,
         )
     if name == "mooncake":
         from kv_transfer.transports.mooncake import MooncakeFactory
@@ -84,7 +92,11 @@ def _create(name: str, local_name: str, host: str, options: TransportOptions) ->
             host=host, protocol=options.mooncake_protocol, devices=options.mooncake_devices
         )
         return PairedTransport(
-            mooncake, local_name, host=host, fence_timeout_s=options.fence_timeout_s
+            mooncake,
+            local_name,
+            host=host,
+            fence_timeout_s=options.fence_timeout_s,
+            tls=options.tls,
         )
     raise ConfigError(
         "kv_transfer.transport", name, "no such transport", f"one of {', '.join(TRANSPORT_NAMES)}"

@@ -1,7 +1,8 @@
 """The listening socket of a transport, and those who have not said yet who they are.
 
 One thread serves all of them: a stranger costs a file descriptor and a few hundred bytes, never a
-thread. So many may wait at once; when one more comes, the oldest is cut off. A peer says its hello
+thread. So many may wait at once (with TLS their handshake counts as part of their hello); when one
+more comes, the oldest is cut off. A peer says its hello
 as soon as it is connected, so it is never the oldest for long, and no number of strangers keeps it
 out. A whole hello has one limit of time, however its bytes drip.
 """
@@ -11,13 +12,15 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kv_transfer.transports.hello import Hello, HelloReader, Status, send_reply
-from kv_transfer.transports.sockets import open_listener, tune
+from kv_transfer.transports.sockets import ByteSocket, open_listener, tune
+from kv_transfer.transports.tls import TlsSocket
 from runtime.budget import Budget, BudgetKind
 from runtime.logging import get_logger
 
@@ -36,6 +39,8 @@ class _Stranger:
     sock: socket.socket
     limit: Budget
     hello: HelloReader = field(default_factory=HelloReader)
+    is_shaking_hands: bool = False
+    """Its TLS handshake is not over."""
 
 
 class Door:
@@ -50,10 +55,12 @@ class Door:
         host: str,
         *,
         name: str,
-        welcome: Callable[[socket.socket, Hello], str],
+        welcome: Callable[[ByteSocket, Hello], str],
+        tls: ssl.SSLContext | None = None,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
     ) -> None:
         self._welcome = welcome
+        self._tls = tls
         self._hello_timeout_s = hello_timeout_s
         self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
         self._num_cut_off = 0
@@ -120,8 +127,15 @@ class Door:
 
     def _take_in(self, sock: socket.socket) -> None:
         sock.setblocking(False)
+        if self._tls is not None:
+            try:
+                sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            except (OSError, ValueError) as error:
+                _log.debug("a stranger's connection ends: %s", error)
+                sock.close()
+                return
         limit = Budget.start(BudgetKind.CALL, self._hello_timeout_s, time.monotonic())
-        stranger = _Stranger(sock, limit)
+        stranger = _Stranger(sock, limit, is_shaking_hands=self._tls is not None)
         self._selector.register(sock, selectors.EVENT_READ, stranger)
         self._strangers[sock] = stranger
         self._read(stranger)
@@ -130,8 +144,15 @@ class Door:
 
     def _read(self, stranger: _Stranger) -> None:
         try:
+            if stranger.is_shaking_hands and isinstance(stranger.sock, ssl.SSLSocket):
+                stranger.sock.do_handshake()
+                stranger.is_shaking_hands = False
             hello = stranger.hello.read(stranger.sock)
-        except BlockingIOError:
+        except (BlockingIOError, ssl.SSLWantReadError):
+            self._selector.modify(stranger.sock, selectors.EVENT_READ, stranger)
+            return
+        except ssl.SSLWantWriteError:
+            self._selector.modify(stranger.sock, selectors.EVENT_WRITE, stranger)
             return
         except OSError as error:
             _log.debug("a stranger's connection ends: %s", error)
@@ -141,10 +162,11 @@ class Door:
         self._let_in(stranger.sock, hello)
 
     def _let_in(self, sock: socket.socket, hello: Hello) -> None:
+        connection: ByteSocket = TlsSocket(sock) if isinstance(sock, ssl.SSLSocket) else sock
         try:
             tune(sock)
-            sock.setblocking(True)
-            reason = self._welcome(sock, hello)
+            connection.settimeout(None)
+            reason = self._welcome(connection, hello)
         except OSError as error:
             _log.debug("connection of %r ends: %s", hello.sender, error)
             sock.close()
@@ -156,8 +178,8 @@ class Door:
         if reason:
             _log.warning("refused a connection of %r: %s", hello.sender, reason)
             with sock, contextlib.suppress(OSError):  # whoever it was, it is gone or does not read
-                sock.setblocking(False)
-                send_reply(sock, Status.STALE, reason)
+                connection.settimeout(0.0)
+                send_reply(connection, Status.STALE, reason)
 
     def _cut_off_late(self) -> None:
         now = time.monotonic()

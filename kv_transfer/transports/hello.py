@@ -13,6 +13,8 @@ import socket
 import struct
 from dataclasses import dataclass
 
+from kv_transfer.transports.sockets import ByteSocket
+
 _MAGIC = b"TDKV"
 _VERSION = 1
 _HELLO = struct.Struct("<4sHQ32sHH")
@@ -43,7 +45,7 @@ class Hello:
     receiver: str
 
 
-def receive_into(sock: socket.socket, view: memoryview) -> None:
+def receive_into(sock: ByteSocket, view: memoryview) -> None:
     """Fill ``view``.
 
     Raises:
@@ -57,14 +59,14 @@ def receive_into(sock: socket.socket, view: memoryview) -> None:
         got += num
 
 
-def receive(sock: socket.socket, nbytes: int) -> bytes:
+def receive(sock: ByteSocket, nbytes: int) -> bytes:
     """The next ``nbytes``."""
     data = bytearray(nbytes)
     receive_into(sock, memoryview(data))
     return bytes(data)
 
 
-def send_hello(sock: socket.socket, hello: Hello) -> None:
+def send_hello(sock: ByteSocket, hello: Hello) -> None:
     """Introduce ourselves."""
     sender, receiver = hello.sender.encode(), hello.receiver.encode()
     head = _HELLO.pack(_MAGIC, _VERSION, hello.generation, hello.token, len(sender), len(receiver))
@@ -113,19 +115,19 @@ class HelloReader:
         return int(_HELLO.size + sender_bytes + receiver_bytes)
 
 
-def send_reply(sock: socket.socket, status: Status, message: str = "") -> None:
+def send_reply(sock: ByteSocket, status: Status, message: str = "") -> None:
     """Answer a hello."""
     text = message.encode()[:MAX_MESSAGE_BYTES]
     sock.sendall(_REPLY.pack(status, len(text)) + text)
 
 
-def receive_reply(sock: socket.socket) -> tuple[Status, str]:
+def receive_reply(sock: ByteSocket) -> tuple[Status, str]:
     """The answer to our hello."""
     status, nbytes = _REPLY.unpack(receive(sock, _REPLY.size))
     return Status(status), receive_message(sock, nbytes)
 
 
-def receive_message(sock: socket.socket, nbytes: int) -> str:
+def receive_message(sock: ByteSocket, nbytes: int) -> str:
     """A text of ``nbytes``.
 
     Raises:

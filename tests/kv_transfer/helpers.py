@@ -126,6 +126,7 @@ class PrefillSide:
         num_threads: int = 2,
         options: LaneOptions | None = None,
         transport: str = "loopback",
+        transport_options: TransportOptions | None = None,
         epoch: int = PREFILL_EPOCH,
     ) -> None:
         if pool is None:
@@ -133,7 +134,9 @@ class PrefillSide:
             pool.fill_random()
         self.pool = pool
         self.name = peer_name("prefill-0", epoch, part)
-        inner = create_transport(transport, local_name=self.name, host=HOST)
+        inner = create_transport(
+            transport, local_name=self.name, host=HOST, options=transport_options
+        )
         self.transport = wrap(inner) if wrap else inner
         self.transport.register(pool.region())
         self.reports: queue.Queue[SendReport] = queue.Queue()

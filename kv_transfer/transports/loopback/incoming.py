@@ -9,6 +9,7 @@ kernel still held for the socket goes with it, and the peer's pending posts FAIL
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from kv_transfer.transports.gate import Gate, reason_too_many
 from kv_transfer.transports.hello import Hello, Status, WireError, receive_into, send_reply
 from kv_transfer.transports.loopback.regions import RegionTable
 from kv_transfer.transports.loopback.wire import PostHeader, receive_post, send_ack
+from kv_transfer.transports.sockets import ByteSocket
 from runtime.logging import get_logger
 
 _REPLY_TIMEOUT_S = 5.0
@@ -28,7 +30,7 @@ _log = get_logger(__name__)
 
 @dataclass(eq=False, slots=True)
 class _Connection:
-    sock: socket.socket
+    sock: ByteSocket
     peer: str
     thread: threading.Thread | None = None
     is_fenced: bool = False
@@ -48,6 +50,7 @@ class IncomingConnections:
         regions: RegionTable,
         *,
         on_notify: Callable[[str, bytes], None],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._gate = Gate(name)
         self._regions = regions
@@ -55,7 +58,7 @@ class IncomingConnections:
         self._lock = threading.Lock()
         self._connections: set[_Connection] = set()
         self._is_closing = False
-        self._door = Door(host, name="kv-loopback-door", welcome=self._let_in)
+        self._door = Door(host, name="kv-loopback-door", welcome=self._let_in, tls=tls)
         self.address = self._door.address
 
     @property
@@ -96,7 +99,7 @@ class IncomingConnections:
             if connection.thread is not None:
                 connection.thread.join()
 
-    def _let_in(self, sock: socket.socket, hello: Hello) -> str:
+    def _let_in(self, sock: ByteSocket, hello: Hello) -> str:
         connection = _Connection(sock, hello.sender)
         thread = threading.Thread(
             target=self._serve, args=(connection,), name="kv-loopback-in", daemon=True
@@ -150,14 +153,14 @@ class IncomingConnections:
         send_ack(connection.sock, post.post_id, Status.OK)
 
 
-def _shut_down(sock: socket.socket) -> None:
+def _shut_down(sock: ByteSocket) -> None:
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
         return  # closed already, by the peer or by its own thread
 
 
-def _discard(sock: socket.socket, nbytes: int) -> None:
+def _discard(sock: ByteSocket, nbytes: int) -> None:
     """Read past the payload of a refused post, so that the connection stays usable for the
     others.
     """

@@ -21,6 +21,7 @@ from kv_transfer.transports.loopback.regions import RegionTable
 from kv_transfer.transports.loopback.wire import PostHeader, WriteHeader, check_post
 from kv_transfer.transports.post_table import PostTable
 from kv_transfer.transports.sockets import open_connection
+from kv_transfer.transports.tls import TlsContexts
 from runtime.errors import PeerLostError, StaleTicketError, TandemError, TransferFailedError
 
 
@@ -32,9 +33,12 @@ class LoopbackTransport:
     endpoint is void.
     """
 
-    def __init__(self, local_name: str, *, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, local_name: str, *, host: str = "127.0.0.1", tls: TlsContexts | None = None
+    ) -> None:
         self._local_name = local_name
         self._host = host
+        self._client_tls = tls.client if tls else None
         self._lock = threading.Lock()
         self._regions = RegionTable()
         self._posts = PostTable()
@@ -43,7 +47,11 @@ class LoopbackTransport:
         self._next_connection_id = 1
         self._is_closed = False
         self._incoming = IncomingConnections(
-            local_name, host, self._regions, on_notify=self._events.notified
+            local_name,
+            host,
+            self._regions,
+            on_notify=self._events.notified,
+            tls=tls.server if tls else None,
         )
 
     @property
@@ -91,7 +99,7 @@ class LoopbackTransport:
         target = LoopbackEndpoint.decode(endpoint)
         if target.name != peer:
             raise StaleTicketError(f"the endpoint is of {target.name}, not of {peer}")
-        sock = open_connection(target.host, target.port)
+        sock = open_connection(target.host, target.port, self._client_tls)
         try:
             send_hello(sock, Hello(target.generation, target.token, self._local_name, peer))
             status, message = receive_reply(sock)

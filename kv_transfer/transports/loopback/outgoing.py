@@ -18,6 +18,7 @@ from kv_transfer.transports.hello import Status
 from kv_transfer.transports.loopback.endpoint import RemoteRegion
 from kv_transfer.transports.loopback.wire import PostHeader, encode_post, receive_ack, send_buffers
 from kv_transfer.transports.post_table import PostTable
+from kv_transfer.transports.sockets import ByteSocket
 from runtime.errors import PeerLostError, TransferFailedError
 
 
@@ -34,7 +35,7 @@ class OutgoingConnection:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: ByteSocket,
         handle: PeerHandle,
         posts: PostTable,
         *,

@@ -12,7 +12,6 @@ bounded.
 
 from __future__ import annotations
 
-import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from kv_transfer.transports.hello import (
     receive,
     receive_message,
 )
+from kv_transfer.transports.sockets import ByteSocket
 
 _POST = struct.Struct("<QII")
 _WRITE = struct.Struct("<16sQQ")
@@ -51,7 +51,7 @@ class PostHeader:
     notify: bytes | None
 
 
-def send_buffers(sock: socket.socket, buffers: Sequence[memoryview | bytes]) -> None:
+def send_buffers(sock: ByteSocket, buffers: Sequence[memoryview | bytes]) -> None:
     """Send all ``buffers`` in order, without copying them in Python."""
     views = [memoryview(buffer) for buffer in buffers if len(buffer)]
     index = 0
@@ -84,7 +84,7 @@ def encode_post(post: PostHeader) -> bytes:
     return head + table + (b"" if post.notify is None else b"\1" + post.notify)
 
 
-def receive_post(sock: socket.socket) -> PostHeader:
+def receive_post(sock: ByteSocket) -> PostHeader:
     """The next post; its payload is left in the socket."""
     post_id, num_writes, notify_bytes = _POST.unpack(receive(sock, _POST.size))
     if num_writes > MAX_WRITES or notify_bytes > MAX_NOTIFY_BYTES:
@@ -95,13 +95,13 @@ def receive_post(sock: socket.socket) -> PostHeader:
     return PostHeader(post_id, writes, notify)
 
 
-def send_ack(sock: socket.socket, post_id: int, status: Status, message: str = "") -> None:
+def send_ack(sock: ByteSocket, post_id: int, status: Status, message: str = "") -> None:
     """Answer a post."""
     text = message.encode()[:MAX_MESSAGE_BYTES]
     sock.sendall(_ACK.pack(post_id, status, len(text)) + text)
 
 
-def receive_ack(sock: socket.socket) -> tuple[int, Status, str]:
+def receive_ack(sock: ByteSocket) -> tuple[int, Status, str]:
     """The next answer: post id, status, message."""
     post_id, status, nbytes = _ACK.unpack(receive(sock, _ACK.size))
     return post_id, Status(status), receive_message(sock, nbytes)

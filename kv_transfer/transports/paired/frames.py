@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import enum
 import json
-import socket
 import struct
 from dataclasses import dataclass
 
 from kv_transfer.transport import MemoryRegion
 from kv_transfer.transports.hello import WireError, receive
 from kv_transfer.transports.loopback.wire import MAX_NOTIFY_BYTES
+from kv_transfer.transports.sockets import ByteSocket
 
 _HEAD = struct.Struct("<BI")
 
@@ -81,13 +81,13 @@ class Offer:
             raise WireError(f"not an offer: {error!r}") from error
 
 
-def send_frame(sock: socket.socket, kind: FrameKind, payload: bytes = b"") -> None:
+def send_frame(sock: ByteSocket, kind: FrameKind, payload: bytes = b"") -> None:
     """Send one frame; frames of several threads must be kept apart by the caller."""
     payload = payload[: _MAX_BYTES[kind]] if kind is FrameKind.ERROR else payload
     sock.sendall(_HEAD.pack(kind, len(payload)) + payload)
 
 
-def receive_frame(sock: socket.socket) -> tuple[FrameKind, bytes]:
+def receive_frame(sock: ByteSocket) -> tuple[FrameKind, bytes]:
     """The next frame.
 
     Raises:

@@ -9,7 +9,7 @@ stay in quarantine than blocks that two requests share.
 
 from __future__ import annotations
 
-import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +22,7 @@ from kv_transfer.transports.paired.frames import FrameKind, receive_frame
 from kv_transfer.transports.paired.identity import ProcessIdentity
 from kv_transfer.transports.paired.incoming_peer import IncomingPeer
 from kv_transfer.transports.paired.regions import RegionBook
+from kv_transfer.transports.sockets import ByteSocket
 from runtime.errors import TransferFailedError
 from runtime.logging import get_logger
 
@@ -46,6 +47,7 @@ class IncomingPeers:
         *,
         on_notify: Callable[[str, bytes], None],
         fence_timeout_s: float,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._name = name
         self._gate = Gate(name)
@@ -59,7 +61,7 @@ class IncomingPeers:
         self._suspects: dict[str, list[ProcessIdentity]] = {}  # by peer: may still write
         self._num_created = 0
         self._is_closing = False
-        self._door = Door(host, name="kv-paired-door", welcome=self._let_in)
+        self._door = Door(host, name="kv-paired-door", welcome=self._let_in, tls=tls)
         self.port: int = self._door.address[1]
 
     @property
@@ -151,7 +153,7 @@ class IncomingPeers:
 
     # --- One thread a connection.
 
-    def _let_in(self, sock: socket.socket, hello: Hello) -> str:
+    def _let_in(self, sock: ByteSocket, hello: Hello) -> str:
         connection = IncomingPeer(sock, hello.sender, self._on_notify)
         thread = threading.Thread(
             target=self._serve, args=(connection,), name="kv-paired-in", daemon=True

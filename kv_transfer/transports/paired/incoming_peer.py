@@ -11,13 +11,14 @@ from kv_transfer.transport import MemoryRegion
 from kv_transfer.transports.paired.engine import EngineError, WriteEngine
 from kv_transfer.transports.paired.frames import FrameKind, Offer, receive_frame, send_frame
 from kv_transfer.transports.paired.identity import ProcessIdentity
+from kv_transfer.transports.sockets import ByteSocket
 
 
 class IncomingPeer:
     """State of one connection. Its thread opens and reads; others ``ask_to_stop`` and ``cut``."""
 
     def __init__(
-        self, sock: socket.socket, name: str, on_notify: Callable[[str, bytes], None]
+        self, sock: ByteSocket, name: str, on_notify: Callable[[str, bytes], None]
     ) -> None:
         self.sock = sock
         self.name = name

@@ -21,6 +21,7 @@ from kv_transfer.transports.paired.engine import EngineError, EnginePost, Engine
 from kv_transfer.transports.paired.frames import FrameKind, receive_frame, send_frame
 from kv_transfer.transports.paired.pacing import Pacer
 from kv_transfer.transports.post_table import PostTable
+from kv_transfer.transports.sockets import ByteSocket
 from runtime.errors import PeerLostError
 from runtime.logging import get_logger
 
@@ -57,7 +58,7 @@ class OutgoingPeer:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: ByteSocket,
         handle: PeerHandle,
         engine: WriteEngine,
         posts: PostTable,

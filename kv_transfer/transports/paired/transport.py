@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from collections.abc import Callable, Sequence
 
@@ -31,7 +30,8 @@ from kv_transfer.transports.paired.incoming import IncomingPeers
 from kv_transfer.transports.paired.outgoing import OutgoingPeer, QueuedPost, wait_for_post
 from kv_transfer.transports.paired.regions import RegionBook
 from kv_transfer.transports.post_table import PostTable
-from kv_transfer.transports.sockets import open_connection
+from kv_transfer.transports.sockets import ByteSocket, open_connection
+from kv_transfer.transports.tls import TlsContexts
 from runtime.errors import PeerLostError, StaleTicketError, TandemError, TransferFailedError
 
 _OFFER_TIMEOUT_S = 15.0
@@ -53,10 +53,12 @@ class PairedTransport:
         *,
         host: str = "127.0.0.1",
         fence_timeout_s: float = 5.0,
+        tls: TlsContexts | None = None,
     ) -> None:
         self._factory = factory
         self._local_name = local_name
         self._host = host
+        self._client_tls = tls.client if tls else None
         self._lock = threading.Lock()
         self._regions = RegionBook()
         self._posts = PostTable()
@@ -71,6 +73,7 @@ class PairedTransport:
             self._regions,
             on_notify=self._events.notified,
             fence_timeout_s=fence_timeout_s,
+            tls=tls.server if tls else None,
         )
 
     @property
@@ -132,7 +135,7 @@ class PairedTransport:
                 f"{peer} speaks {target.library!r}, we speak {self._factory.library!r}. "
                 "Fix: the same [kv_transfer] on both workers"
             )
-        sock = open_connection(target.host, target.port)
+        sock = open_connection(target.host, target.port, self._client_tls)
         try:
             sock.settimeout(_OFFER_TIMEOUT_S)
             offer = _shake_hands(sock, self._local_name, target)
@@ -234,7 +237,7 @@ class PairedTransport:
         with self._lock:
             return tuple(self._outgoing.values())
 
-    def _open(self, sock: socket.socket, peer: str, offer: Offer) -> PeerHandle:
+    def _open(self, sock: ByteSocket, peer: str, offer: Offer) -> PeerHandle:
         with self._lock:
             handle = PeerHandle(peer, self._next_connection_id)
             self._next_connection_id += 1
@@ -268,7 +271,7 @@ class PairedTransport:
         return handle
 
 
-def _shake_hands(sock: socket.socket, local_name: str, target: PairedEndpoint) -> Offer:
+def _shake_hands(sock: ByteSocket, local_name: str, target: PairedEndpoint) -> Offer:
     token = bytes.fromhex(target.token)
     send_hello(sock, Hello(target.generation, token, local_name, target.name))
     status, message = receive_reply(sock)
@@ -294,7 +297,7 @@ def _warm_up(engine: WriteEngine, ours: Sequence[MemoryRegion], offer: Offer) ->
         wait_for_post(engine, engine.start([write]), _WARM_UP_TIMEOUT_S)
 
 
-def _say_bye(sock: socket.socket) -> None:
+def _say_bye(sock: ByteSocket) -> None:
     with contextlib.suppress(OSError):  # the peer is gone
         send_frame(sock, FrameKind.BYE)
     sock.close()
