@@ -15,6 +15,7 @@ import dataclasses
 import json
 import os
 import platform
+import shutil
 import signal
 import statistics
 import subprocess
@@ -69,9 +70,11 @@ class Requests:
 class Router:
     """A running router with its workers."""
 
-    def __init__(self, port: int, model: str, pid: int) -> None:
+    def __init__(self, port: int, model: str, pid: int, log: Path) -> None:
+        """``log`` is what router and workers wrote."""
         self.port = port
         self.model = model
+        self.log = log
         self._pid = pid
 
     def cpu_s(self) -> float:
@@ -84,26 +87,46 @@ class Router:
 
 
 @contextlib.contextmanager
-def running_router(step_ms: float) -> Iterator[Router]:
-    """Router and workers as processes of their own, ended on exit."""
+def running_router(step_ms: float, *, context: int = 0, **section: int) -> Iterator[Router]:
+    """Router and workers as processes of their own, ended on exit.
+
+    Args:
+        step_ms: of the decode rank.
+        context: tokens that the model claims to hold; 0: those that it does.
+        section: settings of the router.
+    """
     built_in = ClusterConfig()
-    router = dataclasses.replace(built_in.router, port=free_port(HOST), control_port=0)
+    changes = {"port": free_port(HOST), "control_port": 0, **section}
+    router = dataclasses.replace(built_in.router, **changes)  # type: ignore[arg-type]
     config = resolve_config(dataclasses.replace(built_in, router=router))
     control = f"{HOST}:{config.router.control_port}"
     env = {**os.environ, SECRET_VARIABLE: "benchmark"}
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder, contextlib.ExitStack() as s:
+        if context:
+            config = _with_context(config, Path(folder) / config.model.name, context)
         path = Path(folder) / "cluster.toml"
         path.write_text(dump_config(config), encoding="utf-8")
         log = s.enter_context((Path(folder) / "log").open("w+b"))
         router_process = s.enter_context(_process(log, env, "router", "--config", str(path)))
-        options = ("--control", control, "--model", config.model.name, "--step-ms", str(step_ms))
+        options = ["--control", control, "--model", config.model.name, "--step-ms", str(step_ms)]
+        options += ["--max-model-len", str(context or 4096)]
         s.enter_context(_process(log, env, "benchmarks.router_workers", *options))
         try:
             _wait_ready(config.router.port)
         except TimeoutError:
             log.seek(0)
             raise RuntimeError(f"not ready:\n{log.read().decode()}") from None
-        yield Router(config.router.port, config.model.name, router_process.pid)
+        yield Router(config.router.port, config.model.name, router_process.pid, Path(log.name))
+
+
+def _with_context(config: ClusterConfig, folder: Path, context: int) -> ClusterConfig:
+    """``config`` with a copy of its model, without weights, that claims another context."""
+    shutil.copytree(config.model.path, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    path = folder / "config.json"
+    shape = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**shape, "max_position_embeddings": context}), encoding="utf-8")
+    model = dataclasses.replace(config.model, path=str(folder))
+    return dataclasses.replace(config, model=model)
 
 
 @contextlib.contextmanager
@@ -266,7 +289,9 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=300, help="requests for the added TTFT")
     parser.add_argument("--step-ms", type=float, default=20.0, help="of the decode rank")
     options = parser.parse_args()
-    with running_router(options.step_ms) as router:
+    # All streams at once: what is measured is the router, not its queue.
+    most = max(1024, *options.streams)
+    with running_router(options.step_ms, max_concurrent_requests=most) as router:
         print(json.dumps(asyncio.run(measure_all(router, options)), indent=1))
     return 0
 

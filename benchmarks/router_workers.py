@@ -43,7 +43,10 @@ class _Running:
 class Workers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
     """Both roles behind one port."""
 
-    def __init__(self, control: str, secret: str, model: str, step_s: float) -> None:
+    def __init__(
+        self, control: str, secret: str, model: str, step_s: float, *, max_model_len: int = 4096
+    ) -> None:
+        self._max_model_len = max_model_len
         self._control = control
         self._credentials = Credentials.of_secret(secret)
         self._model = model
@@ -79,7 +82,7 @@ class Workers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
             address=address,
             num_ranks=1,
             model=self._model,
-            max_model_len=4096,
+            max_model_len=self._max_model_len,
             layout_fingerprint="bench",
             transport="loopback",
             block_size=64,
@@ -159,9 +162,14 @@ def main() -> None:
     parser.add_argument("--control", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--step-ms", type=float, default=20.0)
+    parser.add_argument("--max-model-len", type=int, default=4096)
     options = parser.parse_args()
     workers = Workers(
-        options.control, os.environ["TANDEM_SECRET"], options.model, options.step_ms / 1000
+        options.control,
+        os.environ["TANDEM_SECRET"],
+        options.model,
+        options.step_ms / 1000,
+        max_model_len=options.max_model_len,
     )
     asyncio.run(workers.serve())
 

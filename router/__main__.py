@@ -14,6 +14,8 @@ from runtime.logging import configure_logging, get_logger
 from runtime.service import Service, run_service
 
 GRACE_S = 30.0
+SWITCH_INTERVAL_S = 0.001
+"""The event loop waits at most about so long for a thread that renders or scans text."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,6 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--control", help="HTTP child: gRPC host:port of the control process")
     parser.add_argument("--port", type=int, default=0, help="HTTP child: the shared HTTP port")
     options = parser.parse_args(arguments)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure_logging("router", "router-http" if options.control else "")
     try:
         config = load_config(options.config)

@@ -12,6 +12,7 @@ from router.http.params import ModelLimits, check_token_ids, too_long
 from router.http.response import Prompt
 from router.http.schema import ChatRequest, CompletionRequest
 from router.model import ServedModel
+from router.text.control_text import TooManySpellingsError
 
 Abandoned = Callable[[], bool]
 
@@ -42,8 +43,13 @@ def chat_prompt(
     """The messages as the chat template writes them."""
     assert model.chat_template is not None
     control = model.control_text
+    most = limits.max_model_len  # each is a token at least
+    try:
+        messages = control.mark_messages(body.messages, most=most)
+    except TooManySpellingsError as error:
+        raise too_long("messages", most + 1, limits, at_least=True) from error
     text = model.chat_template.render(
-        control.mark_messages(body.messages),
+        messages,
         tools=control.mark(body.tools) if body.tool_choice != "none" else None,
         continue_final_message=bool(body.continue_final_message or body.messages[-1].get("prefix")),
         extra=control.mark(body.chat_template_kwargs),
@@ -52,7 +58,7 @@ def chat_prompt(
     parts = [part for part in control.parts(text) if part]
     text = "".join(parts)
     _check_chars(len(text), model, limits, "messages")
-    if len(parts) > limits.max_model_len:  # each is a token at least
+    if len(parts) > most:
         raise too_long("messages", len(parts), limits, at_least=True)
     encoded = model.tokenizer.encode_all(parts, add_special_tokens=False, is_abandoned=is_abandoned)
     return Prompt(token_ids=[token_id for ids in encoded for token_id in ids], text=text)

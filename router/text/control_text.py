@@ -22,6 +22,25 @@ WINDOW_CHARS = 64 * 2**10
 """A search in so many characters takes about a millisecond."""
 
 
+class TooManySpellingsError(ValueError):
+    """The texts spell more control tokens than they may."""
+
+
+class _Allowance:
+    """How many more spellings may be found."""
+
+    def __init__(self, most: int | None) -> None:
+        self.most = most
+        self._left = most
+
+    def take(self) -> None:
+        if self._left is None:
+            return
+        if self._left == 0:
+            raise TooManySpellingsError(f"more than {self.most} control tokens are spelled")
+        self._left -= 1
+
+
 class ControlText:
     """Marks the spellings of one vocabulary's control tokens."""
 
@@ -32,11 +51,20 @@ class ControlText:
         self._all = _Spellings(tokens)
         self._but_reasoning = _Spellings([token for token in tokens if token not in REASONING_TAGS])
 
-    def mark_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """``messages`` with all that clients write in them marked; roles are left alone."""
+    def mark_messages(
+        self, messages: Sequence[Mapping[str, Any]], *, most: int | None = None
+    ) -> list[dict[str, Any]]:
+        """``messages`` with all that clients write in them marked; roles are left alone.
+
+        Raises:
+            TooManySpellingsError: there are more than ``most``; None: any number may be.
+        """
+        allowance = _Allowance(most)
         return [
             {
-                key: value if key == "role" else self._marked(value, self._spellings_in(message))
+                key: value
+                if key == "role"
+                else self._marked(value, self._spellings_in(message), allowance)
                 for key, value in message.items()
             }
             for message in messages
@@ -44,7 +72,7 @@ class ControlText:
 
     def mark(self, value: Any) -> Any:
         """``value``, a JSON value, with its strings marked; names of fields are left alone."""
-        return self._marked(value, self._all)
+        return self._marked(value, self._all, _Allowance(None))
 
     def parts(self, text: str) -> list[str]:
         """The rendered ``text`` cut at the marks, which are gone; encode each part by itself."""
@@ -53,13 +81,13 @@ class ControlText:
     def _spellings_in(self, message: Mapping[str, Any]) -> _Spellings:
         return self._but_reasoning if message.get("role") == "assistant" else self._all
 
-    def _marked(self, value: Any, spellings: _Spellings) -> Any:
+    def _marked(self, value: Any, spellings: _Spellings, allowance: _Allowance) -> Any:
         if isinstance(value, str):
-            return spellings.break_up(value, self._mark)
+            return spellings.break_up(value, self._mark, allowance)
         if isinstance(value, Mapping):
-            return {key: self._marked(item, spellings) for key, item in value.items()}
+            return {key: self._marked(item, spellings, allowance) for key, item in value.items()}
         if isinstance(value, list):
-            return [self._marked(item, spellings) for item in value]
+            return [self._marked(item, spellings, allowance) for item in value]
         return value
 
 
@@ -76,7 +104,7 @@ class _Spellings:
         self._prefixes = frozenset(t[:end] for t in spellings for end in range(1, len(t)))
         self._longest = max(map(len, spellings), default=0)
 
-    def break_up(self, text: str, mark: str) -> str:
+    def break_up(self, text: str, mark: str, allowance: _Allowance) -> str:
         """``text`` with ``mark`` after the first character of each spelling."""
         cut = self._unfinished(text)
         if cut is not None:
@@ -84,6 +112,7 @@ class _Spellings:
         pieces = []
         done = 0
         for start in self._starts(text):
+            allowance.take()
             pieces.append(text[done : start + 1])
             done = start + 1
         if not pieces:

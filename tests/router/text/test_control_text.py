@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.text.control_text import ControlText
+from router.text.control_text import ControlText, TooManySpellingsError
 from router.text.tokenizer import Tokenizer
 from tests.router.conftest import MODEL, SPECIAL, Cluster
 
@@ -109,3 +109,11 @@ def test_the_scan_is_linear_in_the_text_and_not_in_the_tokens() -> None:
         NAMES[797][1:] + "<",
         NAMES[7][1:],
     ]
+
+
+def test_spellings_are_counted_over_all_messages() -> None:
+    control = ControlText(TOKENS)
+    messages = [{"role": "user", "content": "<ab>x</think>"}, {"role": "user", "content": "<ab>"}]
+    assert len(control.mark_messages(messages, most=3)) == 2
+    with pytest.raises(TooManySpellingsError):
+        control.mark_messages(messages, most=2)

@@ -1,0 +1,156 @@
+"""A model is listed once it can be served; a burst waits; errors are counted by our codes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.router.conftest import MODEL, Cluster, StartRouter
+
+COMPLETION = {"model": MODEL, "prompt": "hi", "max_tokens": 8}
+
+
+async def models(http: aiohttp.ClientSession) -> list[str]:
+    async with http.get("/v1/models") as response:
+        assert response.status == 200
+        return [card["id"] for card in (await response.json())["data"]]
+
+
+async def code_of(http: aiohttp.ClientSession, method: str, path: str) -> tuple[int, str]:
+    body = COMPLETION if method == "POST" else None
+    async with http.request(method, path, json=body) as response:
+        return response.status, (await response.json())["error"]["code"]
+
+
+async def test_a_model_is_listed_once_it_can_be_served(start_router: StartRouter) -> None:
+    cluster = await start_router()
+    async with aiohttp.ClientSession(cluster.url) as http:
+        for _ in range(2):
+            assert await models(http) == []
+            assert await code_of(http, "GET", f"/v1/models/{MODEL}") == (404, "server_not_ready")
+            assert await code_of(http, "POST", "/v1/completions") == (503, "server_not_ready")
+            if not cluster.prefills:
+                await cluster.add_prefill()
+        decode = await cluster.add_decode()
+        assert await models(http) == [MODEL]
+        async with http.get(f"/v1/models/{MODEL}") as response:
+            assert response.status == 200
+        # Workers that went are awaited: the model stays listed.
+        await decode.die()
+        pool = cluster.service._http.pool  # type: ignore[union-attr]
+        await cluster.until(lambda: len(pool.members()) < 2)
+        assert await models(http) == [MODEL]
+        assert (await code_of(http, "POST", "/v1/completions"))[1] != "server_not_ready"
+        async with http.get("/ready") as response:
+            assert response.status == 503
+
+
+async def test_a_burst_waits_and_is_served(start_router: StartRouter) -> None:
+    cluster = await start_router(max_concurrent_requests=8, lease_ttl_s=30)
+    await cluster.add_prefill()
+    decode = await cluster.add_decode()
+    decode.step_s = 0.005
+    most_at_once = 0
+
+    async def ask(http: aiohttp.ClientSession) -> int:
+        nonlocal most_at_once
+        async with http.post("/v1/completions", json=COMPLETION) as response:
+            most_at_once = max(most_at_once, len(decode.requests))
+            return response.status
+
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(cluster.url, connector=connector) as http:
+        answers = await asyncio.gather(*(ask(http) for _ in range(100)))
+        async with http.get("/status") as response:
+            status = await response.json()
+    assert answers == [200] * 100
+    assert most_at_once <= 8
+    assert status["max_requests_in_flight"] == 8
+    assert status["num_requests_waiting"] == status["num_requests_in_flight"] == 0
+
+
+async def test_the_limit_follows_the_decode_ranks(start_router: StartRouter) -> None:
+    cluster = await start_router()
+
+    async def limit(http: aiohttp.ClientSession) -> int:
+        async with http.get("/status") as response:
+            return int((await response.json())["max_requests_in_flight"])
+
+    async with aiohttp.ClientSession(cluster.url) as http:
+        await cluster.add_decode()
+        one = await limit(http)
+        await cluster.add_decode("decode-1")
+        assert await limit(http) == 2 * one == 2 * 4 * 32
+        await cluster.decodes[1].close()
+        pool = cluster.service._http.pool  # type: ignore[union-attr]
+        await cluster.until(lambda: len(pool.members()) == 1)
+        assert await limit(http) == one
+
+
+async def test_draining_answers_who_waits_in_the_queue(start_router: StartRouter) -> None:
+    cluster = await start_router(max_concurrent_requests=1)
+    await cluster.add_prefill()
+    decode = await cluster.add_decode()
+    decode.step_s = 0.05
+    async with aiohttp.ClientSession(cluster.url) as http:
+        first = asyncio.create_task(http.post("/v1/completions", json=COMPLETION))
+        await cluster.until(lambda: bool(decode.seen))
+        second = asyncio.create_task(code_of(http, "POST", "/v1/completions"))
+        server = cluster.service._http
+        assert server is not None
+        await cluster.until(lambda: server._admission.num_waiting == 1)
+        drained = asyncio.create_task(cluster.service.drain())
+        assert await second == (503, "server_is_draining")
+        async with await first as response:
+            assert response.status == 200
+        await drained
+
+
+async def error_counts(http: aiohttp.ClientSession) -> dict[str, float]:
+    async with http.get("/metrics") as response:
+        text = await response.text()
+    (family,) = [
+        family
+        for family in text_string_to_metric_families(text)
+        if family.name == "pd_router_request_errors"
+    ]
+    return {
+        sample.labels["code"]: sample.value
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    }
+
+
+async def test_errors_are_counted_by_our_codes_and_scanners_are_not(
+    http: aiohttp.ClientSession, cluster: Cluster
+) -> None:
+    cluster.prefill.run_error = None
+    for fields in ({"n": 0}, {"model": "other"}, {"suffix": "x"}, {"prompt": "a " * 400}):
+        async with http.post("/v1/completions", json={**COMPLETION, **fields}):
+            pass
+    for path in ("/", "/wp-login.php", "/v1/completions"):
+        async with http.get(path):
+            pass
+    assert await error_counts(http) == {
+        "invalid_request": 1,
+        "model_not_found": 1,
+        "unsupported_value": 1,
+        "context_length_exceeded": 1,
+    }
+
+
+async def test_a_wrong_method_or_url_says_what_is_right(
+    http: aiohttp.ClientSession, cluster: Cluster
+) -> None:
+    async with http.get("/v1/completions") as response:
+        assert response.status == 405
+        assert response.headers["Allow"] == "POST"
+    async with http.post("/v1/v1/chat/completions", json={}) as response:
+        assert response.status == 404
+        assert "/v1/chat/completions: the client adds /v1" in await response.text()
+    async with http.get("/version") as response:
+        message = (await response.json())["error"]["message"]
+        assert "/v1/completions" in message
+        assert "/health" in message
