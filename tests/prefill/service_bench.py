@@ -145,6 +145,19 @@ def set_field(message: object, name: str, value: object) -> None:
         setattr(message, name, value)
 
 
+def make_claims(
+    channels: ChannelCache, submit: Callable[[Command], None]
+) -> tuple[Claims, PeerDirectory]:
+    """Claims of a worker of one rank, and the decode ranks that it meets."""
+    greeting = Greeting(
+        identity=IDENTITY, num_ranks=1, transport="loopback", layout=LAYOUT, slot_bytes=SLOT_BYTES
+    )
+    peers = PeerDirectory(greeting, channels)
+    renewer = TicketRenewer(IDENTITY, channels, lambda nonce: submit(cancel_of_unknown(nonce)))
+    clock = asyncio.get_running_loop().time
+    return Claims(peers, renewer, submit, block_size=BLOCK_SIZE, clock=clock), peers
+
+
 @contextlib.asynccontextmanager
 async def service_bench(
     num_blocks: int = 33, max_num_batched_tokens: int = 64, *, num_nonces: int = 1000
@@ -153,14 +166,6 @@ async def service_bench(
     event_loop = asyncio.get_running_loop()
     channels = ChannelCache(partial(open_channel, credentials=CREDENTIALS))
     closer = TicketCloser(channels, retry_delays_s=(0.01,))
-    greeting = Greeting(
-        identity=IDENTITY,
-        num_ranks=1,
-        transport="loopback",
-        layout=LAYOUT,
-        slot_bytes=SLOT_BYTES,
-    )
-    peers = PeerDirectory(greeting, channels)
     registry = CollectorRegistry()
     metrics = PrefillMetrics(registry)
     nonces = NonceMemory(event_loop.time, capacity=num_nonces)
@@ -168,8 +173,7 @@ async def service_bench(
     def submit(command: Command) -> None:
         loop.submit(command)
 
-    renewer = TicketRenewer(IDENTITY, channels, lambda nonce: submit(cancel_of_unknown(nonce)))
-    claims = Claims(peers, renewer, submit, block_size=BLOCK_SIZE, clock=event_loop.time)
+    claims, peers = make_claims(channels, submit)
     runs = LiveRuns(
         IDENTITY,
         1,
