@@ -45,6 +45,11 @@ class Aborts:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
 
+    @property
+    def num_pending(self) -> int:
+        """Aborts that nobody has heard yet."""
+        return len(self._tasks)
+
     def send(self, decode: Member, worker_request_id: str, reason: str) -> None:
         """Tell ``decode`` that a request is over; idempotent there."""
         request = decode_pb2.AbortRequest(request_id=worker_request_id, reason=reason)

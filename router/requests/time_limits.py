@@ -65,7 +65,9 @@ class TimeLimits:
         return earliest((self.request, self._next.restarted(generation.timings.last_token)))
 
     def _set_timer(self) -> None:
-        self._timer = self._loop.call_at(self._current().until, self._ring)
+        # A first token may come meanwhile, and with it a limit that ends earlier, but not before.
+        latest = self._loop.time() + self._next.total_s
+        self._timer = self._loop.call_at(min(self._current().until, latest), self._ring)
 
     def _ring(self) -> None:
         current, now = self._current(), self._loop.time()

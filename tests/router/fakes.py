@@ -533,11 +533,6 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         push.add_done_callback(self._pushes.discard)
         return prefill_pb2.RunResponse(first_token=first)
 
-    async def _stop(self) -> None:
-        for push in self._pushes:
-            push.cancel()
-        await super()._stop()
-
     def _first(self, request: prefill_pb2.RunRequest) -> prefill_pb2.FirstToken:
         params = sampling_from_proto(request.sampling)
         context, index = request.context_token_ids, request.num_output_tokens

@@ -1,4 +1,4 @@
-"""Workers die, leave and join while requests run: every one of them is answered, and none hangs."""
+"""Workers die, leave and join while requests run: every one of them has its whole answer."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ async def change_a_worker(cluster: Cluster, draw: random.Random, number: int) ->
         await victim.close()
 
 
-async def test_no_request_hangs_while_workers_come_and_go(start_router: StartRouter) -> None:
-    cluster = await start_router(request_timeout_s=TIMEOUT_S)
+async def test_no_request_is_lost_while_workers_come_and_go(start_router: StartRouter) -> None:
+    cluster = await start_router(request_timeout_s=TIMEOUT_S, worker_wait_s=TIMEOUT_S)
     for index in range(2):
         await cluster.add_prefill(f"prefill-{index}")
         await cluster.add_decode(f"decode-{index}")
@@ -53,7 +53,7 @@ async def test_no_request_hangs_while_workers_come_and_go(start_router: StartRou
                 outcomes["success"] += 1
             else:
                 assert answer["error"]["request_id"] == response.headers["x-request-id"]
-                outcomes[answer["error"]["code"]] += 1
+                outcomes[answer["error"]["message"]] += 1
 
     async def churn() -> None:
         for number in range(2, 2 + NUM_CHANGES):
@@ -70,6 +70,4 @@ async def test_no_request_hangs_while_workers_come_and_go(start_router: StartRou
         async with http.get("/status") as response:
             assert (await response.json())["num_requests_in_flight"] == 0
     assert sum(outcomes.values()) == NUM_REQUESTS
-    assert outcomes["success"] > NUM_REQUESTS / 2, outcomes
-    assert "internal_error" not in outcomes, outcomes
-    assert "timeout" not in outcomes, outcomes
+    assert outcomes["success"] == NUM_REQUESTS, outcomes
