@@ -47,6 +47,11 @@ class StepPlan:
     resumed: tuple[DecodeRequest, ...] = ()
     failed: tuple[DecodeRequest, ...] = ()
 
+    @property
+    def num_tokens(self) -> int:
+        """One a request."""
+        return len(self.requests)
+
 
 def _age(request: DecodeRequest) -> int:
     return request.serial

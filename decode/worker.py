@@ -27,14 +27,14 @@ from decode.assembly import (
 from decode.bridge import RankBridge
 from decode.frames import Delta, Outboxes
 from decode.live import WriterOrder
-from decode.loop import EngineLoop
+from decode.loop import DecodeSteps, EngineLoop
 from decode.revoke import Revoker
 from decode.service import DecodeService, RankFacts
 from engine.boot import use_device
 from kv_transfer.receiver import Arrival
 from kv_transfer.transport import peer_name
 from runtime.daemon import run_on_daemon
-from runtime.errors import DrainingError, TandemError
+from runtime.errors import DrainingError
 from runtime.logging import fields, get_logger
 from runtime.metrics import MetricsServer, gauge_of
 from runtime.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, registry_pb2
@@ -43,6 +43,7 @@ from runtime.registration import RegistryClient
 from runtime.rpc import bind_port, create_server, map_rpc_errors, open_channel
 from runtime.wire import identity
 from runtime.worker import WorkerOptions
+from worker.step_driver import LoopOptions
 
 logger = get_logger(__name__)
 
@@ -75,7 +76,7 @@ class DecodeWorker:
     async def startup(self) -> None:
         """Boot; on return the rank is in the router's pool."""
         self._loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[TandemError | None] = self._loop.create_future()
+        self._ended: asyncio.Future[BaseException | None] = self._loop.create_future()
         self._registry, self._metrics = build_metrics()
         self.is_stuck = True  # unless the boot ends well
         side = await run_on_daemon(partial(self._build_model, self._options), name="boot")
@@ -119,17 +120,22 @@ class DecodeWorker:
     def _start_engine(self, side: ModelSide, transfer: TransferSide) -> None:
         settings = self._options.config.kv_transfer
         rank = build_rank(self._options, side, transfer, self._metrics, self._order)
-        self._engine = EngineLoop(
-            rank,
-            side.runner,
-            side.lockstep,
-            metrics=self._metrics,
-            publish=self._publish,
-            on_end=self._engine_ended,
-            max_ahead=self._options.config.decode.max_ahead,
-            step_timeout_s=self._options.config.decode.step_timeout_s,
-            name=self._options.rank_name,
+        section, name = self._options.config.decode, self._options.rank_name
+        steps = DecodeSteps(
+            rank, side.runner, metrics=self._metrics, publish=self._publish, name=name
         )
+        self._engine = EngineLoop(
+            steps,
+            side.lockstep,
+            LoopOptions(
+                name=name,
+                step="decode",
+                max_ahead=section.max_ahead,
+                limit_s=lambda num_tokens: section.step_timeout_s,
+                enter_thread=partial(use_device, side.kv_pool.device),
+            ),
+        )
+        self._engine.ended.add_done_callback(lambda ended: self._engine_ended(ended.result()))
         self._bridge = RankBridge(self._engine, rank)
         self._outboxes = Outboxes(self._bridge.abort_router, time.monotonic)
         self._revoker = Revoker(
@@ -141,7 +147,6 @@ class DecodeWorker:
             quarantine_timeout_s=settings.quarantine_timeout_s,
         )
         self._load = rank.load()
-        self._engine.submit(partial(use_device, side.kv_pool.device))
         self._engine.start()
         self._exit.push_async_callback(self._close_channels)
         self._exit.push_async_callback(self._revoker.close)
@@ -261,12 +266,12 @@ class DecodeWorker:
             with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody reads
                 self._loop.call_soon_threadsafe(self._outboxes.put, news)
 
-    def _engine_ended(self, error: TandemError | None) -> None:
+    def _engine_ended(self, error: BaseException | None) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed: the end is known
             self._loop.call_soon_threadsafe(_set_once, self._ended, error)
 
 
-def _set_once(future: asyncio.Future[TandemError | None], error: TandemError | None) -> None:
+def _set_once(future: asyncio.Future[BaseException | None], error: BaseException | None) -> None:
     if not future.done():
         future.set_result(error)
 

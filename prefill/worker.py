@@ -24,7 +24,7 @@ from prefill.assembly import RankParts, build_rank
 from prefill.closer import TicketCloser
 from prefill.live_runs import LiveRuns
 from prefill.loop import EngineLoop, LoopSettings
-from prefill.messages import Event, LoopLoad, RankClosed, StopLoop
+from prefill.messages import Event, LoopLoad, RankClosed
 from prefill.metrics import PrefillMetrics
 from prefill.nonces import NonceMemory
 from prefill.peers import ChannelCache, Greeting, PeerDirectory
@@ -187,14 +187,10 @@ class PrefillWorker:
 
     async def _stop_loop(self) -> None:
         assert self._loop is not None
-        assert self._runs is not None
-        if self._loop.is_started and not self.is_stuck:
-            self._loop.submit(StopLoop())
+        if not self.is_stuck:
             is_group = self._options.config.prefill.dp > 1
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(GROUP_JOIN_TIMEOUT_S if is_group else JOIN_TIMEOUT_S):
-                    await asyncio.shield(self._runs.loop_ended)
-            self.is_stuck = self._loop.is_abandoned or not self._runs.loop_ended.done()
+            timeout_s = GROUP_JOIN_TIMEOUT_S if is_group else JOIN_TIMEOUT_S
+            self.is_stuck = not await asyncio.to_thread(self._loop.stop, timeout_s)
 
     def _leave_groups(self, parts: RankParts) -> None:
         ended = None if self._runs is None else self._runs.loop_ended
