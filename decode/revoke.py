@@ -14,12 +14,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+import grpc.aio
+
 from decode.live import WriterOrder
 from decode.requests import Writer
 from decode.tickets import WriterDemand
 from runtime.errors import TandemError
 from runtime.logging import fields, get_logger
-from runtime.pb import common_pb2, prefill_pb2
+from runtime.pb import common_pb2, prefill_pb2, prefill_pb2_grpc
+from runtime.rpc import map_rpc_errors, open_channel
 from runtime.wire import identity
 
 logger = get_logger(__name__)
@@ -52,6 +55,31 @@ class TicketBooks(Protocol):
 
 CallRevoke = Callable[[str, prefill_pb2.RevokeRequest, float], Awaitable[bool]]
 """(address, request, timeout in seconds) -> drained; raises TandemError."""
+
+
+class RevokeCalls:
+    """The RPC to any prefill worker, over one channel each."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def __call__(
+        self, address: str, request: prefill_pb2.RevokeRequest, timeout_s: float
+    ) -> bool:
+        """See `CallRevoke`."""
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = open_channel(address, self._secret)
+        with map_rpc_errors(f"prefill worker at {address}", request.request_id):
+            stub = prefill_pb2_grpc.PrefillStub(channel)
+            response: prefill_pb2.RevokeResponse = await stub.Revoke(request, timeout=timeout_s)
+        return response.drained
+
+    async def close(self) -> None:
+        """Close all channels."""
+        for channel in self._channels.values():
+            await channel.close(None)
 
 
 class Revoker:
