@@ -7,7 +7,7 @@ PIP_ARGS ?=
 CONFIG ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := deploy router prefill decode engine kv_transfer runtime
+PACKAGES := deploy router prefill decode worker engine kv_transfer runtime
 SOURCES := $(PACKAGES) tests benchmarks
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 	$(PIP_ARGS) -c constraints-cpu.txt

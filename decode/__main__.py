@@ -6,23 +6,24 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from runtime.worker import RankService, WorkerOptions, run_worker
-
-GRACE_S = 10.0
+from runtime.worker import WorkerOptions
+from worker.run import RankService, run_worker
 
 
 def make_service(options: WorkerOptions) -> RankService:
     """The service of this rank."""
     # Imported late: torch reads the thread counts when it is imported.
-    from decode.worker import DecodeWorker
+    from decode.worker import DecodeDriver
     from kv_transfer.settings import with_resolved_transport
+    from worker.host import WorkerHost
 
-    return DecodeWorker(replace(options, config=with_resolved_transport(options.config)))
+    options = replace(options, config=with_resolved_transport(options.config))
+    return WorkerHost(options, DecodeDriver(options))
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the rank; the process's exit status."""
-    return run_worker("decode", arguments, make_service, grace_s=lambda _: GRACE_S)
+    return run_worker("decode", arguments, make_service)
 
 
 if __name__ == "__main__":

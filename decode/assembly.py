@@ -42,6 +42,9 @@ from kv_transfer.transports import create_transport
 from runtime.config import DecodeSection
 from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
+from runtime.metrics import gauge_of
+from runtime.pb import decode_pb2
+from runtime.pb.common_pb2 import WorkerIdentity
 from runtime.worker import WorkerOptions
 
 logger = get_logger(__name__)
@@ -54,10 +57,7 @@ QUARANTINE_PATIENCE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSide:
-    """The model of this rank, its KV memory, and how it keeps step with the other ranks.
-
-    The two to be closed, in this order, after the last step and before the groups end.
-    """
+    """The model of this rank, its KV memory, and how it keeps step with the other ranks."""
 
     groups: ProcessGroups
     close_steps: Callable[[], None]
@@ -69,6 +69,11 @@ class ModelSide:
     kv_pool: KVPool
     runner: StepRunner
 
+    def close(self) -> None:
+        """After the last step, all ranks together, before the groups end."""
+        self.close_steps()
+        self.close_transfers()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSide:
@@ -79,6 +84,45 @@ class TransferSide:
     fences: Fences
     slots: SlotArray
     receiver: KVReceiver
+
+    def endpoint_for(
+        self, prefill: WorkerIdentity, decode: WorkerIdentity, transport: str, kv_bytes: int
+    ) -> decode_pb2.PeerEndpoint:
+        """What a writer needs to reach our memory, of which the KV pool is `kv_bytes`."""
+        # In this order: should a fence come between, the endpoint is void and the sender asks
+        # again. The other way round it would pass for one of before the fence, and be good.
+        opaque = self.transport.endpoint()
+        return decode_pb2.PeerEndpoint(
+            decode=decode,
+            transport=transport,
+            endpoint=opaque,
+            kv_region_bytes=kv_bytes,
+            metadata_region_bytes=self.slots.nbytes,
+            metadata_slot_bytes=self.slots.layout.slot_bytes,
+            fence_generation=self.fences.generation_of(
+                peer_name(prefill.instance, prefill.epoch, prefill.rank)
+            ),
+        )
+
+    def watch(self, registry: CollectorRegistry) -> None:
+        """Export what is registered, and how many slots are in use."""
+        gauge_of(
+            registry,
+            "pd_kv_transfer_registered_bytes",
+            "Memory that is registered with the transport",
+            lambda: self.transport.registered_bytes,
+        )
+        gauge_of(
+            registry,
+            "pd_kv_transfer_metadata_slots_in_use",
+            "Slots of open and quarantined tickets",
+            lambda: self.slots.num_slots - self.slots.num_free,
+        )
+
+    def close(self) -> None:
+        """Watch no more, and let the peers go."""
+        self.receiver.close()
+        self.transport.close()
 
 
 def build_model_side(options: WorkerOptions) -> ModelSide:
@@ -223,12 +267,6 @@ def _host_store(kv_pool: KVPool, num_blocks: int) -> HostStore:
     if kv_pool.device.type == "cuda":
         return HostBlockStore(PinnedBlocks(kv_pool, num_blocks), num_blocks)
     return HostBlockStore(kv_pool, num_blocks)
-
-
-def build_metrics() -> tuple[CollectorRegistry, DecodeMetrics]:
-    """The metrics of this process and the registry that serves them."""
-    registry = CollectorRegistry()
-    return registry, DecodeMetrics(registry)
 
 
 def draw_nonce() -> int:

@@ -11,16 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
+
+import grpc.aio
 
 from decode.live import WriterOrder
 from decode.requests import Writer
 from decode.tickets import WriterDemand
 from runtime.errors import TandemError
 from runtime.logging import fields, get_logger
-from runtime.pb import common_pb2, prefill_pb2
+from runtime.net import Credentials
+from runtime.pb import common_pb2, prefill_pb2, prefill_pb2_grpc
+from runtime.rpc import map_rpc_errors, open_channel
 from runtime.wire import identity
 
 logger = get_logger(__name__)
@@ -53,6 +58,40 @@ class TicketBooks(Protocol):
 
 CallRevoke = Callable[[str, prefill_pb2.RevokeRequest, float], Awaitable[bool]]
 """(address, request, timeout in seconds) -> drained; raises TandemError."""
+
+
+MAX_CHANNELS = 256
+"""More than prefill workers that live at once."""
+
+
+class RevokeCalls:
+    """The RPC to any prefill worker, over one channel each."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        """By address, the latest used last. Each life of a worker has an address of its own."""
+
+    async def __call__(
+        self, address: str, request: prefill_pb2.RevokeRequest, timeout_s: float
+    ) -> bool:
+        """See `CallRevoke`."""
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = open_channel(address, self._credentials)
+        self._channels.move_to_end(address)
+        if len(self._channels) > MAX_CHANNELS:
+            _, oldest = self._channels.popitem(last=False)
+            await oldest.close(None)
+        with map_rpc_errors(f"prefill worker at {address}", request.request_id):
+            stub = prefill_pb2_grpc.PrefillStub(channel)
+            response: prefill_pb2.RevokeResponse = await stub.Revoke(request, timeout=timeout_s)
+        return response.drained
+
+    async def close(self) -> None:
+        """Close all channels."""
+        for channel in self._channels.values():
+            await channel.close(None)
 
 
 class Revoker:

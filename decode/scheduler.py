@@ -49,6 +49,11 @@ class StepPlan:
     resumed: tuple[DecodeRequest, ...] = ()
     failed: tuple[DecodeRequest, ...] = ()
 
+    @property
+    def num_tokens(self) -> int:
+        """One a request."""
+        return len(self.requests)
+
 
 QUEUED = (
     DecodeStatus.WAITING,

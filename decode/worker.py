@@ -1,61 +1,42 @@
-"""The decode worker process: boots one rank, keeps it in the router's pool, ends it in order.
+"""A decode rank, as `worker.host` hosts it: what peers and routers reach of it.
 
 Threads: the event loop (gRPC, frames, revocations), the engine loop, the receiver, the transport's
-own. The engine loop is the only one that changes requests. If it fails, the process answers every
-request, and exits non-zero.
+own. The engine loop is the only one that changes requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
-from asyncio import FIRST_COMPLETED
 from collections.abc import Callable, Mapping
 from functools import partial
 
 import grpc.aio
 
-from decode.assembly import (
-    ModelSide,
-    TransferSide,
-    build_metrics,
-    build_model_side,
-    build_rank,
-    build_transfer_side,
-)
+from decode.assembly import ModelSide, build_model_side, build_rank, build_transfer_side
 from decode.bridge import RankBridge
 from decode.frames import Delta, Outboxes
 from decode.live import WriterOrder
-from decode.loop import EngineLoop
-from decode.revoke import Revoker
+from decode.loop import DecodeSteps, EngineLoop
+from decode.metrics import DecodeMetrics
+from decode.rank import DecodeRank
+from decode.revoke import RevokeCalls, Revoker
 from decode.service import DecodeService, RankFacts
 from engine.boot import use_device
 from kv_transfer.receiver import Arrival
-from kv_transfer.transport import peer_name
-from runtime.daemon import run_on_daemon
-from runtime.errors import DrainingError, TandemError
-from runtime.logging import fields, get_logger
-from runtime.metrics import MetricsServer, gauge_of
-from runtime.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, registry_pb2
-from runtime.pb.common_pb2 import ROLE_DECODE, WorkerIdentity
-from runtime.registration import RegistryClient
-from runtime.rpc import bind_port, create_server, map_rpc_errors, open_channel
-from runtime.wire import identity
+from runtime.errors import DrainingError
+from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc, registry_pb2
 from runtime.worker import WorkerOptions
+from worker.host import Endpoint, HostedRank, Loop, WorkerHost
+from worker.step_driver import LoopOptions
 
-logger = get_logger(__name__)
-
-SWEEP_INTERVAL_S = 1.0
 FLUSH_S = 2.0
 """How long routers may take to read their last frames when the process ends."""
-STOP_TIMEOUT_S = 12.0
-"""How long other ranks of the group may take to end their work; longer than their grace period."""
 
 
-class DecodeWorker:
-    """One rank as a service: see `runtime.service.Service`."""
+class DecodeDriver:
+    """See `worker.host.RoleDriver`."""
 
     def __init__(
         self,
@@ -63,196 +44,85 @@ class DecodeWorker:
         build_model: Callable[[WorkerOptions], ModelSide] = build_model_side,
     ) -> None:
         """`build_model` blocks: it runs on a thread of its own."""
-        self._options = options
-        self._build_model = build_model
-        self._membership: RegistryClient | None = None
-        self._load = decode_pb2.LoadReport()
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._exit = contextlib.AsyncExitStack()
-        self.is_stuck = False
-        """The boot or the engine loop did not end, or the device may hang, or the ranks of the
-        group did not end together: nobody may wait for them, and no destructor run."""
+        self._options, self._build_model = options, build_model
 
-    async def startup(self) -> None:
-        """Boot; on return the rank is in the router's pool."""
-        self._loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[TandemError | None] = self._loop.create_future()
-        self._registry, self._metrics = build_metrics()
-        self.is_stuck = True  # unless the boot ends well
-        side = await run_on_daemon(partial(self._build_model, self._options), name="boot")
-        self._exit.callback(self._leave_groups, side)
-        transfer = self._open_transfer(side)
-        # Registering memory may take one rank longer than another; from here on steps are watched.
-        await run_on_daemon(side.groups.boot_group.barrier, name="boot-barrier")
-        self.is_stuck = False
-        self._start_engine(side, transfer)
-        address = await self._serve(side, transfer)
-        await self._register(side, transfer, address)
-        logger.info("ready %s", fields(address=address, epoch=f"{side.epoch:016x}"))
-
-    async def main_loop(self) -> None:
-        """Look after routers and quarantine until the engine loop ends; raise what ended it.
-
-        Or until the lease is not renewed any more.
-        """
-        assert self._membership is not None
-        unknown = asyncio.ensure_future(self._membership.wait_failed())
-        watched: set[asyncio.Future[TandemError | None] | asyncio.Future[None]]
-        watched = {self._ended, unknown}
-        try:
-            while not self._ended.done() and not unknown.done():
-                await asyncio.wait(watched, timeout=SWEEP_INTERVAL_S, return_when=FIRST_COMPLETED)
-                if not self._ended.done():
-                    self._outboxes.sweep()
-                    with contextlib.suppress(DrainingError):  # the engine loop has just ended
-                        await self._revoker.sweep()
-        finally:
-            unknown.cancel()
-        if not self._ended.done():
-            await unknown
-        error = self._ended.result()
-        if error is not None:
-            raise error
-
-    async def drain(self) -> None:
-        """Refuse new requests; return when nothing is left."""
-        self._service.start_draining()
-        await self._service.wait_until_empty(None)
-
-    async def shutdown(self) -> None:
-        """Undo `startup`, last things first."""
-        await self._exit.aclose()
-
-    def _open_transfer(self, side: ModelSide) -> TransferSide:
-        transfer = build_transfer_side(self._options, side, self._arrived)
-        self._exit.callback(transfer.transport.close)
-        self._exit.callback(transfer.receiver.close)
-        return transfer
-
-    def _start_engine(self, side: ModelSide, transfer: TransferSide) -> None:
-        settings = self._options.config.kv_transfer
-        rank = build_rank(self._options, side, transfer, self._metrics, self._order)
-        self._engine = EngineLoop(
-            rank,
-            side.runner,
-            side.lockstep,
-            metrics=self._metrics,
-            publish=self._publish,
-            on_end=self._engine_ended,
-            max_ahead=self._options.config.decode.max_ahead,
-            step_timeout_s=self._options.config.decode.step_timeout_s,
-            name=self._options.rank_name,
+    def boot(self) -> HostedRank:
+        """Boot the rank, and let its memory be written."""
+        self._side = side = self._build_model(self._options)
+        self._transfer = build_transfer_side(self._options, side, self._arrived)
+        side.groups.boot_group.barrier()  # registering may take one rank longer than another
+        return HostedRank(
+            groups=side.groups,
+            epoch=side.epoch,
+            max_model_len=side.max_model_len,
+            close_transfer=self._transfer.close,
+            close_model=side.close,
         )
-        self._bridge = RankBridge(self._engine, rank)
+
+    def build(self, host: WorkerHost, closing: contextlib.AsyncExitStack) -> tuple[Loop, Endpoint]:
+        """Make the service, the engine loop, and what carries between them."""
+        self._host, self._event_loop = host, asyncio.get_running_loop()
+        settings, metrics = self._options.config.kv_transfer, DecodeMetrics(host.registry)
+        self._transfer.watch(host.registry)
+        rank = build_rank(self._options, self._side, self._transfer, metrics, self._order)
+        self._load = rank.load()
+        engine = self._make_loop(rank, metrics)
+        self._bridge = RankBridge(engine, rank)
         self._outboxes = Outboxes(self._bridge.abort_router, time.monotonic)
+        calls = RevokeCalls(self._options.credentials)
+        closing.push_async_callback(calls.close)
         self._revoker = Revoker(
             self._bridge,
-            self._call_revoke,
-            transfer.fences.fence,
-            decode=identity(self._options.instance, side.epoch, self._options.rank),
+            calls,
+            self._transfer.fences.fence,
+            decode=host.identity,
             ticket_timeout_s=settings.transfer_timeout_s,
             quarantine_timeout_s=settings.quarantine_timeout_s,
         )
-        self._load = rank.load()
-        self._engine.submit(partial(use_device, side.kv_pool.device))
-        self._engine.start()
-        self._exit.push_async_callback(self._close_channels)
-        self._exit.push_async_callback(self._revoker.close)
+        closing.push_async_callback(self._revoker.close)
+        endpoint = Endpoint(
+            serve=self._serve,
+            record=registry_pb2.WorkerRecord(
+                role=common_pb2.ROLE_DECODE,
+                layout_fingerprint=self._transfer.layout.fingerprint(),
+                max_num_requests=self._options.config.decode.max_num_reserved,
+            ),
+            load=self._worker_load,
+            refuse=lambda: self._service.start_draining(),
+            drain=self._drain,
+            sweep=self._sweep,
+            flush=self._flush,
+        )
+        return engine, endpoint
 
-    async def _serve(self, side: ModelSide, transfer: TransferSide) -> str:
-        """Listen; returns the address that peers reach us at."""
-        listen, credentials = self._options.listen, self._options.credentials
-        server = create_server(credentials)
-        port = bind_port(server, listen, credentials)
-        address = listen.address(port)
-        facts = _facts(self._options, side, transfer, address)
+    def _make_loop(self, rank: DecodeRank, metrics: DecodeMetrics) -> EngineLoop:
+        section, name, side = self._options.config.decode, self._options.rank_name, self._side
+        steps = DecodeSteps(rank, side.runner, metrics=metrics, publish=self._publish, name=name)
+        options = LoopOptions(
+            name=name,
+            step="decode",
+            max_ahead=section.max_ahead,
+            limit_s=lambda num_tokens: section.step_timeout_s,
+            enter_thread=partial(use_device, side.kv_pool.device),
+        )
+        return EngineLoop(steps, side.lockstep, options)
+
+    def _serve(self, server: grpc.aio.Server, address: str) -> None:
+        identity, transport = self._host.identity, self._options.config.kv_transfer.transport
+        facts = RankFacts(
+            identity=identity,
+            address=address,
+            transport=transport,
+            layout=self._transfer.layout,
+            vocab_size=self._side.vocab_size,
+            endpoint=lambda prefill: self._transfer.endpoint_for(
+                prefill, identity, transport, self._side.kv_pool.nbytes
+            ),
+        )
         self._service = DecodeService(
-            facts, self._bridge, self._outboxes, lambda: self._load, self._tell_draining
+            facts, self._bridge, self._outboxes, lambda: self._load, self._host.tell_draining
         )
         decode_pb2_grpc.add_DecodeServicer_to_server(self._service, server)
-        await server.start()
-        self._exit.push_async_callback(self._stop_serving, server)
-        self._watch(transfer)
-        metrics = MetricsServer(self._registry)
-        self._metrics_port = await metrics.start(listen, credentials.http_ssl_context())
-        self._exit.push_async_callback(metrics.stop)
-        return address
-
-    def _watch(self, transfer: TransferSide) -> None:
-        gauges: dict[str, tuple[str, Callable[[], float]]] = {
-            "registered_bytes": (
-                "Memory that is registered with the transport",
-                lambda: transfer.transport.registered_bytes,
-            ),
-            "metadata_slots_in_use": (
-                "Slots of open and quarantined tickets",
-                lambda: transfer.slots.num_slots - transfer.slots.num_free,
-            ),
-        }
-        for name, (documentation, read) in gauges.items():
-            gauge_of(self._registry, f"pd_kv_transfer_{name}", documentation, read)
-
-    async def _register(self, side: ModelSide, transfer: TransferSide, address: str) -> None:
-        options = self._options
-        record = registry_pb2.WorkerRecord(
-            identity=identity(options.instance, side.epoch, options.rank),
-            role=ROLE_DECODE,
-            address=address,
-            num_ranks=options.config.decode.dp,
-            model=options.served_name,
-            max_model_len=side.max_model_len,
-            layout_fingerprint=transfer.layout.fingerprint(),
-            transport=options.config.kv_transfer.transport,
-            block_size=options.config.decode.block_size,
-            metrics_address=options.listen.address(self._metrics_port),
-            pid=os.getpid(),
-            max_num_requests=options.config.decode.max_num_reserved,
-        )
-        self._membership = membership = RegistryClient(
-            options.router, options.credentials, record, self._worker_load
-        )
-        gauge_of(
-            self._registry,
-            "pd_worker_registered",
-            "1 while a router has this worker in its pool",
-            lambda: membership.is_registered,
-        )
-        self._exit.push_async_callback(self._membership.close)
-        await self._membership.start()
-
-    async def _stop_serving(self, server: grpc.aio.Server) -> None:
-        """End the engine loop, which answers everybody; let the routers read; stop listening."""
-        self._service.start_draining()
-        self.is_stuck = not await asyncio.to_thread(self._engine.stop, STOP_TIMEOUT_S)
-        self._outboxes.close()
-        end = time.monotonic() + FLUSH_S
-        while self._outboxes.num_pending_deltas and time.monotonic() < end:
-            await asyncio.sleep(0.01)
-        await server.stop(grace=0.5)
-
-    def _leave_groups(self, side: ModelSide) -> None:
-        if not (self._ended.done() and self._ended.result() is None):
-            # Others may be gone, and leaving in order takes all ranks; kernels may wait for them.
-            self.is_stuck |= side.groups.dims.world_size > 1
-        if not self.is_stuck:
-            side.close_steps()
-            side.close_transfers()
-            side.groups.destroy()
-
-    async def _close_channels(self) -> None:
-        for channel in self._channels.values():
-            await channel.close(None)
-
-    async def _call_revoke(
-        self, address: str, request: prefill_pb2.RevokeRequest, timeout_s: float
-    ) -> bool:
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = open_channel(address, self._options.credentials)
-        with map_rpc_errors(f"prefill worker at {address}", request.request_id):
-            stub = prefill_pb2_grpc.PrefillStub(channel)
-            response: prefill_pb2.RevokeResponse = await stub.Revoke(request, timeout=timeout_s)
-        return response.drained
 
     def _worker_load(self) -> registry_pb2.WorkerLoad:
         load = self._load
@@ -264,10 +134,20 @@ class DecodeWorker:
             num_quarantined_blocks=load.num_quarantined_blocks,
         )
 
-    def _tell_draining(self) -> None:
-        logger.info("draining")
-        if self._membership is not None:
-            self._membership.set_draining()
+    async def _drain(self, deadline_s: float) -> None:
+        await self._service.wait_until_empty(None)
+
+    async def _sweep(self) -> None:
+        """Look after routers and quarantine."""
+        self._outboxes.sweep()
+        with contextlib.suppress(DrainingError):  # the engine loop has just ended
+            await self._revoker.sweep()
+
+    async def _flush(self) -> None:
+        self._outboxes.close()
+        end = time.monotonic() + FLUSH_S
+        while self._outboxes.num_pending_deltas and time.monotonic() < end:
+            await asyncio.sleep(0.01)
 
     # Called on other threads.
 
@@ -276,50 +156,10 @@ class DecodeWorker:
 
     def _order(self, order: WriterOrder) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed: so is the transport
-            self._loop.call_soon_threadsafe(self._revoker.order, order)
+            self._event_loop.call_soon_threadsafe(self._revoker.order, order)
 
     def _publish(self, news: Mapping[str, list[Delta]], load: decode_pb2.LoadReport) -> None:
         self._load = load
         if news:
             with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody reads
-                self._loop.call_soon_threadsafe(self._outboxes.put, news)
-
-    def _engine_ended(self, error: TandemError | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: the end is known
-            self._loop.call_soon_threadsafe(_set_once, self._ended, error)
-
-
-def _set_once(future: asyncio.Future[TandemError | None], error: TandemError | None) -> None:
-    if not future.done():
-        future.set_result(error)
-
-
-def _facts(
-    options: WorkerOptions, side: ModelSide, transfer: TransferSide, address: str
-) -> RankFacts:
-    decode = identity(options.instance, side.epoch, options.rank)
-    transport_name = options.config.kv_transfer.transport
-
-    def endpoint(prefill: WorkerIdentity) -> decode_pb2.PeerEndpoint:
-        # In this order: should a fence come between, the endpoint is void and the sender asks
-        # again. The other way round it would pass for one of before the fence, and be good.
-        writer = peer_name(prefill.instance, prefill.epoch, prefill.rank)
-        opaque = transfer.transport.endpoint(writer)
-        return decode_pb2.PeerEndpoint(
-            decode=decode,
-            transport=transport_name,
-            endpoint=opaque,
-            kv_region_bytes=side.kv_pool.nbytes,
-            metadata_region_bytes=transfer.slots.nbytes,
-            metadata_slot_bytes=transfer.slots.layout.slot_bytes,
-            fence_generation=transfer.fences.generation_of(writer),
-        )
-
-    return RankFacts(
-        identity=decode,
-        address=address,
-        transport=transport_name,
-        layout=transfer.layout,
-        vocab_size=side.vocab_size,
-        endpoint=endpoint,
-    )
+                self._event_loop.call_soon_threadsafe(self._outboxes.put, news)

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from prometheus_client import CollectorRegistry
 
 from engine.boot import BootedRank, boot_rank
+from engine.memory.block_pool import BlockPool
 from engine.memory.kv_pool import KVPool
 from engine.parallel.dims import ParallelDims
 from kv_transfer.layout import KVDtype, KVLayout
@@ -22,8 +24,11 @@ from kv_transfer.transport import KV_REGION, MemoryRegion, Transport, peer_name
 from kv_transfer.transports import create_transport
 from prefill.kv_push import PushSettings, ReadyCheck, always_ready
 from prefill.rank_plan import Closure, ClosureOutcome, PlanShape
-from runtime.config import ClusterConfig
+from prefill.scheduler import Scheduler
+from runtime.config import ClusterConfig, PrefillSection
+from runtime.metrics import gauge_of
 from runtime.worker import WorkerOptions
+from worker.host import HostedRank
 
 _OUTCOMES = {
     SendOutcome.SENT: ClosureOutcome.SENT,
@@ -41,6 +46,15 @@ class SendSide:
     transport: Transport
     sender: KVSender
     push: PushSettings
+
+    def watch(self, registry: CollectorRegistry) -> None:
+        """Export what is registered."""
+        gauge_of(
+            registry,
+            "pd_kv_transfer_registered_bytes",
+            "Memory that is registered with the transport",
+            lambda: self.transport.registered_bytes,
+        )
 
     def close(self) -> None:
         """Stop sending and let the peers go; takes at most the sender's drain timeout."""
@@ -124,6 +138,16 @@ class RankParts:
     send: SendSide
     plan_shape: PlanShape
 
+    def hosted(self) -> HostedRank:
+        """The same to whoever hosts it."""
+        return HostedRank(
+            groups=self.model.groups,
+            epoch=self.model.epoch,
+            max_model_len=self.model.max_model_len,
+            close_transfer=self.send.close,
+            close_model=self.model.close_transfers,
+        )
+
 
 def build_rank(options: WorkerOptions, on_closed: Callable[[Closure], None]) -> RankParts:
     """Boot one rank: the model's side first, then what sends its KV. Slow; blocks."""
@@ -134,6 +158,18 @@ def build_rank(options: WorkerOptions, on_closed: Callable[[Closure], None]) -> 
         model=model,
         send=send,
         plan_shape=plan_shape_of(options.config, model.max_model_len),
+    )
+
+
+def build_scheduler(section: PrefillSection, num_blocks: int) -> Scheduler:
+    """The books: block pool and queues."""
+    pool = BlockPool(
+        num_blocks, section.block_size, enable_prefix_caching=section.enable_prefix_caching
+    )
+    return Scheduler(
+        pool,
+        max_num_seqs=section.max_num_seqs,
+        max_num_batched_tokens=section.max_num_batched_tokens,
     )
 
 

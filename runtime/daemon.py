@@ -3,7 +3,7 @@
 A boot waits for weights, compilers and other ranks; a process that is told to stop meanwhile must
 not wait with it. The threads of `asyncio.to_thread` are waited for when the event loop is closed.
 This one ends with the process, which has to end without destructors then: they may run while the
-thread still works (see `runtime.worker.RankService.is_stuck`).
+thread still works (see `worker.run.RankService.is_stuck`).
 """
 
 from __future__ import annotations

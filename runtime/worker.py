@@ -1,29 +1,19 @@
-"""How a worker process is started: one rank of an instance, by ``python -m prefill`` or ``decode``.
-
-The command line is the same for both roles. It is read before torch is imported, because thread
-counts must be set before that.
-"""
+"""The command line of a worker process, one rank of an instance: the same for both roles."""
 
 from __future__ import annotations
 
 import argparse
-import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 from runtime.config_file import cluster_credentials, load_config
 from runtime.endings import RankName
 from runtime.errors import ConfigError
-from runtime.logging import configure_logging, get_logger
 from runtime.net import Credentials, Listen
-from runtime.process import limit_threads
-from runtime.service import Service, run_service
 
-logger = get_logger(__name__)
+GRACE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +29,7 @@ class WorkerOptions:
         router: gRPC "host:port" of the registry, several with commas between.
         listen: where this process listens, and the host that peers are told.
         credentials: of the cluster.
+        grace_s: how long it may drain when it is told to stop.
     """
 
     role: str
@@ -49,6 +40,7 @@ class WorkerOptions:
     router: str
     listen: Listen
     credentials: Credentials
+    grace_s: float = GRACE_S
 
     def __post_init__(self) -> None:
         field, count = self.section.ranks_field, self.section.num_ranks
@@ -113,45 +105,3 @@ def _listen_of(config: ClusterConfig, host: str, advertise: str) -> Listen:
     if host:
         return Listen(bind=host, advertise=advertise)
     return Listen(bind=config.cluster.host, advertise=advertise or config.cluster.advertise)
-
-
-class RankService(Service, Protocol):
-    """The service of one rank."""
-
-    @property
-    def is_stuck(self) -> bool:
-        """After ``shutdown``: a thread hangs in a collective whose peers are gone, for ever."""
-        ...
-
-
-def run_worker(
-    role: str,
-    arguments: Sequence[str],
-    make_service: Callable[[WorkerOptions], RankService],
-    *,
-    grace_s: Callable[[WorkerOptions], float],
-) -> int:
-    """Run one rank until it is told to stop; the process's exit status.
-
-    ``make_service`` is called with the thread limits set and must import torch only then.
-    """
-    try:
-        options = parse_worker_options(role, arguments)
-    except ConfigError as error:
-        configure_logging(role)
-        logger.error("%s", error)
-        return 2
-    configure_logging(role, options.instance, options.rank)
-    limit_threads(options.section.num_threads)
-    service = make_service(options)
-    try:
-        status = run_service(service, grace_s=grace_s(options))
-    except Exception:
-        # After the loss of a device even closing fails; the end is the same.
-        logger.exception("the process could not end in order")
-        status = 1
-    if service.is_stuck:
-        # No destructor may wait for the thread that never ends.
-        logging.shutdown()
-        os._exit(status or 1)
-    return status

@@ -17,6 +17,7 @@ FOLDERS = (
     "router",
     "prefill",
     "decode",
+    "worker",
     "engine",
     "kv_transfer",
     "runtime",

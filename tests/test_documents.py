@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from decode.metrics import DecodeMetrics
-from prefill.loop import LoopLoad
+from prefill.messages import LoopLoad
 from prefill.metrics import PrefillMetrics
 from router.metrics import RouterMetrics
 from runtime.config import ClusterConfig
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FAILURES = ROOT / "docs" / "reliability.md"
 NAMED_TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
-PACKAGES = ("deploy", "router", "prefill", "decode", "engine", "kv_transfer", "runtime")
+PACKAGES = ("deploy", "router", "prefill", "decode", "worker", "engine", "kv_transfer", "runtime")
 SECTIONS = tuple(field.name for field in dataclasses.fields(ClusterConfig))
 
 

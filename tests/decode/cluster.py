@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from decode.assembly import ModelSide
-from decode.worker import DecodeWorker
+from decode.worker import DecodeDriver
 from engine.memory.kv_pool import KVPool
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.lockstep import SoloLockstep
@@ -53,6 +53,7 @@ from runtime.rpc import bind_port, create_server, open_channel
 from runtime.sampling import SamplingParams
 from runtime.wire import error_to_proto, identity, same_identity, sampling_to_proto
 from runtime.worker import WorkerOptions
+from worker.host import WorkerHost
 
 SECRET = "a secret of tests"
 CREDENTIALS = Credentials.of_secret(SECRET)
@@ -425,7 +426,8 @@ class FakeRouter:
 class DecodeCluster:
     """A running decode worker, its peers, and how to make requests of it."""
 
-    worker: DecodeWorker
+    worker: WorkerHost
+    driver: DecodeDriver
     runner: ContextRunner
     registry: FakeRegistry
     prefill: FakePrefill
@@ -457,16 +459,16 @@ class DecodeCluster:
 
     async def load(self) -> decode_pb2.LoadReport:
         """As the worker's latest step left it."""
-        await self.worker._bridge.num_live()
+        await self.driver._bridge.num_live()
         await asyncio.sleep(0.002)
-        return self.worker._load
+        return self.driver._load
 
     async def wait_empty(self, timeout_s: float = 10.0) -> None:
         """Until nothing is left; then the books must agree."""
         async with asyncio.timeout(timeout_s):
-            while not await self.worker._bridge.is_empty():
+            while not await self.driver._bridge.is_empty():
                 await asyncio.sleep(0.01)
-        await self.worker._bridge.check_integrity()
+        await self.driver._bridge.check_integrity()
 
 
 class Overlap:
@@ -531,7 +533,8 @@ async def run_cluster(**settings: Any) -> AsyncIterator[DecodeCluster]:
         kv_pool=pool,
         runner=runner,
     )
-    worker = DecodeWorker(options, lambda _: side)
+    driver = DecodeDriver(options, lambda _: side)
+    worker = WorkerHost(options, driver)
     await worker.startup()
     channel = open_channel(registry.records[0].address, CREDENTIALS)
     stub = decode_pb2_grpc.DecodeStub(channel)
@@ -540,7 +543,7 @@ async def run_cluster(**settings: Any) -> AsyncIterator[DecodeCluster]:
     reading = asyncio.ensure_future(router.read())
     main = asyncio.ensure_future(worker.main_loop())
     try:
-        yield DecodeCluster(worker, runner, registry, prefill, router, stub)
+        yield DecodeCluster(worker, driver, runner, registry, prefill, router, stub)
     finally:
         main.cancel()
         runner.go.set()

@@ -15,19 +15,20 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 
 from decode.frames import Delta
-from decode.loop import EngineLoop
+from decode.loop import DecodeSteps, EngineLoop
 from decode.metrics import DecodeMetrics
 from decode.requests import DecodeRequest, TicketUpdate
 from engine.parallel.lockstep import Lockstep, SoloLockstep
 from engine.request import Request, ScheduledRequest
 from engine.runner import StepResult
 from engine.sampling.inputs import SampledToken
-from runtime.errors import TandemError
+from runtime.endings import RankName
 from runtime.lifecycle import DecodeStatus
 from runtime.pb import decode_pb2
 from runtime.sampling import FinishReason, SamplingParams, finish_reason_after
 from tests.decode.helpers import BLOCK_SIZE
 from tests.decode.test_rank import Bench
+from worker.step_driver import LoopOptions
 
 MAX_MODEL_LEN = 200
 UNREAD = -1
@@ -197,19 +198,19 @@ class OverlapBench:
         self.deltas: defaultdict[str, list[Delta]] = defaultdict(list)
         self.arriving: list[DecodeRequest] = []
         self.registry = CollectorRegistry()
-        self.ended: list[TandemError | None] = []
         self.squeezed: list[int] = []
         self._check_when_idle = self.bench.rank.check_integrity
         self.bench.rank.check_integrity = self._check_integrity  # type: ignore[method-assign]
-        self.loop = EngineLoop(
+        name = RankName(instance="decode")
+        steps = DecodeSteps(
             self.bench.rank,
             self.device,
-            lockstep or SoloLockstep(),
             metrics=DecodeMetrics(self.registry),
             publish=self._publish,
-            on_end=self.ended.append,
-            max_ahead=max_ahead,
+            name=name,
         )
+        options = LoopOptions(name=name, step="decode", max_ahead=max_ahead)
+        self.loop = EngineLoop(steps, lockstep or SoloLockstep(), options)
 
     def _publish(self, news: Mapping[str, list[Delta]], load: decode_pb2.LoadReport) -> None:
         for deltas in news.values():
@@ -263,11 +264,13 @@ class OverlapBench:
             self.squeeze(0)
         self._check_when_idle()
 
-    def turn(self) -> None:
+    def turn(self) -> bool:
+        """One turn of the loop; whether anybody had work."""
         self.bench.clock.now += 0.1
-        self.loop._step()
+        is_busy = self.loop.turn()
         self.receive()
         self.check()
+        return is_busy
 
     def check(self) -> None:
         """Nobody has a block twice, and what lingers is in a step."""

@@ -140,9 +140,7 @@ async def test_a_part_that_fails_while_another_still_sends() -> None:
         error = (await cluster.router.end_of("a", 2.0))[-1].error
         assert error.code == common_pb2.ERROR_CODE_TRANSFER_FAILED
         await cluster.wait_empty()
-        assert cluster.worker._registry.get_sample_value("pd_decode_fences_total") == 1
-        assert (
-            cluster.worker._registry.get_sample_value("pd_kv_transfer_metadata_slots_in_use") == 0
-        )
+        assert cluster.worker.registry.get_sample_value("pd_decode_fences_total") == 1
+        assert cluster.worker.registry.get_sample_value("pd_kv_transfer_metadata_slots_in_use") == 0
         await cluster.prefill.handshake(ticket.decode)
         await finish(cluster, "b", PROMPT)

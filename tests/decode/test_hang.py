@@ -5,24 +5,24 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from decode.frames import Delta
-from decode.loop import EngineLoop
+from decode.loop import DecodeSteps, EngineLoop
 from decode.metrics import DecodeMetrics
 from engine.parallel.lockstep import GroupState, RankState, SoloLockstep
 from engine.request import ScheduledRequest
 from engine.runner import StepResult
 from runtime.endings import RankName
-from runtime.errors import DrainingError, InternalError, PeerLostError, TandemError
+from runtime.errors import DrainingError, InternalError, PeerLostError
 from runtime.pb import decode_pb2
 from runtime.sampling import FinishReason
 from runtime.watchdog import StepOverdueError, WatchdogOptions
 from tests.decode.test_loop import FakePending, FakeRunner
 from tests.decode.test_rank import Bench
+from worker.step_driver import LoopOptions
 
 TIMEOUT_S = 10
 
@@ -85,29 +85,29 @@ class HangingPeer:
 def test_a_step_that_never_ends_is_given_up(where: str, is_group: bool) -> None:
     bench, runner = Bench(), HangingRunner(where)
     deltas: list[Delta] = []
-    ended: Future[TandemError | None] = Future()
     aborted = threading.Event()
 
     def publish(news: Mapping[str, list[Delta]], load: decode_pb2.LoadReport) -> None:
         deltas.extend(delta for some in news.values() for delta in some)
 
+    name = RankName(instance="decode-0", num_ranks=2 if is_group else 1)
+    metrics = DecodeMetrics(CollectorRegistry())
     loop = EngineLoop(
-        bench.rank,
-        runner,
+        DecodeSteps(bench.rank, runner, metrics=metrics, publish=publish, name=name),
         HangingPeer(runner) if is_group else SoloLockstep(),
-        metrics=DecodeMetrics(CollectorRegistry()),
-        publish=publish,
-        on_end=ended.set_result,
-        step_timeout_s=0.1,
-        watchdog=WatchdogOptions(poll_s=0.005, grace_s=0.3, abort=aborted.set),
-        name=RankName(instance="decode-0", num_ranks=2 if is_group else 1),
+        LoopOptions(
+            name=name,
+            step="decode",
+            limit_s=lambda num_tokens: 0.1,
+            watchdog=WatchdogOptions(poll_s=0.005, grace_s=0.3, abort=aborted.set),
+        ),
     )
     waiting = loop.submit(lambda: bench.reserve(6, max_tokens=6))
     if where != "dummy":
         loop.submit(lambda: bench.arrive(waiting.result()))
     started = time.monotonic()
     loop.start()
-    error = ended.result(TIMEOUT_S)
+    error = loop.ended.result(TIMEOUT_S)
     assert time.monotonic() - started < 2.0
     assert isinstance(error, StepOverdueError)
     assert "did not end within 0.1 s" in str(error)
@@ -123,6 +123,6 @@ def test_a_step_that_never_ends_is_given_up(where: str, is_group: bool) -> None:
     # Should the call return after all, its thread changes nothing any more.
     num_deltas = len(deltas)
     runner.release.set()
-    loop._thread.join(TIMEOUT_S)
+    assert loop.join(TIMEOUT_S)
     assert len(deltas) == num_deltas
     assert aborted.wait(TIMEOUT_S)

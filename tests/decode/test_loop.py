@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from decode.frames import Delta
-from decode.loop import EngineLoop
+from decode.loop import DecodeSteps, EngineLoop
 from decode.metrics import DecodeMetrics
 from decode.requests import DecodeRequest, RejectedUpdate
 from engine.parallel.lockstep import GroupState, Lockstep, RankState, SoloLockstep
@@ -29,6 +28,7 @@ from runtime.errors import (
 from runtime.pb import decode_pb2
 from runtime.sampling import FinishReason
 from tests.decode.test_rank import Bench
+from worker.step_driver import LoopOptions
 
 TIMEOUT_S = 10
 
@@ -101,16 +101,18 @@ class Driver:
         self.bench = Bench()
         self.runner = FakeRunner()
         self.deltas: list[Delta] = []
-        self.ended: Future[TandemError | None] = Future()
-        self.loop = EngineLoop(
+        name = name or RankName(instance="decode")
+        steps = DecodeSteps(
             self.bench.rank,
             self.runner,
-            lockstep or SoloLockstep(),
             metrics=DecodeMetrics(CollectorRegistry()),
             publish=self._publish,
-            on_end=self.ended.set_result,
             name=name,
         )
+        self.loop = EngineLoop(
+            steps, lockstep or SoloLockstep(), LoopOptions(name=name, step="decode")
+        )
+        self.ended = self.loop.ended
 
     def _publish(self, news: Mapping[str, list[Delta]], load: decode_pb2.LoadReport) -> None:
         assert threading.current_thread().name == "engine-loop"
@@ -285,7 +287,7 @@ def test_what_is_left_when_the_rank_is_told_to_stop_may_go_elsewhere() -> None:
 
 def test_a_rank_that_leaves_does_not_mind_that_the_others_left_first() -> None:
     driver = Driver(PeerWithWork(num_steps=0, error=PeerLostError("rank 1 is gone")))
-    driver.loop.submit(driver.loop._leave)
+    driver.loop.submit(driver.loop.leave)
     driver.loop.start()
     assert driver.ended.result(TIMEOUT_S) is None
 

@@ -73,7 +73,7 @@ async def test_preemption_keeps_every_token() -> None:
         outputs = await asyncio.gather(*(one(*item) for item in prompts.items()))
         assert outputs == [expected_output(prompt, 24) for prompt in prompts.values()]
         await cluster.wait_empty()
-        assert cluster.worker._registry.get_sample_value("pd_decode_preemptions_total") != 0
+        assert cluster.worker.registry.get_sample_value("pd_decode_preemptions_total") != 0
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ async def test_a_silent_writer_is_fenced_and_its_ticket_is_void() -> None:
         cluster.prefill.push(ticket, PROMPT)
         await cluster.stub.Abort(decode_pb2.AbortRequest(request_id="a"))
         await cluster.wait_empty()
-        assert cluster.worker._registry.get_sample_value("pd_decode_fences_total") == 1
+        assert cluster.worker.registry.get_sample_value("pd_decode_fences_total") == 1
         assert cluster.prefill.revoked == [ticket.nonce]
         # It wakes up: the connection is gone, so the rest cannot land; a new handshake helps.
         cluster.prefill.finish(ticket, 3)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from decode.assembly import ModelSide
-from decode.worker import DecodeWorker
+from decode.worker import DecodeDriver
 from deploy.checks import free_port
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
@@ -20,9 +20,11 @@ from engine.parallel.lockstep import SoloLockstep
 from runtime.config import ClusterConfig, DecodeSection, ModelSection
 from runtime.config_file import dump_config
 from runtime.errors import ConfigError, PeerLostError
+from runtime.worker import WorkerOptions
 from tests.decode.cluster import EPOCH, HOST, VOCAB_SIZE, ContextRunner, make_options, make_pool
 from tests.decode.test_group import start_rank
 from tests.engine.tiny import tiny_config, write_checkpoint
+from worker.host import WorkerHost
 
 
 class LostGroup(RankGroup):
@@ -53,11 +55,16 @@ def listens(port: int) -> bool:
         return probe.connect_ex((HOST, port)) == 0
 
 
+def host_of(build: Callable[[WorkerOptions], ModelSide]) -> WorkerHost:
+    options = make_options("127.0.0.1:1")
+    return WorkerHost(options, DecodeDriver(options, build))
+
+
 async def test_a_boot_that_fails_is_left_to_the_end_of_the_process() -> None:
     def build(_: object) -> ModelSide:
         raise ConfigError("decode.cuda_graphs", "on", "cannot be captured", '"off"')
 
-    worker = DecodeWorker(make_options("127.0.0.1:1"), build)
+    worker = host_of(build)
     with pytest.raises(ConfigError):
         await worker.startup()
     await worker.shutdown()
@@ -67,7 +74,7 @@ async def test_a_boot_that_fails_is_left_to_the_end_of_the_process() -> None:
 async def test_a_rank_that_loses_another_after_capture_does_not_leave_in_order() -> None:
     closed: list[int] = []
     side = side_of(2, LostGroup(size=2), lambda: closed.append(1))
-    worker = DecodeWorker(make_options("127.0.0.1:1"), lambda _: side)
+    worker = host_of(lambda _: side)
     with pytest.raises(PeerLostError):
         await worker.startup()
     await worker.shutdown()
@@ -82,8 +89,8 @@ def test_whoever_is_told_to_stop_while_he_boots_waits_for_nobody() -> None:
         release.wait(20)
         raise ConfigError("model.path", "", "too late", "come earlier")
 
-    async def boot() -> DecodeWorker:
-        worker = DecodeWorker(make_options("127.0.0.1:1"), build)
+    async def boot() -> WorkerHost:
+        worker = host_of(build)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await worker.startup()

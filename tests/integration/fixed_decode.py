@@ -9,12 +9,13 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from decode.__main__ import GRACE_S
 from decode.assembly import ModelSide, build_model_side
-from decode.worker import DecodeWorker
+from decode.worker import DecodeDriver
 from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.runner import ModelRunner
-from runtime.worker import RankService, WorkerOptions, run_worker
+from runtime.worker import WorkerOptions
+from worker.host import WorkerHost
+from worker.run import RankService, run_worker
 
 
 def fixed_runner(options: WorkerOptions, side: ModelSide) -> GraphRunner:
@@ -35,8 +36,8 @@ def build_fixed(options: WorkerOptions) -> ModelSide:
 
 def make_service(options: WorkerOptions) -> RankService:
     """The service of this rank."""
-    return DecodeWorker(options, build_fixed)
+    return WorkerHost(options, DecodeDriver(options, build_fixed))
 
 
 if __name__ == "__main__":
-    sys.exit(run_worker("decode", sys.argv[1:], make_service, grace_s=lambda _: GRACE_S))
+    sys.exit(run_worker("decode", sys.argv[1:], make_service))

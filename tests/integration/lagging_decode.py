@@ -21,17 +21,18 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from decode.__main__ import GRACE_S
 from decode.assembly import ModelSide, build_model_side
-from decode.worker import DecodeWorker
+from decode.worker import DecodeDriver
 from engine.graphs.graph_runner import GraphRunner
 from engine.memory.kv_pool import KVPool
 from engine.parallel.groups import RankGroup
 from engine.parallel.lockstep import create_lockstep
 from engine.request import Request, ScheduledRequest
 from engine.runner import PendingStep, StepResult
-from runtime.worker import RankService, WorkerOptions, run_worker
+from runtime.worker import WorkerOptions
 from tests.integration.fixed_decode import fixed_runner
+from worker.host import WorkerHost
+from worker.run import RankService, run_worker
 
 BROKEN = 299
 """The first token of a prompt whose numbers get lost."""
@@ -166,8 +167,8 @@ def build_lagging(options: WorkerOptions) -> ModelSide:
 
 def make_service(options: WorkerOptions) -> RankService:
     """The service of this rank."""
-    return DecodeWorker(options, build_lagging)
+    return WorkerHost(options, DecodeDriver(options, build_lagging))
 
 
 if __name__ == "__main__":
-    sys.exit(run_worker("decode", sys.argv[1:], make_service, grace_s=lambda _: GRACE_S))
+    sys.exit(run_worker("decode", sys.argv[1:], make_service))

@@ -210,7 +210,7 @@ def dying_meeting(rank: Rank) -> Callable[[], None]:
     """What breaks the group's collectives, as the end of a process does."""
 
     def leave() -> None:
-        lockstep = rank.loop._lockstep
+        lockstep = rank.loop.steps._lockstep
         assert isinstance(lockstep, GroupLockstep)
         lockstep._group.meeting.barrier.abort()  # type: ignore[attr-defined]
 

@@ -117,7 +117,7 @@ def test_a_step_that_never_ends_is_given_up(where: str, max_ahead: int) -> None:
         assert "did not end within 0.1 s" in event.error.message
     assert isinstance(events[-1], LoopEnded)
     assert isinstance(events[-1].error, StepOverdueError)
-    assert loop.is_abandoned
+    assert loop.steps.is_overdue
     num_events = len(events)
     runner.release.set()
     assert loop.join(TIMEOUT_S)

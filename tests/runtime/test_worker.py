@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from runtime.config_file import SECRET_VARIABLE
-from runtime.errors import ConfigError, PeerLostError
-from runtime.worker import parse_worker_options, run_worker
+from runtime.errors import ConfigError
+from runtime.worker import parse_worker_options
 
 CONFIG = '[model]\npath = "model"\n[decode]\ndp = 2\n[cluster]\nhost = "127.0.0.2"\n'
 
@@ -80,38 +80,3 @@ def test_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     with pytest.raises(ConfigError, match="no secret"):
         parse_worker_options("decode", arguments(tmp_path))
-
-
-class Unclosable:
-    """A service that fails, and cannot be closed either."""
-
-    def __init__(self, *, is_stuck: bool) -> None:
-        self.is_stuck = is_stuck
-
-    async def startup(self) -> None:
-        """Nothing to do."""
-
-    async def main_loop(self) -> None:
-        raise PeerLostError("another rank was lost")
-
-    async def drain(self) -> None:
-        raise AssertionError("it has failed")
-
-    async def shutdown(self) -> None:
-        raise RuntimeError("the device is gone")
-
-
-@pytest.mark.parametrize("is_stuck", [False, True])
-def test_a_rank_that_cannot_even_be_closed_ends_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stuck: bool
-) -> None:
-    monkeypatch.setenv(SECRET_VARIABLE, "s")
-    for name in ("configure_logging", "limit_threads"):
-        monkeypatch.setattr(f"runtime.worker.{name}", lambda *_: None)
-    monkeypatch.setattr("runtime.worker.logging.shutdown", lambda: None)
-    forced: list[int] = []
-    monkeypatch.setattr("runtime.worker.os._exit", forced.append)
-    service = Unclosable(is_stuck=is_stuck)
-    status = run_worker("decode", arguments(tmp_path), lambda _: service, grace_s=lambda _: 1.0)
-    assert status == 1
-    assert forced == ([1] if is_stuck else []), "without destructors where they may hang"

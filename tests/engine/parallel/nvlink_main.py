@@ -213,7 +213,7 @@ def lose(rank: Rank) -> dict[str, object]:
 
 
 def end_after_trap(output: Path) -> None:
-    """End as `runtime.worker` ends a rank that lost another: no destructor may run.
+    """End as `worker.run` ends a rank that lost another: no destructor may run.
 
     The last rank, whose memory the others have mapped, goes when they have said what they saw.
     """

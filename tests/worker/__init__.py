@@ -1,0 +1,1 @@
+"""Tests of what both roles' workers are made of."""

@@ -1,0 +1,270 @@
+"""One rank of either role as a process: boot, serve, register, drain, leave.
+
+What is the same for all is here; a role plugs in as a `RoleDriver`. `runtime.service.run_service`
+drives it. Threads: the event loop (gRPC, metrics, registration), the engine loop, and those that
+move KV. If the engine loop fails, the process answers every request and exits non-zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc.aio
+from prometheus_client import CollectorRegistry
+
+from engine.parallel.groups import ProcessGroups
+from runtime.daemon import run_on_daemon
+from runtime.logging import fields, get_logger
+from runtime.metrics import MetricsServer, gauge_of
+from runtime.pb import common_pb2, registry_pb2
+from runtime.registration import RegistryClient
+from runtime.rpc import bind_port, create_server
+from runtime.wire import identity
+from runtime.worker import WorkerOptions
+
+logger = get_logger(__name__)
+
+SWEEP_INTERVAL_S = 1.0
+STOP_TIMEOUT_S = 12.0
+"""How long other ranks of the group may take to end their work; longer than their grace period."""
+ANSWER_GRACE_S = 1.0
+"""How long calls that are answered may take to be read when the process ends."""
+
+
+async def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostedRank:
+    """A rank that can run steps and move KV.
+
+    Attributes:
+        groups: the ranks of the instance.
+        epoch: of this life of the instance.
+        max_model_len: most tokens of prompt and output together.
+        close_transfer: lets the peers go; blocks.
+        close_model: frees what the ranks opened with one another; only where all of them do.
+    """
+
+    groups: ProcessGroups
+    epoch: int
+    max_model_len: int
+    close_transfer: Callable[[], None]
+    close_model: Callable[[], None]
+
+
+class Loop(Protocol):
+    """What runs the steps, and answers every request when it ends: `step_loop.StepLoop`."""
+
+    ended: Future[BaseException | None]
+
+    def stop(self, timeout_s: float) -> bool:
+        """End it; whether it ended in time. Blocks."""
+        ...
+
+    @property
+    def start(self) -> Callable[[], None]:
+        """Begins."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """What takes requests. Called on the event loop.
+
+    Attributes:
+        serve: adds the service to a server that peers reach at an address.
+        record: what only the role knows of this worker.
+        load: as of the last step, in a new message.
+        refuse: takes nothing new from now on.
+        drain: after that, returns when nothing is left; given the seconds until it is cancelled.
+        sweep: looks after what nobody tells it of; called every second.
+        flush: the engine loop has answered everybody: lets them read it.
+    """
+
+    serve: Callable[[grpc.aio.Server, str], None]
+    record: registry_pb2.WorkerRecord
+    load: Callable[[], registry_pb2.WorkerLoad]
+    refuse: Callable[[], None]
+    drain: Callable[[float], Awaitable[None]]
+    sweep: Callable[[], Awaitable[None]] = _nothing
+    flush: Callable[[], Awaitable[None]] = _nothing
+
+
+class RoleDriver(Protocol):
+    """What a role adds to a rank; called in this order."""
+
+    def boot(self) -> HostedRank:
+        """Boot the model, open the transfer, meet the other ranks. Blocks, on a thread of its own.
+
+        What fails here is closed by the end of the process: others may wait in a collective.
+        """
+        ...
+
+    def build(
+        self, host: WorkerHost, closing: contextlib.AsyncExitStack
+    ) -> tuple[Loop, Endpoint | None]:
+        """Make what runs steps and, where this rank has one, what takes requests.
+
+        `closing` takes what is to be closed when nothing is served any more, last things first.
+        """
+        ...
+
+
+class WorkerHost:
+    """One rank as a service: see `runtime.service.Service`."""
+
+    def __init__(self, options: WorkerOptions, driver: RoleDriver) -> None:
+        self.grace_s = options.grace_s
+        self.registry = CollectorRegistry()
+        """The metrics of this process."""
+        self.is_stuck = False
+        """The boot or the engine loop did not end, or the device may hang, or the ranks of the
+        group did not end together: nobody may wait for them, and no destructor run."""
+        self._options, self._driver = options, driver
+        self._endpoint: Endpoint | None = None
+        self._ended: asyncio.Future[BaseException | None] | None = None
+        self._membership: RegistryClient | None = None
+        # What was acquired, released in reverse order by `shutdown`.
+        self._exit = contextlib.AsyncExitStack()
+
+    @property
+    def identity(self) -> common_pb2.WorkerIdentity:
+        """Of this rank, once it has booted."""
+        return identity(self._options.instance, self._rank.epoch, self._options.rank)
+
+    async def startup(self) -> None:
+        """Boot; on return the rank is in the router's pool."""
+        self.is_stuck = True  # unless the boot ends well
+        self._rank = rank = await run_on_daemon(self._driver.boot, name="boot")
+        self.is_stuck = False
+        self._exit.callback(self._leave_groups)
+        self._exit.push_async_callback(asyncio.to_thread, rank.close_transfer)
+        closing = await self._exit.enter_async_context(contextlib.AsyncExitStack())
+        self._loop, self._endpoint = self._driver.build(self, closing)
+        self._exit.push_async_callback(self._stop_loop)
+        self._ended = asyncio.wrap_future(self._loop.ended)
+        self._loop.start()
+        if self._endpoint is not None:
+            await self._serve(self._endpoint)
+
+    async def main_loop(self) -> None:
+        """Look after things until the engine loop ends, or the lease is not renewed any more.
+
+        Raises:
+            TandemError: what ended it; every request was answered.
+        """
+        assert self._ended is not None
+        unknown = asyncio.ensure_future(self._renewal_failed())
+        watched: set[asyncio.Future[BaseException | None] | asyncio.Future[None]]
+        watched = {self._ended, unknown}
+        try:
+            while not self._ended.done() and not unknown.done():
+                await asyncio.wait(
+                    watched, timeout=SWEEP_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if self._endpoint is not None and not self._ended.done():
+                    await self._endpoint.sweep()
+        finally:
+            unknown.cancel()
+        if not self._ended.done():
+            await unknown
+        error = self._ended.result()
+        if error is not None:
+            raise error
+
+    async def drain(self) -> None:
+        """Refuse new requests; return when nothing is left."""
+        if self._endpoint is not None:
+            self._endpoint.refuse()
+            await self._endpoint.drain(self.grace_s)
+        elif self._ended is not None:
+            await asyncio.wait({self._ended})  # whoever schedules for this rank drains
+
+    async def shutdown(self) -> None:
+        """Undo `startup`, last things first."""
+        await self._exit.aclose()
+
+    def tell_draining(self) -> None:
+        """Have the router know that this rank takes nothing new."""
+        logger.info("draining")
+        if self._membership is not None:
+            self._membership.set_draining()
+
+    async def _serve(self, endpoint: Endpoint) -> None:
+        """Listen for scrapes and for calls; join the router's pool."""
+        listen, credentials = self._options.listen, self._options.credentials
+        metrics = MetricsServer(self.registry)
+        self._exit.push_async_callback(metrics.stop)
+        port = await metrics.start(listen, credentials.http_ssl_context())
+        metrics_address = listen.address(port)
+        server = create_server(credentials)
+        address = listen.address(bind_port(server, listen, credentials))
+        endpoint.serve(server, address)
+        await server.start()
+        self._exit.push_async_callback(self._stop_serving, server, endpoint)
+        logger.info("serving %s", fields(address=address, metrics_address=metrics_address))
+        record = self._record(endpoint, address, metrics_address)
+        self._membership = membership = RegistryClient(
+            self._options.router, credentials, record, endpoint.load
+        )
+        gauge_of(
+            self.registry,
+            "pd_worker_registered",
+            "1 while a router has this worker in its pool",
+            lambda: membership.is_registered,
+        )
+        self._exit.push_async_callback(self._membership.close)
+        await membership.start()
+        logger.info("ready %s", fields(address=address, epoch=f"{self._rank.epoch:016x}"))
+
+    async def _renewal_failed(self) -> None:
+        """Raise what ended the renewal of the lease, when it does."""
+        if self._membership is None:
+            await asyncio.Event().wait()
+        else:
+            await self._membership.wait_failed()
+
+    def _record(
+        self, endpoint: Endpoint, address: str, metrics_address: str
+    ) -> registry_pb2.WorkerRecord:
+        record = registry_pb2.WorkerRecord(
+            identity=self.identity,
+            address=address,
+            num_ranks=self._options.section.num_ranks,
+            model=self._options.served_name,
+            max_model_len=self._rank.max_model_len,
+            transport=self._options.config.kv_transfer.transport,
+            block_size=self._options.section.block_size,
+            metrics_address=metrics_address,
+            pid=os.getpid(),
+        )
+        record.MergeFrom(endpoint.record)
+        return record
+
+    async def _stop_serving(self, server: grpc.aio.Server, endpoint: Endpoint) -> None:
+        """End the engine loop first: its last events answer the calls that are still open."""
+        endpoint.refuse()
+        await self._stop_loop()
+        await endpoint.flush()
+        await server.stop(ANSWER_GRACE_S)
+
+    async def _stop_loop(self) -> None:
+        if not self.is_stuck:
+            self.is_stuck = not await asyncio.to_thread(self._loop.stop, STOP_TIMEOUT_S)
+
+    def _leave_groups(self) -> None:
+        groups, ended = self._rank.groups, self._ended
+        if ended is None or not ended.done() or ended.result() is not None:
+            # Others may be gone, and leaving in order takes all ranks; kernels may wait for them.
+            self.is_stuck |= groups.dims.world_size > 1
+        if not self.is_stuck:
+            self._rank.close_model()
+            groups.destroy()

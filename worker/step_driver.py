@@ -1,0 +1,130 @@
+"""A role's part in the engine loop: what is in a step, and what comes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from engine.runner import StepResult
+from runtime.endings import RankName
+from runtime.errors import TandemError
+from runtime.watchdog import WatchdogOptions
+
+
+class Plan(Protocol):
+    """What a rank is going to run."""
+
+    @property
+    def num_tokens(self) -> int:
+        """0 where there is nothing of its own."""
+        ...
+
+
+class Pending(Protocol):
+    """A step that is issued to the device."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `collect` would return at once; asked only with `LoopOptions.ahead_poll_s`."""
+        ...
+
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds that the device idled before the step, after `collect`; None if unknown."""
+        ...
+
+    def collect(self) -> list[StepResult]:
+        """Wait for the step's end; one result per scheduled request, in order."""
+        ...
+
+
+PlanT = TypeVar("PlanT", bound=Plan)
+PendingT = TypeVar("PendingT", bound=Pending)
+
+
+class StepDriver(Protocol[PlanT, PendingT]):
+    """Called on the loop's thread; where a step is given up, `end` and commands that are waited for
+    on the watchdog's.
+    """
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left, neither a request nor a block."""
+        ...
+
+    @property
+    def rest_s(self) -> float:
+        """How long a rank that is alone and has nothing to run may sleep."""
+        ...
+
+    def plan(self, complete_launched: Callable[[], None]) -> PlanT:
+        """End what is late, and decide the step; may have all launched steps taken over first."""
+        ...
+
+    def launch(self, plan: PlanT, after: PendingT | None, least: int) -> PendingT:
+        """Issue the step without waiting for it; changes no request.
+
+        Args:
+            plan: has tokens.
+            after: the step before, where its results are not read.
+            least: the most tokens that a rank of the group runs in this step.
+        """
+        ...
+
+    def launch_dummy(self, least: int) -> None:
+        """Issue our part in the other ranks' step."""
+        ...
+
+    def book(
+        self, plan: PlanT, results: Sequence[StepResult], seconds: float, idle_s: float | None
+    ) -> None:
+        """Carry on with a step's requests, from what was collected.
+
+        `seconds` are those of the step alone; `idle_s` those of the device right before it, None
+        where nothing ran before, or if unknown.
+        """
+        ...
+
+    def tell(self) -> None:
+        """Publish what the turn has brought."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raise InternalError unless an empty rank's books agree."""
+        ...
+
+    def leave(self) -> None:
+        """After the last step of a loop that was told to stop."""
+        ...
+
+    def end(self, error: TandemError | None) -> None:
+        """Answer everybody: the loop is over, because of `error` or told to stop. Called last."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopOptions:
+    """What does not change while the loop runs; times in seconds.
+
+    Attributes:
+        name: of the rank, for its last words.
+        step: what a step is called in them.
+        max_ahead: steps that may run while another is launched; 0 on a CPU, which runs one at once.
+        ahead_poll_s: while the last step runs and nothing else can, commands are let in, and it is
+            looked at so often; 0 to wait for it, where steps are shorter than that is worth.
+        limit_s: how long a step of so many tokens may take; 0 for no limit.
+        enter_thread: called first on the loop's thread.
+        watchdog: how it is noticed that a step takes longer.
+        clock: monotonic.
+    """
+
+    name: RankName
+    step: str
+    max_ahead: int = 0
+    ahead_poll_s: float = 0.0
+    limit_s: Callable[[int], float] = lambda num_tokens: 0.0
+    enter_thread: Callable[[], None] = lambda: None
+    watchdog: WatchdogOptions = field(default_factory=WatchdogOptions)
+    clock: Callable[[], float] = time.monotonic

@@ -1,0 +1,304 @@
+"""The engine loop of either role: plan, meet, launch, take over, on a thread of its own.
+
+The only thread that touches a rank's requests. Others submit commands, which run between two steps;
+it blocks on nothing but its steps and, in a group, on the other ranks. What is in a step, a role's
+`StepDriver` decides.
+
+With `max_ahead` 1 a step is launched before the results of the one before it are read, so that a
+GPU never waits for the host. What happens to a request meanwhile finds it in a step that cannot be
+taken back; drivers drop such results, and keep the blocks until then.
+
+Data-parallel ranks share experts, so they launch the same number of steps: before each launch they
+meet (`engine.parallel.lockstep`), once however many are unread, and a rank without work of its own
+runs a dummy. While nobody has work they meet every few milliseconds, also where one waits for its
+step's end. A rank alone sleeps until a command comes.
+
+If anything fails, nobody knows the state of the model or the group: the driver answers every
+request, later commands are refused, and `ended` says why. So it goes where a call never returns: a
+watchdog stands in for this thread. The failure of one request never comes here.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from engine.parallel.lockstep import GroupState, IdlePace, Lockstep, RankState
+from engine.parallel.lost_peer import reason_of_end
+from runtime.endings import refusal_of_calls
+from runtime.errors import InternalError, PeerLostError, TandemError
+from runtime.logging import get_logger
+from runtime.watchdog import StepOverdueError
+from worker.step_driver import LoopOptions, PendingT, PlanT, StepDriver
+from worker.watched_thread import WatchedThread
+
+logger = get_logger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launched(Generic[PlanT, PendingT]):
+    """Its results are not read; `follows` a step directly, so that idling in between is a loss."""
+
+    plan: PlanT
+    pending: PendingT
+    launched_at: float
+    follows: bool
+    num_tokens: int
+    """Of the rank that has most: the others wait for it in every layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    run: Callable[[], None]
+    is_awaited: bool
+
+
+class StepLoop(Generic[PlanT, PendingT]):
+    """The thread, its command queue and its end. `submit`, `post`, `stop` are for any thread."""
+
+    def __init__(
+        self, driver: StepDriver[PlanT, PendingT], lockstep: Lockstep, options: LoopOptions
+    ) -> None:
+        """Nothing runs before `start`; what `driver` owns belongs to the loop from then on."""
+        self._driver, self._lockstep, self._options = driver, lockstep, options
+        self._clock = options.clock
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._in_flight: deque[_Launched[PlanT, PendingT]] = deque()
+        # Tokens of the latest steps, each of the rank that has most.
+        self._launched_tokens = deque([0], maxlen=options.max_ahead + 1)
+        self._is_following = False  # the latest turn launched something
+        self._taken_over_at = 0.0
+        self._pace = IdlePace(self._clock)
+        self._group = GroupState(has_work=False, max_num_tokens=0, all_leaving=False)
+        self._leaving = self._is_checked = False
+        self._over: TandemError | None = None
+        self._lock = threading.Lock()  # orders submit against the end of the loop
+        self._thread = WatchedThread("engine-loop", self._run, self._end, options.watchdog)
+        self.ended = self._thread.ended
+        """Done last, with what ended the loop; None after `stop`."""
+        self.start, self.join = self._thread.start, self._thread.join
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the thread hangs in a step that was given up."""
+        return self._thread.is_overdue
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the loop once no rank of the group needs another step; whether it ended in time."""
+        if self.is_overdue:
+            return False
+        self.post(self.leave)
+        return self.join(timeout_s)
+
+    def leave(self) -> None:
+        """What `stop` does, on the loop's thread."""
+        self._leaving = True
+
+    def submit(self, work: Callable[[], ResultT]) -> Future[ResultT]:
+        """Run `work` on the loop's thread between two steps.
+
+        A TandemError that it raises is the future's. So is any other exception, which also ends
+        the loop, as a broken invariant does. After the end of the loop the future fails at once.
+        """
+        future: Future[ResultT] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, TandemError) or isinstance(error, InternalError):
+                    raise
+
+        with self._lock:
+            if self._over is not None:
+                future.set_exception(self._over)
+            else:
+                self._commands.put(_Command(run, is_awaited=True))
+        return future
+
+    def post(self, work: Callable[[], None]) -> None:
+        """The same for work that nobody waits for: all that it raises ends the loop.
+
+        After the end nothing runs it; the driver's end has answered what is left.
+        """
+        self._commands.put(_Command(work, is_awaited=False))
+
+    def take_commands(self, timeout_s: float = 0.0) -> bool:
+        """Carry out what is in the queue, waiting at most `timeout_s` for a first; if any was."""
+        is_any = False
+        while not self._is_over:
+            command = self._next_command(0.0 if is_any else timeout_s)
+            if command is None:
+                break
+            is_any = True
+            command.run()
+        return is_any
+
+    def turn(self) -> bool:
+        """One step, or a rest where nobody has work; whether anybody had."""
+        is_busy = self.step()
+        self._check_books(is_busy)
+        self.take_commands(0.0 if is_busy else self._rest_s)
+        return is_busy
+
+    def step(self) -> bool:
+        """Launch a step if there is one, take over those that it need not wait for; if either."""
+        is_launched = self._launch_next()
+        is_busy = self._group.has_work or self._group.in_flight
+        if self._group.has_work or not self._await_news():
+            self._take_over_all_but(self._options.max_ahead if is_launched else 0)
+        self._driver.tell()
+        return is_busy
+
+    def watch(self, what: str, num_tokens: int | None = None) -> AbstractContextManager[None]:
+        """Limit the time of a call that may never return; no request is changed in it.
+
+        Args:
+            what: names it in the error.
+            num_tokens: of the step; None where it waits for other ranks, which may still run what
+                was launched before.
+        """
+        most = max(self._launched_tokens) if num_tokens is None else num_tokens
+        return self._thread.watch(what, self._options.limit_s(most))
+
+    @property
+    def _is_over(self) -> bool:
+        """In a group a rank that was told to stop goes on until nobody needs it."""
+        return self._group.all_leaving if self._lockstep.is_group else self._leaving
+
+    @property
+    def _rest_s(self) -> float:
+        return self._pace.wait_s if self._lockstep.is_group else self._driver.rest_s
+
+    def _next_command(self, timeout_s: float) -> _Command | None:
+        try:
+            return self._commands.get(block=timeout_s > 0, timeout=timeout_s or None)
+        except queue.Empty:
+            return None
+
+    def _launch_next(self) -> bool:
+        """Launch our part of the group's step; whether results will come of it."""
+        plan = self._driver.plan(self._complete_launched)
+        group = self._group = self._meet(plan.num_tokens)
+        follows, self._is_following = self._is_following, group.has_work
+        least, what = group.max_num_tokens, f"the launch of a {self._options.step} step"
+        if not plan.num_tokens:
+            if group.has_work:
+                with self.watch(what, least):
+                    self._driver.launch_dummy(least)
+            return False
+        launched_at = self._clock()
+        after = self._in_flight[-1].pending if self._in_flight else None
+        with self.watch(what, least):
+            pending = self._driver.launch(plan, after, least)
+        self._in_flight.append(
+            _Launched(
+                plan=plan,
+                pending=pending,
+                launched_at=launched_at,
+                follows=follows,
+                num_tokens=least,
+            )
+        )
+        return True
+
+    def _meet(self, num_tokens: int) -> GroupState:
+        state = RankState(
+            num_tokens=num_tokens, leaving=self._leaving, in_flight=bool(self._in_flight)
+        )
+        with self.watch(f"the meeting of the ranks before a {self._options.step} step"):
+            group = self._lockstep.exchange(state)
+        if group.has_work:
+            self._launched_tokens.append(group.max_num_tokens)
+        if group.has_work or group.in_flight:
+            self._pace.was_busy()
+        return group
+
+    def _await_news(self) -> bool:
+        """While the last step runs, let commands in; whether to look for a step before its end.
+
+        Commands may bring one, and in a group another rank may have one. Only for as long as the
+        step may take: then its results are waited for, under watch.
+        """
+        poll_s = self._options.ahead_poll_s
+        if not poll_s or not self._in_flight:
+            return False
+        last, is_group = self._in_flight[-1], self._lockstep.is_group
+        late_at = last.launched_at + (self._options.limit_s(last.num_tokens) or float("inf"))
+        meet_at = self._clock() + self._pace.wait_s
+        while not (last.pending.is_done or self._is_over or self._clock() >= late_at):
+            if self.take_commands(poll_s) or (is_group and self._clock() >= meet_at):
+                return True
+        return False
+
+    def _complete_launched(self) -> None:
+        self._take_over_all_but(0)
+
+    def _take_over_all_but(self, num_steps: int) -> None:
+        """Wait for the ends of the oldest steps, and carry on with their requests."""
+        while len(self._in_flight) > num_steps:
+            step = self._in_flight.popleft()
+            with self.watch(f"a {self._options.step} step", step.num_tokens):
+                results = step.pending.collect()
+            now = self._clock()
+            seconds = now - max(step.launched_at, self._taken_over_at)
+            self._taken_over_at = now
+            idle_s = step.pending.idle_s if step.follows else None
+            self._driver.book(step.plan, results, seconds, idle_s)
+
+    def _check_books(self, is_busy: bool) -> None:
+        """Check once, whenever the last request has left, that it took nothing along."""
+        if not self._driver.is_empty:
+            self._is_checked = False
+        elif not is_busy and not self._is_checked:
+            self._driver.check_integrity()
+            self._is_checked = True
+
+    def _run(self) -> None:
+        self._options.enter_thread()
+        self.take_commands()
+        while not self._is_over:
+            self.turn()
+        self._take_over_all_but(0)
+        self._driver.leave()
+
+    def _end(self, caught: BaseException | None) -> TandemError | None:
+        """Answer everybody; on the loop's thread, or on the watchdog's in its stead."""
+        error = self._reason_of(caught)
+        with self._lock:
+            self._over = refusal_of_calls(self._options.name)
+        self._run_last_commands()
+        try:
+            self._driver.end(error)
+        except Exception:
+            logger.exception("requests could not be answered")
+        return error
+
+    def _reason_of(self, caught: BaseException | None) -> TandemError | None:
+        if caught is None or isinstance(caught, StepOverdueError):
+            return caught
+        if self._leaving and self._driver.is_empty and isinstance(caught, PeerLostError):
+            logger.info("the other ranks left first")
+            return None
+        logger.error("the engine loop failed", exc_info=caught)
+        return reason_of_end(caught, in_group=self._options.name.num_ranks > 1)
+
+    def _run_last_commands(self) -> None:
+        """What was submitted before the end has a future that somebody waits for."""
+        while (command := self._next_command(0.0)) is not None:
+            try:
+                if command.is_awaited:
+                    command.run()
+            except Exception:
+                logger.exception("a command failed after the end of the loop")
