@@ -91,7 +91,8 @@ class TransferSide:
         """What a writer needs to reach our memory, of which the KV pool is `kv_bytes`."""
         # In this order: should a fence come between, the endpoint is void and the sender asks
         # again. The other way round it would pass for one of before the fence, and be good.
-        opaque = self.transport.endpoint()
+        writer = peer_name(prefill.instance, prefill.epoch, prefill.rank)
+        opaque = self.transport.endpoint(writer)
         return decode_pb2.PeerEndpoint(
             decode=decode,
             transport=transport,
@@ -99,9 +100,7 @@ class TransferSide:
             kv_region_bytes=kv_bytes,
             metadata_region_bytes=self.slots.nbytes,
             metadata_slot_bytes=self.slots.layout.slot_bytes,
-            fence_generation=self.fences.generation_of(
-                peer_name(prefill.instance, prefill.epoch, prefill.rank)
-            ),
+            fence_generation=self.fences.generation_of(writer),
         )
 
     def watch(self, registry: CollectorRegistry) -> None:
