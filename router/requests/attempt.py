@@ -31,6 +31,7 @@ from runtime.errors import (
     PeerLostError,
     RequestCancelledError,
     TandemError,
+    TransferFailedError,
 )
 from runtime.logging import get_logger
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2
@@ -209,6 +210,8 @@ class Attempt:
                 self.culprits = {prefill.key}
             if error.code is ErrorCode.CANCELLED:
                 await self._reason_of_revocation()
+                # Not by us: we would be cancelled ourselves.
+                error = TransferFailedError("decode revoked the ticket, and its reason was lost")
             raise error
         return response.first_token
 

@@ -216,10 +216,11 @@ class FrameStream:
             is_steady = self._loop.time() - stood_since >= STEADY_S
             self._num_failures = 0 if is_steady else self._num_failures + 1
             self.num_breaks += 1
-            self._on_loss(self.key, reason)
             text = "a stream of tokens broke worker=%s requests=%d reason=%r"
             logger.warning(text, self.key, len(self._sinks), reason)
             self._start_timer(reason)
+        if self._num_failures == 1:  # one that stands again at once was no loss
+            self._on_loss(self.key, reason)
         self._fail_waiters(reason)
         if self._num_failures >= MAX_FAILURES or isinstance(error, ReplacedError):
             self._give_up(reason)

@@ -220,6 +220,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
     step_s: float = 0.001
     reserve_error: TandemError | None = None
+    reserve_s: float = 0.0
+    """How long Reserve takes."""
     claim_error: TandemError | None = None
     claim_s: float = 0.0
     """How long a claim waits for blocks."""
@@ -235,7 +237,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     cut_after: int = 0
     """Break the stream once where this output token would be sent, which is lost; 0: never."""
     hold_after: int = 0
-    """Send nothing from this output token on; 0: never."""
+    """Send nothing from this output token on until ``go_on``; 0: never."""
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
     skip_token: int = 0
     """Leave this output token out; 0: none."""
     finish_reason: int = 0
@@ -278,6 +281,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self, request: decode_pb2.ReserveRequest, context: object
     ) -> decode_pb2.ReserveResponse:
         self.seen.append(request)
+        await asyncio.sleep(self.reserve_s)
         if self.reserve_error is not None:
             error = error_to_proto(self.reserve_error, request.request_id)
             return decode_pb2.ReserveResponse(error=error)
@@ -426,7 +430,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         for index in range(num_output + 1, params.max_tokens):
             await asyncio.sleep(0 if self.burst else self.step_s)
             if index == self.hold_after:
-                await asyncio.Event().wait()
+                await self.go_on.wait()
             if index == self.die_after:
                 self._dying = asyncio.create_task(self.die())
                 return
@@ -499,6 +503,9 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     num_transfers: int = 0
     holds_transfers: bool = False
     """Never end one."""
+    holds_runs: bool = False
+    """Answer none until ``go_on``."""
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
     _pushes: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self, control: str, port: int = 0) -> None:
@@ -522,6 +529,8 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             if self.close_first:
                 await self._push(reservation, done=False)
             await asyncio.sleep(self.run_s)
+            if self.holds_runs:
+                await self.go_on.wait()
             first = self._first(request)
         except asyncio.CancelledError:
             self.cancelled.append(request.request_id)

@@ -82,8 +82,13 @@ async def test_the_reason_of_a_revoked_ticket_is_decodes(http, cluster: Cluster)
     cluster.decode.fail(OutOfBlocksError("evicted"))
     status, body = await task
     assert (status, body["error"]["code"]) == (503, "out_of_kv_blocks")
-    cluster.prefill.run_error = RequestCancelledError("nobody says why")
-    assert (await post(http))[0] == 503
+    # Where nobody says why, another try is worth it.
+    seen = len(cluster.prefill.seen)
+    task = asyncio.create_task(post(http))
+    await cluster.until(lambda: len(cluster.prefill.seen) == seen + 1)
+    cluster.prefill.run_error = None
+    status, body = await task
+    assert (status, body["choices"][0]["text"]) == (200, ANSWER)
 
 
 async def test_another_pair_is_tried(http, cluster: Cluster) -> None:
@@ -119,8 +124,7 @@ async def test_an_error_in_the_middle_of_a_stream(client, cluster: Cluster) -> N
 
     with pytest.raises(openai.APIError) as caught:
         await read()
-    assert ANSWER.startswith("".join(texts))
-    assert len(texts) == 3
+    assert "".join(texts) == cluster.text_of(3)
     assert caught.value.code == "out_of_kv_blocks"
 
 
@@ -236,7 +240,7 @@ async def test_a_silent_worker_leaves_the_pool_and_may_return(http, cluster: Clu
         async with http.get("/ready") as response:
             return response.status
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while await ready() == 200:
             await asyncio.sleep(0.05)
     assert (await post(http))[0] == 503

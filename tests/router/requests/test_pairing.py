@@ -104,14 +104,14 @@ async def test_a_change_of_the_pool_wakes_who_waits(monkeypatch: pytest.MonkeyPa
     assert not any(task.done() for task in tasks)
     reborn = member(Role.DECODE, 0, epoch=2)
     pool.update([pair.prefill, reborn])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert {(await task).decode.key for task in tasks} == {reborn.key}
 
 
 async def test_who_does_not_wait() -> None:
     pool, pairing = pairing_of([], wait_s=60.0)
     finder = PairFinder(pairing)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(NoWorkersError):  # never ready
             await finder.find(None, is_under_way=False)
         pool.update(members(1, 1))

@@ -8,6 +8,7 @@ import aiohttp
 import orjson
 import pytest
 
+from router.requests import attempt as attempt_module
 from runtime.endings import RankName, failure_of_requests
 from runtime.errors import (
     DrainingError,
@@ -137,3 +138,15 @@ async def test_a_lost_group_costs_no_request(http, cluster: Cluster, num_tokens:
     cluster.decode.fail_error, cluster.decode.fail_after = lost, num_tokens
     assert [await stream(http) for _ in range(4)] == [(ANSWER, None)] * 4
     assert cluster.decode.seen
+
+
+async def test_a_decode_that_does_not_answer_is_left(
+    http, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt_module, "RESERVE_TIMEOUT_S", 0.3)
+    cluster.decode.reserve_s = 60.0
+    task = asyncio.create_task(stream(http))
+    await cluster.until(lambda: len(cluster.decode.seen) == 1)
+    other = await cluster.add_decode("decode-1")
+    assert await asyncio.wait_for(task, 60) == (ANSWER, None)
+    assert len(other.seen) == 1
