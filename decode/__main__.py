@@ -17,7 +17,8 @@ def make_service(options: WorkerOptions) -> RankService:
     from decode.worker import DecodeWorker
     from kv_transfer.settings import with_resolved_transport
 
-    return DecodeWorker(replace(options, config=with_resolved_transport(options.config)))
+    config = with_resolved_transport(options.config, options.listen.bind)
+    return DecodeWorker(replace(options, config=config))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -25,7 +25,7 @@ def make_service(options: WorkerOptions) -> RankService:
     from prefill.follower_worker import FollowerWorker
     from prefill.worker import PrefillWorker
 
-    options = replace(options, config=with_resolved_transport(options.config))
+    options = replace(options, config=with_resolved_transport(options.config, options.listen.bind))
     return FollowerWorker(options) if is_follower(options) else PrefillWorker(options)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kv_transfer.transport import Transport
 from runtime.errors import ConfigError
 from runtime.faults import FaultPlan
+from runtime.net import is_loopback
 
 TRANSPORT_NAMES = ("loopback", "nixl", "mooncake")
 
@@ -43,6 +44,17 @@ def resolve_transport(name: str) -> tuple[str, str]:
     return "nixl", "auto, and NIXL loads"
 
 
+def expected_transport(name: str) -> str:
+    """What ``resolve_transport`` would choose, if NIXL loads where it is installed. Loads nothing:
+    for whoever only plans.
+    """
+    if name != "auto":
+        return name
+    from kv_transfer.transports.nixl import is_installed
+
+    return "nixl" if is_installed() else "loopback"
+
+
 def create_transport(
     name: str, *, local_name: str, host: str, options: TransportOptions | None = None
 ) -> Transport:
@@ -73,7 +85,7 @@ def _create(name: str, local_name: str, host: str, options: TransportOptions) ->
     if name == "nixl":
         from kv_transfer.transports.nixl import NixlFactory
 
-        factory = NixlFactory(rails=options.nixl_rails)
+        factory = NixlFactory(rails=options.nixl_rails, is_local=is_loopback(host))
         return PairedTransport(
             factory, local_name, host=host, fence_timeout_s=options.fence_timeout_s
         )
