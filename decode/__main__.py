@@ -17,7 +17,8 @@ def make_service(options: WorkerOptions) -> RankService:
     from kv_transfer.settings import with_resolved_transport
     from worker.host import WorkerHost
 
-    options = replace(options, config=with_resolved_transport(options.config))
+    config = with_resolved_transport(options.config, options.listen.bind)
+    options = replace(options, config=config)
     return WorkerHost(options, DecodeDriver(options))
 
 

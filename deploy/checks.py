@@ -18,6 +18,7 @@ from deploy.decode_memory import plan_decode_memory
 from deploy.plan import num_devices_needed, plan_instances
 from engine.config import ModelConfig
 from engine.parallel.dims import ParallelDims
+from kv_transfer.transports import expected_transport
 from runtime.config import ClusterConfig
 from runtime.errors import ConfigError
 
@@ -55,6 +56,7 @@ def check_config(config: ClusterConfig, *, num_devices: int) -> None:
         fix = "1 to 63 letters, digits, '.', '_' or '-', a letter or digit first"
         raise ConfigError("cluster.name", name, "also names a folder", fix)
     _check_certificate(config)
+    _check_data_ports(config)
     model = read_model(config)
     _check_files(config)
     _check_parallel(config, model)
@@ -142,6 +144,11 @@ def _check_certificate(config: ClusterConfig) -> None:
     if files is not None:
         reached = dict.fromkeys((config.cluster.reach, config.http_reach))
         check_certificate(files, tuple(reached))
+
+
+def _check_data_ports(config: ClusterConfig) -> None:
+    section = config.kv_transfer
+    section.check_data_ports(expected_transport(section.transport), config.cluster.host)
 
 
 def _check_files(config: ClusterConfig) -> None:

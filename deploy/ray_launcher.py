@@ -127,12 +127,15 @@ class RayLauncher:
         """
         # Ray reads its environment when it is imported, and its daemons inherit ours: the mark by
         # which they are found again, a token that only this run knows, and no reports to anybody.
+        # A Ray that may not be a cluster of machines (a word for Windows and OSX, heeded elsewhere
+        # too) listens on the loopback interface only; otherwise on eight ports that all can reach.
         os.environ.update(
             {
                 RUN_ID_VARIABLE: self._run_id,
                 "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN": self._secret,
                 "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
                 "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
             }
         )

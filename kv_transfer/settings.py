@@ -13,11 +13,15 @@ from runtime.logging import fields, get_logger
 _log = get_logger(__name__)
 
 
-def with_resolved_transport(config: ClusterConfig) -> ClusterConfig:
-    """``config`` with the transport's real name instead of "auto". A worker calls it once, before
-    anybody is told the name.
+def with_resolved_transport(config: ClusterConfig, host: str) -> ClusterConfig:
+    """``config`` with the transport's real name instead of "auto". A worker that listens on
+    ``host`` calls it once, before anybody is told the name.
+
+    Raises:
+        ConfigError: the library would be open to others than this machine, and may not.
     """
     name, reason = resolve_transport(config.kv_transfer.transport)
+    config.kv_transfer.check_data_ports(name, host)
     _log.info("KV moves by %s %s", name, fields(reason=reason))
     return replace(config, kv_transfer=replace(config.kv_transfer, transport=name))
 

@@ -21,7 +21,8 @@ def make_service(options: WorkerOptions) -> RankService:
     from prefill.worker import PrefillDriver
     from worker.host import WorkerHost
 
-    options = replace(options, config=with_resolved_transport(options.config))
+    config = with_resolved_transport(options.config, options.listen.bind)
+    options = replace(options, config=config)
     if options.rank < options.config.prefill.num_endpoints:
         return WorkerHost(options, PrefillDriver(options))
     options = replace(options, grace_s=options.grace_s + FOLLOWER_EXTRA_GRACE_S)

@@ -48,7 +48,11 @@ def run_worker(
         return 2
     configure_logging(role, options.instance, options.rank)
     limit_threads(options.section.num_threads)
-    service = make_service(options)
+    try:
+        service = make_service(options)
+    except ConfigError as error:
+        logger.error("%s", error)
+        return 2
     try:
         status = run_service(service, grace_s=service.grace_s)
     except Exception:

@@ -7,10 +7,11 @@ whose collectives return their input, so a layer never asks whether it runs in p
 
 import os
 import secrets
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -223,11 +224,8 @@ def init_process_groups(
     # not after all that are queued.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     patience = timedelta(seconds=timeout_s if boot_timeout_s is None else boot_timeout_s)
-    host, _, port = rendezvous.rpartition(":")
     with _PeersAlive(f"meeting at {rendezvous}"):
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            host.strip("[]"), int(port), dims.world_size, dims.rank == 0, timeout=patience
-        )
+        store = _open_store(rendezvous, dims, patience)
         dist.init_process_group(
             backend,
             store=store,
@@ -244,6 +242,31 @@ def init_process_groups(
         tp_group=RankGroup(rank=dims.tp_rank, size=dims.tp, _group=everyone),
         ep_group=RankGroup(rank=dims.ep_rank, size=dims.ep, _group=everyone),
         boot_group=RankGroup(rank=dims.rank, size=dims.world_size, _group=boot),
+    )
+
+
+def _open_store(rendezvous: str, dims: ParallelDims, patience: timedelta) -> Any:
+    """The store at `rendezvous`, which rank 0 serves, on that interface alone.
+
+    By itself the library would listen on all of them, and asks nobody for a secret.
+    """
+    host, _, port = rendezvous.rpartition(":")
+    host = host.strip("[]")
+    listener = None
+    if dims.rank == 0:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            with socket.create_server((host, int(port)), family=family) as server:
+                listener = server.detach()  # the store closes it
+        except OSError as error:
+            raise PeerLostError(f"cannot listen at {rendezvous}: {error.strerror}") from error
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        int(port),
+        dims.world_size,
+        dims.rank == 0,
+        timeout=patience,
+        master_listen_fd=listener,
     )
 
 

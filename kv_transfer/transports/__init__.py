@@ -10,6 +10,7 @@ from kv_transfer.transport import Transport
 from kv_transfer.transports.tls import TlsContexts
 from runtime.errors import ConfigError
 from runtime.faults import FaultPlan
+from runtime.net import is_loopback
 
 TRANSPORT_NAMES = ("loopback", "nixl", "mooncake")
 
@@ -47,6 +48,17 @@ def resolve_transport(name: str) -> tuple[str, str]:
     return "nixl", "auto, and NIXL loads"
 
 
+def expected_transport(name: str) -> str:
+    """What ``resolve_transport`` would choose, if NIXL loads where it is installed. Loads nothing:
+    for whoever only plans.
+    """
+    if name != "auto":
+        return name
+    from kv_transfer.transports.nixl import is_installed
+
+    return "nixl" if is_installed() else "loopback"
+
+
 def create_transport(
     name: str, *, local_name: str, host: str, options: TransportOptions | None = None
 ) -> Transport:
@@ -77,7 +89,7 @@ def _create(name: str, local_name: str, host: str, options: TransportOptions) ->
     if name == "nixl":
         from kv_transfer.transports.nixl import NixlFactory
 
-        factory = NixlFactory(rails=options.nixl_rails)
+        factory = NixlFactory(rails=options.nixl_rails, is_local=is_loopback(host))
         return PairedTransport(
             factory,
             local_name,

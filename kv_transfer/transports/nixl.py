@@ -16,7 +16,7 @@ control socket), its metadata listener, and serialized descriptors (they are pic
 from __future__ import annotations
 
 import ctypes
-import importlib
+import importlib.util
 import logging
 import os
 import sys
@@ -43,10 +43,20 @@ _ENVIRONMENT = {
     "UCX_ERROR_SIGNALS": "",
     "NIXL_LOG_LEVEL": "ERROR",
 }
+_LOOPBACK_ENVIRONMENT = {
+    # By itself UCX listens on the host's other addresses too, whatever address is asked for.
+    "UCX_NET_DEVICES": "lo",
+}
 _DRAIN_S = 2.0
 _DRAIN_POLL_S = 5e-4
 _PROGRESS_DELAY_US = 1000
 """Longest sleep of a progress thread; events wake it earlier."""
+
+
+def is_installed() -> bool:
+    """Whether there is a NIXL to load; loads nothing."""
+    packages = (name.partition(".")[0] for name in _MODULES)
+    return any(importlib.util.find_spec(package) is not None for package in packages)
 
 
 def load_nixl() -> ModuleType:
@@ -95,14 +105,18 @@ def _let_progress_threads_sleep(api: ModuleType) -> None:
 
 
 class NixlFactory:
-    """Makes agents. ``rails``: agents per connection on the sending end."""
+    """Makes agents. ``rails``: agents per connection on the sending end. ``is_local``: only
+    processes of this machine are peers, so no network card is used, nor listened on.
+    """
 
     bypasses_receiver = True
     """CMA and CUDA IPC write without the receiver's process."""
 
-    def __init__(self, *, rails: int = 1) -> None:
+    def __init__(self, *, rails: int = 1, is_local: bool = False) -> None:
         if rails < 1:
             raise ConfigError("kv_transfer.nixl_rails", rails, "is below 1", "1 or more")
+        for name, value in _LOOPBACK_ENVIRONMENT.items() if is_local else ():
+            os.environ.setdefault(name, value)
         self._api = load_nixl()
         self._rails = rails
 

@@ -61,6 +61,7 @@ class ClusterConfig:
                 f"prefill stores its KV in {stored['prefill']}",
                 "the same kv_dtype in both roles",
             )
+        self.kv_transfer.check_data_ports(self.kv_transfer.transport, self.cluster.host)
         port, control_port = self.router.port, self.router.control_port
         if port and port == control_port:
             raise ConfigError("router.control_port", control_port, "is router.port", "another port")

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.checks import at_least, one_of
+from runtime.errors import ConfigError
 from runtime.faults import parse_faults
+from runtime.net import is_loopback
+
+OPEN_TRANSPORTS = ("nixl", "mooncake")
+"""Their libraries listen by themselves, and ask nobody for a secret."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +23,9 @@ class KVTransferSection:
     """One of "tcp", "rdma", "nvlink"."""
     mooncake_devices: str = ""
     """Network cards that Mooncake uses, a comma list; empty: all."""
+    allow_open_data_ports: bool = False
+    """Let NIXL and Mooncake serve other machines, though they open ports of their own that ask
+    nobody for a secret."""
     num_sender_threads: int = 2
     """Per prefill rank."""
     layers_per_group: int = 0
@@ -41,3 +49,23 @@ class KVTransferSection:
         at_least("kv_transfer.quarantine_timeout_s", self.quarantine_timeout_s, 0.0)
         at_least("kv_transfer.num_metadata_slots", self.num_metadata_slots, 1)
         parse_faults(self.faults)
+
+    def check_data_ports(self, transport: str, host: str) -> None:
+        """Refuse open ports of a library where others than this machine may reach them.
+
+        ``transport`` is what ``self.transport`` stands for, ``host`` the interface of the process.
+
+        Raises:
+            ConfigError: names the ways out.
+        """
+        if self.allow_open_data_ports or is_loopback(host) or transport not in OPEN_TRANSPORTS:
+            return
+        meant = f" means {transport}," if transport != self.transport else " is a library"
+        raise ConfigError(
+            "kv_transfer.transport",
+            self.transport,
+            f"{meant.strip()} whose data ports ask nobody for a secret, and cluster.host {host} "
+            "lets others reach them",
+            "kv_transfer.allow_open_data_ports = true where a firewall lets nobody else in, or "
+            'kv_transfer.transport = "loopback"',
+        )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from deploy.state import RunDir, run_dir_of
@@ -86,17 +87,35 @@ def detached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster
     assert find_processes(run_id) == []
 
 
-def test_a_cluster_speaks_tls_with_certificates_of_its_own(tmp_path: Path) -> None:
-    sections = 'http_processes = 2\n[tls]\nmode = "auto"\nhttp_mutual = true\n'
+def listening(run_id: str) -> dict[str, list[str]]:
+    """The addresses on which the processes of a run listen, Ray's own included, by process."""
+    found: dict[str, list[str]] = {}
+    for process in find_processes(run_id):
+        connections = process.net_connections(kind="tcp")
+        ends = [one.laddr for one in connections if one.status == psutil.CONN_LISTEN]
+        found[f"{process.name()} {process.pid}"] = [end.ip for end in ends]
+    return found
+
+
+def test_a_cluster_speaks_tls_and_listens_on_the_loopback_interface_only(tmp_path: Path) -> None:
+    sections = (
+        'http_processes = 2\n[tls]\nmode = "auto"\nhttp_mutual = true\n'
+        "[prefill]\ntp = 2\n[decode]\ndp = 2\n"
+    )
     cluster = Cluster(tmp_path, "encrypted", sections)
     result = cluster.tandem("up", "--detach", str(cluster.config_path))
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "https://127.0.0.1:" in result.stdout
-    assert cluster.generate().startswith(PROMPT)
-    assert cluster.process("decode-0")["load"] is not None
-    assert (cluster.run_dir.tls_dir / "key.pem").exists()
     run_id = cluster.run_id
-    cluster.command("down")
+    try:
+        assert "https://127.0.0.1:" in result.stdout
+        assert cluster.generate().startswith(PROMPT)
+        assert cluster.process("decode-0/1")["load"] is not None
+        assert (cluster.run_dir.tls_dir / "key.pem").exists()
+        hosts = {name: set(ends) for name, ends in listening(run_id).items() if ends}
+        assert len(hosts) > 8  # the roles' seven processes, and Ray's
+        assert all(ends <= {"127.0.0.1", "::ffff:127.0.0.1"} for ends in hosts.values()), hosts
+    finally:
+        cluster.command("down")
     assert find_processes(run_id) == []
     assert not cluster.run_dir.tls_dir.exists()
 

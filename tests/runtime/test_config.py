@@ -13,6 +13,7 @@ from runtime.config import (
     ClusterConfig,
     ClusterSection,
     DecodeSection,
+    KVTransferSection,
     PrefillSection,
     RouterSection,
     TlsSection,
@@ -68,6 +69,11 @@ def test_values_round_trip(name: str, port: int, timeout_s: float) -> None:
         ('[tls]\nmode = "on"', "tls.mode", "off, files, auto"),
         ('[tls]\nmode = "files"\ncert = "c"\nca = "a"', "tls.key", "a PEM file"),
         ('[tls]\nca = "a"', "tls.ca", 'tls.mode = "files"'),
+        (
+            '[cluster]\nhost = "10.0.0.5"\n[kv_transfer]\ntransport = "mooncake"',
+            "kv_transfer.transport",
+            "kv_transfer.allow_open_data_ports = true",
+        ),
         ("prefill = 3", "prefill", "[prefill]"),
         ("[prefill", "file", "mend"),
     ],
@@ -139,6 +145,24 @@ def test_where_http_is_reached(cluster: dict[str, str], router: str, endpoint: s
     assert config.endpoint == endpoint
     encrypted = dataclasses.replace(config, tls=TlsSection(mode="auto"))
     assert encrypted.endpoint == endpoint.replace("http:", "https:")
+
+
+@pytest.mark.parametrize("transport", ["nixl", "mooncake"])
+def test_open_data_ports_beyond_this_machine_must_be_asked_for(transport: str) -> None:
+    def config(host: str, **changes: bool) -> ClusterConfig:
+        section = KVTransferSection(transport=transport, **changes)
+        return ClusterConfig(
+            cluster=ClusterSection(host=host, advertise="node"), kv_transfer=section
+        )
+
+    assert config("127.0.0.1").kv_transfer.transport == transport
+    for host in ("10.0.0.5", "0.0.0.0", "::"):
+        with pytest.raises(ConfigError, match="ask nobody for a secret"):
+            config(host)
+        assert config(host, allow_open_data_ports=True).kv_transfer.transport == transport
+    with pytest.raises(ConfigError, match=f"means {transport}"):
+        KVTransferSection().check_data_ports(transport, "10.0.0.5")
+    KVTransferSection().check_data_ports("loopback", "10.0.0.5")
 
 
 def test_the_secret_comes_from_the_file_then_the_environment(
