@@ -86,6 +86,9 @@ class DecodeSteps:
         """Until deadlines have to be looked at."""
         return IDLE_WAIT_S
 
+    def heard(self) -> None:
+        """The next step's plan sees to it."""
+
     def plan(self, complete_launched: Callable[[], None]) -> StepPlan:
         """One token a request."""
         return self._rank.plan_step(complete_launched)

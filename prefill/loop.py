@@ -188,6 +188,11 @@ class EngineLoop:
             return self._settings.closure_poll_s
         return self._settings.heartbeat_s / 2 if self.is_empty else self._settings.idle_s
 
+    def heard(self) -> None:
+        """Ask for tickets: what is new need not wait for a step."""
+        self._desk.expire()
+        self._desk.want_tickets()
+
     def plan(self, complete_launched: Callable[[], None]) -> ChunkPlan:
         """Schedule, and tell the senders and the followers what comes."""
         self._desk.expire()

@@ -59,6 +59,10 @@ class StepDriver(Protocol[PlanT, PendingT]):
         """How long a rank that is alone and has nothing to run may sleep."""
         ...
 
+    def heard(self) -> None:
+        """Commands were carried out; perhaps while a step runs, and before the next is planned."""
+        ...
+
     def plan(self, complete_launched: Callable[[], None]) -> PlanT:
         """End what is late, and decide the step; may have all launched steps taken over first."""
         ...

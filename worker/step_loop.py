@@ -143,6 +143,8 @@ class StepLoop(Generic[PlanT, PendingT]):
                 break
             is_any = True
             command.run()
+        if is_any:
+            self._driver.heard()
         return is_any
 
     def turn(self) -> bool:

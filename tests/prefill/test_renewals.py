@@ -10,7 +10,7 @@ from prefill.peers import ChannelCache, RankAddress
 from prefill.renewals import TicketRenewer, renewal_interval_s
 from runtime.pb import common_pb2
 from runtime.rpc import open_channel
-from tests.prefill.fake_decode import SECRET, FakeDecode, serve_decode
+from tests.prefill.fake_decode import CREDENTIALS, FakeDecode, serve_decode
 
 PREFILL = common_pb2.WorkerIdentity(instance="prefill-0", epoch=5)
 
@@ -31,7 +31,7 @@ class Bench:
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    channels = ChannelCache(lambda address: open_channel(address, SECRET))
+    channels = ChannelCache(lambda address: open_channel(address, CREDENTIALS))
     async with serve_decode(FakeDecode()) as decode:
         served = Bench(decode, channels)
         yield served
