@@ -44,7 +44,8 @@ class PrefillRequest:
         decode_goes_on: False where the first token is known to be the last, so that no KV is sent.
         grant: the ticket; None until decode answered the claim.
         status: the life cycle; changed by `move_to` only.
-        place: in the order of arrival; set by the scheduler.
+        place: in the order of arrival; set by the scheduler, as the next.
+        num_lacking_tokens: of its context, those that our prefix cache did not have on arrival.
         claimed_at: when decode was asked for the ticket; 0.0 before.
         started_at: when its first chunk was scheduled; 0.0 before.
         first_token_at: when its first token was sampled; 0.0 before.
@@ -64,6 +65,7 @@ class PrefillRequest:
     grant: Grant | None = None
     status: PrefillStatus = PrefillStatus.WAITING
     place: int = 0
+    num_lacking_tokens: int = 0
     claimed_at: float = 0.0
     started_at: float = 0.0
     first_token_at: float = 0.0

@@ -8,21 +8,23 @@ nothing that a step finds out.
 A request holds nothing until its turn is near. Then it takes the blocks of its whole context, so
 that it can never run out of them midway, and decode is asked for a ticket (CLAIMING). So decode's
 memory is held for what is about to be computed, not for a queue: at most `max_num_seqs` requests
-and about two steps of tokens are claimed before they begin. A claim that decode has no room for
-waits by itself. Once it is older than `CLAIM_PATIENCE_S` it no longer counts as what comes next,
-and others may pass, to other decode ranks; `2 * max_num_seqs` of them at most, so that requests
-without a ticket cannot take all of our blocks.
+are claimed before they begin, and only those that would have a share of the tokens of the next two
+steps, so that a short prompt is claimed before a long one whose turn is far. A claim that decode
+has no room for waits by itself. Once it is older than `CLAIM_PATIENCE_S` it no longer counts as
+what comes next, and others may pass, to other decode ranks; `2 * max_num_seqs` of them at most, so
+that requests without a ticket cannot take all of our blocks.
 
-Blocks are kept until every rank has stopped sending them and no launched step writes them. The head
-of the queue waits for blocks and nobody overtakes it there: blocks that drain would otherwise go to
-short prompts for ever while a long one starves.
+Blocks are kept until every rank has stopped sending them and no launched step writes them. A
+request whose turn is near waits for blocks and nobody overtakes it there: blocks that drain would
+otherwise go to short prompts for ever while a long one starves.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from engine.memory.block_pool import BlockPool
 from engine.request import Request, ScheduledRequest
@@ -35,6 +37,8 @@ from runtime.lifecycle import PrefillStatus
 CLAIM_PATIENCE_S = 0.1
 """Longer than any round trip: a claim that takes longer waits for room in decode."""
 LOOKAHEAD_STEPS = 2
+WINDOW_STEPS = 8
+"""So many steps' worth of requests are looked at in the queue, whatever its length."""
 
 
 class Scheduler:
@@ -93,36 +97,33 @@ class Scheduler:
                 "prefill.num_blocks",
                 request_id=item.request_id,
             )
+        num_cached = self.pool.count_prefix(self._shareable(item.request)) * self.pool.block_size
+        item.num_lacking_tokens = item.request.num_context_tokens - num_cached
         item.place = self._num_arrived
         self._num_arrived += 1
         self.waiting.append(item)
 
     def claim(self, now: float) -> list[PrefillRequest]:
-        """Give blocks to the requests whose turn is near, oldest first.
+        """Give blocks to the requests that the next steps would have tokens for, oldest first.
 
         Decode must be asked for their tickets, and `grant` or `drop` called for each.
         """
-        ahead = [item for item in self.running if not item.has_begun]
+        ahead = [item for item in self.running if item.request.num_uncomputed_tokens]
         ahead += [
             item for item in self.claiming.values() if now < item.claimed_at + CLAIM_PATIENCE_S
         ]
-        num_tokens = sum(item.request.num_uncomputed_tokens for item in ahead)
+        num_unbegun = sum(not item.has_begun for item in ahead)
         claimed: list[PrefillRequest] = []
-        while (
-            self.waiting
-            and len(self.claiming) < 2 * self._max_num_seqs
-            and len(ahead) + len(claimed) < self._max_num_seqs
-            and num_tokens < LOOKAHEAD_STEPS * self._max_num_batched_tokens
-        ):
-            item = self.waiting[0]
-            if not self._allocate(item):
+        for item in self._next_in(LOOKAHEAD_STEPS, ahead):
+            is_full = len(self.claiming) >= 2 * self._max_num_seqs
+            if is_full or num_unbegun >= self._max_num_seqs or not self._allocate(item):
                 break
-            self.waiting.popleft()
+            self.waiting.remove(item)
             item.claimed_at = now
             item.move_to(PrefillStatus.CLAIMING)
             self.claiming[item.nonce] = item
             claimed.append(item)
-            num_tokens += item.request.num_uncomputed_tokens
+            num_unbegun += 1
         return claimed
 
     def grant(self, item: PrefillRequest, grant: Grant) -> None:
@@ -191,6 +192,26 @@ class Scheduler:
         if self.num_requests == 0 and self.pool.num_free_blocks != self.pool.num_usable_blocks:
             lost = self.pool.num_usable_blocks - self.pool.num_free_blocks
             raise InternalError(f"{lost} KV blocks are held and no request is left")
+
+    def _next_in(self, num_steps: int, ahead: Sequence[PrefillRequest]) -> list[PrefillRequest]:
+        """The waiting requests that so many steps would have tokens for beside those ahead."""
+        items = [*ahead, *itertools.islice(self.waiting, WINDOW_STEPS * self._max_num_seqs)]
+        items.sort(key=lambda item: item.place)
+        shares = share_tokens(
+            [
+                item.num_lacking_tokens
+                if item.status is PrefillStatus.WAITING
+                else item.request.num_uncomputed_tokens
+                for item in items
+            ],
+            num_steps * self._max_num_batched_tokens,
+            num_steps * self._max_num_seqs,
+        )
+        return [
+            item
+            for item, share in zip(items, shares, strict=True)
+            if share and item.status is PrefillStatus.WAITING
+        ]
 
     def _take(self, item: PrefillRequest, num_tokens: int) -> Chunk:
         scheduled = ScheduledRequest(item.request, num_tokens)

@@ -60,7 +60,7 @@ class Gate:
 
     def __call__(self) -> None:
         self.reached.set()
-        assert self.opened.wait(10.0)
+        assert self.opened.wait(60.0)
 
 
 @dataclass
@@ -79,6 +79,7 @@ class ServiceBench:
     loop: EngineLoop
     registry: CollectorRegistry
     drains: list[int]
+    given_up: list[int]
 
     def request(self, nonce: int, num_tokens: int = 6, **changes: object) -> prefill_pb2.RunRequest:
         """A good call; `changes` replace fields, `place_...` those of the reservation."""
@@ -100,18 +101,18 @@ class ServiceBench:
 
     async def run(self, nonce: int, num_tokens: int = 6, **changes: object) -> object:
         """Call Run; the FirstToken or the Error."""
-        response = await self.stub.Run(self.request(nonce, num_tokens, **changes), timeout=10)
+        response = await self.stub.Run(self.request(nonce, num_tokens, **changes), timeout=60)
         return getattr(response, response.WhichOneof("result"))
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait until `condition` holds."""
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(30.0):
             while not condition():
                 await asyncio.sleep(0.005)
 
     async def drain_senders(self) -> None:
         """Complete what the senders have in flight, until no call is left."""
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(30.0):
             while len(self.runs):
                 self.sender.close_all()
                 await asyncio.sleep(0.005)
@@ -146,14 +147,22 @@ def set_field(message: object, name: str, value: object) -> None:
 
 
 def make_claims(
-    channels: ChannelCache, submit: Callable[[Command], None]
+    channels: ChannelCache, submit: Callable[[Command], None], given_up: list[int]
 ) -> tuple[Claims, PeerDirectory]:
-    """Claims of a worker of one rank, and the decode ranks that it meets."""
+    """Claims of a worker of one rank, and the decode ranks that it meets.
+
+    `given_up` gets the nonces that decode does not know, once the engine loop is told.
+    """
+
+    def on_unknown(nonce: int) -> None:
+        submit(cancel_of_unknown(nonce))
+        given_up.append(nonce)
+
     greeting = Greeting(
         identity=IDENTITY, num_ranks=1, transport="loopback", layout=LAYOUT, slot_bytes=SLOT_BYTES
     )
     peers = PeerDirectory(greeting, channels)
-    renewer = TicketRenewer(IDENTITY, channels, lambda nonce: submit(cancel_of_unknown(nonce)))
+    renewer = TicketRenewer(IDENTITY, channels, on_unknown)
     clock = asyncio.get_running_loop().time
     return Claims(peers, renewer, submit, block_size=BLOCK_SIZE, clock=clock), peers
 
@@ -173,7 +182,8 @@ async def service_bench(
     def submit(command: Command) -> None:
         loop.submit(command)
 
-    claims, peers = make_claims(channels, submit)
+    given_up: list[int] = []
+    claims, peers = make_claims(channels, submit, given_up)
     runs = LiveRuns(
         IDENTITY,
         1,
@@ -211,6 +221,7 @@ async def service_bench(
             loop=loop,
             registry=registry,
             drains=drains,
+            given_up=given_up,
         )
         loop.submit(StopLoop())
         await runs.loop_ended

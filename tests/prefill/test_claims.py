@@ -1,6 +1,7 @@
 """Decode is asked late, kept informed, and told of every end, whichever side a request dies on."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 
@@ -158,54 +159,59 @@ async def test_a_ticket_is_renewed_until_its_prompt_is_computed(bench: ServiceBe
 async def test_a_request_whose_ticket_decode_has_given_up_ends() -> None:
     async with serve_bench(max_num_batched_tokens=4) as bench:
         bench.decode.transfer_timeout_s = 0.1
-        bench.runner.before_step = lambda: time.sleep(0.1)
+        bench.runner.before_step = gate = Gate()
         call = asyncio.create_task(bench.run(1, 60))
-        await bench.until(lambda: bench.decode.places.pop(1, None) and bench.decode.claims)
+        await bench.until(lambda: bench.sender.open_tickets)
+        del bench.decode.places[1]
+        await bench.until(lambda: bench.given_up == [1])
+        gate.opened.set()
         assert code_of(await call) == "STALE_TICKET"
         assert "given up" in message_of(await call)
-        assert len(bench.runner.steps) < 15
         await bench.drain_senders()
         bench.assert_empty()
 
 
-class TicketClock:
-    """Decode's view of the time of each ticket: from its claim or its last renewal to its end."""
+class TicketAges:
+    """How many steps decode holds memory for a prompt before it is computed."""
 
-    def __init__(self, bench: ServiceBench, timeout_s: float) -> None:
-        self._decode = bench.decode
-        self._decode.transfer_timeout_s = self._timeout_s = timeout_s
-        self._begun: dict[int, float] = {}
-        self._num_seen = (0, 0)
-        self.late: set[int] = set()
+    def __init__(self, bench: ServiceBench) -> None:
+        self._bench = bench
+        self.all_here = threading.Event()
+        self._claimed_at: dict[str, int] = {}
 
-    def look(self) -> None:
-        """Start and restart times, and note whose are over."""
-        now, (num_claims, num_renewals) = time.monotonic(), self._num_seen
-        for claim in self._decode.claims[num_claims:]:
-            self._begun[claim.nonce] = now
-        for renewal in self._decode.renewals[num_renewals:]:
-            self._begun.update(dict.fromkeys(renewal.nonces, now))
-        self._num_seen = len(self._decode.claims), len(self._decode.renewals)
-        for nonce, begun in self._begun.items():
-            if nonce in self._decode.places and now - begun > self._timeout_s:
-                self.late.add(nonce)
+    def before_step(self) -> None:
+        """Note the step before which each claim came; on the engine loop's thread."""
+        assert self.all_here.wait(60.0)
+        time.sleep(0.01)
+        for claim in list(self._bench.decode.claims):
+            self._claimed_at.setdefault(claim.request_id, len(self._bench.runner.steps))
+
+    def ages(self) -> list[int]:
+        """Of every prompt that was computed."""
+        steps = self._bench.runner.steps
+        return [
+            number - self._claimed_at[request_id]
+            for number, step in enumerate(steps)
+            for request_id, _, _ in step
+        ]
 
 
 async def test_a_queue_longer_than_a_transfer_may_take_fails_nobody() -> None:
     async with serve_bench(num_blocks=400) as bench:
-        clock = TicketClock(bench, timeout_s=1.0)
-        bench.runner.before_step = lambda: time.sleep(0.05)
-        began = time.monotonic()
+        bench.decode.transfer_timeout_s = 0.1
+        tickets = TicketAges(bench)
+        bench.runner.before_step = tickets.before_step
         calls = [asyncio.create_task(bench.run(nonce, timeout_s=60.0)) for nonce in range(1, 151)]
+        await bench.until(lambda: len(bench.runs) == 150)
+        tickets.all_here.set()
         async with asyncio.timeout(60.0):
             while not all(call.done() for call in calls):
-                clock.look()
                 bench.sender.close_all()
                 await asyncio.sleep(0.01)
-        assert time.monotonic() - began > 1.0, "or there was nothing to see"
         answers = await asyncio.gather(*calls)
-        failed = [item for item in answers if not isinstance(item, prefill_pb2.FirstToken)]
-        assert (failed, clock.late) == ([], set())
+        assert [item for item in answers if not isinstance(item, prefill_pb2.FirstToken)] == []
+        assert len(bench.runner.steps) >= 38
+        assert max(tickets.ages()) <= 4, "steps of a ticket, of dozens of the queue"
         await bench.drain_senders()
         bench.assert_empty()
 

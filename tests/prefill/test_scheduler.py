@@ -56,8 +56,8 @@ def test_a_long_prompt_is_cut_into_chunks_and_short_ones_do_not_wait_for_its_end
     scheduler = make_scheduler()
     for nonce, num_tokens in ((1, 18), (2, 3), (3, 20)):
         scheduler.add(make_item(nonce, num_tokens))
-    assert run_step(scheduler) == [(1, 0, 8)]  # more than two steps of tokens: others wait
-    assert run_step(scheduler) == [(1, 8, 13), (2, 0, 3)]
+    assert run_step(scheduler) == [(1, 0, 5), (2, 0, 3)]
+    assert run_step(scheduler) == [(1, 5, 13)]
     assert run_step(scheduler) == [(1, 13, 18), (3, 0, 3)]
     assert [item.status for item in scheduler.sending.values()] == [PrefillStatus.SENDING] * 2
 
@@ -81,8 +81,28 @@ def test_no_more_than_two_steps_of_tokens_are_claimed_ahead() -> None:
     grant(scheduler, 1, 2)
     assert claim(scheduler) == [], "they have a ticket and have not begun"
     assert compute(scheduler) == [(1, 0, 6), (2, 0, 2)]
-    assert claim(scheduler) == [4, 5], "what runs is not ahead any more"
+    assert claim(scheduler) == [4], "two more steps: the rest of 2, and 3, and 4"
     assert scheduler.waiting[0].request.block_table == []
+
+
+def test_short_prompts_are_claimed_past_long_ones_whose_turn_is_far() -> None:
+    scheduler = make_scheduler(num_blocks=200)
+    for nonce, num_tokens in ((1, 100), (2, 100), (3, 100), (4, 3), (5, 3)):
+        scheduler.add(make_item(nonce, num_tokens))
+    assert run_step(scheduler) == [(1, 0, 4), (4, 0, 3), (5, 0, 1)]
+    assert [item.nonce for item in scheduler.waiting] == [2, 3]
+    assert run_step(scheduler) == [(1, 4, 10), (5, 1, 3)]
+
+
+def test_a_long_prompt_whose_prefix_is_cached_is_a_short_one() -> None:
+    scheduler = make_scheduler(num_blocks=200)
+    prefix = list(range(40))
+    scheduler.add(make_item(1, 42, prefix=prefix))
+    while scheduler.num_tokens_waiting:
+        run_step(scheduler)
+    scheduler.add(make_item(2, 100))
+    scheduler.add(make_item(3, 42, prefix=prefix))
+    assert run_step(scheduler) == [(2, 0, 6), (3, 40, 42)]
 
 
 def test_what_waits_for_room_in_decode_is_passed_and_keeps_its_place() -> None:
