@@ -34,29 +34,17 @@ class RouterMetrics:
         """``shared_dir``: PROMETHEUS_MULTIPROC_DIR of several processes on one port."""
         self._shared_dir = shared_dir
         self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "pd_router_requests",
-            "HTTP answers of the generation endpoints",
-            ["endpoint", "status"],
-            registry=self.registry,
+        self._requests = self._counter(
+            "pd_router_requests", "HTTP answers of the generation endpoints", "endpoint", "status"
         )
-        self._errors = Counter(
-            "pd_router_request_errors", "Failed requests", ["code"], registry=self.registry
+        self._errors = self._counter("pd_router_request_errors", "Failed requests", "code")
+        self._migrations = self._counter(
+            "pd_router_migrations", "Requests that went on at other workers", "reason"
         )
-        self._migrations = Counter(
-            "pd_router_migrations",
-            "Requests that went on at other workers",
-            ["reason"],
-            registry=self.registry,
+        self.lost_aborts = self._counter(
+            "pd_router_lost_aborts", "Ends of requests that a living worker never heard of"
         )
-        self.lost_aborts = Counter(
-            "pd_router_lost_aborts",
-            "Ends of requests that a living worker never heard of",
-            registry=self.registry,
-        )
-        self._tokens = Counter(
-            "pd_router_tokens", "Tokens of prompts and outputs", ["kind"], registry=self.registry
-        )
+        self._tokens = self._counter("pd_router_tokens", "Tokens of prompts and outputs", "kind")
         self._stages = Histogram(
             "pd_ttft_stage_seconds",
             "Where the time to the first token, and to the second, went",
@@ -134,6 +122,9 @@ class RouterMetrics:
 
     def _gauge(self, name: str, documentation: str, mode: Literal["livesum", "livemax"]) -> Gauge:
         return Gauge(name, documentation, registry=self.registry, multiprocess_mode=mode)
+
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        return Counter(name, documentation, labels, registry=self.registry)
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, documentation, buckets=buckets, registry=self.registry)

@@ -20,7 +20,7 @@ from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
 from tests.integration.test_soak import KNOWN_CODES
 
-RETRIES_METRIC = "pd_router_retries_total"
+MIGRATIONS_METRIC = "pd_router_migrations_total"
 ANSWERED_WITHIN_S = 15.0
 """After a death, on a busy machine; what is waited for is a socket that closes, and leases."""
 
@@ -38,7 +38,7 @@ def random_prompts(count: int, length: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    config = config_with(router=RouterSection(lease_ttl_s=2.0))
+    config = config_with(router=RouterSection(lease_ttl_s=2.0, worker_wait_s=60.0))
     with Cluster(config, tmp_path_factory.mktemp("faults")) as running:
         yield running
     assert running.marked_processes() == []
@@ -66,17 +66,17 @@ async def streams_while(
         ]
         await asyncio.sleep(1.0)
         await asyncio.to_thread(action)
-        return await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        return await asyncio.wait_for(asyncio.gather(*tasks), 120)
 
 
-def num_retries(cluster: Cluster, cause: str = "") -> float:
-    """Requests that the router has tried on another pair; for this cause, if one is given."""
+def num_migrations(cluster: Cluster, reason: str = "") -> float:
+    """Moves of requests to other workers; for this reason, if one is given."""
     with urllib.request.urlopen(f"{cluster.base_url}/metrics", timeout=5) as response:
         lines = response.read().decode().splitlines()
     return sum(
         float(line.rsplit(" ", 1)[1])
         for line in lines
-        if line.startswith(RETRIES_METRIC + "{") and cause in line
+        if line.startswith(MIGRATIONS_METRIC + "{") and reason in line
     )
 
 
@@ -114,11 +114,15 @@ class Death:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_killed_worker_fails_its_requests_alone(cluster: Cluster, role: str) -> None:
+def test_a_killed_worker_that_comes_back_costs_no_request(cluster: Cluster, role: str) -> None:
     prompts = random_prompts(24, 400)
-    answers = asyncio.run(streams_while(cluster, prompts, 100, lambda: cluster.kill(f"{role}-0/0")))
-    assert check_answered(answers, 100) > 0
-    cluster.start_instance(role, 0)
+
+    def restart() -> None:
+        cluster.kill(f"{role}-0/0")
+        cluster.start_instance(role, 0)
+
+    answers = asyncio.run(streams_while(cluster, prompts, 100, restart))
+    assert check_answered(answers, 100) == 0, [answer.error for answer in answers]
     cluster.wait_workers(2)
     cluster.wait_idle()
     again = run_all(
@@ -152,7 +156,7 @@ def test_a_dead_rank_ends_its_group_and_its_requests(
 ) -> None:
     dp = {"prefill": 1, "decode": 1, role: 2}
     config = config_with(
-        router=RouterSection(lease_ttl_s=2.0),
+        router=RouterSection(lease_ttl_s=2.0, worker_wait_s=0.0),  # nobody waits for it
         decode=DecodeSection(dp=dp["decode"], num_blocks=128),
         prefill=PrefillSection(dp=dp["prefill"], num_blocks=128),
     )
@@ -184,14 +188,9 @@ def test_another_decode_group_takes_what_a_dead_rank_leaves(tmp_path: Path) -> N
         prompts = random_prompts(30, 300)
         death = Death(running, "decode-0/1")
         answers = asyncio.run(streams_while(running, prompts, 40, death))
-        check_answered(answers, 40)
-        failed = [answer for answer in answers if answer.error is not None]
-        # What the client had no second token of is served by the other group, whoever lost it.
-        assert all(len(answer.token_ids) > 1 for answer in failed), failed
-        for answer in failed:
-            assert answer.error is not None
-            assert answer.error["code"] == "worker_lost"
-        assert num_retries(running) > 0
+        # Whoever lost it, and however much of it the client has: the other group goes on with it.
+        assert check_answered(answers, 40) == 0, [answer.error for answer in answers]
+        assert num_migrations(running) > 0
         running.wait_exit("decode-0/0")
         running.start_instance("decode", 0)
         running.wait_workers(5)
@@ -226,11 +225,11 @@ def test_another_prefill_group_takes_what_one_that_ends_leaves(tmp_path: Path) -
                 time.sleep(0.1)
 
         # Other prompts each time: none is cached.
-        for action, count, cause in ((hang, 24, "peer_lost"), (stop, 36, "draining")):
+        for action, count, reason in ((hang, 24, "peer_lost"), (stop, 36, "draining")):
             prompts = random_prompts(count, 700)
             answers = asyncio.run(streams_while(running, prompts, 8, action))
             assert check_answered(answers, 8) == 0, [answer.error for answer in answers]
-            assert num_retries(running, cause) > 0
+            assert num_migrations(running, reason) > 0
             if action is hang:
                 running.wait_exit("prefill-0/0")
                 running.kill("prefill-0/1")

@@ -436,7 +436,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 return
             if index == self.skip_token:
                 continue
-            deltas.append(self._delta(request, tokens, index))
+            deltas.append(delta_of(self, request, tokens, index))
             finished = bool(deltas[-1].finish_reason)
             if index == self.cut_after:
                 self.cut_after = 0
@@ -454,36 +454,38 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self.finished[request.request_id] = reserved
         self.requests.pop(request.request_id, None)
 
-    def _delta(
-        self, request: decode_pb2.ReserveRequest, tokens: Tokens, index: int
-    ) -> decode_pb2.TokenDelta:
-        if index == self.fail_after or self.fails_always:
-            error = error_to_proto(self.fail_error, request.request_id)
-            delta = self.error_delta(request.request_id, error)
-            delta.start_index = index
-            return delta
-        first = index - 1 if self.repeat_tokens else index
-        token_ids = tokens.until(index + 1)[first:]
-        delta = decode_pb2.TokenDelta(
-            request_id=request.request_id,
-            start_index=first,
-            token_ids=token_ids,
-            finish_reason=self.finish_reason or tokens.finish_at(index),  # type: ignore[arg-type]
-        )
-        if self.loses_finish:
-            delta.finish_reason = common_pb2.FINISH_REASON_UNSPECIFIED
-        num_logprobs = request.sampling.num_logprobs
-        if num_logprobs >= 0:
-            delta.logprobs.extend(position_logprobs(token, num_logprobs) for token in token_ids)
-        if index == request.num_output_tokens + 1:
-            delta.timings.kv_transfer_s = 0.002
-        return delta
-
     def _free(self, request_id: str) -> bool:
         reserved = self.requests.pop(request_id, None)
         if reserved is not None and reserved.task is not None:
             reserved.task.cancel()
         return reserved is not None
+
+
+def delta_of(
+    decode: FakeDecode, request: decode_pb2.ReserveRequest, tokens: Tokens, index: int
+) -> decode_pb2.TokenDelta:
+    """The news of one step."""
+    if index == decode.fail_after or decode.fails_always:
+        error = error_to_proto(decode.fail_error, request.request_id)
+        delta = decode.error_delta(request.request_id, error)
+        delta.start_index = index
+        return delta
+    first = index - 1 if decode.repeat_tokens else index
+    token_ids = tokens.until(index + 1)[first:]
+    delta = decode_pb2.TokenDelta(
+        request_id=request.request_id,
+        start_index=first,
+        token_ids=token_ids,
+        finish_reason=decode.finish_reason or tokens.finish_at(index),  # type: ignore[arg-type]
+    )
+    if decode.loses_finish:
+        delta.finish_reason = common_pb2.FINISH_REASON_UNSPECIFIED
+    num_logprobs = request.sampling.num_logprobs
+    if num_logprobs >= 0:
+        delta.logprobs.extend(position_logprobs(token, num_logprobs) for token in token_ids)
+    if index == request.num_output_tokens + 1:
+        delta.timings.kv_transfer_s = 0.002
+    return delta
 
 
 @dataclass
