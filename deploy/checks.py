@@ -62,6 +62,7 @@ def check_config(config: ClusterConfig, *, num_devices: int) -> None:
     _check_parallel(config, model)
     plan_decode_memory(config, model)
     _check_lengths(config, model)
+    _check_places(config)
     _check_devices(config, num_devices)
 
 
@@ -199,6 +200,20 @@ def _check_lengths(config: ClusterConfig, model: ModelConfig) -> None:
                 f"one request of {length} tokens (model.max_model_len) does not fit",
                 f"{needed} or more, or a smaller model.max_model_len",
             )
+
+
+def _check_places(config: ClusterConfig) -> None:
+    """Refuse a router that lets in fewer requests than decode runs at once."""
+    decode, router = config.decode, config.router
+    num_slots = decode.instances * decode.dp * decode.max_num_seqs
+    problem = f"decode runs {num_slots} requests at once (instances * dp * max_num_seqs)"
+    if 0 < router.max_concurrent_requests < num_slots:
+        fix = f"0 (as many as decode can hold), or {num_slots} or more"
+        most = router.max_concurrent_requests
+        raise ConfigError("router.max_concurrent_requests", most, problem, fix)
+    if router.max_connections < num_slots:
+        fix = f"{num_slots} or more, and an open files limit to match"
+        raise ConfigError("router.max_connections", router.max_connections, problem, fix)
 
 
 def _check_devices(config: ClusterConfig, num_devices: int) -> None:

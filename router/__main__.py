@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import resource
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from runtime.logging import configure_logging, get_logger
 from runtime.service import Service, run_service
 
 GRACE_S = 30.0
+MAX_OPEN_FILES = 2**17
 SWITCH_INTERVAL_S = 0.001
 """The event loop waits at most about so long for a thread that renders or scans text."""
 
@@ -27,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0, help="HTTP child: the shared HTTP port")
     options = parser.parse_args(arguments)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    _open_more_files()
     configure_logging("router", "router-http" if options.control else "")
     try:
         config = load_config(options.config)
@@ -39,6 +42,14 @@ def main(arguments: list[str] | None = None) -> int:
         get_logger(__name__).error("%s", error)
         return 2
     return run_service(service, grace_s=options.grace, loop_factory=_new_loop)
+
+
+def _open_more_files() -> None:
+    """Each connection is an open file, and the usual limit is far below what may be had."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -32,6 +32,7 @@ from router.http.prompts import chat_prompt, check_chat, check_completion, compl
 from router.http.responder import KEEP_ALIVE_S, TIMINGS_HEADER, Responder
 from router.http.response import Choice, Prompt, ResponseFormat, ResponseInfo
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
+from router.http.unsupported import IGNORED_HEADER, ignored_fields, refuse_unsupported
 from router.metrics import RouterMetrics
 from router.model import ServedModel
 from router.pool.readiness import Readiness
@@ -183,6 +184,7 @@ class OpenAIEndpoints:
             def checked(_: object) -> _Call[RequestT]:
                 body = parse_body(raw, request_type)
                 self._check_model(body.model)
+                refuse_unsupported(body)
                 sampling = sampling_from(body, limits)
                 most = section.max_choices_per_request
                 return _Call(
@@ -250,7 +252,12 @@ class OpenAIEndpoints:
         try:
             async with asyncio.timeout_at(deadline + DELIVERY_S), run:
                 responder = Responder(
-                    run, info, form, serving.metrics, keep_alive_s=serving.keep_alive_s
+                    run,
+                    info,
+                    form,
+                    serving.metrics,
+                    keep_alive_s=serving.keep_alive_s,
+                    headers=_headers_of(call),
                 )
                 if call.body.stream:
                     return await responder.stream(call.request, call.request_id)
@@ -320,6 +327,15 @@ class _Call(Generic[RequestT]):
     def param(self) -> str:
         """The field with the prompt."""
         return "messages" if isinstance(self.body, ChatRequest) else "prompt"
+
+
+def _headers_of(call: _Call[RequestT]) -> dict[str, str]:
+    """What the answer says of the request."""
+    ignored = ignored_fields(call.body)
+    if not ignored:
+        return {}
+    logger.debug("ignored fields request_id=%s fields=%s", call.request_id, ignored)
+    return {IGNORED_HEADER: ", ".join(ignored)}
 
 
 def _cut_off_reader(call: _Call[RequestT]) -> None:

@@ -38,9 +38,8 @@ def sampling_from(request: GenerationRequest, limits: ModelLimits) -> SamplingPa
     """The sampling of ``request``; ``max_tokens`` is still uncapped (``for_prompt`` does it).
 
     Raises:
-        RequestError: a value is out of range, or asks for what this server does not do.
+        RequestError: a value is out of range.
     """
-    _refuse_unsupported(request)
     max_tokens = _max_tokens(request, limits)
     min_tokens = _integer("min_tokens", request.min_tokens, 0, 0, max_tokens)
     num_logprobs, num_prompt_logprobs = _logprobs(request)
@@ -192,44 +191,6 @@ def _check_stops(stops: Sequence[str]) -> None:
                 f"Fix: send strings of 1 to {MAX_STOP_CHARS} characters",
                 param="stop",
             )
-
-
-def _refuse_unsupported(request: GenerationRequest) -> None:
-    """Refuse what would silently change the meaning of the answer if it were ignored."""
-    kind = (request.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise _unsupported("response_format", kind, 'send {"type": "text"} or leave it out')
-    for name in (
-        "structured_outputs",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-    ):
-        if getattr(request, name) is not None:
-            raise _unsupported(name, "a constraint", "leave it out")
-    if isinstance(request, CompletionRequest):
-        if request.suffix:
-            raise _unsupported("suffix", request.suffix[:40], "leave it out")
-        if request.best_of is not None and request.best_of != (request.n or 1):
-            raise _unsupported("best_of", request.best_of, "leave it out, or send the value of n")
-    elif isinstance(request, ChatRequest):
-        for name, choice in (
-            ("tool_choice", request.tool_choice),
-            ("function_call", request.function_call),
-        ):
-            if choice not in (None, "none", "auto"):
-                raise _unsupported(name, choice, 'send "auto" or "none": calls cannot be forced')
-        if request.modalities and request.modalities != ["text"]:
-            raise _unsupported("modalities", request.modalities, 'send ["text"] or leave it out')
-
-
-def _unsupported(param: str, value: object, fix: str) -> RequestError:
-    return RequestError(
-        f"{param} = {value!r} is not supported by this server. Fix: {fix}",
-        param=param,
-        code="unsupported_value",
-    )
 
 
 def _integer(name: str, value: int | None, default: int, least: int, most: int) -> int:

@@ -11,6 +11,7 @@ from router.http.errors import RequestError
 from router.http.params import ModelLimits, check_token_ids, too_long
 from router.http.response import Prompt
 from router.http.schema import ChatRequest, CompletionRequest
+from router.http.unsupported import refuse_switches, template_variables
 from router.model import ServedModel
 from router.text.control_text import TooManySpellingsError
 
@@ -23,6 +24,7 @@ def check_chat(body: ChatRequest, model: ServedModel, limits: ModelLimits) -> No
         raise RequestError(
             f"the model {model.name!r} has no chat template. Fix: use /v1/completions"
         )
+    refuse_switches(body, model.chat_template.variables)
     _check_chars(sum(len(m["content"] or "") for m in body.messages), model, limits, "messages")
 
 
@@ -50,9 +52,8 @@ def chat_prompt(
         raise too_long("messages", most + 1, limits, at_least=True) from error
     text = model.chat_template.render(
         messages,
-        tools=control.mark(body.tools) if body.tool_choice != "none" else None,
         continue_final_message=bool(body.continue_final_message or body.messages[-1].get("prefix")),
-        extra=control.mark(body.chat_template_kwargs),
+        extra=control.mark(template_variables(body)),
     )
     # The template has written the special tokens, and only it may.
     parts = [part for part in control.parts(text) if part]

@@ -8,7 +8,7 @@ arrives in one turn of the event loop is one write.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import orjson
 from aiohttp import web
@@ -39,7 +39,10 @@ class Responder:
         metrics: RouterMetrics,
         *,
         keep_alive_s: float = KEEP_ALIVE_S,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
+        """``headers`` go with the answer, in either form."""
+        self._headers = dict(headers or {})
         self._run = run
         self._info = info
         self._form = form
@@ -55,7 +58,7 @@ class Responder:
         while self._num_open:
             self._absorb(await self._run.take())
             self._raise_failure()
-        headers = {}
+        headers = self._headers
         if self._info.wants_timings:
             headers[TIMINGS_HEADER] = orjson.dumps(self._info.timings()).decode()
         return web.Response(
@@ -64,7 +67,9 @@ class Responder:
 
     async def stream(self, request: web.Request, request_id: str) -> web.StreamResponse:
         """The answer as server-sent events; a failure before the first of them is raised."""
-        response = web.StreamResponse(headers={**sse.HEADERS, "x-request-id": request_id})
+        response = web.StreamResponse(
+            headers={**self._headers, **sse.HEADERS, "x-request-id": request_id}
+        )
         self._wake_later()
         try:
             outputs = await self._run.take()

@@ -1,8 +1,7 @@
 """The bodies of the OpenAI endpoints: which fields there are, of which types, not which ranges.
 
-Unknown fields are ignored: clients send many that mean nothing here (metadata, user, store,
-service_tier and the like). Fields that would change the answer and are not supported are refused in
-``params``. A validation failure becomes one sentence that names the field.
+Unknown fields are kept as they are: ``unsupported`` refuses those that would change the answer. A
+validation failure becomes one sentence that names the field.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class StreamOptions(BaseModel):
 class GenerationRequest(BaseModel):
     """What both endpoints share. None: the client did not say."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
     model: str | None = None
     n: int | None = None
@@ -102,11 +101,6 @@ class GenerationRequest(BaseModel):
     return_token_ids: bool | None = None
     cache_salt: str | None = None
     timings: bool | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
 
     @property
     def includes_usage(self) -> bool:
@@ -170,6 +164,22 @@ def _content(index: int, content: object) -> str | None:
     return "".join(texts)
 
 
+def _tools(value: object) -> list[dict[str, Any]] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise ValueError("must be a list of tools")
+    for index, tool in enumerate(value):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise ValueError(f'[{index}] must be an object of type "function"')
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"[{index}].function must be an object with a name")
+        if not isinstance(function.get("parameters"), dict | None):
+            raise ValueError(f"[{index}].function.parameters must be an object")
+    return value
+
+
 class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
@@ -177,7 +187,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]] | None, PlainValidator(_tools)] = None
     tool_choice: str | dict[str, Any] | None = None
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import jinja2
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from router.http.errors import RequestError
@@ -49,16 +50,18 @@ class ChatTemplate:
         environment.globals["strftime_now"] = time.strftime
         try:
             self._template = environment.from_string(source)
+            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             problem = f"the chat template is broken in line {error.lineno}: {error.message}"
             raise ConfigError("model.path", source[:40], problem, "mend the template") from error
         self._special_tokens = dict(special_tokens)
+        self.variables = frozenset(names)
+        """What the template reads."""
 
     def render(
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[object] | None = None,
         continue_final_message: bool = False,
         extra: Mapping[str, object] | None = None,
     ) -> str:
@@ -71,11 +74,18 @@ class ChatTemplate:
         try:
             text = self._template.render(
                 messages=messages,
-                tools=tools,
+                tools=None,
                 add_generation_prompt=not continue_final_message,
                 **variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            RecursionError,
+        ) as error:
             raise RequestError(
                 f"messages cannot be rendered by the model's chat template: {error}. "
                 "Fix: use the roles and the order that the model knows",

@@ -182,12 +182,11 @@ async def test_harmless_fields_are_accepted(client, cluster: Cluster) -> None:
         service_tier="auto",
         parallel_tool_calls=True,
         response_format={"type": "text"},
-        reasoning_effort="low",
         modalities=["text"],
         prediction=None,
         tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
-        tool_choice="auto",
-        extra_body={"priority": 1, "separate_reasoning": True, "rid": "x"},
+        tool_choice="none",
+        extra_body={"priority": 1, "separate_reasoning": False, "rid": "x"},
     )
     assert answer.choices[0].message.content == ANSWER
 

@@ -30,7 +30,7 @@ BAD_CHATS = [
         "messages",
         "image_url",
     ),
-    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages", "no role tool"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role", "not supported"),
     ({"messages": [{"role": "user", "content": "a b c " * 200}]}, 400, "messages", "256"),
     ({"temperature": 2.5}, 400, "temperature", "2.5"),
     ({"temperature": -0.1}, 400, "temperature", "0"),

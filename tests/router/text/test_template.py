@@ -30,13 +30,12 @@ def test_messages_are_rendered() -> None:
 def test_extra_variables_and_filters() -> None:
     template = ChatTemplate(
         "{% for m in messages %}{% if m.content == 'x' %}{% continue %}{% endif %}"
-        "{{ m.content | tojson }}{% endfor %}{{ thinking }}{{ tools | length }}",
+        "{{ m.content | tojson }}{% endfor %}{{ thinking }}{{ tools }}",
         TOKENS,
     )
-    text = template.render(
-        [{"content": "x"}, {"content": "\u00f6"}], tools=[1, 2], extra={"thinking": "on"}
-    )
-    assert text == '"\u00f6"on2'
+    text = template.render([{"content": "x"}, {"content": "\u00f6"}], extra={"thinking": "on"})
+    assert text == '"\u00f6"onNone'
+    assert template.variables == {"messages", "thinking", "tools"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,209 @@
+"""What is refused because ignoring it would silently change the answer, and what is ignored aloud.
+
+Three kinds of fields are not honoured here. Those that other servers know and that change an answer
+are refused by name. Those that are a known field misspelt, or its name elsewhere, are refused with
+the right name. All other unknown fields are ignored, and named in a header of the answer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from router.http.errors import RequestError
+from router.http.schema import ChatRequest, CompletionRequest, GenerationRequest
+
+IGNORED_HEADER = "x-tandem-ignored-fields"
+MAX_UNKNOWN = 64
+MAX_NAME = 64
+_ALIKE = 0.85
+_CONSTRAINTS = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structural_tag",
+    "json_schema",
+    "json_object",
+    "regex",
+    "ebnf",
+    "grammar",
+)
+_NEUTRAL: Mapping[str, Sequence[object]] = {
+    "prompt_logprobs": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "custom_logit_processor": (),
+    "chat_template": (),
+    "documents": ([],),
+    "prompt_embeds": (),
+    "truncate_prompt_tokens": (-1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "add_generation_prompt": (True,),
+    "stop_regex": ([], ""),
+    "no_stop_trim": (False,),
+    "typical_p": (1,),
+    "web_search_options": (),
+    "audio": (),
+    "lora_path": (),
+    "reasoning": (),
+    "separate_reasoning": (False,),
+    "include_reasoning": (True,),
+    "thinking_token_budget": (),
+}
+"""Fields of other servers that change an answer, each with the values that do not, besides null."""
+_TEMPLATE_SWITCHES = ("reasoning_effort", "enable_thinking", "thinking", "thinking_budget")
+"""Fields that reach the chat template, of the body or of chat_template_kwargs."""
+_OTHER_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "num_predict": "max_tokens",
+    "n_predict": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_sequences": "stop",
+    "repeat_penalty": "repetition_penalty",
+    "num_return_sequences": "n",
+    "random_seed": "seed",
+}
+_HARMLESS = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
+        *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "priority"),
+        *("request_id", "rid", "stream_reasoning", "mm_processor_kwargs", "kv_transfer_params"),
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "guided_decoding_backend"),
+        *(
+            "spaces_between_special_tokens",
+            "no_stop_trim",
+            "vllm_xargs",
+            "return_tokens_as_token_ids",
+        ),
+    }
+)
+"""They mean nothing here and change no answer."""
+
+
+def refuse_unsupported(request: GenerationRequest) -> None:
+    """Refuse what would silently change the meaning of the answer if it were ignored.
+
+    Raises:
+        RequestError: names the field and what to do.
+    """
+    kind = (request.response_format or {}).get("type", "text")
+    if kind != "text":
+        raise _unsupported("response_format", kind, 'send {"type": "text"} or leave it out')
+    unknown = request.model_extra or {}
+    for name in _CONSTRAINTS:
+        if unknown.get(name) is not None:
+            raise _unsupported(name, "a constraint", "leave it out")
+    for name, neutral in _NEUTRAL.items():
+        value = unknown.get(name)
+        if value is not None and value not in neutral:
+            raise _unsupported(name, _short(value), "leave it out")
+    if isinstance(request, CompletionRequest):
+        _refuse_of_completion(request)
+    elif isinstance(request, ChatRequest):
+        _refuse_of_chat(request)
+    _refuse_misspelt(request)
+
+
+def refuse_switches(request: ChatRequest, read_by_template: frozenset[str]) -> None:
+    """Refuse switches that the chat template does not read: nobody else would.
+
+    Raises:
+        RequestError: names the field.
+    """
+    fields = request.model_extra or {}
+    for path, values in (
+        ("", fields),
+        ("chat_template_kwargs.", request.chat_template_kwargs or {}),
+    ):
+        for name in _TEMPLATE_SWITCHES:
+            if values.get(name) is not None and name not in read_by_template:
+                raise RequestError(
+                    f"{path}{name} = {_short(values[name])!r}: the model's chat template does not "
+                    "read it, so it would change nothing. Fix: leave it out",
+                    param=path + name,
+                    code="unsupported_value",
+                )
+
+
+def template_variables(request: ChatRequest) -> dict[str, Any]:
+    """What the body tells the chat template."""
+    fields = request.model_extra or {}
+    switches = {n: fields[n] for n in _TEMPLATE_SWITCHES if fields.get(n) is not None}
+    return {**switches, **(request.chat_template_kwargs or {})}
+
+
+def ignored_fields(request: GenerationRequest) -> list[str]:
+    """Names of fields that nobody here knows, fit for a header."""
+    known = {*_CONSTRAINTS, *_NEUTRAL, *_TEMPLATE_SWITCHES, *_HARMLESS}
+    unknown = [name for name in request.model_extra or {} if name not in known]
+    return [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:MAX_NAME]) for name in unknown]
+
+
+def _refuse_of_completion(request: CompletionRequest) -> None:
+    if request.suffix:
+        raise _unsupported("suffix", request.suffix[:40], "leave it out")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise _unsupported("best_of", request.best_of, "leave it out, or send the value of n")
+
+
+def _refuse_of_chat(request: ChatRequest) -> None:
+    for name, choice, items, offered in (
+        ("tool_choice", request.tool_choice, "tools", request.tools),
+        ("function_call", request.function_call, "functions", request.functions),
+    ):
+        if choice not in (None, "none", "auto"):
+            raise _unsupported(name, choice, f'send "none", or leave out {name} and {items}')
+        if offered and choice != "none":
+            fix = f"leave it out, or send {name} = 'none': calls are not read from answers"
+            raise _unsupported(items, f"{len(offered)} of them", fix)
+    for index, message in enumerate(request.messages):
+        if message["role"] in ("tool", "function"):
+            param, value = f"messages[{index}].role", message["role"]
+        elif message.get("tool_calls") or message.get("function_call"):
+            param, value = f"messages[{index}].tool_calls", "calls"
+        else:
+            continue
+        raise _unsupported(param, value, "tell it in a message of the user or the assistant")
+    if request.modalities and request.modalities != ["text"]:
+        raise _unsupported("modalities", request.modalities, 'send ["text"] or leave it out')
+
+
+def _refuse_misspelt(request: GenerationRequest) -> None:
+    fields = ignored_fields(request)
+    if len(fields) > MAX_UNKNOWN:
+        raise RequestError(
+            f"the body has {len(fields)} unknown fields, the first is {fields[0]}. "
+            f"Fix: send at most {MAX_UNKNOWN}"
+        )
+    known = [*type(request).model_fields, *_NEUTRAL, *_CONSTRAINTS, *_TEMPLATE_SWITCHES]
+    for name in fields:
+        meant = _OTHER_NAMES.get(name) or next(
+            iter(difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE)), None
+        )
+        if meant is not None:
+            raise RequestError(
+                f"{name} is no field of this endpoint. Fix: did you mean {meant}?",
+                param=name,
+                code="unknown_field",
+            )
+
+
+def _short(value: object) -> object:
+    return value if isinstance(value, bool | int | float) else str(value)[:40]
+
+
+def _unsupported(param: str, value: object, fix: str) -> RequestError:
+    return RequestError(
+        f"{param} = {value!r} is not supported by this server. Fix: {fix}",
+        param=param,
+        code="unsupported_value",
+    )

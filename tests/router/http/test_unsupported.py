@@ -1,0 +1,106 @@
+"""What would be lost in silence is refused by name; what nobody knows is named in a header."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import pytest
+
+from router.http.errors import RequestError
+from router.http.schema import ChatRequest
+from router.http.unsupported import MAX_UNKNOWN, refuse_switches, template_variables
+from tests.router.conftest import MODEL, Cluster
+
+USER = {"role": "user", "content": "hi"}
+CHAT: dict[str, Any] = {"model": MODEL, "messages": [USER]}
+COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "hi"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+REFUSED_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [TOOL]}, "tools"),
+    ({"tools": [TOOL], "tool_choice": "auto"}, "tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tools": [{"type": "nonsense"}], "tool_choice": "none"}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": 3}}]}, "tools"),
+    ({"tools": {"a": 1}}, "tools"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"messages": [USER, {"role": "tool", "content": "4"}]}, "messages[1].role"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, "messages[1].tool_calls"),
+    ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"enable_thinking": False}, "enable_thinking"),
+    ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs.thinking"),
+    ({"separate_reasoning": True}, "separate_reasoning"),
+    ({"include_reasoning": False}, "include_reasoning"),
+    ({"chat_template": "{{ messages }}"}, "chat_template"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    ({"max_token": 3}, "max_token"),
+    ({"temprature": 0}, "temprature"),
+]
+REFUSED_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
+    ({"regex": "a+"}, "regex"),
+    ({"json_schema": "{}"}, "json_schema"),
+    ({"ebnf": "root ::= x"}, "ebnf"),
+    ({"guided_choice": ["a"]}, "guided_choice"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"grammar": "x"}, "grammar"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+    ({"bad_words": ["a"]}, "bad_words"),
+    ({"max_new_tokens": 3}, "max_new_tokens"),
+    ({"max_completion_tokens": 3}, "max_completion_tokens"),
+    ({f"field_{number}": 1 for number in range(MAX_UNKNOWN + 1)}, None),
+]
+CASES: list[tuple[str, dict[str, Any], str | None]] = [
+    ("chat/completions", {**CHAT, **fields}, param) for fields, param in REFUSED_CHATS
+]
+CASES += [("completions", {**COMPLETION, **fields}, param) for fields, param in REFUSED_COMPLETIONS]
+
+
+async def test_what_would_be_lost_in_silence_is_refused_by_name(
+    http: aiohttp.ClientSession, cluster: Cluster
+) -> None:
+    for path, body, param in CASES:
+        async with http.post(f"/v1/{path}", json=body) as response:
+            answer = await response.json()
+        assert response.status == 400, (body, answer)
+        assert answer["error"]["param"] == param, answer
+        assert "Fix: " in answer["error"]["message"] or param == "tools", answer
+    assert cluster.decode.seen == []
+
+
+async def test_a_misspelt_field_is_told_its_name(
+    http: aiohttp.ClientSession, cluster: Cluster
+) -> None:
+    for wrong, right in (("max_token", "max_tokens"), ("max_new_tokens", "max_tokens")):
+        async with http.post("/v1/completions", json={**COMPLETION, wrong: 3}) as response:
+            error = (await response.json())["error"]
+        assert error["code"] == "unknown_field"
+        assert f"did you mean {right}?" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_ignored_is_named_in_a_header(
+    http: aiohttp.ClientSession, cluster: Cluster, stream: bool
+) -> None:
+    body = {**CHAT, "max_tokens": 2, "stream": stream, "user": "me", "bad_words": []}
+    async with http.post("/v1/chat/completions", json=body) as response:
+        assert response.status == 200
+        assert "x-tandem-ignored-fields" not in response.headers
+    body |= {"watermark": True, "odd\nname\u00e9": 1}
+    async with http.post("/v1/chat/completions", json=body) as response:
+        assert response.status == 200
+        assert response.headers["x-tandem-ignored-fields"] == "watermark, odd?name?"
+        await response.read()
+
+
+def test_switches_that_the_template_reads_reach_it() -> None:
+    body = ChatRequest.model_validate(
+        {**CHAT, "reasoning_effort": "low", "chat_template_kwargs": {"thinking": True, "x": 1}}
+    )
+    refuse_switches(body, frozenset({"reasoning_effort", "thinking"}))
+    assert template_variables(body) == {"reasoning_effort": "low", "thinking": True, "x": 1}
+    with pytest.raises(RequestError, match="does not read it"):
+        refuse_switches(body, frozenset({"thinking"}))
