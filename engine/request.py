@@ -28,8 +28,10 @@ class Request:
         block_table: block ids in order of positions; block i holds tokens [i*bs, (i+1)*bs).
         num_computed_tokens: leading tokens of prompt + output whose KV is valid.
         num_launched_tokens: tokens after those that steps run whose results nobody has read yet.
-        num_cached_tokens: prompt tokens that a prefix cache gave (a multiple of the block size).
-        output_token_ids: tokens sampled so far; the last one has no KV yet.
+        num_cached_tokens: leading tokens that a prefix cache gave (a multiple of the block size).
+        num_context_tokens: tokens that were known when this worker took the request on, whose KV a
+            prefill worker computes: the prompt, and the output of an earlier try.
+        output_token_ids: tokens sampled so far, by whomever; the last one has no KV yet.
         block_hashes: chained hashes of the leading whole blocks, grown by `update_block_hashes`.
         cache_salt: separates the prefix caches of tenants.
     """
@@ -44,10 +46,12 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     cache_salt: str = ""
+    num_context_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise ValueError("prompt_token_ids is empty; give at least one token")
+        self.num_context_tokens = self.num_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
