@@ -6,7 +6,6 @@ Nothing here runs requests; `worker` puts the parts to work.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -192,7 +191,6 @@ def build_rank(
         transfer.slots,
         transfer.receiver,
         quarantine,
-        draw_nonce,
         fence_generation=transfer.fences.generation_of,
     )
     scheduler = DecodeScheduler(
@@ -203,7 +201,6 @@ def build_rank(
     )
     limits = RankLimits(
         max_model_len=side.max_model_len,
-        max_num_reserved=decode.max_num_reserved,
         transfer_timeout_s=settings.transfer_timeout_s,
     )
     return DecodeRank(
@@ -221,8 +218,3 @@ def build_metrics() -> tuple[CollectorRegistry, DecodeMetrics]:
     """The metrics of this process and the registry that serves them."""
     registry = CollectorRegistry()
     return registry, DecodeMetrics(registry)
-
-
-def draw_nonce() -> int:
-    """Name an allocation: 64 random bits, never 0."""
-    return secrets.randbits(64) or 1

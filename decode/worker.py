@@ -24,17 +24,20 @@ from decode.assembly import (
     build_rank,
     build_transfer_side,
 )
+from decode.border import RankFacts
 from decode.bridge import RankBridge
-from decode.frames import Delta, Outboxes
+from decode.frames import Delta
 from decode.live import WriterOrder
 from decode.loop import EngineLoop
+from decode.outboxes import Outboxes
+from decode.places import Places
 from decode.revoke import Revoker
-from decode.service import DecodeService, RankFacts
+from decode.service import DecodeService
 from engine.boot import use_device
 from kv_transfer.receiver import Arrival
 from kv_transfer.transport import peer_name
 from runtime.daemon import run_on_daemon
-from runtime.errors import DrainingError, TandemError
+from runtime.errors import DrainingError, PeerLostError, TandemError
 from runtime.logging import fields, get_logger
 from runtime.metrics import MetricsServer, gauge_of
 from runtime.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, registry_pb2
@@ -47,6 +50,9 @@ from runtime.worker import WorkerOptions
 logger = get_logger(__name__)
 
 SWEEP_INTERVAL_S = 1.0
+DRAIN_S = 8.0
+"""How long requests may go on after the first signal. What is left then is given back to the
+routers, which still have to hear of it within the grace period (`__main__.GRACE_S`)."""
 FLUSH_S = 2.0
 """How long routers may take to read their last frames when the process ends."""
 STOP_TIMEOUT_S = 12.0
@@ -103,8 +109,8 @@ class DecodeWorker:
 
     async def drain(self) -> None:
         """Refuse new requests; return when nothing is left."""
-        self._service.start_draining()
-        await self._service.wait_until_empty(None)
+        await self._service.start_drain(DRAIN_S)
+        await self._service.wait_until_empty()
 
     async def shutdown(self) -> None:
         """Undo `startup`, last things first."""
@@ -131,7 +137,10 @@ class DecodeWorker:
             name=self._options.rank_name,
         )
         self._bridge = RankBridge(self._engine, rank)
-        self._outboxes = Outboxes(self._bridge.abort_router, time.monotonic)
+        self._places = Places(self._options.config.decode.max_num_reserved)
+        self._outboxes = Outboxes(
+            self._bridge.abort_router, time.monotonic, places=self._places, on_gap=self._abort_lost
+        )
         self._revoker = Revoker(
             self._bridge,
             self._call_revoke,
@@ -153,7 +162,13 @@ class DecodeWorker:
         address = f"{self._options.host}:{port}"
         facts = _facts(self._options, side, transfer, address)
         self._service = DecodeService(
-            facts, self._bridge, self._outboxes, lambda: self._load, self._tell_draining
+            facts,
+            self._bridge,
+            self._outboxes,
+            places=self._places,
+            metrics=self._metrics,
+            load=lambda: self._load,
+            on_drain=self._tell_draining,
         )
         decode_pb2_grpc.add_DecodeServicer_to_server(self._service, server)
         await server.start()
@@ -199,7 +214,7 @@ class DecodeWorker:
 
     async def _stop_serving(self, server: grpc.aio.Server) -> None:
         """End the engine loop, which answers everybody; let the routers read; stop listening."""
-        self._service.start_draining()
+        self._service.refuse_new()
         self.is_stuck = not await asyncio.to_thread(self._engine.stop, STOP_TIMEOUT_S)
         self._outboxes.close()
         end = time.monotonic() + FLUSH_S
@@ -240,6 +255,10 @@ class DecodeWorker:
             num_total_blocks=load.num_total_blocks,
             num_quarantined_blocks=load.num_quarantined_blocks,
         )
+
+    def _abort_lost(self, request_id: str) -> None:
+        error = PeerLostError("its tokens are not kept any more: it cannot be continued")
+        self._bridge.abort_soon(request_id, error)
 
     def _tell_draining(self) -> None:
         logger.info("draining")
@@ -298,6 +317,9 @@ def _facts(
         address=address,
         transport=transport_name,
         layout=transfer.layout,
+        slots=transfer.slots.layout,
         vocab_size=side.vocab_size,
+        max_model_len=side.max_model_len,
+        num_usable_blocks=side.kv_pool.num_blocks - 1,
         endpoint=endpoint,
     )
