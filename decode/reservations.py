@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from decode.admission import AdmissionQueue, GrowthEstimator
-from decode.requests import Claim, DecodeRequest
+from decode.requests import Claim, DecodeRequest, RejectedUpdate
 from decode.tickets import TicketDesk
 from engine.memory.block_pool import BlockPool
 from runtime.budget import Budget, BudgetKind
@@ -84,13 +84,11 @@ class Reservations:
         """Look whether it can be had; changes nothing.
 
         Raises:
-            StaleTicketError: the nonce is not of a request that waits for its KV, and of this
-                writer: it was never given out here, was used, or is forgotten.
-            TandemError: what the request ended with.
+            StaleTicketError: the nonce is not of a request that waits for its KV, or did until its
+                end, and of this writer: it was never given out here, was used, or is forgotten.
         """
-        error = self._ended.get(claim.nonce)
-        if error is not None:
-            raise type(error)(error.message, request_id=error.request_id)
+        if claim.nonce in self._ended:
+            return
         request = self._find(claim.nonce)
         if request is None:
             raise StaleTicketError(
@@ -106,11 +104,16 @@ class Reservations:
             )
 
     def claim(self, claim: Claim) -> None:
-        """Queue the request that is claimed; one that has its ticket is told it again.
+        """Queue the request that is claimed; one that has its ticket, or is over, is told so again.
 
         Args:
             claim: has passed `check`.
         """
+        error = self._ended.get(claim.nonce)
+        if error is not None:
+            # Told and not raised: whatever it is, it is nothing that this command has broken.
+            claim.tell(RejectedUpdate(error=error))
+            return
         ticket = self._desk.usable_ticket(claim.nonce)
         request = self._requests[claim.nonce] if ticket is None else ticket.request
         request.claims.append(claim)

@@ -173,7 +173,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self, request: common_pb2.DrainRequest, context: DrainContext
     ) -> common_pb2.DrainResponse:
         """Take nothing new; answers when nobody is left, or shortly before the call's deadline."""
-        await self.start_drain(request.deadline_s)
+        await self.start_drain(max(0.0, request.deadline_s))
         remaining_s = context.time_remaining()
         end = None if remaining_s is None else time.monotonic() + 0.8 * remaining_s
         num_left = await self._num_live()
