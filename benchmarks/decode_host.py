@@ -17,7 +17,6 @@ it waits for all but the frames.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import platform
@@ -49,6 +48,7 @@ from engine.sampling.graph_sampler import GraphSampler
 from engine.sampling.inputs import SampledToken
 from kv_transfer.metadata import SlotArray, SlotLayout
 from kv_transfer.ownership import Quarantine
+from runtime.budget import Budget, BudgetKind
 from runtime.lifecycle import DecodeStatus
 from runtime.pb import decode_pb2
 from runtime.sampling import SamplingParams
@@ -122,18 +122,13 @@ class HostSteps:
             SlotArray(1, SlotLayout()),
             _NoReceiver(),
             Quarantine(time.monotonic, timeout_s=30.0, max_blocks=1),
-            itertools.count(1).__next__,
             fence_generation=lambda writer: 0,
         )
         return DecodeRank(
             self.pool,
             desk,
             self.scheduler,
-            limits=RankLimits(
-                max_model_len=max_model_len,
-                max_num_reserved=self.num_requests,
-                transfer_timeout_s=60.0,
-            ),
+            limits=RankLimits(max_model_len=max_model_len, transfer_timeout_s=60.0),
             metrics=DecodeMetrics(CollectorRegistry()),
             clock=time.monotonic,
             order=lambda order: None,
@@ -158,13 +153,12 @@ class HostSteps:
             serial=serial,
             router_id=f"router-{serial % 2}",
             writer=Writer(instance="prefill-0", epoch=1, num_ranks=1, address="127.0.0.1:1"),
-            received_at=0.0,
-            deadline=float("inf"),
-            tell=lambda update: None,
+            nonce=serial + 1,
+            budget=Budget.start(BudgetKind.REQUEST, float("inf"), 0.0),
         )
         self.rank.live.add(request)
-        request.move_to(DecodeStatus.WAITING_FOR_KV)
-        request.move_to(DecodeStatus.WAITING)
+        for status in (DecodeStatus.CLAIMED, DecodeStatus.WAITING_FOR_KV, DecodeStatus.WAITING):
+            request.move_to(status)
         self.scheduler.add(request)
 
     def run(self, num_steps: int) -> None:

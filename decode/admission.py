@@ -1,4 +1,4 @@
-"""Who of the reservation queue gets blocks next. Pure: counts in, a choice out.
+"""Who of the claimed requests gets blocks next. Pure: counts in, a choice out.
 
 Letting a request in costs more than its prompt: every request grows while it runs. So admission
 keeps room for the growth that it expects of those already in (`GrowthEstimator`), which is what
@@ -13,6 +13,7 @@ drains until it fits: every request is passed a bounded number of times, by cons
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Callable, Iterator
 
 from decode.requests import DecodeRequest
@@ -55,20 +56,26 @@ class GrowthEstimator:
 
     def expected_blocks(self, request: Request) -> int:
         """Blocks beyond those that already hold, or will hold, the present tokens and one more."""
-        num_output = max(request.num_output_tokens, 1)
+        # Before the KV is here the next token is not, and its room is taken all the same.
+        num_tokens = max(request.num_tokens, request.num_context_tokens + 1)
+        num_output = num_tokens - request.num_prompt_tokens
         most = min(request.sampling.max_tokens, self._max_model_len - request.num_prompt_tokens)
         likely = math.ceil(self._share * request.sampling.max_tokens)
         # A request that outlived the estimate goes on for at least one more block, unless its end
         # is nearer than that.
         tokens = max(likely - num_output, self._block_size)
         tokens = max(min(tokens, most - num_output, self._horizon_tokens), 0)
-        held = num_blocks_for(request.num_prompt_tokens + num_output, self._block_size)
-        later = num_blocks_for(request.num_prompt_tokens + num_output + tokens, self._block_size)
+        held = num_blocks_for(num_tokens, self._block_size)
+        later = num_blocks_for(num_tokens + tokens, self._block_size)
         return later - held
 
 
+def _age(request: DecodeRequest) -> int:
+    return request.serial
+
+
 class AdmissionQueue:
-    """RESERVED requests in order of arrival."""
+    """CLAIMED requests, oldest reservation first, whenever they were claimed."""
 
     def __init__(self, *, window: int = 16, max_bypasses: int = 8) -> None:
         """Make an empty queue.
@@ -88,8 +95,8 @@ class AdmissionQueue:
         return iter(tuple(self._queue))
 
     def push(self, request: DecodeRequest) -> None:
-        """Append a request."""
-        self._queue.append(request)
+        """Put a request behind those that were reserved before it."""
+        insort(self._queue, request, key=_age)
 
     def remove(self, request: DecodeRequest) -> None:
         """Take a request out, wherever it stands; it must be in."""

@@ -1,7 +1,7 @@
 """What a request tells its router: turns the events of its life into deltas. Decides nothing.
 
-The first delta and the last carry the timings. A request that a router never heard of since its
-ticket (its first token ended it) ends without a delta.
+The first delta and the last carry the timings. A request whose first token ended it, which prefill
+has told, ends silently: that delta is for our own books.
 """
 
 from __future__ import annotations
@@ -46,11 +46,22 @@ def tell_end(
     error.request_id = error.request_id or request.request_id
     delta = Delta(
         request_id=request.request_id,
-        # The prefill worker's token has index 0, also where it never arrived here.
-        start_index=max(request.request.num_output_tokens, 1),
+        # The prefill worker's token has its index also where it never arrived here.
+        start_index=max(request.request.num_output_tokens, request.first_index + 1),
         finish_reason=reason,
         error=error,
         timings=_timings(request),
         num_cached_tokens=request.request.num_cached_tokens,
+    )
+    news.add(request.router_id, delta)
+
+
+def tell_silent_end(news: StepNews, request: DecodeRequest, reason: FinishReason) -> None:
+    """The request is over, and nobody has to be told."""
+    delta = Delta(
+        request_id=request.request_id,
+        start_index=request.first_index + 1,
+        finish_reason=reason,
+        is_silent=True,
     )
     news.add(request.router_id, delta)

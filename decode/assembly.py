@@ -6,7 +6,6 @@ Nothing here runs requests; `worker` puts the parts to work.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -236,7 +235,6 @@ def build_rank(
         transfer.slots,
         transfer.receiver,
         quarantine,
-        draw_nonce,
         fence_generation=transfer.fences.generation_of,
     )
     scheduler = DecodeScheduler(
@@ -247,7 +245,6 @@ def build_rank(
     )
     limits = RankLimits(
         max_model_len=side.max_model_len,
-        max_num_reserved=decode.max_num_reserved,
         transfer_timeout_s=settings.transfer_timeout_s,
     )
     return DecodeRank(
@@ -266,8 +263,3 @@ def _host_store(kv_pool: KVPool, num_blocks: int) -> HostStore:
     if kv_pool.device.type == "cuda":
         return HostBlockStore(PinnedBlocks(kv_pool, num_blocks), num_blocks)
     return HostBlockStore(kv_pool, num_blocks)
-
-
-def draw_nonce() -> int:
-    """Name an allocation: 64 random bits, never 0."""
-    return secrets.randbits(64) or 1

@@ -1,16 +1,17 @@
 """Every live request of a rank, and all the ways in which one ends early.
 
 Whatever the state, ending takes the request out of its queue, gives back what it holds (or puts it
-into quarantine while a writer may still write), and answers it exactly once. Ending what is no
-longer live does nothing. Used by the engine loop's thread only.
+into quarantine while a writer may still write), and answers it exactly once: its router by a last
+delta, and whoever claims it. Ending what is no longer live does nothing. Used by the engine loop's
+thread only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from decode.answers import tell_end
+from decode.answers import tell_end, tell_silent_end
 from decode.deadlines import overdue
 from decode.frames import StepNews
 from decode.metrics import DecodeMetrics
@@ -58,21 +59,15 @@ class LiveRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
-    @property
-    def request_ids(self) -> Collection[str]:
-        """Ids of all live requests."""
-        return self._requests.keys()
+    def find(self, request_id: str, nonce: int) -> DecodeRequest | None:
+        """The request that goes by both names, if it is live."""
+        request = self._requests.get(request_id)
+        return request if request is not None and request.nonce == nonce else None
 
     def add(self, request: DecodeRequest) -> None:
         """Take on a request, whose id must be new."""
-        assert request.request_id not in self._requests
+        assert request.request_id not in self._requests, request.request_id
         self._requests[request.request_id] = request
-
-    def reject(self, request: DecodeRequest, error: TandemError) -> None:
-        """Answer the Reserve of a request that never got blocks."""
-        error.request_id = request.request_id
-        self._metrics.rejected(error)
-        request.tell(RejectedUpdate(error=error))
 
     def abort(self, request_id: str, error: TandemError) -> bool:
         """End a request, in whatever state it is; whether it was alive."""
@@ -81,24 +76,22 @@ class LiveRequests:
             self.end(request, FinishReason.ABORT, error)
         return request is not None
 
-    def abort_reservation(self, request: DecodeRequest, error: TandemError) -> None:
-        """End this request, and not a later one of the same id."""
-        if self._requests.get(request.request_id) is request:
-            self.end(request, FinishReason.ABORT, error)
-
     def abort_router(self, router_id: str) -> None:
-        """End all requests of a router that has no stream any more; nobody is told."""
+        """End all requests of a router that has no stream any more."""
         for request in list(self._requests.values()):
             if request.router_id == router_id:
                 error = RequestCancelledError(f"router {router_id} is gone")
                 self.end(request, FinishReason.ABORT, error)
-        self._news.drop(router_id)
+
+    def give_back(self, error: TandemError) -> None:
+        """End what has no KV here, and no ticket either: the router takes it elsewhere."""
+        for request in self._reservations.requests:
+            self.end(request, FinishReason.ERROR, copy_of(error, request.request_id))
 
     def fail_all(self, error: TandemError) -> None:
         """End every request with an error like this one: the rank cannot go on."""
         for request in list(self._requests.values()):
-            failure = type(error)(error.message, request_id=request.request_id)
-            self.end(request, FinishReason.ERROR, failure)
+            self.end(request, FinishReason.ERROR, copy_of(error, request.request_id))
 
     def expire(self, now: float) -> None:
         """End every request that is late."""
@@ -111,17 +104,23 @@ class LiveRequests:
 
     def end(self, request: DecodeRequest, reason: FinishReason, error: TandemError) -> None:
         """End a live request early, wherever it is, and answer it."""
-        if request.status is DecodeStatus.RESERVED:
-            self._reservations.remove(request)
-            request.move_to(DecodeStatus.FINISHED)
-            self.reject(request, error)
-            self.forget(request, reason)
-            return
-        if request.status is DecodeStatus.WAITING_FOR_KV:
+        error.request_id = error.request_id or request.request_id
+        if request.status in (DecodeStatus.RESERVED, DecodeStatus.CLAIMED):
+            self._refuse(request, error)
+        elif request.status is DecodeStatus.WAITING_FOR_KV:
             self.withdraw(request, revoke=True)
+            self._reservations.remember(request.nonce, error)
         else:
             self._scheduler.finish(request)
         self.answer(request, reason, error)
+
+    def _refuse(self, request: DecodeRequest, error: TandemError) -> None:
+        """End a request that never got blocks."""
+        self._reservations.remove(request)
+        self._reservations.remember(request.nonce, error)
+        request.move_to(DecodeStatus.FINISHED)
+        self._metrics.rejected(error)
+        request.tell_claims(RejectedUpdate(error=error))
 
     def withdraw(self, request: DecodeRequest, *, revoke: bool = False) -> None:
         """End the ticket of a request in WAITING_FOR_KV.
@@ -130,14 +129,13 @@ class LiveRequests:
             request: becomes FINISHED.
             revoke: whether a writer that is still at it has to be told to stop.
         """
-        nonce = self._desk.ticket_of(request).nonce
         demand = self._desk.cancel(request)
         request.move_to(DecodeStatus.FINISHED)
         if demand is WriterDemand.FENCE or (demand is WriterDemand.REVOKE and revoke):
             self._order(
                 WriterOrder(
                     request_id=request.request_id,
-                    nonce=nonce,
+                    nonce=request.nonce,
                     writer=request.writer,
                     demand=demand,
                 )
@@ -148,8 +146,18 @@ class LiveRequests:
         tell_end(self._news, request, reason, error)
         self.forget(request, reason)
 
+    def end_silently(self, request: DecodeRequest, reason: FinishReason) -> None:
+        """The request is over, and its router has its only token from elsewhere."""
+        tell_silent_end(self._news, request, reason)
+        self.forget(request, reason)
+
     def forget(self, request: DecodeRequest, reason: FinishReason) -> None:
         """The request is answered."""
         del self._requests[request.request_id]
         self._reservations.wake()
         self._metrics.finished(reason)
+
+
+def copy_of(error: TandemError, request_id: str) -> TandemError:
+    """The same failure, of this request."""
+    return type(error)(error.message, request_id=request_id)

@@ -49,10 +49,10 @@ class DecodeMetrics:
             "pd_decode_generated_tokens", "Tokens sampled here", registry=registry
         )
         self._cached = Counter(
-            "pd_decode_cached_prompt_tokens", "Prompt tokens that were here", registry=registry
+            "pd_decode_cached_prompt_tokens", "Context tokens that were here", registry=registry
         )
         self._prompt = Counter(
-            "pd_decode_prompt_tokens", "Prompt tokens of issued tickets", registry=registry
+            "pd_decode_prompt_tokens", "Context tokens of issued tickets", registry=registry
         )
         self._bytes = Counter(
             "pd_decode_kv_received_bytes", "As counted by the senders", registry=registry
@@ -67,7 +67,7 @@ class DecodeMetrics:
         self._transfer = latency(
             "pd_decode_kv_wait_seconds", "From ticket to complete KV (prefill and transfer)"
         )
-        self._reserve = latency("pd_decode_reserve_seconds", "From Reserve to ticket")
+        self._reserve = latency("pd_decode_reserve_seconds", "From claim to ticket")
         self._admission = latency(
             "pd_decode_admission_seconds", "From complete KV to the first step"
         )
@@ -85,17 +85,17 @@ class DecodeMetrics:
         )
 
     def rejected(self, error: TandemError) -> None:
-        """A reservation was refused or given up."""
+        """A reservation was refused or given up; called on either thread."""
         self._rejected.labels(error.code.name.lower()).inc()
 
     def finished(self, reason: FinishReason) -> None:
         """A request was answered for the last time."""
         self._finished.labels(reason.value).inc()
 
-    def kv_arrived(self, waited_s: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+    def kv_arrived(self, waited_s: float, num_context_tokens: int, num_cached_tokens: int) -> None:
         """The KV of a request is complete."""
         self._transfer.observe(waited_s)
-        self._prompt.inc(num_prompt_tokens)
+        self._prompt.inc(num_context_tokens)
         self._cached.inc(num_cached_tokens)
 
     def kv_received(self, num_bytes: int) -> None:

@@ -1,9 +1,8 @@
 """One decode rank: conducts reservations, tickets and scheduler, and writes the routers' news.
 
 It decides nothing that one of those parts can decide; it moves requests between them, and sees to
-it that every request ends in exactly one answer: a rejection of its Reserve while it is RESERVED, a
-last delta afterwards (none where its first token, which the router has, ended it). Every method is
-called on the engine loop's thread, and none blocks.
+it that every request ends in exactly one last delta (a silent one where its first token, which the
+router has, ended it). Every method is called on the engine loop's thread, and none blocks.
 """
 
 from __future__ import annotations
@@ -13,26 +12,26 @@ from collections.abc import Callable, Sequence
 from decode.admission import GrowthEstimator
 from decode.answers import tell_token
 from decode.frames import StepNews
-from decode.live import LiveRequests, WriterOrder
+from decode.guard import before_changes
+from decode.hand_over import HandOver
+from decode.live import LiveRequests, WriterOrder, copy_of
 from decode.metrics import DecodeMetrics
-from decode.requests import DecodeRequest
+from decode.requests import Claim, DecodeRequest
 from decode.reservations import RankLimits, Reservations
 from decode.scheduler import DecodeScheduler, StepPlan
-from decode.tickets import Ticket, TicketDesk
+from decode.tickets import TicketDesk
 from engine.memory.block_pool import BlockPool
 from engine.sampling.inputs import SampledToken
-from kv_transfer.receiver import Arrival
 from runtime.errors import (
     InternalError,
     OutOfBlocksError,
-    StaleTicketError,
     TandemError,
     TransferFailedError,
 )
 from runtime.lifecycle import DecodeStatus
 from runtime.logging import fields, get_logger
-from runtime.pb import common_pb2, decode_pb2
-from runtime.sampling import FinishReason, finish_reason_after
+from runtime.pb import decode_pb2
+from runtime.sampling import FinishReason
 
 logger = get_logger(__name__)
 
@@ -60,13 +59,24 @@ class DecodeRank:
         self._scheduler = scheduler
         self._growth = GrowthEstimator(pool.block_size, limits.max_model_len)
         self._reservations = Reservations(pool, desk, self._growth, limits, clock)
-        self._limits = limits
         self._metrics = metrics
         self._clock = clock
         self.live = LiveRequests(
             self._reservations, desk, scheduler, news=self.news, metrics=metrics, order=order
         )
+        self.hand_over = HandOver(
+            pool,
+            desk,
+            self.live,
+            scheduler=scheduler,
+            reservations=self._reservations,
+            metrics=metrics,
+            max_model_len=limits.max_model_len,
+            clock=clock,
+        )
         self._next_expiry = 0.0
+        self._drain: tuple[float, TandemError] | None = None
+        self._num_reports = 0
 
     @property
     def is_empty(self) -> bool:
@@ -75,56 +85,49 @@ class DecodeRank:
         return not self.live and is_unused
 
     def reserve(self, request: DecodeRequest) -> None:
-        """Take a request on: queue it and let it in if it fits, or reject it at once."""
-        error = self._reservations.refusal(request, self.live.request_ids)
-        if error is not None:
-            self.live.reject(request, error)
-            return
-        self.live.add(request)
+        """Take a request on, whose id is not in use."""
+        with before_changes("Reserve"):
+            self.live.add(request)
         self._reservations.add(request)
-        self._admit()
+        if self._drain is not None:
+            self.live.end(request, FinishReason.ERROR, copy_of(self._drain[1], request.request_id))
 
-    def arrived(self, arrival: Arrival) -> None:
-        """The KV of an allocation is complete: its request can run."""
-        request = self.desk.arrive(arrival.nonce)
-        self._reservations.wake()
-        if request is None:
-            return
-        request.arrived_at = self._clock()
-        inner = request.request
-        self._metrics.kv_arrived(arrival.waited_s, inner.num_prompt_tokens, inner.num_cached_tokens)
-        self._metrics.transfers.arrived(request.writer.instance, arrival.waited_s)
-        if arrival.record is not None:
-            self._start_waiting(request, arrival.record.first_token)
-            return
-        self._discard(request)
-        error = arrival.error or TransferFailedError("the metadata record is unreadable")
-        self.live.answer(request, FinishReason.ERROR, error)
-
-    def close_ticket(self, message: decode_pb2.CloseTicketRequest, failure: TandemError) -> None:
-        """A part of a writer closes its ticket.
-
-        Args:
-            message: nonce, rank, outcome.
-            failure: what the request ends with, if the outcome ends it.
+    def claim(self, claim: Claim) -> None:
+        """A writer asks for a ticket, and is told it as soon as there are blocks.
 
         Raises:
-            StaleTicketError: the nonce is not ours, or long forgotten.
+            TandemError: it will not be: see `Reservations.claim`.
         """
-        rank = message.prefill.rank
-        failed = message.outcome == decode_pb2.TICKET_OUTCOME_FAILED
-        ticket = self.desk.close_part(message.nonce, rank, drained=message.drained or not failed)
-        if ticket is None:
-            raise StaleTicketError(
-                f"no ticket with nonce {message.nonce:#x} of prefill rank {rank} is known here",
-                request_id=message.request_id,
+        with before_changes("Claim"):
+            self._reservations.check(claim)
+        self._reservations.claim(claim)
+        self._admit()
+
+    def unclaim(self, claim: Claim) -> None:
+        """The call was cancelled, and may not have been answered."""
+        request = self._reservations.unclaim(claim)
+        if request is not None:
+            error = TransferFailedError(
+                f"{request.writer.instance} cancelled the claim of its ticket before it had it"
             )
-        self._reservations.wake()
-        _merge_timings(ticket.request.timings, message.timings)
-        self._metrics.kv_received(message.num_bytes)
-        self._metrics.transfers.part_closed(message)
-        if self.desk.is_open(ticket):
-            self._react_to_closing(ticket, message.outcome, failure)
+            self.live.end(request, FinishReason.ERROR, error)
+
+    def renew(self, nonces: Sequence[int], writer_key: str) -> list[int]:
+        """Prompts of these tickets are still being computed; those that nothing waits for."""
+        return self._reservations.renew(nonces, writer_key)
+
+    def start_drain(self, deadline_s: float, error: TandemError) -> None:
+        """Give back at once what holds nothing, and all the rest when the time is over.
+
+        Args:
+            deadline_s: from now; the earliest deadline counts.
+            error: what they are told.
+        """
+        until = self._clock() + deadline_s
+        if self._drain is None or until < self._drain[0]:
+            self._drain = (until, error)
+            self._next_expiry = 0.0
+        self.live.give_back(error)
 
     def drained(self, nonce: int) -> None:
         """The writer will never write under this nonce (again)."""
@@ -148,6 +151,8 @@ class DecodeRank:
         if now >= self._next_expiry:
             self._next_expiry = now + EXPIRY_INTERVAL_S
             self.live.expire(now)
+            if self._drain is not None and now >= self._drain[0]:
+                self.live.fail_all(self._drain[1])
         self._admit()
         if self._scheduler.must_wait:
             assert complete_launched is not None
@@ -190,12 +195,14 @@ class DecodeRank:
 
     def load(self) -> decode_pb2.LoadReport:
         """What the router should know of us; also mirrored into the metrics."""
+        self._num_reports += 1
         report = decode_pb2.LoadReport(
             num_requests_running=len(self._scheduler.running),
             num_requests_waiting=len(self.live) - len(self._scheduler.running),
             num_free_blocks=self._pool.num_free_blocks,
             num_total_blocks=self._pool.num_usable_blocks,
             num_quarantined_blocks=self.desk.num_quarantined_blocks,
+            sequence=self._num_reports,
         )
         self._metrics.set_load(self.counts(), report)
         self._metrics.set_offloaded(self._scheduler.num_offloaded_blocks)
@@ -205,7 +212,8 @@ class DecodeRank:
     def counts(self) -> dict[DecodeStatus, int]:
         """Live requests by status."""
         return {
-            DecodeStatus.RESERVED: len(self._reservations),
+            DecodeStatus.RESERVED: self._reservations.num_reserved,
+            DecodeStatus.CLAIMED: self._reservations.num_claimed,
             DecodeStatus.WAITING_FOR_KV: self.desk.num_open,
             DecodeStatus.WAITING: len(self._scheduler.waiting),
             DecodeStatus.RUNNING: len(self._scheduler.running),
@@ -225,51 +233,13 @@ class DecodeRank:
             raise InternalError(f"{num_held} KV blocks are held and no request is left")
 
     def _admit(self) -> None:
-        if len(self._reservations):
-            holders = [*self.desk.requests, *self._scheduler.requests]
-            self._reservations.admit(holders, is_open=not self._scheduler.is_short)
-
-    def _start_waiting(self, request: DecodeRequest, first_token: int) -> None:
-        inner = request.request
-        inner.num_computed_tokens = inner.num_prompt_tokens
-        inner.output_token_ids.append(first_token)
-        num_whole = inner.num_prompt_tokens // self._pool.block_size
-        self._pool.commit(inner.block_table[:num_whole], inner.block_hashes[:num_whole])
-        reason = finish_reason_after(
-            first_token,
-            num_output_tokens=1,
-            num_tokens=inner.num_tokens,
-            params=inner.sampling,
-            max_model_len=self._limits.max_model_len,
-        )
-        if reason is not None:
-            self._discard(request)
-            self.live.forget(request, reason)
+        if not self._reservations.num_claimed:
             return
-        request.move_to(DecodeStatus.WAITING)
-        self._scheduler.add(request)
-
-    def _react_to_closing(
-        self, ticket: Ticket, outcome: decode_pb2.TicketOutcome, failure: TandemError
-    ) -> None:
-        request = ticket.request
-        if outcome == decode_pb2.TICKET_OUTCOME_SENT:
-            if ticket.is_over:
-                ticket.all_sent_at = ticket.all_sent_at or self._clock()
-        elif outcome == decode_pb2.TICKET_OUTCOME_NOT_NEEDED:
-            # The router has the only token.
-            self.live.withdraw(request)
-            self.live.forget(request, FinishReason.STOP)
-        elif outcome == decode_pb2.TICKET_OUTCOME_ABANDONED:
-            self.live.end(request, FinishReason.ABORT, failure)
-        else:
+        holders = [*self.desk.requests, *self._scheduler.requests]
+        is_open = not self._scheduler.is_short
+        for request, error in self._reservations.admit(holders, is_open=is_open):
+            failure = InternalError(f"no ticket can be issued: {type(error).__name__}: {error}")
             self.live.end(request, FinishReason.ERROR, failure)
-
-    def _discard(self, request: DecodeRequest) -> None:
-        """Release the blocks of a request whose KV has arrived but which will not run."""
-        block_ids, request.request.block_table = request.request.block_table, []
-        self._pool.release(block_ids)
-        request.move_to(DecodeStatus.FINISHED)
 
     def _cannot_grow(self, request: DecodeRequest) -> TandemError:
         return OutOfBlocksError(
@@ -277,9 +247,3 @@ class DecodeRank:
             f"pool ({self._pool.num_usable_blocks} blocks, decode.num_blocks) or in host memory "
             "(decode.preemption_host_blocks)"
         )
-
-
-def _merge_timings(timings: common_pb2.Timings, of_part: common_pb2.Timings) -> None:
-    """The slowest part counts."""
-    timings.kv_transfer_s = max(timings.kv_transfer_s, of_part.kv_transfer_s)
-    timings.kv_exposed_s = max(timings.kv_exposed_s, of_part.kv_exposed_s)

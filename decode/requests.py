@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from engine.request import Request
 from kv_transfer.transport import peer_name
+from runtime.budget import Budget
 from runtime.errors import TandemError
 from runtime.lifecycle import DecodeStatus, check_transition
 from runtime.pb import common_pb2
@@ -43,14 +44,14 @@ class Writer:
         last = self.rank + self.num_ranks
         return [peer_name(self.instance, self.epoch, rank) for rank in range(self.rank, last)]
 
+    def has_rank(self, rank: int) -> bool:
+        """Whether this rank of the instance writes one of the parts."""
+        return 0 <= rank - self.rank < self.num_ranks
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueuedUpdate:
-    """Still waiting for blocks."""
 
-    position: int
-    """0 is the head of the queue."""
-    reason: str
+def writer_key(prefill: common_pb2.WorkerIdentity) -> str:
+    """`Writer.key` of the worker whose first rank this is."""
+    return peer_name(prefill.instance, prefill.epoch, prefill.rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class TicketUpdate:
     nonce: int
     num_cached_tokens: int
     block_ids: tuple[int, ...]
-    """The blocks of the prompt after the cached prefix, in order of positions."""
+    """The blocks of the context after the cached prefix, in order of positions."""
     metadata_slot: int
     timeout_s: float
     fence_generation: int
@@ -69,12 +70,25 @@ class TicketUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectedUpdate:
-    """The reservation is over without blocks."""
+    """The request is over without blocks."""
 
     error: TandemError
 
 
-ReserveUpdate = QueuedUpdate | TicketUpdate | RejectedUpdate
+ClaimUpdate = TicketUpdate | RejectedUpdate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Claim:
+    """One call in which a writer asks for a request's ticket. Equal only to itself."""
+
+    nonce: int
+    writer_key: str
+    """`Writer.key` of the caller."""
+    num_ranks: int
+    """Of the caller."""
+    tell: Callable[[ClaimUpdate], None]
+    """Takes the answer, once; called on the loop's thread."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -84,15 +98,16 @@ class DecodeRequest:
     Attributes:
         request: tokens, block table and progress, as the engine reads them.
         serial: order of arrival at this rank; lower is older.
+        nonce: random name of the reservation and of its ticket; never 0.
         router_id: whose frames carry the tokens.
         writer: who may write its KV.
-        received_at: when Reserve came.
-        deadline: when the whole request must be over.
-        tell: hands reservation updates to the caller of Reserve; called on the loop's thread.
+        budget: of the whole request.
         status: the life cycle; changed by `move_to` only.
-        num_bypasses: how many younger reservations were let in before it.
+        claims: calls that wait for the ticket, or were given it.
+        num_bypasses: how many younger requests were let in before it.
+        claimed_at: when the writer asked for the ticket.
         allocated_at: when its blocks were allocated.
-        transfer_deadline: when its KV must be complete; meaningful in WAITING_FOR_KV.
+        transfer: when its KV must be complete; from the ticket on.
         arrived_at: when the KV was complete.
         timings: seconds spent so far, for the router.
         has_news: whether a delta was emitted; the first and the last carry `timings`.
@@ -100,15 +115,16 @@ class DecodeRequest:
 
     request: Request
     serial: int
+    nonce: int
     router_id: str
     writer: Writer
-    received_at: float
-    deadline: float
-    tell: Callable[[ReserveUpdate], None]
+    budget: Budget
     status: DecodeStatus = DecodeStatus.RESERVED
+    claims: list[Claim] = field(default_factory=list)
     num_bypasses: int = 0
+    claimed_at: float = 0.0
     allocated_at: float = 0.0
-    transfer_deadline: float = 0.0
+    transfer: Budget | None = None
     arrived_at: float = 0.0
     timings: common_pb2.Timings = field(default_factory=common_pb2.Timings)
     has_news: bool = False
@@ -118,10 +134,20 @@ class DecodeRequest:
         """The router's id of the request."""
         return self.request.request_id
 
+    @property
+    def first_index(self) -> int:
+        """Output index of the token that arrives with the KV."""
+        return self.request.num_context_tokens - self.request.num_prompt_tokens
+
     def move_to(self, status: DecodeStatus) -> None:
         """Change the status; an illegal move is an InternalError."""
         check_transition(self.status, status, self.request_id)
         self.status = status
+
+    def tell_claims(self, update: ClaimUpdate) -> None:
+        """Answer every call that waits for the ticket."""
+        for claim in self.claims:
+            claim.tell(update)
 
 
 def age_of(request: DecodeRequest) -> int:

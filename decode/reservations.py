@@ -1,22 +1,33 @@
-"""The reservation desk: refuses what can never run, queues the rest, and issues tickets in turn.
+"""The reservation desk: keeps places, queues what was claimed, and issues tickets in turn.
 
-`admission` decides who is next; this file knows what a ticket costs now, keeps room for the
-expected growth of those that are in, and tells each waiting caller its position when it changes.
-Nobody is let in while a preempted request waits to come back. Used by the engine loop's thread.
+A reservation holds a place and nothing else until its prefill worker claims it. `admission` decides
+who of the claimed is next; this file knows what a ticket costs now, and keeps room for the expected
+growth of those that are in. Nobody is let in while a preempted request waits to come back. Used by
+the engine loop's thread.
+
+A claim that is cancelled before its answer gives back what it got. Queued, the request is RESERVED
+again, and may be claimed anew. With a ticket that nobody else was told of, it ends: whether the
+caller saw the ticket is not known, and a nonce names one allocation only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from decode.admission import AdmissionQueue, GrowthEstimator
-from decode.requests import DecodeRequest, QueuedUpdate
+from decode.requests import Claim, DecodeRequest, RejectedUpdate
 from decode.tickets import TicketDesk
 from engine.memory.block_pool import BlockPool
-from engine.request import num_blocks_for
-from runtime.errors import InvalidRequestError, OutOfBlocksError, OverloadedError, TandemError
+from runtime.budget import Budget, BudgetKind
+from runtime.errors import StaleTicketError, TandemError
 from runtime.lifecycle import DecodeStatus
+from runtime.logging import fields, get_logger
+
+logger = get_logger(__name__)
+
+_MAX_ENDED = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +36,12 @@ class RankLimits:
 
     max_model_len: int
     """Tokens of prompt and output together."""
-    max_num_reserved: int
-    """Most live requests; one more is rejected as overload."""
     transfer_timeout_s: float
-    """From a ticket to its complete KV."""
+    """From a ticket, or its last renewal, to complete KV."""
 
 
 class Reservations:
-    """Requests in RESERVED, and the way out of it."""
+    """Requests in RESERVED and CLAIMED, and the way out."""
 
     def __init__(
         self,
@@ -47,64 +56,134 @@ class Reservations:
         self._growth = growth
         self._limits = limits
         self._clock = clock
+        self._requests: dict[int, DecodeRequest] = {}  # by nonce
         self._queue = AdmissionQueue()
-        self._told: dict[str, int] = {}  # request id -> position
+        self._ended: OrderedDict[int, TandemError] = OrderedDict()  # by nonce
         self._blocked_at: tuple[int, int] | None = None  # budget and length of the queue
 
-    def __len__(self) -> int:
+    @property
+    def num_reserved(self) -> int:
+        """Requests that nobody claims."""
+        return len(self._requests) - len(self._queue)
+
+    @property
+    def num_claimed(self) -> int:
+        """Requests that are queued for blocks."""
         return len(self._queue)
 
-    def refusal(self, request: DecodeRequest, live: Collection[str]) -> TandemError | None:
-        """Why the request cannot be taken on, now or ever; None if it can.
-
-        Args:
-            request: just received.
-            live: ids of all live requests.
-        """
-        inner, limits = request.request, self._limits
-        num_blocks = num_blocks_for(inner.num_prompt_tokens + 1, self._pool.block_size)
-        if request.request_id in live:
-            return InvalidRequestError(f"request id {request.request_id} is in use")
-        if inner.num_prompt_tokens + 1 > limits.max_model_len:
-            return InvalidRequestError(
-                f"the prompt has {inner.num_prompt_tokens} tokens and max_model_len is "
-                f"{limits.max_model_len}: shorten it to at most {limits.max_model_len - 1}"
-            )
-        if num_blocks > self._pool.num_usable_blocks:
-            return OutOfBlocksError(
-                f"the prompt of {inner.num_prompt_tokens} tokens needs {num_blocks} KV blocks and "
-                f"this rank has {self._pool.num_usable_blocks}: it can never fit. Shorten it, or "
-                "raise decode.num_blocks"
-            )
-        if len(live) >= limits.max_num_reserved:
-            return OverloadedError(
-                f"{len(live)} requests are here already (decode.max_num_reserved): retry later"
-            )
-        return None
+    @property
+    def requests(self) -> list[DecodeRequest]:
+        """All of both states."""
+        return list(self._requests.values())
 
     def add(self, request: DecodeRequest) -> None:
-        """Queue a request."""
-        self._queue.push(request)
-        self._blocked_at = None
+        """Keep a place for a request in RESERVED."""
+        self._requests[request.nonce] = request
+
+    def check(self, claim: Claim) -> None:
+        """Look whether it can be had; changes nothing.
+
+        Raises:
+            StaleTicketError: the nonce is not of a request that waits for its KV, or did until its
+                end, and of this writer: it was never given out here, was used, or is forgotten.
+        """
+        if claim.nonce in self._ended:
+            return
+        request = self._find(claim.nonce)
+        if request is None:
+            raise StaleTicketError(
+                f"nothing here waits under nonce {claim.nonce:#x}: it was used, or is of another "
+                "worker"
+            )
+        writer = request.writer
+        if (writer.key, writer.num_ranks) != (claim.writer_key, claim.num_ranks):
+            raise StaleTicketError(
+                f"nonce {claim.nonce:#x} is for {writer.key} with {writer.num_ranks} ranks, not "
+                f"for {claim.writer_key} with {claim.num_ranks}",
+                request_id=request.request_id,
+            )
+
+    def claim(self, claim: Claim) -> None:
+        """Queue the request that is claimed; one that has its ticket, or is over, is told so again.
+
+        Args:
+            claim: has passed `check`.
+        """
+        error = self._ended.get(claim.nonce)
+        if error is not None:
+            # Told and not raised: whatever it is, it is nothing that this command has broken.
+            claim.tell(RejectedUpdate(error=error))
+            return
+        ticket = self._desk.usable_ticket(claim.nonce)
+        request = self._requests[claim.nonce] if ticket is None else ticket.request
+        request.claims.append(claim)
+        if ticket is not None:
+            request.transfer = self._transfer_budget()
+            claim.tell(ticket.update)
+        elif request.status is DecodeStatus.RESERVED:
+            request.move_to(DecodeStatus.CLAIMED)
+            request.claimed_at = self._clock()
+            self._queue.push(request)
+            self._blocked_at = None
+
+    def unclaim(self, claim: Claim) -> DecodeRequest | None:
+        """The call is cancelled, and may not have been answered.
+
+        Returns:
+            The request, if it must end: its ticket went into this call and into no other.
+        """
+        request = self._find(claim.nonce)
+        if request is None or claim not in request.claims:
+            return None
+        request.claims.remove(claim)
+        if request.claims:
+            return None
+        if request.status is DecodeStatus.WAITING_FOR_KV:
+            return request
+        self._queue.remove(request)
+        request.move_to(DecodeStatus.RESERVED)
+        return None
+
+    def renew(self, nonces: Iterable[int], writer_key: str) -> list[int]:
+        """Start the transfer time of these tickets anew; those that nothing waits for any more."""
+        unknown: list[int] = []
+        for nonce in nonces:
+            request = self._find(nonce)
+            if request is None or request.writer.key != writer_key:
+                unknown.append(nonce)
+            elif request.transfer is not None:
+                request.transfer = request.transfer.restarted(self._clock())
+        return unknown
 
     def remove(self, request: DecodeRequest) -> None:
         """Take out a request that ends while it waits."""
-        self._queue.remove(request)
-        self._told.pop(request.request_id, None)
+        if request.status is DecodeStatus.CLAIMED:
+            self._queue.remove(request)
+        del self._requests[request.nonce]
+
+    def remember(self, nonce: int, error: TandemError) -> None:
+        """Tell later claims what the request ended with."""
+        self._ended[nonce] = error
+        if len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
 
     def wake(self) -> None:
         """Something was freed or cached: look again at the next `admit`."""
         self._blocked_at = None
 
-    def admit(self, holders: Collection[DecodeRequest], *, is_open: bool) -> None:
-        """Issue tickets while they fit, then tell the others where they stand.
+    def admit(
+        self, holders: Collection[DecodeRequest], *, is_open: bool
+    ) -> list[tuple[DecodeRequest, Exception]]:
+        """Issue tickets while they fit.
 
         Args:
             holders: live requests that hold blocks, or will again.
             is_open: whether anybody may be let in.
+
+        Returns:
+            Requests that must end, because their tickets could not be issued.
         """
-        if not len(self._queue):
-            return
+        failed: list[tuple[DecodeRequest, Exception]] = []
         headroom = sum(self._growth.expected_blocks(item.request) for item in holders)
         num_holders = len(holders)
         while is_open and len(self._queue) and self._desk.has_free_slot:
@@ -117,10 +196,22 @@ class Reservations:
             if request is None:
                 self._blocked_at = state
                 break
-            self._issue(request)
+            try:
+                self._issue(request)
+            except Exception as error:
+                # `open` leaves everything as it was: nobody else is touched.
+                logger.exception("no ticket %s", fields(request_id=request.request_id))
+                self._queue.push(request)
+                failed.append((request, error))
+                break
             headroom += self._growth.expected_blocks(request.request)
             num_holders += 1
-        self._tell_positions()
+        return failed
+
+    def _find(self, nonce: int) -> DecodeRequest | None:
+        """The request that waits for a ticket, or under one."""
+        ticket = self._desk.usable_ticket(nonce)
+        return self._requests.get(nonce) if ticket is None else ticket.request
 
     def _cost(self, *, alone: bool) -> Callable[[DecodeRequest], int]:
         def cost(request: DecodeRequest) -> int:
@@ -130,19 +221,15 @@ class Reservations:
         return cost
 
     def _issue(self, request: DecodeRequest) -> None:
-        self._told.pop(request.request_id, None)
-        now = self._clock()
         update = self._desk.open(request, self._limits.transfer_timeout_s)
+        del self._requests[request.nonce]
         request.move_to(DecodeStatus.WAITING_FOR_KV)
-        request.transfer_deadline = now + self._limits.transfer_timeout_s
-        request.allocated_at = now
-        request.timings.decode_reserve_s = now - request.received_at
-        request.tell(update)
+        request.transfer = self._transfer_budget()
+        request.allocated_at = self._clock()
+        request.timings.decode_reserve_s = request.allocated_at - request.claimed_at
+        request.tell_claims(update)
 
-    def _tell_positions(self) -> None:
-        for position, request in enumerate(self._queue):
-            if self._told.get(request.request_id) != position:
-                self._told[request.request_id] = position
-                num_free = self._pool.num_free_blocks
-                reason = f"{num_free} of {self._pool.num_usable_blocks} KV blocks are free"
-                request.tell(QueuedUpdate(position=position, reason=reason))
+    def _transfer_budget(self) -> Budget:
+        timeout_s = self._limits.transfer_timeout_s
+        setting = "kv_transfer.transfer_timeout_s"
+        return Budget.start(BudgetKind.TRANSFER, timeout_s, self._clock(), setting)

@@ -291,7 +291,7 @@ class DecodeScheduler:
         num_places = self._max_num_seqs - len(self._continuing()) if self.waiting else 0
         while self.waiting and len(started) < num_places:
             request = self.waiting.pop(0)
-            # Reserve allocated room for the first generated token, which this step computes.
+            # The ticket allocated room for the first generated token, which this step computes.
             assert self._num_needed(request) == 0
             request.move_to(DecodeStatus.RUNNING)
             insort(self.running, request, key=age_of)

@@ -1,6 +1,6 @@
 """Tickets: which blocks a prefill worker may write now, and when they are really ours again.
 
-A ticket is one allocation: blocks, a metadata slot, and a random nonce that names it. Its parts
+A ticket is one allocation: blocks, a metadata slot, and the reservation's nonce. Its parts
 (one per rank of the writer) write until they close it. From the writer's side it is over when every
 part has arrived, or closed, or was fenced; only then can its blocks go to somebody else. A request
 that ends before that leaves its blocks in quarantine:
@@ -9,7 +9,8 @@ that ends before that leaves its blocks in quarantine:
             OPEN --cancel, no part left--> settled (blocks freed)
             OPEN --cancel--> quarantine --last part closes | revoked | fenced--> settled
 
-Settled tickets are remembered for a while, so that a late CloseTicket is not taken for a stale one.
+Of settled tickets the writer and its open parts are remembered for a while, so that a late closing
+is not taken for a stale one.
 The desk never calls anybody: `cancel` says what has to be asked of the writer. Pure but for the
 receiver and slots it is given; used by the engine loop's thread only.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,7 +30,8 @@ from kv_transfer.ownership import Quarantine, Released
 from runtime.block_hash import max_cached_blocks
 from runtime.errors import InternalError
 
-_MAX_SETTLED = 1024
+_MAX_SETTLED = 8192
+"""A few hundred bytes each."""
 
 
 class Expecter(Protocol):
@@ -74,7 +76,7 @@ class Ticket:
 
     Attributes:
         request: whose.
-        nonce: its name; random, never 0.
+        update: what the writer is told.
         slot: of its metadata.
         block_ids: the blocks that the writer may write.
         open_parts: ranks of the writer, counted from its first, that may still write.
@@ -84,7 +86,7 @@ class Ticket:
     """
 
     request: DecodeRequest
-    nonce: int
+    update: TicketUpdate
     slot: int
     block_ids: tuple[int, ...]
     open_parts: set[int] = field(default_factory=set)
@@ -93,9 +95,22 @@ class Ticket:
     all_sent_at: float = 0.0
 
     @property
+    def nonce(self) -> int:
+        """Its name."""
+        return self.request.nonce
+
+    @property
     def is_over(self) -> bool:
         """Whether no write can come any more, as far as the parts' own word goes."""
         return self.fenced or not (self.open_parts or self.undrained)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettledTicket:
+    """What is left of a ticket whose blocks are nobody's but ours; nothing of its request."""
+
+    writer: Writer
+    open_parts: set[int]
 
 
 class TicketDesk:
@@ -107,7 +122,6 @@ class TicketDesk:
         slots: Slots,
         receiver: Expecter,
         quarantine: Quarantine,
-        draw_nonce: Callable[[], int],
         *,
         fence_generation: Callable[[str], int],
     ) -> None:
@@ -115,11 +129,10 @@ class TicketDesk:
         self._slots = slots
         self._receiver = receiver
         self._quarantine = quarantine
-        self._draw_nonce = draw_nonce
         self._fence_generation = fence_generation
         self._open: dict[str, Ticket] = {}  # by request id
         self._by_nonce: dict[int, Ticket] = {}  # open and quarantined
-        self._settled: OrderedDict[int, Ticket] = OrderedDict()
+        self._settled: OrderedDict[int, SettledTicket] = OrderedDict()
 
     @property
     def num_open(self) -> int:
@@ -154,55 +167,65 @@ class TicketDesk:
 
     def num_blocks_to_take(self, request: DecodeRequest) -> int:
         """Free blocks that a ticket for the request would use up now."""
-        num_free = self._pool.num_free_blocks
-        shared = self._match(request)
-        num_taken = num_free - self._pool.num_free_blocks
-        self._pool.release(shared)
-        return self._num_blocks(request) - len(shared) + num_taken
+        block_size = self._pool.block_size
+        num_found, num_idle = self._pool.count_idle_prefix(_cacheable(request, block_size))
+        return _num_blocks(request, block_size) - num_found + num_idle
 
     def open(self, request: DecodeRequest, timeout_s: float) -> TicketUpdate:
-        """Allocate for a request: prompt, room for the first generated token, slot, nonce.
+        """Allocate for a request: its context, room for the token after that, a slot.
+
+        Whatever it raises, nothing has changed.
 
         Raises:
             OutOfBlocksError, OverloadedError: ask `num_blocks_to_take` and `has_free_slot` first.
         """
-        shared = self._match(request)
+        inner, nonce, block_size = request.request, request.nonce, self._pool.block_size
+        shared = self._pool.match_prefix(_cacheable(request, block_size))
         try:
-            block_ids = self._pool.allocate(self._num_blocks(request) - len(shared))
+            block_ids = self._pool.allocate(_num_blocks(request, block_size) - len(shared))
         except Exception:
             self._pool.release(shared)
             raise
-        num_prompt_blocks = num_blocks_for(request.request.num_prompt_tokens, self._pool.block_size)
-        nonce = self._draw_nonce()
-        num_parts = request.writer.num_ranks
         try:
-            slot = self._receiver.expect(request.request_id, nonce, num_parts)
+            slot = self._receiver.expect(request.request_id, nonce, request.writer.num_ranks)
         except Exception:
             self._pool.release([*shared, *block_ids])
             raise
-        ticket = Ticket(
-            request=request,
+        num_written = num_blocks_for(inner.num_context_tokens, block_size) - len(shared)
+        update = TicketUpdate(
             nonce=nonce,
-            slot=slot,
-            block_ids=tuple(block_ids[: num_prompt_blocks - len(shared)]),
-            open_parts=set(range(num_parts)),
-        )
-        request.request.block_table = [*shared, *block_ids]
-        request.request.num_cached_tokens = len(shared) * self._pool.block_size
-        self._open[request.request_id] = ticket
-        self._by_nonce[nonce] = ticket
-        return TicketUpdate(
-            nonce=nonce,
-            num_cached_tokens=request.request.num_cached_tokens,
-            block_ids=ticket.block_ids,
+            num_cached_tokens=len(shared) * block_size,
+            block_ids=tuple(block_ids[:num_written]),
             metadata_slot=slot,
             timeout_s=timeout_s,
             fence_generation=self._fence_generation(request.writer.key),
         )
+        ticket = Ticket(
+            request=request,
+            update=update,
+            slot=slot,
+            block_ids=update.block_ids,
+            open_parts=set(range(request.writer.num_ranks)),
+        )
+        inner.block_table = [*shared, *block_ids]
+        inner.num_cached_tokens = update.num_cached_tokens
+        self._open[request.request_id] = ticket
+        self._by_nonce[nonce] = ticket
+        return update
 
     def ticket_of(self, request: DecodeRequest) -> Ticket:
         """The open ticket of a request in WAITING_FOR_KV."""
         return self._open[request.request_id]
+
+    def open_ticket(self, nonce: int) -> Ticket | None:
+        """The ticket, while its request waits for the KV."""
+        ticket = self._by_nonce.get(nonce)
+        return ticket if ticket is not None and self.is_open(ticket) else None
+
+    def usable_ticket(self, nonce: int) -> Ticket | None:
+        """The same, unless its writer was shut out since."""
+        ticket = self.open_ticket(nonce)
+        return None if ticket is None or ticket.fenced else ticket
 
     def arrive(self, nonce: int) -> DecodeRequest | None:
         """All parts of an allocation have landed: nobody writes into it any more.
@@ -220,21 +243,27 @@ class TicketDesk:
         self._settle(ticket)
         return ticket.request
 
+    def writer_of(self, nonce: int) -> Writer | None:
+        """Who may, or might, write under the nonce; None if it is not ours, or long forgotten."""
+        ticket, settled = self._by_nonce.get(nonce), self._settled.get(nonce)
+        if ticket is not None:
+            return ticket.request.writer
+        return None if settled is None else settled.writer
+
     def close_part(self, nonce: int, rank: int, *, drained: bool) -> Ticket | None:
-        """A part says that it will write no more; None if the nonce is not ours.
+        """A part says that it will write no more; the ticket, if that is news to it.
 
         Args:
-            nonce: of the ticket.
+            nonce: of a ticket whose writer has the rank: see `writer_of`.
             rank: of the prefill instance; parts are counted from the writer's first.
             drained: whether it knows that its writes are complete; if not, it counts as open.
         """
-        ticket = self._by_nonce.get(nonce) or self._settled.get(nonce)
+        ticket = self._by_nonce.get(nonce)
         if ticket is None:
+            settled = self._settled[nonce]
+            settled.open_parts.discard(rank - settled.writer.rank)
             return None
-        writer = ticket.request.writer
-        part = rank - writer.rank
-        if not 0 <= part < writer.num_ranks:
-            return None
+        part = rank - ticket.request.writer.rank
         if drained:
             ticket.open_parts.discard(part)
             if nonce in self._quarantine and not ticket.undrained:
@@ -259,7 +288,7 @@ class TicketDesk:
             return WriterDemand.NOTHING
         written = set(ticket.block_ids)
         # A block that the writer never had is free at once: the cached prefix, and room beyond
-        # the prompt.
+        # the context.
         self._pool.release([block for block in block_table if block not in written])
         self._quarantine.add(
             request.request_id,
@@ -315,16 +344,6 @@ class TicketDesk:
                 f"{self._quarantine.num_entries} in quarantine"
             )
 
-    def _match(self, request: DecodeRequest) -> list[int]:
-        """The cached prefix of a prompt, referenced; the last token is always computed anew."""
-        inner = request.request
-        hashes = inner.update_block_hashes(self._pool.block_size)
-        limit = max_cached_blocks(inner.num_prompt_tokens, self._pool.block_size)
-        return self._pool.match_prefix(hashes[:limit])
-
-    def _num_blocks(self, request: DecodeRequest) -> int:
-        return num_blocks_for(request.request.num_prompt_tokens + 1, self._pool.block_size)
-
     def _free(self, released: Released | None) -> bool:
         if released is None:
             return False
@@ -335,6 +354,20 @@ class TicketDesk:
 
     def _settle(self, ticket: Ticket) -> None:
         del self._by_nonce[ticket.nonce]
-        self._settled[ticket.nonce] = ticket
+        self._settled[ticket.nonce] = SettledTicket(
+            writer=ticket.request.writer, open_parts=ticket.open_parts
+        )
         if len(self._settled) > _MAX_SETTLED:
             self._settled.popitem(last=False)
+
+
+def _cacheable(request: DecodeRequest, block_size: int) -> Sequence[bytes]:
+    """Hashes of the context that a cache may give; the last token is always computed anew."""
+    inner = request.request
+    # Made when the request came (`border`): what is left to hash here is nothing.
+    hashes = inner.update_block_hashes(block_size)
+    return hashes[: max_cached_blocks(inner.num_context_tokens, block_size)]
+
+
+def _num_blocks(request: DecodeRequest, block_size: int) -> int:
+    return num_blocks_for(request.request.num_context_tokens + 1, block_size)

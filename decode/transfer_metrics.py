@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from decode.closings import PartEnd
 from runtime.metrics import LATENCY_BUCKETS_S
-from runtime.pb import common_pb2, decode_pb2
+from runtime.pb import decode_pb2
 from runtime.peer_series import PeerSeries
 
 
@@ -61,16 +62,14 @@ class TransferMetrics:
         """All parts of a request of `instance` are here."""
         self._peers.of(self._arrival, instance).observe(waited_s)
 
-    def part_closed(self, message: decode_pb2.CloseTicketRequest) -> None:
+    def part_closed(self, part: PartEnd) -> None:
         """A part is over, one way or another."""
-        peer = f"{message.prefill.instance}/{message.prefill.rank}"
-        self._peers.of(self._received, peer).inc(message.num_bytes)
-        if message.outcome == decode_pb2.TICKET_OUTCOME_SENT:
-            self._peers.of(self._exposed, peer).observe(message.timings.kv_exposed_s)
-        elif message.outcome == decode_pb2.TICKET_OUTCOME_FAILED:
-            name = common_pb2.ErrorCode.Name(message.error.code)
-            cause = name.removeprefix("ERROR_CODE_").lower()
-            self._peers.of(self._failures, peer, cause).inc()
+        self._peers.of(self._received, part.peer).inc(part.num_bytes)
+        if part.outcome == decode_pb2.TICKET_OUTCOME_SENT:
+            self._peers.of(self._exposed, part.peer).observe(part.timings.kv_exposed_s)
+        elif part.outcome == decode_pb2.TICKET_OUTCOME_FAILED:
+            cause = part.failure.code.name.lower()
+            self._peers.of(self._failures, part.peer, cause).inc()
 
     def set_quarantined(self, num_blocks: Mapping[str, int]) -> None:
         """Mirror the quarantine: blocks by writing instance."""

@@ -15,22 +15,27 @@ from functools import partial
 import grpc.aio
 
 from decode.assembly import ModelSide, build_model_side, build_rank, build_transfer_side
+from decode.border import RankFacts
 from decode.bridge import RankBridge
-from decode.frames import Delta, Outboxes
+from decode.frames import Delta
 from decode.live import WriterOrder
 from decode.loop import DecodeSteps, EngineLoop
 from decode.metrics import DecodeMetrics
+from decode.outboxes import Outboxes
+from decode.places import Places
 from decode.rank import DecodeRank
 from decode.revoke import RevokeCalls, Revoker
-from decode.service import DecodeService, RankFacts
+from decode.service import DecodeService
 from engine.boot import use_device
 from kv_transfer.receiver import Arrival
-from runtime.errors import DrainingError
+from runtime.errors import DrainingError, PeerLostError
 from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc, registry_pb2
 from runtime.worker import WorkerOptions
 from worker.host import Endpoint, HostedRank, Loop, WorkerHost
 from worker.step_driver import LoopOptions
 
+DRAIN_SHARE = 0.8
+"""Of the time to drain, what requests have to end by themselves; the rest is for moving them."""
 FLUSH_S = 2.0
 """How long routers may take to read their last frames when the process ends."""
 
@@ -62,13 +67,17 @@ class DecodeDriver:
     def build(self, host: WorkerHost, closing: contextlib.AsyncExitStack) -> tuple[Loop, Endpoint]:
         """Make the service, the engine loop, and what carries between them."""
         self._host, self._event_loop = host, asyncio.get_running_loop()
-        settings, metrics = self._options.config.kv_transfer, DecodeMetrics(host.registry)
+        settings = self._options.config.kv_transfer
+        self._metrics = metrics = DecodeMetrics(host.registry)
         self._transfer.watch(host.registry)
         rank = build_rank(self._options, self._side, self._transfer, metrics, self._order)
         self._load = rank.load()
         engine = self._make_loop(rank, metrics)
         self._bridge = RankBridge(engine, rank)
-        self._outboxes = Outboxes(self._bridge.abort_router, time.monotonic)
+        self._places = Places(self._options.config.decode.max_num_reserved)
+        self._outboxes = Outboxes(
+            self._bridge.abort_router, time.monotonic, places=self._places, on_gap=self._abort_lost
+        )
         calls = RevokeCalls(self._options.credentials)
         closing.push_async_callback(calls.close)
         self._revoker = Revoker(
@@ -88,7 +97,7 @@ class DecodeDriver:
                 max_num_requests=self._options.config.decode.max_num_reserved,
             ),
             load=self._worker_load,
-            refuse=lambda: self._service.start_draining(),
+            refuse=lambda: self._service.refuse_new(),
             drain=self._drain,
             sweep=self._sweep,
             flush=self._flush,
@@ -114,13 +123,22 @@ class DecodeDriver:
             address=address,
             transport=transport,
             layout=self._transfer.layout,
+            slots=self._transfer.slots.layout,
             vocab_size=self._side.vocab_size,
+            max_model_len=self._side.max_model_len,
+            num_usable_blocks=self._side.kv_pool.num_blocks - 1,
             endpoint=lambda prefill: self._transfer.endpoint_for(
                 prefill, identity, transport, self._side.kv_pool.nbytes
             ),
         )
         self._service = DecodeService(
-            facts, self._bridge, self._outboxes, lambda: self._load, self._host.tell_draining
+            facts,
+            self._bridge,
+            self._outboxes,
+            places=self._places,
+            metrics=self._metrics,
+            load=lambda: self._load,
+            on_drain=self._host.tell_draining,
         )
         decode_pb2_grpc.add_DecodeServicer_to_server(self._service, server)
 
@@ -132,10 +150,12 @@ class DecodeDriver:
             num_free_blocks=load.num_free_blocks,
             num_total_blocks=load.num_total_blocks,
             num_quarantined_blocks=load.num_quarantined_blocks,
+            sequence=load.sequence,
         )
 
     async def _drain(self, deadline_s: float) -> None:
-        await self._service.wait_until_empty(None)
+        await self._service.start_drain(DRAIN_SHARE * deadline_s)
+        await self._service.wait_until_empty()
 
     async def _sweep(self) -> None:
         """Look after routers and quarantine."""
@@ -148,6 +168,10 @@ class DecodeDriver:
         end = time.monotonic() + FLUSH_S
         while self._outboxes.num_pending_deltas and time.monotonic() < end:
             await asyncio.sleep(0.01)
+
+    def _abort_lost(self, request_id: str) -> None:
+        error = PeerLostError("its tokens are not kept any more: it cannot be continued")
+        self._bridge.abort_soon(request_id, error)
 
     # Called on other threads.
 

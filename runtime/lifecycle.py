@@ -58,7 +58,10 @@ PREFILL_TRANSITIONS: Mapping[PrefillStatus, frozenset[PrefillStatus]] = {
 
 DECODE_TRANSITIONS: Mapping[DecodeStatus, frozenset[DecodeStatus]] = {
     DecodeStatus.RESERVED: frozenset({DecodeStatus.CLAIMED, DecodeStatus.FINISHED}),
-    DecodeStatus.CLAIMED: frozenset({DecodeStatus.WAITING_FOR_KV, DecodeStatus.FINISHED}),
+    # Back to RESERVED where the call that claimed it is cancelled while it is queued.
+    DecodeStatus.CLAIMED: frozenset(
+        {DecodeStatus.RESERVED, DecodeStatus.WAITING_FOR_KV, DecodeStatus.FINISHED}
+    ),
     DecodeStatus.WAITING_FOR_KV: frozenset({DecodeStatus.WAITING, DecodeStatus.FINISHED}),
     DecodeStatus.WAITING: frozenset({DecodeStatus.RUNNING, DecodeStatus.FINISHED}),
     DecodeStatus.RUNNING: frozenset({DecodeStatus.OFFLOADING, DecodeStatus.FINISHED}),

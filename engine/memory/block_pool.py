@@ -158,6 +158,20 @@ class BlockPool:
                 return index
         return len(block_hashes)
 
+    def count_idle_prefix(self, block_hashes: Sequence[bytes]) -> tuple[int, int]:
+        """Return how many blocks `match_prefix` would find, and how many of those nobody holds.
+
+        Takes nothing. What nobody holds counts as free until it is matched.
+        """
+        num_found = num_idle = 0
+        for block_hash in block_hashes:
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                break
+            num_found += 1
+            num_idle += self._ref_counts[block_id] == 0
+        return num_found, num_idle
+
     def forget(self, block_ids: Sequence[int]) -> None:
         """Make held blocks private again: their KV must not be found by anybody from now on.
 

@@ -24,7 +24,7 @@ class DecodeSection:
     gpu_memory_fraction: float = 0.92
     block_size: int = 64
     max_num_reserved: int = 256
-    """Most requests per rank that hold or await blocks; one more is rejected as overload."""
+    """Most requests per rank, from Reserve to the last token; one more is rejected as overload."""
     preemption_host_blocks: int = 256
     """Host memory, in blocks, for the KV of preempted requests."""
     enable_prefix_caching: bool = True

@@ -31,7 +31,7 @@ class KVTransferSection:
     layers_per_group: int = 0
     """KV of so many layers is pushed as soon as it is written; 0: all layers of a chunk at once."""
     transfer_timeout_s: float = 60.0
-    """From a ticket to its complete KV."""
+    """From a ticket, or the last sign that its prompt is being computed, to complete KV."""
     quarantine_timeout_s: float = 30.0
     """Blocks of a cancelled ticket wait so long for their writer; then its connection is fenced."""
     num_metadata_slots: int = 256

@@ -1,8 +1,7 @@
 """A whole decode worker in the test's process, and the peers it talks to, without a model.
 
 Real: gRPC with the secret, the loopback transport, senders, receiver, engine loop, pools. Not real:
-the model. `ContextRunner` reads the context back from the KV pool and derives the next token from
-what it finds there, so that KV in a wrong block, or of another request, gives other tokens.
+the model, which is that of `imagined`.
 """
 
 from __future__ import annotations
@@ -10,23 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
+import grpc.aio
 
 from decode.assembly import ModelSide
 from decode.worker import DecodeDriver
 from engine.memory.kv_pool import KVPool
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.lockstep import SoloLockstep
-from engine.request import Request, ScheduledRequest, num_blocks_for
-from engine.runner import StepResult
-from engine.sampling.inputs import SampledToken
-from kv_transfer.layout import KVDtype, KVLayout
+from engine.request import num_blocks_for
+from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import MetadataRecord, SlotLayout
 from kv_transfer.sender import KVSender
 from kv_transfer.ticket import PeerEndpoint, SendOutcome, SendReport, SendTicket
@@ -39,6 +34,7 @@ from runtime.config import (
     ModelSection,
     PrefillSection,
 )
+from runtime.lifecycle import DecodeStatus
 from runtime.net import Credentials, Listen
 from runtime.pb import (
     common_pb2,
@@ -53,129 +49,21 @@ from runtime.rpc import bind_port, create_server, open_channel
 from runtime.sampling import SamplingParams
 from runtime.wire import error_to_proto, identity, same_identity, sampling_to_proto
 from runtime.worker import WorkerOptions
+from tests.decode.imagined import (
+    BLOCK_SIZE,
+    LAYOUT,
+    VOCAB_SIZE,
+    ContextRunner,
+    imagine,
+    make_pool,
+)
 from worker.host import WorkerHost
 
 SECRET = "a secret of tests"
 CREDENTIALS = Credentials.of_secret(SECRET)
 HOST = "127.0.0.1"
-BLOCK_SIZE = 4
-NUM_LAYERS = 2
-LATENT_DIM = 3
-VOCAB_SIZE = 1000
 EPOCH = 77
-LAYOUT = KVLayout(
-    dtype=KVDtype.FLOAT32, block_size=BLOCK_SIZE, num_layers=NUM_LAYERS, latent_dim=LATENT_DIM
-)
-
-
-def make_pool(num_blocks: int) -> KVPool:
-    return KVPool(num_blocks, NUM_LAYERS, BLOCK_SIZE, LATENT_DIM)
-
-
-def next_token(context: Sequence[int]) -> int:
-    """The token that the imagined model puts after `context`."""
-    return (sum((index + 1) * token for index, token in enumerate(context)) % 900) + 50
-
-
-def expected_output(prompt: Sequence[int], count: int) -> list[int]:
-    """Greedy output of the imagined model."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(tokens))
-    return tokens[len(prompt) :]
-
-
-def write_tokens(
-    pool: KVPool, block_table: Sequence[int], start: int, tokens: Sequence[int]
-) -> None:
-    """The imagined KV: every element of a position is its token id."""
-    for position, token in enumerate(tokens, start):
-        block = block_table[position // BLOCK_SIZE]
-        pool.data[block, :, position % BLOCK_SIZE] = float(token)
-
-
-def imagine(pool: KVPool, block_table: Sequence[int], prompt: Sequence[int]) -> int:
-    """The imagined model's prefill."""
-    write_tokens(pool, block_table, 0, prompt)
-    return next_token(prompt)
-
-
-class ContextStep:
-    """A step that the runner's stream comes to in its turn."""
-
-    idle_s = None
-
-    def __init__(self, requests: list[Request], tokens: Future[list[int | None]]) -> None:
-        self.requests, self.tokens = requests, tokens
-
-    def collect(self) -> list[StepResult]:
-        return [
-            StepResult(request=request, sampled=None if token is None else SampledToken(token))
-            for request, token in zip(self.requests, self.tokens.result(30), strict=True)
-        ]
-
-
-class ContextRunner:
-    """Runs steps on a KV pool without a model; can be slowed down, stopped and broken.
-
-    Like a device it runs them on a stream of its own, in order and after they were launched, so
-    that a block that is given away too early is written by two.
-    """
-
-    def __init__(self, pool: KVPool) -> None:
-        self._pool = pool
-        self._stream = ThreadPoolExecutor(1, thread_name_prefix="device")
-        self.go = threading.Event()
-        self.go.set()
-        self.step_s = 0.0
-        self.error: Exception | None = None
-        self.unusable: set[str] = set()
-        """Ids of requests whose logits are not finite."""
-
-    def launch(
-        self,
-        scheduled: Sequence[ScheduledRequest],
-        *,
-        after: ContextStep | None = None,
-        least: int = 0,
-    ) -> ContextStep:
-        requests = [item.request for item in scheduled]
-        rows = []
-        for item in scheduled:
-            known = item.request.token_ids(item.start, item.end)
-            place = after.requests.index(item.request) if after and item.num_unread else -1
-            rows.append((item, known, place, list(item.request.block_table)))
-        unread = after.tokens if after is not None else None
-        return ContextStep(requests, self._stream.submit(self._run_all, rows, unread))
-
-    def run_dummy(self, *, least: int = 0) -> None:
-        """Nothing to take part in."""
-
-    def _run_all(
-        self,
-        rows: list[tuple[ScheduledRequest, list[int], int, list[int]]],
-        unread: Future[list[int | None]] | None,
-    ) -> list[int | None]:
-        self.go.wait(20)
-        threading.Event().wait(self.step_s)
-        if self.error is not None:
-            raise self.error
-        tokens: list[int | None] = []
-        for item, known, place, block_table in rows:
-            if place >= 0:
-                assert unread is not None
-                known = [unread.result()[place] or 0]
-            tokens.append(self._run(item, known, block_table))
-        return tokens
-
-    def _run(self, item: ScheduledRequest, known: list[int], block_table: list[int]) -> int | None:
-        if item.request.request_id in self.unusable:
-            return None
-        write_tokens(self._pool, block_table, item.start, known)
-        blocks = self._pool.data[block_table]
-        positions = blocks.transpose(1, 2).reshape(-1, NUM_LAYERS * LATENT_DIM)[: item.end]
-        assert torch.equal(positions, positions[:, :1].expand_as(positions)), "torn KV"
-        return next_token([int(value) for value in positions[:, 0]])
+ClaimCall = grpc.aio.UnaryUnaryCall[decode_pb2.ClaimRequest, decode_pb2.ClaimResponse]
 
 
 class FakeRegistry(registry_pb2_grpc.RegistryServicer):
@@ -199,7 +87,10 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
 
 @dataclass
 class FakePrefill(prefill_pb2_grpc.PrefillServicer):
-    """A prefill worker of `num_ranks` ranks, each with its own transport and sender."""
+    """A prefill worker of `num_ranks` ranks, each with its own transport and sender.
+
+    A context is the prompt, or the prompt and the output so far.
+    """
 
     num_ranks: int = 2
     instance: str = "prefill-0"
@@ -250,33 +141,47 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
     def identity(self) -> common_pb2.WorkerIdentity:
         return identity(self.instance, self.epoch, 0)
 
-    async def handshake(self, decode: common_pb2.WorkerIdentity) -> decode_pb2.HandshakeResponse:
-        request = decode_pb2.HandshakeRequest(
+    def claim(self, reservation: decode_pb2.Reservation) -> ClaimCall:
+        """Ask for the ticket; a call that waits as long as decode has no blocks."""
+        decode = reservation.decode
+        peer = self._peers.get(peer_name(decode.instance, decode.epoch, decode.rank))
+        request = decode_pb2.ClaimRequest(
+            request_id=reservation.request_id,
+            nonce=reservation.nonce,
+            decode=decode,
             prefill=self.identity,
             num_prefill_ranks=self.num_ranks,
             transport="loopback",
             layout_fingerprint=self.layout.fingerprint(),
             layout_description=self.layout.describe(),
-            expected=decode,
+            metadata_slot_bytes=SlotLayout().slot_bytes,
+            has_endpoint=peer is not None,
+            fence_generation=0 if peer is None else peer.fence_generation,
         )
-        response: decode_pb2.HandshakeResponse = await self.stubs[decode.rank].Handshake(request)
-        if response.HasField("endpoint"):
-            found = response.endpoint
-            peer = peer_name(found.decode.instance, found.decode.epoch, found.decode.rank)
-            self._peers[peer] = PeerEndpoint(
-                peer=peer,
-                endpoint=found.endpoint,
-                kv_region_bytes=found.kv_region_bytes,
-                metadata_region_bytes=found.metadata_region_bytes,
-                fence_generation=found.fence_generation,
-            )
-        return response
+        call: ClaimCall = self.stubs[decode.rank].Claim(request)
+        return call
 
-    async def open(self, ticket: decode_pb2.TransferTicket) -> None:
-        """Open the ticket on every rank; shake hands first where that was not done."""
+    async def ticket(self, call: ClaimCall) -> decode_pb2.TransferTicket:
+        """The ticket that a claim is answered with, and the endpoint where there is one."""
+        response = await call
+        assert response.WhichOneof("result") == "ticket", response
+        if response.HasField("endpoint"):
+            self._meet(response.endpoint)
+        return response.ticket
+
+    def _meet(self, found: decode_pb2.PeerEndpoint) -> None:
+        peer = peer_name(found.decode.instance, found.decode.epoch, found.decode.rank)
+        self._peers[peer] = PeerEndpoint(
+            peer=peer,
+            endpoint=found.endpoint,
+            kv_region_bytes=found.kv_region_bytes,
+            metadata_region_bytes=found.metadata_region_bytes,
+            fence_generation=found.fence_generation,
+        )
+
+    def open(self, ticket: decode_pb2.TransferTicket) -> None:
+        """Open the ticket on every rank."""
         peer = peer_name(ticket.decode.instance, ticket.decode.epoch, ticket.decode.rank)
-        if peer not in self._peers:
-            await self.handshake(ticket.decode)
         self._tickets[ticket.nonce] = ticket
         for sender in self.senders:
             sender.open(
@@ -292,11 +197,11 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
                 self._peers[peer],
             )
 
-    def push(self, ticket: decode_pb2.TransferTicket, prompt: Sequence[int]) -> int:
-        """Compute the prompt and send all of its KV that decode lacks; returns the first token."""
+    def push(self, ticket: decode_pb2.TransferTicket, context: Sequence[int]) -> int:
+        """Compute the context and send all of its KV that decode lacks; returns the next token."""
         block_size = self.layout.block_size
-        src = [next(self._blocks) for _ in range(num_blocks_for(len(prompt), block_size))]
-        first_token = self.compute(self._pool, src, prompt)
+        src = [next(self._blocks) for _ in range(num_blocks_for(len(context), block_size))]
+        first_token = self.compute(self._pool, src, context)
         for sender in self.senders:
             sender.push(ticket.nonce, src[ticket.num_cached_tokens // block_size :], 0)
         return first_token
@@ -309,10 +214,10 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
         for rank, sender in enumerate(self.senders):
             sender.finish(ticket.nonce, record if rank == 0 else None)
 
-    async def run(self, ticket: decode_pb2.TransferTicket, prompt: Sequence[int]) -> int:
-        """All of it; returns the first token."""
-        await self.open(ticket)
-        first_token = self.push(ticket, prompt)
+    def run(self, ticket: decode_pb2.TransferTicket, context: Sequence[int]) -> int:
+        """All of it; returns the next token."""
+        self.open(ticket)
+        first_token = self.push(ticket, context)
         self.finish(ticket, first_token)
         return first_token
 
@@ -336,18 +241,28 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
 
     async def close_ticket(
         self, ticket: decode_pb2.TransferTicket, rank: int, outcome: Any, **more: Any
-    ) -> decode_pb2.CloseTicketResponse:
-        """The call that a rank makes when it is done."""
-        response: decode_pb2.CloseTicketResponse = await self.stubs[ticket.decode.rank].CloseTicket(
-            decode_pb2.CloseTicketRequest(
-                request_id=ticket.request_id,
-                nonce=ticket.nonce,
-                decode_epoch=ticket.decode.epoch,
-                prefill=identity(self.instance, self.epoch, rank),
-                outcome=outcome,
-                **more,
-            )
+    ) -> decode_pb2.CloseTicketsResponse:
+        """Say that a rank is done."""
+        part = decode_pb2.PartClosure(rank=rank, outcome=outcome, **more)
+        closure = decode_pb2.TicketClosure(
+            request_id=ticket.request_id, nonce=ticket.nonce, parts=[part]
         )
+        request = decode_pb2.CloseTicketsRequest(
+            prefill=self.identity, decode_epoch=ticket.decode.epoch, closures=[closure]
+        )
+        stub = self.stubs[ticket.decode.rank]
+        response: decode_pb2.CloseTicketsResponse = await stub.CloseTickets(request)
+        return response
+
+    async def renew(
+        self, decode: common_pb2.WorkerIdentity, *nonces: int
+    ) -> decode_pb2.RenewTicketsResponse:
+        """Say that these prompts are still being computed."""
+        request = decode_pb2.RenewTicketsRequest(
+            prefill=self.identity, decode_epoch=decode.epoch, nonces=nonces
+        )
+        stub = self.stubs[decode.rank]
+        response: decode_pb2.RenewTicketsResponse = await stub.RenewTickets(request)
         return response
 
     def _num_reports(self, nonce: int) -> int:
@@ -385,18 +300,21 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
 
 
 class FakeRouter:
-    """One router process: its frames by request."""
+    """One router process: its frames by request, whose context ends in `first[...]` output."""
 
     def __init__(self, stub: decode_pb2_grpc.DecodeStub, router_id: str = "router-0") -> None:
         self.stub = stub
         self.router_id = router_id
         self.deltas: dict[str, list[decode_pb2.TokenDelta]] = {}
+        self.first: dict[str, int] = {}
         self.frames: list[decode_pb2.Frame] = []
+        self.reading: asyncio.Future[None] | None = None
         self._changed = asyncio.Condition()
 
-    async def read(self) -> None:
+    async def read(self, *resume: decode_pb2.ResumePoint) -> None:
         """Follow the frames until the stream ends."""
-        async for frame in self.stub.Frames(decode_pb2.FramesRequest(router_id=self.router_id)):
+        request = decode_pb2.FramesRequest(router_id=self.router_id, resume=resume)
+        async for frame in self.stub.Frames(request):
             async with self._changed:
                 self.frames.append(frame)
                 for delta in frame.deltas:
@@ -414,10 +332,11 @@ class FakeRouter:
         return self.deltas[request_id]
 
     async def tokens_of(self, request_id: str) -> list[int]:
-        """Output tokens from index 1 on; checks that the indices have no gap."""
+        """Output tokens after prefill's; checks that the indices have no gap."""
         tokens: list[int] = []
+        first = self.first.get(request_id, 0) + 1
         for delta in await self.end_of(request_id):
-            assert delta.start_index == 1 + len(tokens)
+            assert delta.start_index == first + len(tokens)
             tokens += delta.token_ids
         return tokens
 
@@ -434,13 +353,17 @@ class DecodeCluster:
     router: FakeRouter
     stub: decode_pb2_grpc.DecodeStub
 
-    def request(self, request_id: str, prompt: Sequence[int], **sampling: Any) -> Any:
+    def request(
+        self, request_id: str, context: Sequence[int], num_output: int = 0, **sampling: Any
+    ) -> decode_pb2.ReserveRequest:
         """A ReserveRequest for greedy output."""
         params = replace(SamplingParams(temperature=0.0, max_tokens=8), **sampling)
+        self.router.first[request_id] = num_output
         return decode_pb2.ReserveRequest(
             request_id=request_id,
             router_id=self.router.router_id,
-            prompt_token_ids=prompt,
+            context_token_ids=context,
+            num_output_tokens=num_output,
             sampling=sampling_to_proto(params),
             timeout_s=30.0,
             prefill=self.prefill.identity,
@@ -448,14 +371,40 @@ class DecodeCluster:
             num_prefill_ranks=self.prefill.num_ranks,
         )
 
+    async def place(self, request: decode_pb2.ReserveRequest) -> decode_pb2.Reservation:
+        """A reservation, which must not be refused."""
+        response: decode_pb2.ReserveResponse = await self.stub.Reserve(request)
+        assert response.WhichOneof("result") == "reservation", response
+        return response.reservation
+
+    async def refusal(self, request: decode_pb2.ReserveRequest) -> common_pb2.Error:
+        """Why there is none."""
+        response: decode_pb2.ReserveResponse = await self.stub.Reserve(request)
+        assert response.WhichOneof("result") == "error", response
+        return response.error
+
+    async def claim(self, request_id: str, context: Sequence[int], **sampling: Any) -> ClaimCall:
+        """Reserve; the claim may wait for blocks."""
+        return self.prefill.claim(await self.place(self.request(request_id, context, **sampling)))
+
     async def reserve(
-        self, request_id: str, prompt: Sequence[int], **sampling: Any
+        self, request_id: str, context: Sequence[int], num_output: int = 0, **sampling: Any
     ) -> decode_pb2.TransferTicket:
         """The ticket, which must come without a rejection."""
-        updates = [u async for u in self.stub.Reserve(self.request(request_id, prompt, **sampling))]
-        assert updates[-1].WhichOneof("update") == "ticket", updates
-        ticket: decode_pb2.TransferTicket = updates[-1].ticket
-        return ticket
+        request = self.request(request_id, context, num_output, **sampling)
+        return await self.prefill.ticket(self.prefill.claim(await self.place(request)))
+
+    async def counts(self) -> dict[str, float]:
+        """Live requests by status."""
+        await self.load()
+        families = [f for f in self.worker.registry.collect() if f.name == "pd_decode_num_requests"]
+        return {sample.labels["status"]: sample.value for f in families for sample in f.samples}
+
+    async def wait_for(self, status: DecodeStatus, count: int = 1) -> None:
+        """Until so many requests are in the state."""
+        async with asyncio.timeout(10):
+            while (await self.counts()).get(status.value) != count:
+                await asyncio.sleep(0.005)
 
     async def load(self) -> decode_pb2.LoadReport:
         """As the worker's latest step left it."""
@@ -540,7 +489,7 @@ async def run_cluster(**settings: Any) -> AsyncIterator[DecodeCluster]:
     stub = decode_pb2_grpc.DecodeStub(channel)
     prefill.stubs[0] = stub
     router = FakeRouter(stub)
-    reading = asyncio.ensure_future(router.read())
+    router.reading = asyncio.ensure_future(router.read())
     main = asyncio.ensure_future(worker.main_loop())
     try:
         yield DecodeCluster(worker, driver, runner, registry, prefill, router, stub)
@@ -549,7 +498,7 @@ async def run_cluster(**settings: Any) -> AsyncIterator[DecodeCluster]:
         runner.go.set()
         await asyncio.to_thread(prefill.stop)
         await worker.shutdown()
-        reading.cancel()
-        await asyncio.gather(main, reading, return_exceptions=True)
+        router.reading.cancel()
+        await asyncio.gather(main, router.reading, return_exceptions=True)
         await channel.close(None)
         await peers.stop(None)

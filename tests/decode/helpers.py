@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from decode.requests import DecodeRequest, ReserveUpdate, Writer
+from decode.requests import Claim, ClaimUpdate, DecodeRequest, Writer
 from engine.request import Request
+from runtime.budget import Budget, BudgetKind
 from runtime.sampling import SamplingParams
 
 BLOCK_SIZE = 4
@@ -69,21 +70,27 @@ def make_request(
     num_prompt_tokens: int,
     *,
     max_tokens: int = 16,
-    tell: Callable[[ReserveUpdate], None] = lambda _: None,
+    num_output: int = 0,
     router_id: str = "router-0",
 ) -> DecodeRequest:
-    """A request in RESERVED whose prompt tokens are its own."""
+    """A request in RESERVED whose tokens are its own; its nonce is 101 and its serial."""
     prompt = [serial * 1000 + index for index in range(num_prompt_tokens)]
     return DecodeRequest(
         request=Request(
             request_id=f"request-{serial}",
             prompt_token_ids=prompt,
+            output_token_ids=[serial * 1000 + 900 + index for index in range(num_output)],
             sampling=SamplingParams(max_tokens=max_tokens),
         ),
         serial=serial,
+        nonce=101 + serial,
         router_id=router_id,
         writer=WRITER,
-        received_at=1000.0,
-        deadline=2000.0,
-        tell=tell,
+        budget=Budget.start(BudgetKind.REQUEST, 1000.0, 1000.0),
     )
+
+
+def claim_of(request: DecodeRequest, tell: Callable[[ClaimUpdate], None] = lambda _: None) -> Claim:
+    """Its writer asks for the ticket."""
+    writer = request.writer
+    return Claim(nonce=request.nonce, writer_key=writer.key, num_ranks=writer.num_ranks, tell=tell)

@@ -190,7 +190,6 @@ class OverlapBench:
         self.bench = Bench(
             num_usable,
             max_num_seqs=max_num_seqs,
-            max_num_reserved=100,
             kv=self.device,
             host_blocks=host_blocks,
             caching=True,
@@ -215,18 +214,29 @@ class OverlapBench:
     def _publish(self, news: Mapping[str, list[Delta]], load: decode_pb2.LoadReport) -> None:
         for deltas in news.values():
             for delta in deltas:
-                self.deltas[delta.request_id].append(delta)
+                if not delta.is_silent:
+                    self.deltas[delta.request_id].append(delta)
 
     def add(
-        self, prompt: Sequence[int], params: SamplingParams, *, broken_after: int | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        so_far: Sequence[int] = (),
+        broken_after: int | None = None,
     ) -> DecodeRequest:
-        """Reserve; the KV is written as soon as there are blocks, and arrives with `deliver`."""
-        request = self.bench.make(len(prompt))
+        """Reserve; the KV is written as soon as there are blocks, and arrives with `deliver`.
+
+        With `so_far`, output of an earlier try, the request goes on from there.
+        """
+        request = self.bench.make(len(prompt), num_output=len(so_far))
         request.request.prompt_token_ids[:] = prompt
+        request.request.output_token_ids[:] = so_far
         request.request.sampling = params
         if broken_after is not None:
             self.device.broken[request.request_id] = broken_after
         self.bench.rank.reserve(request)
+        self.bench.claim(request)
         self.arriving.append(request)
         self.receive()
         return request
@@ -236,8 +246,8 @@ class OverlapBench:
         for request in self.arriving:
             updates = self.bench.updates[request.request_id]
             if updates and isinstance(updates[-1], TicketUpdate):
-                ticket, prompt = updates[-1], request.request.prompt_token_ids
-                for offset, token in enumerate(prompt[ticket.num_cached_tokens :]):
+                ticket, context = updates[-1], context_of(request)
+                for offset, token in enumerate(context[ticket.num_cached_tokens :]):
                     self.device.write(ticket.block_ids, offset, token)
 
     def deliver(self) -> None:
@@ -245,9 +255,9 @@ class OverlapBench:
         waiting, self.arriving = self.arriving, []
         for request in waiting:
             if request.status is DecodeStatus.WAITING_FOR_KV:
-                first = next_token(request.request.prompt_token_ids)
+                first = next_token(context_of(request))
                 self.bench.arrive(request, first_token=first)
-            elif request.status is DecodeStatus.RESERVED:
+            elif request.status is DecodeStatus.CLAIMED:
                 self.arriving.append(request)
 
     def squeeze(self, num_blocks: int) -> None:
@@ -296,8 +306,9 @@ class OverlapBench:
         self.bench.check_empty()
 
     def output(self, request: DecodeRequest) -> list[int]:
-        """What the router has: the first token from prefill, then the deltas in order."""
-        tokens = [next_token(request.request.prompt_token_ids)]
+        """What the router has: what it had, prefill's token, then the deltas in order."""
+        context = context_of(request)
+        tokens = [*context[request.request.num_prompt_tokens :], next_token(context)]
         deltas = self.deltas[request.request_id]
         for delta in deltas:
             assert not delta.token_ids or delta.start_index == len(tokens)
@@ -309,6 +320,11 @@ class OverlapBench:
         """How it ended, as the router knows."""
         deltas = self.deltas[request.request_id]
         return deltas[-1].finish_reason if deltas else None
+
+
+def context_of(request: DecodeRequest) -> list[int]:
+    """The tokens whose KV a prefill worker writes."""
+    return request.request.token_ids(0, request.request.num_context_tokens)
 
 
 def params_of(max_tokens: int, stops: Sequence[int] = (), min_tokens: int = 0) -> SamplingParams:

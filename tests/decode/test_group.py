@@ -64,15 +64,16 @@ class Group:
         request = decode_pb2.ReserveRequest(
             request_id=request_id,
             router_id=self.routers[rank].router_id,
-            prompt_token_ids=prompt,
+            context_token_ids=prompt,
             sampling=sampling_to_proto(params),
             timeout_s=60.0,
             prefill=self.prefill.identity,
             prefill_address=self.prefill.address,
             num_prefill_ranks=self.prefill.num_ranks,
         )
-        ticket = [u async for u in self.routers[rank].stub.Reserve(request)][-1].ticket
-        first = await self.prefill.run(ticket, prompt)
+        response = await self.routers[rank].stub.Reserve(request)
+        ticket = await self.prefill.ticket(self.prefill.claim(response.reservation))
+        first = self.prefill.run(ticket, prompt)
         return [first, *await self.routers[rank].tokens_of(request_id)]
 
     def oracle(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -20,10 +21,10 @@ from engine.parallel.lockstep import GroupLockstep
 from runtime.errors import ErrorCode, RequestCancelledError
 from runtime.lifecycle import DecodeStatus
 from runtime.sampling import FinishReason
+from tests.decode.helpers import BLOCK_SIZE
 from tests.decode.overlap_bench import (
     MAX_MODEL_LEN,
     OverlapBench,
-    next_token,
     params_of,
     whole_output,
 )
@@ -140,7 +141,7 @@ def test_a_deadline_in_flight(max_ahead: int) -> None:
     bench.deliver()
     bench.turn()
     bench.turn()
-    bench.bench.clock.now = request.deadline
+    bench.bench.clock.now = request.budget.until
     bench.turn()
     last = bench.deltas[request.request_id][-1]
     assert last.error is not None
@@ -256,7 +257,10 @@ class Trace:
         stops = random.sample(range(10), random.randrange(4))
         broken_after = random.randrange(1, 7) if random.random() < 0.1 else None
         params = params_of(random.randrange(1, 15), stops, random.randrange(3))
-        request = self.bench.add(prompt, params, broken_after=broken_after)
+        expected, _ = whole_output(prompt, params, broken_after)
+        room = BLOCK_SIZE * self.bench.bench.pool.num_usable_blocks - len(prompt) - 1
+        so_far = expected[: random.choice([0, min(random.randrange(len(expected)), room)])]
+        request = self.bench.add(prompt, params, so_far=so_far, broken_after=broken_after)
         self.requests.append((request, broken_after))
 
     def turn(self) -> None:
@@ -271,7 +275,7 @@ class Trace:
     def expire(self) -> None:
         if self.requests:
             request, _ = self.random.choice(self.requests)
-            request.deadline = self.bench.bench.clock.now
+            request.budget = replace(request.budget, until=self.bench.bench.clock.now)
             self.ended_early.add(request.request_id)
 
     def squeeze(self) -> None:
@@ -308,8 +312,8 @@ def check_outcome(
     assert output == expected[: len(output)]
     deltas = bench.deltas[request.request_id]
     if not deltas:
-        # Refused, given up before its ticket, or its first token was its last.
-        assert len(output) == 1
+        # Its first token was its last.
+        assert len(output) == request.first_index + 1
         return
     error = deltas[-1].error
     if error is not None and error.code is ErrorCode.OUT_OF_BLOCKS:
@@ -317,7 +321,28 @@ def check_outcome(
     if not ended_early:
         assert (output, bench.reason(request)) == (expected, reason)
     assert bench.reason(request) is not None
-    assert output[0] == next_token(inner.prompt_token_ids)
+
+
+@BOTH
+@pytest.mark.parametrize("num_output", range(12))
+def test_a_request_that_goes_on_elsewhere_gives_the_same_tokens(
+    max_ahead: int, num_output: int
+) -> None:
+    """After any number of tokens; `min_tokens` keeps the stop token from ending it at first."""
+    prompt = [3, 1, 4]
+    free, _ = whole_output(prompt, params_of(12), None)
+    for params in (params_of(12), params_of(12, stops=[free[2]], min_tokens=7)):
+        expected, reason = whole_output(prompt, params, None)
+        if num_output >= len(expected):
+            continue
+        bench = OverlapBench(max_ahead)
+        request = bench.add(prompt, params, so_far=expected[:num_output])
+        other = bench.add([8, 8, 8], params_of(12))
+        bench.finish()
+        assert bench.output(request) == expected
+        is_told = len(expected) > num_output + 1
+        assert bench.reason(request) is (reason if is_told else None)
+        assert bench.output(other) == whole_output([8, 8, 8], params_of(12), None)[0]
 
 
 @BOTH

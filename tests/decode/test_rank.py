@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -12,13 +13,7 @@ from decode.live import WriterOrder
 from decode.metrics import DecodeMetrics
 from decode.offload import BlockCopier, HostBlockStore
 from decode.rank import DecodeRank
-from decode.requests import (
-    DecodeRequest,
-    QueuedUpdate,
-    RejectedUpdate,
-    ReserveUpdate,
-    TicketUpdate,
-)
+from decode.requests import Claim, ClaimUpdate, DecodeRequest, RejectedUpdate, TicketUpdate
 from decode.reservations import RankLimits
 from decode.scheduler import DecodeScheduler
 from decode.tickets import TicketDesk, WriterDemand
@@ -32,7 +27,6 @@ from runtime.errors import (
     InternalError,
     PeerLostError,
     RequestCancelledError,
-    StaleTicketError,
     TandemError,
     TransferFailedError,
 )
@@ -40,7 +34,7 @@ from runtime.lifecycle import DecodeStatus
 from runtime.pb import decode_pb2
 from runtime.sampling import FinishReason, PositionLogprobs
 from runtime.wire import identity
-from tests.decode.helpers import BLOCK_SIZE, FakeClock, FakeKV, make_request
+from tests.decode.helpers import BLOCK_SIZE, FakeClock, FakeKV, claim_of, make_request
 from tests.decode.test_tickets import FakeReceiver, FakeSlots
 
 CANCELLED = RequestCancelledError("the client left")
@@ -54,7 +48,6 @@ class Bench:
         num_usable: int = 12,
         *,
         max_num_seqs: int = 4,
-        max_num_reserved: int = 20,
         kv: BlockCopier[Any] | None = None,
         host_blocks: int = 100,
         caching: bool = False,
@@ -68,7 +61,6 @@ class Bench:
             slots,
             self.receiver,
             Quarantine(self.clock, timeout_s=30.0, max_blocks=num_usable),
-            itertools.count(101).__next__,
             fence_generation=lambda writer: 0,
         )
         self.host = HostBlockStore(kv or FakeKV(num_usable + 1), host_blocks)
@@ -81,28 +73,34 @@ class Bench:
             self.pool,
             desk,
             self.scheduler,
-            limits=RankLimits(
-                max_model_len=200, max_num_reserved=max_num_reserved, transfer_timeout_s=60.0
-            ),
+            limits=RankLimits(max_model_len=200, transfer_timeout_s=60.0),
             metrics=DecodeMetrics(self.registry),
             clock=self.clock,
             order=self.orders.append,
         )
         self.serials = itertools.count()
-        self.updates: dict[str, list[ReserveUpdate]] = {}
+        self.updates: defaultdict[str, list[ClaimUpdate]] = defaultdict(list)
 
-    def make(self, num_prompt: int = 6, max_tokens: int = 16) -> DecodeRequest:
-        """A request whose updates are kept."""
-        updates: list[ReserveUpdate] = []
-        request = make_request(
-            next(self.serials), num_prompt, max_tokens=max_tokens, tell=updates.append
+    def make(
+        self, num_prompt: int = 6, max_tokens: int = 16, *, num_output: int = 0
+    ) -> DecodeRequest:
+        return make_request(
+            next(self.serials), num_prompt, max_tokens=max_tokens, num_output=num_output
         )
-        self.updates[request.request_id] = updates
-        return request
 
-    def reserve(self, num_prompt: int = 6, max_tokens: int = 16) -> DecodeRequest:
-        request = self.make(num_prompt, max_tokens)
+    def claim(self, request: DecodeRequest) -> Claim:
+        """Its writer asks for the ticket; what it is told is kept."""
+        claim = claim_of(request, self.updates[request.request_id].append)
+        self.rank.claim(claim)
+        return claim
+
+    def reserve(
+        self, num_prompt: int = 6, max_tokens: int = 16, *, num_output: int = 0
+    ) -> DecodeRequest:
+        """A request that is claimed as soon as it is reserved."""
+        request = self.make(num_prompt, max_tokens, num_output=num_output)
         self.rank.reserve(request)
+        self.claim(request)
         return request
 
     def metric(self, name: str, **labels: str) -> float | None:
@@ -125,7 +123,7 @@ class Bench:
         record = None
         if error is None:
             record = MetadataRecord(nonce=ticket.nonce, epoch=1, first_token=first_token)
-        self.rank.arrived(
+        self.rank.hand_over.arrived(
             Arrival(
                 request_id=request.request_id,
                 nonce=ticket.nonce,
@@ -137,13 +135,17 @@ class Bench:
         )
 
     def close(self, request: DecodeRequest, part: int, outcome: decode_pb2.TicketOutcome) -> None:
-        message = decode_pb2.CloseTicketRequest(
-            request_id=request.request_id,
-            nonce=self.ticket(request).nonce,
-            prefill=identity("prefill-0", 7, part),
-            outcome=outcome,
+        assert self.close_all(request, decode_pb2.PartClosure(rank=part, outcome=outcome)) == []
+
+    def close_all(self, request: DecodeRequest, *parts: decode_pb2.PartClosure) -> list[int]:
+        """One message about one ticket; the nonces that are not known."""
+        closure = decode_pb2.TicketClosure(
+            request_id=request.request_id, nonce=request.nonce, parts=parts
         )
-        self.rank.close_ticket(message, TransferFailedError("the link is down"))
+        message = decode_pb2.CloseTicketsRequest(
+            prefill=identity("prefill-0", 7, 0), closures=[closure]
+        )
+        return self.rank.hand_over.close_tickets(message)
 
     def step(self) -> None:
         self.clock.now += 0.1
@@ -154,7 +156,13 @@ class Bench:
 
     def bring(self, request: DecodeRequest, status: DecodeStatus) -> None:
         """Move a request to a status by what happens to it in life."""
-        if status is DecodeStatus.WAITING_FOR_KV:
+        self.rank.reserve(request)
+        if status is DecodeStatus.RESERVED:
+            return
+        held = self.pool.allocate(self.pool.num_free_blocks) if status is CLAIMED else []
+        self.claim(request)
+        self.pool.release(held)
+        if status in (CLAIMED, DecodeStatus.WAITING_FOR_KV):
             return
         self.arrive(request)
         if status is not DecodeStatus.WAITING:
@@ -179,7 +187,10 @@ class Bench:
         assert self.receiver.awaited == {}
 
 
-HOLDING = (
+CLAIMED = DecodeStatus.CLAIMED
+LIVE = (
+    DecodeStatus.RESERVED,
+    CLAIMED,
     DecodeStatus.WAITING_FOR_KV,
     DecodeStatus.WAITING,
     DecodeStatus.RUNNING,
@@ -187,10 +198,10 @@ HOLDING = (
 )
 
 
-@pytest.mark.parametrize("status", HOLDING)
+@pytest.mark.parametrize("status", LIVE)
 def test_abort_in_every_state(status: DecodeStatus) -> None:
     bench = Bench()
-    request = bench.reserve()
+    request = bench.make()
     bench.bring(request, status)
     assert request.status is status
     assert bench.rank.live.abort(request.request_id, CANCELLED)
@@ -206,17 +217,19 @@ def test_abort_in_every_state(status: DecodeStatus) -> None:
 @pytest.mark.parametrize(
     ("status", "words"),
     [
-        (DecodeStatus.WAITING_FOR_KV, "waiting for prefill-0 to send it"),
-        (DecodeStatus.WAITING, "waited for a place in the batch"),
-        (DecodeStatus.RUNNING, "are over after 2 tokens"),
-        (DecodeStatus.PREEMPTED, "preempted and waited for KV blocks"),
+        (DecodeStatus.RESERVED, "while waiting for prefill-0 to claim KV blocks"),
+        (CLAIMED, "while queued for KV blocks"),
+        (DecodeStatus.WAITING_FOR_KV, "while waiting for prefill-0 to send the KV"),
+        (DecodeStatus.WAITING, "while waiting for a place in the batch"),
+        (DecodeStatus.RUNNING, "while decoding, after 2 tokens"),
+        (DecodeStatus.PREEMPTED, "while preempted and waiting for KV blocks"),
     ],
 )
 def test_the_deadline_names_the_wait(status: DecodeStatus, words: str) -> None:
     bench = Bench()
-    request = bench.reserve()
+    request = bench.make()
     bench.bring(request, status)
-    bench.clock.now = request.deadline
+    bench.clock.now = request.budget.until
     bench.rank.plan_step()
     (last,) = [delta for delta in bench.rank.news.take()["router-0"] if delta.error]
     assert last.error is not None
@@ -225,49 +238,14 @@ def test_the_deadline_names_the_wait(status: DecodeStatus, words: str) -> None:
     assert last.finish_reason is FinishReason.ERROR
 
 
-def test_a_queued_request_is_answered_through_its_reserve_call() -> None:
-    bench = Bench(num_usable=3)
-    bench.reserve(9)
-    queued = bench.reserve(9)
-    last = bench.reserve(9)
-    assert bench.updates[last.request_id] == [
-        QueuedUpdate(position=1, reason="0 of 3 KV blocks are free")
-    ]
-    assert bench.rank.live.abort(queued.request_id, CANCELLED)
-    rejected = bench.updates[queued.request_id][-1]
-    assert isinstance(rejected, RejectedUpdate)
-    assert rejected.error.code is ErrorCode.CANCELLED
-    bench.step()
-    position = bench.updates[last.request_id][-1]
-    assert isinstance(position, QueuedUpdate)
-    assert position.position == 0
-    assert bench.rank.news.take() == {}
-
-
-def test_refusals() -> None:
-    bench = Bench(num_usable=4, max_num_reserved=1)
-    for num_prompt, code in ((200, ErrorCode.INVALID_REQUEST), (16, ErrorCode.OUT_OF_BLOCKS)):
-        update = bench.updates[bench.reserve(num_prompt).request_id][-1]
-        assert isinstance(update, RejectedUpdate)
-        assert update.error.code is code
-    first = bench.reserve(15)
-    assert bench.ticket(first).block_ids
-    update = bench.updates[bench.reserve(1).request_id][-1]
-    assert isinstance(update, RejectedUpdate)
-    assert update.error.code is ErrorCode.OVERLOADED
-    bench.rank.reserve(first)
-    update = bench.updates[first.request_id][-1]
-    assert isinstance(update, RejectedUpdate)
-    assert "is in use" in update.error.message
-
-
 def test_growth_of_those_inside_keeps_others_out() -> None:
     bench = Bench(num_usable=8)
     bench.reserve(6, max_tokens=32)  # 2 blocks now, 4 expected on top
     late = bench.reserve(6, max_tokens=2)
     assert isinstance(bench.updates[late.request_id][-1], TicketUpdate)
     last = bench.reserve(6, max_tokens=2)
-    assert isinstance(bench.updates[last.request_id][-1], QueuedUpdate)
+    assert last.status is CLAIMED
+    assert bench.updates[last.request_id] == []
 
 
 def test_a_small_request_passes_a_large_one_a_few_times_only() -> None:
@@ -276,7 +254,7 @@ def test_a_small_request_passes_a_large_one_a_few_times_only() -> None:
     large = bench.reserve(30, max_tokens=2)
     small = [bench.reserve(1, max_tokens=1) for _ in range(12)]
     for request in small:
-        if request.status is not DecodeStatus.RESERVED:
+        if request.status is not CLAIMED:
             assert bench.rank.live.abort(request.request_id, CANCELLED)
             bench.rank.drained(bench.orders[-1].nonce)
         bench.rank.plan_step()
@@ -316,7 +294,7 @@ def test_one_failed_part_ends_the_request_and_the_others_are_revoked() -> None:
     bench.rank.fenced(bench.rank.desk.nonces_of(request.writer))
     bench.rank.load()
     assert bench.metric("pd_kv_transfer_quarantined_blocks", peer="prefill-0") == 0
-    failures = {"peer": "prefill-0/1", "cause": "unspecified"}
+    failures = {"peer": "prefill-0/1", "cause": "transfer_failed"}
     assert bench.metric("pd_kv_transfer_failures_total", **failures) == 1
     bench.check_empty()
 
@@ -344,9 +322,12 @@ def test_a_damaged_record_fails_the_request_and_frees_its_blocks() -> None:
 
 def test_an_unknown_nonce_is_stale() -> None:
     bench = Bench()
-    message = decode_pb2.CloseTicketRequest(nonce=5, prefill=identity("prefill-0", 7, 0))
-    with pytest.raises(StaleTicketError, match="0x5"):
-        bench.rank.close_ticket(message, CANCELLED)
+    request = bench.reserve()
+    closure = decode_pb2.PartClosure(rank=0, outcome=decode_pb2.TICKET_OUTCOME_FAILED)
+    assert bench.close_all(bench.make(), closure) == [102]
+    foreign = decode_pb2.PartClosure(rank=2, outcome=decode_pb2.TICKET_OUTCOME_FAILED)
+    assert bench.close_all(request, closure, foreign) == [request.nonce]
+    assert request.status is DecodeStatus.WAITING_FOR_KV
 
 
 def test_a_lost_router_takes_its_requests_along_and_nobody_elses() -> None:
@@ -360,7 +341,7 @@ def test_a_lost_router_takes_its_requests_along_and_nobody_elses() -> None:
     bench.rank.live.abort_router("router-0")
     assert mine.status is DecodeStatus.FINISHED
     assert other.status is DecodeStatus.RUNNING
-    assert bench.rank.news.take() == {}
+    assert set(bench.rank.news.take()) == {"router-0"}
 
 
 def test_the_last_delta_of_a_finished_request() -> None:
@@ -383,9 +364,12 @@ def test_the_last_delta_of_a_finished_request() -> None:
 def test_fail_all_answers_every_state(kind: type[TandemError]) -> None:
     bench = Bench(num_usable=12)
     requests = [bench.reserve() for _ in range(3)]
-    bench.bring(requests[0], DecodeStatus.RUNNING)
-    bench.bring(requests[1], DecodeStatus.WAITING)
-    queued = bench.reserve(40)
+    bench.arrive(requests[0])
+    bench.step()
+    bench.arrive(requests[1])
+    queued, reserved = bench.reserve(40), bench.make()
+    bench.rank.reserve(reserved)
+    requests += [queued, reserved]
     bench.rank.news.take()
     bench.rank.live.fail_all(kind("the device is gone"))
     deltas = bench.rank.news.take()["router-0"]

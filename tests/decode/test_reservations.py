@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode.admission import GrowthEstimator
-from decode.requests import DecodeRequest, TicketUpdate
+from decode.requests import ClaimUpdate, DecodeRequest, TicketUpdate
 from decode.reservations import RankLimits, Reservations
 from decode.tickets import TicketDesk
 from engine.memory.block_pool import BlockPool
 from engine.request import num_blocks_for
 from kv_transfer.ownership import Quarantine
 from runtime.lifecycle import DecodeStatus
-from tests.decode.helpers import BLOCK_SIZE, FakeClock, make_request
+from tests.decode.helpers import BLOCK_SIZE, FakeClock, claim_of, make_request
 from tests.decode.test_tickets import FakeReceiver, FakeSlots
 
 MAX_MODEL_LEN = 60
@@ -35,19 +33,25 @@ class Bench:
             self.slots,
             FakeReceiver(self.slots),
             Quarantine(clock, timeout_s=30.0, max_blocks=num_usable),
-            itertools.count(1).__next__,
             fence_generation=lambda writer: 0,
         )
-        limits = RankLimits(
-            max_model_len=MAX_MODEL_LEN, max_num_reserved=100, transfer_timeout_s=60.0
-        )
+        limits = RankLimits(max_model_len=MAX_MODEL_LEN, transfer_timeout_s=60.0)
+        self.clock = clock
         self.reservations = Reservations(self.pool, self.desk, self.growth, limits, clock)
         self.queued: list[DecodeRequest] = []
         self.inside: list[DecodeRequest] = []
 
+    def claim(self, request: DecodeRequest) -> list[ClaimUpdate]:
+        """Reserve and claim; what the claim will be told."""
+        updates: list[ClaimUpdate] = []
+        self.reservations.add(request)
+        self.reservations.claim(claim_of(request, updates.append))
+        self.queued.append(request)
+        return updates
+
     def admit(self, *, is_open: bool = True) -> int:
         """How many were let in."""
-        self.reservations.admit(self.inside, is_open=is_open)
+        assert self.reservations.admit(self.inside, is_open=is_open) == []
         entered = [r for r in self.queued if r.status is DecodeStatus.WAITING_FOR_KV]
         self.queued = [r for r in self.queued if r not in entered]
         self.inside += entered
@@ -71,8 +75,7 @@ def test_who_enters_leaves_room_for_the_growth_of_all(
     bench = Bench(num_usable, share)
     for serial, (num_prompt, max_tokens) in enumerate(sizes):
         request = make_request(serial, num_prompt, max_tokens=max_tokens)
-        bench.reservations.add(request)
-        bench.queued.append(request)
+        bench.claim(request)
         num_entered = bench.admit()
         if num_entered and len(bench.inside) > 1:
             assert bench.pool.num_free_blocks >= bench.headroom
@@ -92,8 +95,7 @@ def test_a_request_that_fits_enters_an_empty_rank(
     """Whatever its growth: with nobody else in, the pool is its own."""
     bench = Bench(num_usable, share)
     request = make_request(0, size[0], max_tokens=size[1])
-    bench.reservations.add(request)
-    bench.queued.append(request)
+    bench.claim(request)
     fits = num_blocks_for(size[0] + 1, BLOCK_SIZE) <= num_usable
     assert bench.admit() == fits
 
@@ -102,9 +104,7 @@ def test_the_ranks_decide_each_for_itself() -> None:
     full, empty = Bench(8, share=1.0), Bench(8, share=1.0)
     for bench, count in ((full, 2), (empty, 1)):
         for serial in range(count):
-            request = make_request(serial, 6, max_tokens=20)
-            bench.reservations.add(request)
-            bench.queued.append(request)
+            bench.claim(make_request(serial, 6, max_tokens=20))
         bench.admit()
     assert [len(bench.inside) for bench in (full, empty)] == [1, 1]
     assert [len(bench.queued) for bench in (full, empty)] == [1, 0]
@@ -112,12 +112,47 @@ def test_the_ranks_decide_each_for_itself() -> None:
 
 def test_nobody_enters_while_a_preempted_request_waits_or_without_a_slot() -> None:
     bench = Bench(30, num_slots=1)
-    updates: list[object] = []
-    for serial in range(2):
-        request = make_request(serial, 3, max_tokens=2, tell=updates.append)
-        bench.reservations.add(request)
-        bench.queued.append(request)
+    updates = [bench.claim(make_request(serial, 3, max_tokens=2)) for serial in range(2)]
     assert bench.admit(is_open=False) == 0
     assert bench.admit() == 1
     assert bench.admit() == 0
-    assert sum(isinstance(update, TicketUpdate) for update in updates) == 1
+    assert [len(told) for told in updates] == [1, 0]
+    assert isinstance(updates[0][0], TicketUpdate)
+
+
+def test_who_reserved_first_is_first_whenever_it_is_claimed() -> None:
+    bench = Bench(3)
+    first, second = make_request(0, 10), make_request(1, 10)
+    bench.reservations.add(first)
+    bench.claim(second)
+    bench.reservations.claim(claim_of(first))
+    bench.queued.append(first)
+    assert bench.admit() == 1
+    assert bench.inside == [first]
+    assert second.status is DecodeStatus.CLAIMED
+
+
+def test_a_reservation_that_nobody_claims_holds_no_block_and_keeps_nobody_out() -> None:
+    bench = Bench(3)
+    idle = make_request(0, 10)
+    bench.reservations.add(idle)
+    bench.claim(make_request(1, 10))
+    assert bench.admit() == 1
+    assert idle.status is DecodeStatus.RESERVED
+    assert (bench.reservations.num_reserved, bench.reservations.num_claimed) == (1, 0)
+
+
+def test_a_queue_that_waits_hashes_no_context_again() -> None:
+    bench = Bench(8)
+    request = make_request(0, 30)
+    request.request.update_block_hashes(BLOCK_SIZE)
+    hashes = request.request.block_hashes
+    request.request.prompt_token_ids = []  # whoever hashed it now would find other tokens
+    bench.claim(request)
+    held = bench.pool.allocate(4)
+    assert bench.admit() == 0
+    bench.pool.release(held)
+    bench.reservations.wake()
+    assert bench.admit() == 1
+    assert request.request.block_hashes is hashes
+    assert len(hashes) == 7

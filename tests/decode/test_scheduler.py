@@ -51,8 +51,12 @@ class Bench:
         for position in range(num_prompt):
             self.write(request, position)
         inner.output_token_ids.append(self.next_token(request))
-        request.move_to(DecodeStatus.WAITING_FOR_KV)
-        request.move_to(DecodeStatus.WAITING)
+        for status in (
+            DecodeStatus.CLAIMED,
+            DecodeStatus.WAITING_FOR_KV,
+            DecodeStatus.WAITING,
+        ):
+            request.move_to(status)
         self.scheduler.add(request)
         return request
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -18,6 +20,10 @@ from engine.request import num_blocks_for
 from kv_transfer.ownership import Quarantine
 from runtime.errors import OutOfBlocksError, OverloadedError
 from tests.decode.helpers import BLOCK_SIZE, WRITER, FakeClock, make_request
+
+
+class Tokens(list[int]):
+    """A list that can be watched."""
 
 
 class FakeSlots:
@@ -67,7 +73,6 @@ class Bench:
             self.slots,
             self.receiver,
             Quarantine(self.clock, timeout_s=30.0, max_blocks=num_usable),
-            itertools.count(101).__next__,
             fence_generation=lambda writer: self.generation,
         )
         self.serials: Iterator[int] = itertools.count()
@@ -113,8 +118,9 @@ def test_parts_are_counted_from_the_first_rank_of_the_writer() -> None:
     request = make_request(0, 9)
     request.writer = replace(WRITER, rank=3)
     ticket = bench.desk.open(request, 60.0)
-    assert bench.desk.close_part(ticket.nonce, 2, drained=True) is None, "another writer's rank"
-    assert bench.desk.close_part(ticket.nonce, 5, drained=True) is None
+    writer = bench.desk.writer_of(ticket.nonce)
+    assert writer is not None
+    assert [rank for rank in range(7) if writer.has_rank(rank)] == [3, 4]
     for rank in (3, 4):
         assert bench.desk.close_part(ticket.nonce, rank, drained=True) is not None
     assert bench.desk.cancel(request) is WriterDemand.NOTHING
@@ -152,10 +158,40 @@ def test_arrival_frees_the_slot_and_later_closings_are_known() -> None:
     assert bench.arrive(ticket.nonce) is request
     assert bench.slots.num_free == 4
     assert bench.arrive(ticket.nonce) is None  # once
+    assert bench.desk.writer_of(ticket.nonce) == WRITER
     for part in (0, 1, 1):
-        assert bench.desk.close_part(ticket.nonce, part, drained=True) is not None
-    assert bench.desk.close_part(999, 0, drained=True) is None
-    assert bench.desk.close_part(ticket.nonce, 2, drained=True) is None
+        assert bench.desk.close_part(ticket.nonce, part, drained=True) is None
+    assert bench.desk.writer_of(999) is None
+
+
+def test_a_settled_ticket_keeps_nothing_of_its_request() -> None:
+    """A thousand prompts of a hundred thousand tokens would be gigabytes."""
+    bench = Bench()
+    request, ticket = bench.open()
+    assert bench.arrive(ticket.nonce) is request
+    bench.pool.release(request.request.block_table)
+    prompt = Tokens(request.request.prompt_token_ids)
+    request.request.prompt_token_ids = prompt
+    alive = weakref.ref(prompt)
+    del request, prompt
+    gc.collect()
+    assert alive() is None
+    assert bench.desk.writer_of(ticket.nonce) == WRITER
+
+
+def test_a_context_that_ends_in_output_is_received_as_a_whole() -> None:
+    bench = Bench()
+    request = make_request(0, 5, num_output=4)
+    ticket = bench.desk.open(request, 60.0)
+    assert request.request.num_context_tokens == 9
+    assert len(ticket.block_ids) == 3
+    assert bench.arrive(ticket.nonce) is request
+    bench.pool.commit(request.request.block_table[:2], request.request.block_hashes[:2])
+    # The same tokens as a prompt, or with another share of output, are the same KV.
+    twin = make_request(0, 5, num_output=4)
+    twin.request.request_id, twin.nonce = "twin", 7
+    assert bench.desk.num_blocks_to_take(twin) == 1
+    assert bench.desk.open(twin, 60.0).num_cached_tokens == 8
 
 
 def test_cancel_keeps_what_the_writer_had_until_all_parts_close() -> None:

@@ -91,3 +91,9 @@ def test_finish_reason(
 ) -> None:
     sampling = SamplingParams(max_tokens=3, stop_token_ids=(9,))
     assert make_request([1, 2], output, sampling).finish_reason(max_model_len) == expected
+
+
+def test_the_context_is_what_was_known_at_first() -> None:
+    request = make_request([1, 2, 3], [4, 5])
+    request.output_token_ids += [6, 7]
+    assert (request.num_context_tokens, request.num_tokens) == (5, 7)

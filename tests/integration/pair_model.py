@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from decode.metrics import DecodeMetrics
 from decode.offload import HostBlockStore
 from decode.rank import DecodeRank
-from decode.requests import DecodeRequest, ReserveUpdate, TicketUpdate
+from decode.requests import ClaimUpdate, DecodeRequest, TicketUpdate
 from decode.reservations import RankLimits
 from decode.scheduler import DecodeScheduler
 from decode.tickets import TicketDesk
@@ -31,8 +31,9 @@ from kv_transfer.receiver import Arrival
 from kv_transfer.ticket import PeerEndpoint, SendTicket
 from prefill.request import Chunk, PrefillRequest
 from prefill.scheduler import Scheduler
+from runtime.budget import Budget, BudgetKind
 from runtime.sampling import SamplingParams
-from tests.decode.helpers import WRITER, FakeClock, FakeKV
+from tests.decode.helpers import WRITER, FakeClock, FakeKV, claim_of
 from tests.decode.test_tickets import FakeReceiver, FakeSlots
 
 BLOCK_SIZE = 64
@@ -74,7 +75,6 @@ class DecodeSide:
             slots,
             self.receiver,
             Quarantine(clock, timeout_s=30.0, max_blocks=shape.decode_blocks),
-            itertools.count(101).__next__,
             fence_generation=lambda writer: 0,
         )
         most = shape.prompt_len + shape.output_len
@@ -82,9 +82,7 @@ class DecodeSide:
         self.scheduler = DecodeScheduler(
             self.pool, host, max_num_seqs=shape.batch, max_model_len=most
         )
-        limits = RankLimits(
-            max_model_len=most, max_num_reserved=4 * shape.in_flight, transfer_timeout_s=1e6
-        )
+        limits = RankLimits(max_model_len=most, transfer_timeout_s=1e6)
         self.rank = DecodeRank(
             self.pool,
             desk,
@@ -164,12 +162,17 @@ class PairModel:
             request=request,
             serial=serial,
             router_id="router",
+            nonce=serial,
             writer=WRITER,
-            received_at=self.clock.now,
-            deadline=float("inf"),
-            tell=lambda update: self._told(side, decode, update),
+            budget=Budget.start(BudgetKind.REQUEST, float("inf"), self.clock.now),
         )
-        self._after(self.shape.network_s, lambda: side.rank.reserve(decode))
+        claim = claim_of(decode, lambda update: self._told(side, decode, update))
+
+        def reserve() -> None:
+            side.rank.reserve(decode)
+            side.rank.claim(claim)
+
+        self._after(self.shape.network_s, reserve)
 
     def _request(self, serial: int) -> Request:
         return Request(
@@ -178,7 +181,7 @@ class PairModel:
             sampling=SamplingParams(max_tokens=self.shape.output_len),
         )
 
-    def _told(self, side: DecodeSide, request: DecodeRequest, update: ReserveUpdate) -> None:
+    def _told(self, side: DecodeSide, request: DecodeRequest, update: ClaimUpdate) -> None:
         if not isinstance(update, TicketUpdate):
             return
         nonce = len(self._tickets) + 1
@@ -237,7 +240,7 @@ class PairModel:
             side, request, update = self._tickets[item.nonce]
             side.receiver.awaited.pop(request.request_id)
             record = MetadataRecord(nonce=update.nonce, epoch=1, first_token=5)
-            side.rank.arrived(
+            side.rank.hand_over.arrived(
                 Arrival(
                     request_id=request.request_id,
                     nonce=update.nonce,

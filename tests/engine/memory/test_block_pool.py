@@ -75,6 +75,19 @@ def test_released_blocks_stay_findable() -> None:
     pool.check_integrity()
 
 
+def test_counting_takes_nothing_and_tells_what_a_match_would_take() -> None:
+    pool = BlockPool(6, 64)
+    blocks = pool.allocate(3)
+    pool.commit(blocks, make_hashes(1, 2, 3))
+    pool.release(blocks[1:])
+    num_free = pool.num_free_blocks
+    assert pool.count_idle_prefix(make_hashes(1, 2, 3, 4)) == (3, 2)
+    assert pool.count_idle_prefix(make_hashes(4)) == (0, 0)
+    assert pool.num_free_blocks == num_free
+    pool.match_prefix(make_hashes(1, 2, 3))
+    assert pool.num_free_blocks == num_free - 2
+
+
 def test_a_gap_ends_the_match() -> None:
     pool = BlockPool(4, 64)
     blocks = pool.allocate(2)
