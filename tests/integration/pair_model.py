@@ -12,6 +12,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -29,7 +30,7 @@ from kv_transfer.metadata import MetadataRecord
 from kv_transfer.ownership import Quarantine
 from kv_transfer.receiver import Arrival
 from kv_transfer.ticket import PeerEndpoint, SendTicket
-from prefill.request import Chunk, PrefillRequest
+from prefill.request import Chunk, Grant, PrefillRequest
 from prefill.scheduler import Scheduler
 from runtime.budget import Budget, BudgetKind
 from runtime.sampling import SamplingParams
@@ -110,7 +111,7 @@ class PairModel:
         self.finished: list[float] = []
         self.tokens: list[tuple[float, int]] = []
         self.queue_s: list[float] = []
-        """Of each request, between its ticket and its first chunk."""
+        """Of each request, from its arrival at prefill to its first chunk."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._serials = itertools.count(1)
@@ -118,7 +119,8 @@ class PairModel:
         self._decode_is_busy = False
         self._has_stalled = False
         self._is_draining = False
-        self._tickets: dict[int, tuple[DecodeSide, DecodeRequest, TicketUpdate]] = {}
+        self._reserved: dict[int, tuple[DecodeSide, DecodeRequest]] = {}
+        self._tickets: dict[int, TicketUpdate] = {}
 
     @property
     def seconds(self) -> float:
@@ -157,22 +159,38 @@ class PairModel:
     def _send(self) -> None:
         serial = next(self._serials)
         side = self.sides[serial % len(self.sides)]
-        request = self._request(serial)
+        budget = Budget.start(BudgetKind.REQUEST, float("inf"), self.clock.now)
         decode = DecodeRequest(
-            request=request,
+            request=self._request(serial),
             serial=serial,
             router_id="router",
             nonce=serial,
             writer=WRITER,
-            budget=Budget.start(BudgetKind.REQUEST, float("inf"), self.clock.now),
+            budget=budget,
         )
-        claim = claim_of(decode, lambda update: self._told(side, decode, update))
+        self._reserved[serial] = side, decode
+
+        def arrive() -> None:
+            item = PrefillRequest(
+                request=self._request(serial),
+                nonce=serial,
+                budget=budget,
+                arrived_at=self.clock.now,
+            )
+            self.prefill.add(item)
+            self._start_prefill()
 
         def reserve() -> None:
             side.rank.reserve(decode)
-            side.rank.claim(claim)
+            self._after(self.shape.network_s, arrive)
 
         self._after(self.shape.network_s, reserve)
+
+    def _ask_for_room(self) -> None:
+        for item in self.prefill.claim(self.clock.now):
+            side, decode = self._reserved[item.nonce]
+            claim = claim_of(decode, partial(self._told, item))
+            self._after(self.shape.network_s, partial(side.rank.claim, claim))
 
     def _request(self, serial: int) -> Request:
         return Request(
@@ -181,35 +199,28 @@ class PairModel:
             sampling=SamplingParams(max_tokens=self.shape.output_len),
         )
 
-    def _told(self, side: DecodeSide, request: DecodeRequest, update: ClaimUpdate) -> None:
+    def _told(self, item: PrefillRequest, update: ClaimUpdate) -> None:
         if not isinstance(update, TicketUpdate):
             return
-        nonce = len(self._tickets) + 1
-        self._tickets[nonce] = side, request, update
+        self._tickets[item.nonce] = update
         ticket = SendTicket(
-            request_id=request.request_id,
-            nonce=nonce,
+            request_id=item.request_id,
+            nonce=item.nonce,
             epoch=1,
             block_ids=update.block_ids,
             slot=update.metadata_slot,
             timeout_s=1e6,
         )
-        item = PrefillRequest(
-            request=self._request(request.serial),
-            ticket=ticket,
-            peer=_PEER,
-            num_decode_cached_blocks=0,
-            deadline=float("inf"),
-            arrived_at=self.clock.now + self.shape.network_s,
-        )
-        self._after(self.shape.network_s, lambda: self._arrive(item))
 
-    def _arrive(self, item: PrefillRequest) -> None:
-        self.prefill.add(item)
-        self._start_prefill()
+        def granted() -> None:
+            self.prefill.grant(item, Grant(ticket=ticket, peer=_PEER))
+            self._start_prefill()
+
+        self._after(self.shape.network_s, granted)
 
     def _start_prefill(self) -> None:
         chunks = [] if self._prefill_is_busy else self.prefill.schedule()
+        self._ask_for_room()
         if not chunks:
             return
         self._prefill_is_busy = True
@@ -237,7 +248,8 @@ class PairModel:
     def _landed(self, item: PrefillRequest) -> Callable[[], None]:
         def landed() -> None:
             self.prefill.finish(item)
-            side, request, update = self._tickets[item.nonce]
+            side, request = self._reserved[item.nonce]
+            update = self._tickets[item.nonce]
             side.receiver.awaited.pop(request.request_id)
             record = MetadataRecord(nonce=update.nonce, epoch=1, first_token=5)
             side.rank.hand_over.arrived(
