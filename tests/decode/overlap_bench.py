@@ -224,10 +224,12 @@ class OverlapBench:
         *,
         so_far: Sequence[int] = (),
         broken_after: int | None = None,
+        is_claimed: bool = True,
     ) -> DecodeRequest:
         """Reserve; the KV is written as soon as there are blocks, and arrives with `deliver`.
 
-        With `so_far`, output of an earlier try, the request goes on from there.
+        With `so_far`, output of an earlier try, the request goes on from there. It waits until it
+        is claimed.
         """
         request = self.bench.make(len(prompt), num_output=len(so_far))
         request.request.prompt_token_ids[:] = prompt
@@ -236,7 +238,8 @@ class OverlapBench:
         if broken_after is not None:
             self.device.broken[request.request_id] = broken_after
         self.bench.rank.reserve(request)
-        self.bench.claim(request)
+        if is_claimed:
+            self.bench.claim(request)
         self.arriving.append(request)
         self.receive()
         return request
@@ -257,7 +260,7 @@ class OverlapBench:
             if request.status is DecodeStatus.WAITING_FOR_KV:
                 first = next_token(context_of(request))
                 self.bench.arrive(request, first_token=first)
-            elif request.status is DecodeStatus.CLAIMED:
+            elif request.status in (DecodeStatus.RESERVED, DecodeStatus.CLAIMED):
                 self.arriving.append(request)
 
     def squeeze(self, num_blocks: int) -> None:

@@ -243,9 +243,14 @@ class Trace:
     def run(self, num_events: int) -> None:
         """Let happen what happens, then let everything run to its end."""
         events = [self.add, self.turn, self.abort, self.expire, self.squeeze, self.run_device]
+        events += [self.claim, self.unclaim]
         for _ in range(num_events):
-            self.random.choices(events, weights=[5, 12, 1, 1, 1, 4])[0]()
+            self.random.choices(events, weights=[5, 12, 1, 1, 1, 4, 3, 1])[0]()
             self.bench.deliver()
+        for request, _ in self.requests:
+            if request.status is DecodeStatus.RESERVED:
+                self.bench.bench.claim(request)
+        self.bench.receive()
         self.bench.finish()
         for request, broken_after in self.requests:
             is_early = request.request_id in self.ended_early
@@ -260,11 +265,32 @@ class Trace:
         expected, _ = whole_output(prompt, params, broken_after)
         room = BLOCK_SIZE * self.bench.bench.pool.num_usable_blocks - len(prompt) - 1
         so_far = expected[: random.choice([0, min(random.randrange(len(expected)), room)])]
-        request = self.bench.add(prompt, params, so_far=so_far, broken_after=broken_after)
+        is_claimed = random.random() < 0.7
+        request = self.bench.add(
+            prompt, params, so_far=so_far, broken_after=broken_after, is_claimed=is_claimed
+        )
         self.requests.append((request, broken_after))
 
     def turn(self) -> None:
         self.bench.turn()
+
+    def claim(self) -> None:
+        """Prefill's turn comes, or it asks again."""
+        early = (DecodeStatus.RESERVED, DecodeStatus.CLAIMED, DecodeStatus.WAITING_FOR_KV)
+        waiting = [request for request, _ in self.requests if request.status in early]
+        if waiting:
+            self.bench.bench.claim(self.random.choice(waiting))
+            self.bench.receive()
+
+    def unclaim(self) -> None:
+        """A call is cancelled; one that was the only one to have the ticket ends the request."""
+        claimed = [request for request, _ in self.requests if request.claims]
+        if claimed:
+            request = self.random.choice(claimed)
+            is_last = len(request.claims) == 1
+            if is_last and request.status is DecodeStatus.WAITING_FOR_KV:
+                self.ended_early.add(request.request_id)
+            self.bench.bench.rank.unclaim(self.random.choice(request.claims))
 
     def abort(self) -> None:
         if self.requests:
