@@ -235,10 +235,7 @@ class RequestDesk:
 
 def _error_of(item: PrefillRequest, rank: int, closure: Closure) -> TandemError:
     """Why rank `rank` could not send its part."""
-    code = closure.error_code
-    if code is None or code is ErrorCode.DEADLINE_EXCEEDED:
-        # The sender knows the time of transfers alone, so the request's own is not over.
-        code = ErrorCode.TRANSFER_FAILED
+    code = closure.error_code or ErrorCode.TRANSFER_FAILED
     peer = item.granted.peer.peer
     text = f"prefill rank {rank} could not send its KV to {peer}: {closure.error}"
     logger.warning("%s %s", text, fields(request_id=item.request_id))

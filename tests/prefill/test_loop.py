@@ -441,18 +441,6 @@ def test_a_ticket_is_opened_with_the_time_that_decode_gave_it() -> None:
     assert opened == [60.0], "neither the queue nor the request's time is in it"
 
 
-def test_a_transfer_whose_time_is_over_is_no_request_whose_time_is_over() -> None:
-    bench = Bench()
-    bench.add(make_item(1, 20))
-    bench.turn()
-    bench.sender.close_ticket(1, failed=ErrorCode.DEADLINE_EXCEEDED)
-    bench.turn()
-    failed = bench.events[0]
-    assert isinstance(failed, RequestFailed)
-    assert failed.error.code is ErrorCode.TRANSFER_FAILED
-    bench.assert_over()
-
-
 def wait_for(condition: Callable[[], bool]) -> None:
     gate = threading.Event()
     for _ in range(500):
