@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from deploy.posture import Port
 from deploy.state import ClusterState, Phase
 
 _STYLES = {
@@ -121,6 +123,18 @@ def ready_message(state: ClusterState) -> str:
         f"  {curl} {state.endpoint}/completions -H 'Content-Type: application/json' -d '{body}'\n"
         f'  {own_command()} generate "def fibonacci(n):"\n'
     )
+
+
+def posture_table(ports: Sequence[Port]) -> Table:
+    """Who reaches the ports of a cluster, and what stops strangers there."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("port", "listens on", "reached from", "asks for", "to protect it"):
+        table.add_column(title, overflow="fold")
+    for port in ports:
+        style = "red" if port.is_open else ""
+        protection = Text(port.protection, style=style)
+        table.add_row(port.name, port.where, Text(port.reach, style=style), protection, port.advice)
+    return table
 
 
 def own_command() -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 import deploy
-from deploy.display import StartDisplay, own_command, ready_message
+from deploy.display import StartDisplay, own_command, posture_table, ready_message
 from deploy.errors import ClusterError
 from deploy.state import ClusterState, Phase, RunDir, run_dir_of
 from runtime.config import ClusterConfig
@@ -93,6 +93,7 @@ def _run_here(config: ClusterConfig, run_dir: RunDir, timeout_s: float) -> int:
                 display.finish()
                 console.print(ready_message(state), markup=False, highlight=False, soft_wrap=True)
                 console.print("Ctrl-C stops the cluster.")
+                _print_posture(console, config)
             display.update(state)
 
         run_cluster(config, run_dir, on_state=show, timeout_s=timeout_s)
@@ -134,7 +135,16 @@ def _run_detached(run_dir: RunDir, arguments: argparse.Namespace) -> int:
         raise ClusterError(state.error)
     console.print(ready_message(state), markup=False, highlight=False, soft_wrap=True)
     console.print(f"It runs in the background; `{own_command()} down` stops it.", highlight=False)
+    # The controller's own: it has chosen the ports that were left open.
+    _print_posture(console, load_config(run_dir.config_path))
     return 0
+
+
+def _print_posture(console: Console, config: ClusterConfig) -> None:
+    from deploy.posture import posture_of
+
+    console.print()
+    console.print(posture_table(posture_of(config)), highlight=False)
 
 
 def _wait_until_settled(

@@ -6,6 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
+from deploy.display import posture_table
 from runtime.config_file import load_config
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deploy.checks import check_config, count_devices, read_model, resolve_config
     from deploy.decode_memory import describe_decode_memory, plan_decode_memory
     from deploy.plan import num_devices_needed, plan_instances
+    from deploy.posture import posture_of
 
     config = resolve_config(load_config(arguments.config))
     num_devices = count_devices() if arguments.devices is None else arguments.devices
@@ -44,4 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
     if budget is not None:
         print("\n".join(describe_decode_memory(budget)))
     print(f"{arguments.config} is valid")
+    print()
+    Console().print(posture_table(posture_of(config)), highlight=False)
     return 0

@@ -8,6 +8,7 @@ whose collectives return their input, so a layer never asks whether it runs in p
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,6 +22,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from engine.parallel.dims import ParallelDims
 from engine.parallel.pending import Pending, Ready
 from runtime.errors import PeerLostError
+from runtime.net import is_loopback
 
 # The two collectives of every layer are asked of the group itself: the library's functions around
 # them look, on every call, for cases that there are none of here.
@@ -246,12 +248,15 @@ def init_process_groups(
 
 
 def _open_store(rendezvous: str, dims: ParallelDims, patience: timedelta) -> Any:
-    """The store at `rendezvous`, which rank 0 serves, on that interface alone.
+    """The store at `rendezvous`, which rank 0 serves; it and gloo keep to that interface.
 
     By itself the library would listen on all of them, and asks nobody for a secret.
     """
     host, _, port = rendezvous.rpartition(":")
     host = host.strip("[]")
+    if is_loopback(host) and sys.platform == "linux":
+        # Else gloo listens at the address that this host's name stands for.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     listener = None
     if dims.rank == 0:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,165 @@
+"""Which ports a cluster opens, who reaches each, and what protects it.
+
+Pure: a configuration goes in. Told before and after a start, so that nobody opens more than they
+meant to. docs/security.md says what each protection is worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kv_transfer.transports import expected_transport
+from runtime.config import ClusterConfig
+from runtime.net import is_loopback, is_wildcard, join_address
+
+_EVERYWHERE = "0.0.0.0"
+_SECRET = "the secret"
+_NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """One port, or all ports of one kind."""
+
+    name: str
+    where: str
+    """Interface, with the port where it is known before the start."""
+    host: str
+    """Interface alone."""
+    protection: str
+    """What a stranger would have to have; "nothing" where that is all."""
+    remedy: str
+    """The setting that closes it, or protects it better."""
+
+    @property
+    def reach(self) -> str:
+        """Who gets as far as the port."""
+        if is_loopback(self.host):
+            return "this machine"
+        return "any network" if is_wildcard(self.host) else "its network"
+
+    @property
+    def advice(self) -> str:
+        """The remedy, where others than this machine get as far as the port."""
+        return "" if is_loopback(self.host) else self.remedy
+
+    @property
+    def is_open(self) -> bool:
+        """Whether others than this machine reach it, and nothing stops them."""
+        return not is_loopback(self.host) and self.protection.startswith(_NOTHING)
+
+
+def posture_of(config: ClusterConfig) -> tuple[Port, ...]:
+    """All ports of the cluster that ``config``, resolved, describes."""
+    return tuple(_ports(config))
+
+
+def _ports(config: ClusterConfig) -> Iterator[Port]:
+    host, router = config.cluster.host, config.router
+    yield Port(
+        name="HTTP",
+        where=join_address(config.http_host, router.port),
+        host=config.http_host,
+        protection=_http_protection(config),
+        remedy='router.host = "127.0.0.1" and a gateway, or tls.http_mutual',
+    )
+    yield Port(
+        name="control (gRPC)",
+        where=join_address(host, router.control_port),
+        host=host,
+        protection=_grpc_protection(config),
+        remedy=_encrypt(config),
+    )
+    yield Port(
+        name="workers (gRPC)",
+        where=host,
+        host=host,
+        protection=_grpc_protection(config),
+        remedy=_encrypt(config),
+    )
+    yield Port(
+        name="worker metrics",
+        where=host,
+        host=host,
+        protection=_http_protection(config),
+        remedy="cluster.host, a firewall, or tls.http_mutual",
+    )
+    yield from _transfer_ports(config)
+    yield from _rank_ports(config)
+    yield Port(
+        name="Ray",
+        where="127.0.0.1",
+        host="127.0.0.1",
+        protection="a token of the run",
+        remedy="none needed",
+    )
+
+
+def _transfer_ports(config: ClusterConfig) -> Iterator[Port]:
+    transport = expected_transport(config.kv_transfer.transport)
+    bound = config.cluster.reach
+    is_own = transport == "loopback"
+    yield Port(
+        name="KV (TCP)" if is_own else f"KV control ({transport})",
+        where=bound,
+        host=bound,
+        protection="a token; plain text",
+        remedy="cluster.host on a network of its own",
+    )
+    if is_own:
+        return
+    # UCX keeps to the loopback interface where it is told to; Mooncake cannot be.
+    data = bound if transport == "nixl" and is_loopback(bound) else _EVERYWHERE
+    yield Port(
+        name=f"KV data ({transport}'s own)",
+        where=data,
+        host=data,
+        protection=_NOTHING,
+        remedy='a firewall, or kv_transfer.transport = "loopback"',
+    )
+
+
+def _rank_ports(config: ClusterConfig) -> Iterator[Port]:
+    if max(config.prefill.num_ranks, config.decode.num_ranks) == 1:
+        return
+    bound = config.cluster.reach
+    yield Port(
+        name="rendezvous",
+        where=bound,
+        host=bound,
+        protection=_NOTHING,
+        remedy="cluster.host on a network of its own, or a firewall",
+    )
+    # They choose an interface by the host's name and its cards; gloo is told where it is the
+    # loopback interface.
+    uses_nccl = any(
+        section.device == "cuda" and section.num_ranks > 1
+        for section in (config.prefill, config.decode)
+    )
+    is_local = is_loopback(bound) and not uses_nccl
+    yield Port(
+        name="collectives (gloo, NCCL)" if uses_nccl else "collectives (gloo)",
+        where=bound if is_local else "of its choice",
+        host=bound if is_local else _EVERYWHERE,
+        protection=_NOTHING,
+        remedy="GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME; a firewall",
+    )
+
+
+def _http_protection(config: ClusterConfig) -> str:
+    if config.tls.mode == "off":
+        return f"{_NOTHING}; plain text"
+    return "a certificate; TLS" if config.tls.http_mutual else f"{_NOTHING}; TLS"
+
+
+def _grpc_protection(config: ClusterConfig) -> str:
+    if config.tls.mode == "off":
+        return f"{_SECRET}; plain text"
+    return f"{_SECRET} and a certificate; TLS" if config.tls.mutual else f"{_SECRET}; TLS"
+
+
+def _encrypt(config: ClusterConfig) -> str:
+    if config.tls.mode == "off":
+        return 'tls.mode = "auto" or "files"'
+    return "none needed" if config.tls.mutual else "tls.mutual = true"
