@@ -74,6 +74,9 @@ class RouterMetrics:
             "pd_router_requests_waiting", "Requests that wait for a place in flight", "livesum"
         )
         self.connections = self._gauge("pd_router_connections", "Open HTTP connections", "livesum")
+        self.texts_pending = self._gauge(
+            "pd_router_texts_pending", "Texts that wait for a thread or are in one", "livesum"
+        )
         self.loop_lag = self._gauge(
             "pd_router_event_loop_lag_seconds", "How late the event loop ran a timer", "livemax"
         )

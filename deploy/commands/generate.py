@@ -128,6 +128,8 @@ def _events(response: http.client.HTTPResponse) -> Iterator[bytes]:
 def _served_model(endpoint: str, context: ssl.SSLContext | None) -> str:
     with _call(endpoint, context, "/models") as response:
         models = json.load(response)["data"]
+    if not models:
+        raise ClusterError("no model is served yet. Fix: wait for its workers (`tandem status`)")
     return str(models[0]["id"])
 
 

@@ -122,7 +122,7 @@ class OpenAIEndpoints:
 
             return await self._answer(
                 call,
-                lambda is_abandoned: completion_prompts(body, model, is_abandoned),
+                lambda is_abandoned: completion_prompts(body, model, limits, is_abandoned),
                 form,
                 wants_logprobs=body.logprobs is not None,
             )

@@ -124,6 +124,7 @@ class HttpServer:
             self.metrics.loop_lag.set(max(0.0, loop.time() - wanted))
             self.metrics.requests_waiting.set(self._admission.num_waiting)
             self.metrics.connections.set(len(self._connections))
+            self.metrics.texts_pending.set(self._lanes.num_pending)
             self._workers.follow_pool()
             self._connections.sweep()
 

@@ -120,6 +120,10 @@ class Tokenizer:
         """A longer text cannot be ``num_tokens`` tokens, whatever it says."""
         return num_tokens * self._chars_per_token
 
+    def count(self, text: str) -> int:
+        """How many tokens ``text`` is, by itself."""
+        return len(self._backend.encode_batch_fast([text], add_special_tokens=False)[0])
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The ids of ``text``."""
         return self.encode_all([text], add_special_tokens=add_special_tokens)[0]

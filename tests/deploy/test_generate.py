@@ -17,12 +17,17 @@ async def models(_: web.Request) -> web.Response:
     return web.json_response({"object": "list", "data": [{"id": "fake-model"}]})
 
 
+async def no_models(_: web.Request) -> web.Response:
+    return web.json_response({"object": "list", "data": []})
+
+
 @pytest.fixture
 def url() -> Iterator[str]:
     """A server in a thread of its own: the command under test blocks."""
     loop = asyncio.new_event_loop()
     app = web.Application()
     app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", complete)])
+    app.add_routes([web.get("/starting/v1/models", no_models)])
     runner = web.AppRunner(app)
 
     async def start() -> int:
@@ -61,3 +66,8 @@ def test_failures_are_one_line(
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_cluster_that_is_starting_is_told(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--url", url.replace("/v1", "/starting/v1")]) == 1
+    assert "no model is served yet" in capsys.readouterr().err

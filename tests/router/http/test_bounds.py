@@ -75,6 +75,28 @@ async def test_what_can_never_fit_is_not_tokenized(cluster: Cluster) -> None:
         assert "256" in error["message"]
 
 
+async def test_of_a_text_far_too_long_only_the_beginning_is_tokenized(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode_all = Tokenizer.encode_all
+    lengths: list[int] = []
+
+    def encode(self: Tokenizer, texts: list[str], **options: Any) -> list[list[int]]:
+        lengths.extend(map(len, texts))
+        return encode_all(self, texts, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode_all", encode)
+    text = "abc " * 650  # more than the usual characters of a context, and fewer than the most
+    for path, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        error = await refused(cluster, path, {"model": MODEL, **body})
+        assert error["code"] == "context_length_exceeded"
+        assert "at least" in error["message"]
+    assert lengths == []
+
+
 @pytest.mark.parametrize("depth", [MAX_DEPTH + 5, 600, 900])
 async def test_json_nested_deep_is_refused_by_the_field(cluster: Cluster, depth: int) -> None:
     data = b'{"a":' * depth + b"1" + b"}" * depth
