@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from runtime.errors import ConfigError, TandemError
+from runtime.errors import ConfigError, InternalError, TandemError
 from runtime.logging import get_logger
 from runtime.pb import registry_pb2, registry_pb2_grpc
 from runtime.rpc import map_rpc_errors, open_channel
@@ -54,6 +54,17 @@ class RegistryClient:
         self._changed.set()  # the first renewal, which carries the first load, is due at once
         self._task = asyncio.create_task(self._renew_forever(), name="registry-renewal")
 
+    async def wait_failed(self) -> None:
+        """Raise what ended the renewal, should anything: nothing keeps the worker in its pool then.
+
+        Returns when the client was closed.
+        """
+        assert self._task is not None
+        await asyncio.wait({self._task})
+        if not self._closing:
+            cause = None if self._task.cancelled() else self._task.exception()
+            raise InternalError(f"the lease at {self._peer} is not renewed any more") from cause
+
     def set_draining(self) -> None:
         """Tell the router at once that this worker takes nothing new."""
         self._draining = True
@@ -64,8 +75,7 @@ class RegistryClient:
         self._closing = True
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.gather(self._task, return_exceptions=True)
         if self._lease_id:
             try:
                 with map_rpc_errors(self._peer):

@@ -1,8 +1,9 @@
-"""One rank of either role as a process: boot, serve, register, drain, leave.
+"""One rank of either role as a process: boot, serve, register, watch, drain, leave.
 
 What is the same for all is here; a role plugs in as a `RoleDriver`. `runtime.service.run_service`
 drives it. Threads: the event loop (gRPC, metrics, registration), the engine loop, and those that
-move KV. If the engine loop fails, the process answers every request and exits non-zero.
+move KV. If the engine loop fails, or our lease is not renewed any more, the process answers every
+request and exits non-zero.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc.aio
 from prometheus_client import CollectorRegistry
@@ -132,6 +133,8 @@ class WorkerHost:
         self._endpoint: Endpoint | None = None
         self._ended: asyncio.Future[BaseException | None] | None = None
         self._membership: RegistryClient | None = None
+        self._unknown: asyncio.Future[None] | None = None
+        """Done when no router will know this rank any more."""
         # What was acquired, released in reverse order by `shutdown`.
         self._exit = contextlib.AsyncExitStack()
 
@@ -156,16 +159,26 @@ class WorkerHost:
             await self._serve(self._endpoint)
 
     async def main_loop(self) -> None:
-        """Look after things until the engine loop ends.
+        """Look after things until the engine loop ends, or the renewal of our lease does.
 
         Raises:
-            TandemError: what ended it; every request was answered.
+            TandemError: what ended it; every request was answered, or is by `shutdown`.
         """
         assert self._ended is not None
-        while not self._ended.done():
-            await asyncio.wait({self._ended}, timeout=SWEEP_INTERVAL_S)
+        watched: set[asyncio.Future[Any]] = {self._ended}
+        if self._membership is not None:
+            self._unknown = asyncio.ensure_future(self._membership.wait_failed())
+            self._exit.callback(self._unknown.cancel)
+            watched.add(self._unknown)
+        while not any(future.done() for future in watched):
+            await asyncio.wait(
+                watched, timeout=SWEEP_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
+            )
             if self._endpoint is not None and not self._ended.done():
                 await self._endpoint.sweep()
+        if not self._ended.done() and self._unknown is not None:
+            self._unknown.result()  # raises, or was ended by `shutdown`
+            return
         error = self._ended.result()
         if error is not None:
             raise error
