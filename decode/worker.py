@@ -28,6 +28,7 @@ from kv_transfer.receiver import Arrival
 from runtime.errors import DrainingError
 from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc, registry_pb2
 from runtime.worker import WorkerOptions
+from worker.health import thread_check
 from worker.host import Endpoint, HostedRank, Loop, WorkerHost
 from worker.step_driver import LoopOptions
 
@@ -67,6 +68,8 @@ class DecodeDriver:
         rank = build_rank(self._options, self._side, self._transfer, metrics, self._order)
         self._load = rank.load()
         engine = self._make_loop(rank, metrics)
+        host.health.watch_loop(engine)
+        host.health.add("receiver", thread_check(lambda: self._transfer.receiver.is_alive))
         self._bridge = RankBridge(engine, rank)
         self._outboxes = Outboxes(self._bridge.abort_router, time.monotonic)
         calls = RevokeCalls(self._options.secret)

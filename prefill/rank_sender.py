@@ -34,6 +34,11 @@ class RankSender:
     def __init__(self, sender: KVSender) -> None:
         self._sender = sender
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether every lane's thread runs."""
+        return self._sender.is_alive
+
     def open(self, command: OpenTicket) -> None:
         """Prepare to send under a ticket."""
         ticket = replace(command.ticket, request_id=sender_id(command.ticket.nonce))
