@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
 
 from runtime.metrics import gauge_of
+from worker.step_loop import StepLoop
 
 PROBE_S = 0.5
 MAX_LAG_S = 5.0
@@ -24,25 +25,6 @@ MAX_TURN_S = 60.0
 
 Check = Callable[[], str]
 """What is wrong; empty where nothing is. Cheap, and for any thread."""
-
-
-class WatchedLoop(Protocol):
-    """What is asked of the engine loop."""
-
-    @property
-    def is_overdue(self) -> bool:
-        """Whether a step, or the meeting before it, was given up."""
-        ...
-
-    @property
-    def turn_age_s(self) -> float:
-        """Seconds since its latest turn began; 0 while nobody has work."""
-        ...
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it takes turns."""
-        ...
 
 
 class Health:
@@ -55,7 +37,7 @@ class Health:
         self._clock = clock
         self._due_at: float | None = None
         self._lag_s = 0.0
-        self._loop: WatchedLoop | None = None
+        self._loop: StepLoop[Any] | None = None
         self._checks: dict[str, Check] = {}
         self._healthy = Gauge(
             "pd_worker_healthy", "1 while a part does its work", ["part"], registry=registry
@@ -85,7 +67,7 @@ class Health:
         self._checks[part] = check
         self._healthy.labels(part).set_function(lambda: float(not check()))
 
-    def watch_loop(self, loop: WatchedLoop) -> None:
+    def watch_loop(self, loop: StepLoop[Any]) -> None:
         """Watch the engine loop, and its steps with the other ranks."""
         self._loop = loop
         self.add("engine_loop", lambda: _check_turns(loop))
@@ -106,7 +88,7 @@ class Health:
         return f"held up for {self.lag_s:.1f} s" if self.lag_s > MAX_LAG_S else ""
 
 
-def _check_turns(loop: WatchedLoop) -> str:
+def _check_turns(loop: StepLoop[Any]) -> str:
     if not loop.is_alive:
         return "its thread has ended"
     age_s = loop.turn_age_s

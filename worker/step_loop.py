@@ -27,41 +27,40 @@ from typing import Generic
 
 from engine.parallel.lockstep import GroupState, IdlePace, Lockstep, RankState
 from engine.parallel.lost_peer import reason_of_end
+from engine.runner import PendingStep
 from runtime.endings import refusal_of_calls
 from runtime.errors import PeerLostError, TandemError
 from runtime.logging import get_logger
 from runtime.watchdog import StepOverdueError
 from worker.command_queue import CommandQueue
-from worker.step_driver import LoopOptions, PendingT, PlanT, StepDriver
+from worker.step_driver import LoopOptions, PlanT, StepDriver
 from worker.watched_thread import WatchedThread
 
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Launched(Generic[PlanT, PendingT]):
+class _Launched(Generic[PlanT]):
     """Its results are not read; `follows` a step directly, so that idling in between is a loss."""
 
     plan: PlanT
-    pending: PendingT
+    pending: PendingStep
     launched_at: float
     follows: bool
     num_tokens: int
     """Of the rank that has most: the others wait for it in every layer."""
 
 
-class StepLoop(Generic[PlanT, PendingT]):
+class StepLoop(Generic[PlanT]):
     """The thread, its command queue and its end. `submit`, `post`, `stop` are for any thread."""
 
-    def __init__(
-        self, driver: StepDriver[PlanT, PendingT], lockstep: Lockstep, options: LoopOptions
-    ) -> None:
+    def __init__(self, driver: StepDriver[PlanT], lockstep: Lockstep, options: LoopOptions) -> None:
         """Nothing runs before `start`; what `driver` owns belongs to the loop from then on."""
         self._driver, self._lockstep, self._options = driver, lockstep, options
         self._clock = options.clock
         self._commands = CommandQueue()
         self.submit, self.post = self._commands.submit, self._commands.post
-        self._in_flight: deque[_Launched[PlanT, PendingT]] = deque()
+        self._in_flight: deque[_Launched[PlanT]] = deque()
         # Tokens of the latest steps, each of the rank that has most.
         self._launched_tokens = deque([0], maxlen=options.max_ahead + 1)
         self._is_following = False  # the latest turn launched something
@@ -157,16 +156,15 @@ class StepLoop(Generic[PlanT, PendingT]):
         plan = self._driver.plan(self._complete_launched)
         group = self._group = self._meet(plan.num_tokens)
         follows, self._is_following = self._is_following, group.has_work
-        least, what = group.max_num_tokens, f"the launch of a {self._options.step} step"
-        if not plan.num_tokens:
-            if group.has_work:
-                with self.watch(what, least):
-                    self._driver.launch_dummy(least)
+        least = group.max_num_tokens
+        if not plan.num_tokens and not group.has_work:
             return False
         launched_at = self._clock()
         after = self._in_flight[-1].pending if self._in_flight else None
-        with self.watch(what, least):
+        with self.watch(f"the launch of a {self._options.step} step", least):
             pending = self._driver.launch(plan, after, least)
+        if pending is None:
+            return False
         self._in_flight.append(
             _Launched(
                 plan=plan,

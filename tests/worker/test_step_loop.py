@@ -61,11 +61,9 @@ class CountingDriver:
         return Work(self.work[0] if self.work else 0)
 
     def launch(self, plan: Work, after: Done | None, least: int) -> Done:
+        assert plan.num_tokens == least > 0, "it is alone"
         self.on_launch()
         return Done()
-
-    def launch_dummy(self, least: int) -> None:
-        raise AssertionError("it is alone")
 
     def book(
         self, plan: Work, results: Sequence[StepResult], seconds: float, idle_s: float | None
@@ -89,10 +87,10 @@ class CountingDriver:
 
 def make_loop(
     lockstep: Lockstep | None = None, clock: Callable[[], float] = time.monotonic
-) -> tuple[StepLoop[Work, Done], CountingDriver]:
+) -> tuple[StepLoop[Work], CountingDriver]:
     driver = CountingDriver()
     options = LoopOptions(name=RankName(instance="rank"), step="counting", clock=clock)
-    return StepLoop[Work, Done](driver, lockstep or SoloLockstep(), options), driver
+    return StepLoop[Work](driver, lockstep or SoloLockstep(), options), driver
 
 
 def test_it_runs_what_there_is_and_ends_once() -> None:
