@@ -21,7 +21,9 @@ from runtime.errors import TandemError
 from runtime.pb import decode_pb2
 from worker.step_loop import StepLoop
 
-EngineLoop = StepLoop[StepPlan, PendingStep]
+EngineLoop = StepLoop[StepPlan]
+Publish = Callable[[Mapping[str, list[Delta]], decode_pb2.LoadReport], None]
+"""Takes a step's news without blocking; called on the loop's thread."""
 
 IDLE_WAIT_S = 0.05
 """Alone and idle: deadlines are looked at so often."""
@@ -52,14 +54,6 @@ class StepRunner(Protocol):
         ...
 
 
-class Publisher(Protocol):
-    """Where a step's news go; called on the loop's thread."""
-
-    def __call__(self, news: Mapping[str, list[Delta]], load: decode_pb2.LoadReport) -> None:
-        """Hand over without blocking."""
-        ...
-
-
 class DecodeSteps:
     """See `worker.step_driver.StepDriver`, of which this is decode's."""
 
@@ -69,7 +63,7 @@ class DecodeSteps:
         runner: StepRunner,
         *,
         metrics: DecodeMetrics,
-        publish: Publisher,
+        publish: Publish,
         name: RankName,
     ) -> None:
         """`publish` takes the news of every step; `name` is for the rank's last words."""
@@ -93,13 +87,12 @@ class DecodeSteps:
         """One token a request."""
         return self._rank.plan_step(complete_launched)
 
-    def launch(self, plan: StepPlan, after: PendingStep | None, least: int) -> PendingStep:
+    def launch(self, plan: StepPlan, after: PendingStep | None, least: int) -> PendingStep | None:
         """Issue the step."""
+        if not plan.requests:
+            self._runner.run_dummy(least=least)
+            return None
         return self._runner.launch(plan.scheduled, after=after, least=least)
-
-    def launch_dummy(self, least: int) -> None:
-        """Issue a step without a request of our own."""
-        self._runner.run_dummy(least=least)
 
     def book(
         self, plan: StepPlan, results: Sequence[StepResult], seconds: float, idle_s: float | None

@@ -31,6 +31,7 @@ from kv_transfer.receiver import Arrival
 from runtime.errors import DrainingError, PeerLostError
 from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc, registry_pb2
 from runtime.worker import WorkerOptions
+from worker.health import thread_check
 from worker.host import Endpoint, HostedRank, Loop, WorkerHost
 from worker.step_driver import LoopOptions
 
@@ -73,6 +74,8 @@ class DecodeDriver:
         rank = build_rank(self._options, self._side, self._transfer, metrics, self._order)
         self._load = rank.load()
         engine = self._make_loop(rank, metrics)
+        host.health.watch_loop(engine)
+        host.health.add("receiver", thread_check(lambda: self._transfer.receiver.is_alive))
         self._bridge = RankBridge(engine, rank)
         self._places = Places(self._options.config.decode.max_num_reserved)
         self._outboxes = Outboxes(

@@ -22,6 +22,8 @@ RUN_ID_VARIABLE = "TANDEM_CLUSTER"
 
 ROUTER_GRACE_S = 10.0
 """How long the router lets its requests finish when it is asked to end."""
+WORKER_GRACE_S = 10.0
+"""The same of a worker; the router has drained before."""
 
 
 class Role(enum.StrEnum):
@@ -160,6 +162,7 @@ def _command(
         *command,
         *("--instance", plan.name),
         *("--rank", str(rank)),
+        *("--grace", f"{WORKER_GRACE_S:g}"),
         *("--rendezvous", rendezvous),
         *("--router", context.control_address),
         *("--host", context.config.cluster.host),

@@ -84,6 +84,11 @@ class KVReceiver:
         self._thread.start()
 
     @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs that sees arrivals."""
+        return self._thread.is_alive()
+
+    @property
     def num_expected(self) -> int:
         """Requests that are still awaited."""
         return len(self._slot_of)

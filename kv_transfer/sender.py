@@ -96,6 +96,11 @@ class KVSender:
         return self._num_ignored
 
     @property
+    def is_alive(self) -> bool:
+        """Whether every lane's thread runs."""
+        return all(lane.is_alive for lane in self._lanes)
+
+    @property
     def bytes_in_flight(self) -> int:
         """Bytes posted and not yet complete, over all lanes."""
         return sum(lane.bytes_in_flight for lane in self._lanes)

@@ -68,6 +68,11 @@ class SenderLane:
         self._thread.start()
 
     @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
     def bytes_in_flight(self) -> int:
         """Bytes posted and not yet complete."""
         return self._posts.num_bytes

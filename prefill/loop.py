@@ -15,11 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from engine.parallel.lockstep import Lockstep, SoloLockstep
-from engine.request import ScheduledRequest
-from engine.runner import StepResult
+from engine.runner import ModelRunner, PendingStep, StepResult
 from prefill.commands import PushBlocks
 from prefill.kv_push import PushSettings, StepPusher, plan_pushes
 from prefill.messages import (
@@ -44,29 +42,11 @@ from runtime.endings import RankName
 from runtime.errors import TandemError
 from runtime.lifecycle import PrefillStatus
 from runtime.watchdog import WatchdogOptions
-from worker.step_driver import LoopOptions, Pending
+from worker.step_driver import LoopOptions
 from worker.step_loop import StepLoop
 
 AHEAD_POLL_S = 0.0005
 """While the last step runs and nothing else can: so often it is looked at, between commands."""
-
-
-class StepRunner(Protocol):
-    """The part of `engine.runner.ModelRunner` that the loop uses."""
-
-    def launch(
-        self,
-        scheduled: Sequence[ScheduledRequest],
-        *,
-        on_layer_done: Callable[[int], None] | None = None,
-        keep_hidden: bool = False,
-    ) -> Pending:
-        """Issue one step to the device."""
-        ...
-
-    def run_dummy(self, *, least: int = 0) -> None:
-        """Launch our part in the other ranks' step without a request of our own."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +98,7 @@ class EngineLoop:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: StepRunner,
+        runner: ModelRunner,
         senders: SenderGroup,
         emit: Callable[[Event], None],
         settings: LoopSettings,
@@ -161,7 +141,7 @@ class EngineLoop:
             watchdog=settings.watchdog,
             clock=clock,
         )
-        self.steps = StepLoop[ChunkPlan, Pending](self, lockstep or SoloLockstep(), options)
+        self.steps = StepLoop[ChunkPlan](self, lockstep or SoloLockstep(), options)
         self.start, self.stop, self.join = self.steps.start, self.steps.stop, self.steps.join
         self.step, self.take_commands = self.steps.step, self.steps.take_commands
 
@@ -203,8 +183,11 @@ class EngineLoop:
         self._announce(chunks, pushes)
         return ChunkPlan(chunks, pushes)
 
-    def launch(self, plan: ChunkPlan, after: Pending | None, least: int) -> Pending:
+    def launch(self, plan: ChunkPlan, after: PendingStep | None, least: int) -> PendingStep | None:
         """Issue a step, and what it completes to the sender."""
+        if not plan.chunks:
+            self._runner.run_dummy(least=least)
+            return None
         pusher = StepPusher(self._senders.local, plan.pushes, self._settings.push)
         pending = self._runner.launch(
             [chunk.scheduled for chunk in plan.chunks],
@@ -213,10 +196,6 @@ class EngineLoop:
         )
         pusher.finish()
         return pending
-
-    def launch_dummy(self, least: int) -> None:
-        """Nothing of it is to be read."""
-        self._runner.run_dummy(least=least)
 
     def book(
         self, plan: ChunkPlan, results: Sequence[StepResult], seconds: float, idle_s: float | None

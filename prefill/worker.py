@@ -34,6 +34,7 @@ from runtime.endings import failure_of_requests
 from runtime.pb import common_pb2, prefill_pb2_grpc, registry_pb2
 from runtime.rpc import open_channel
 from runtime.worker import WorkerOptions
+from worker.health import thread_check
 from worker.host import Endpoint, HostedRank, Loop, WorkerHost
 
 FLUSH_TIMEOUT_S = 3.0
@@ -75,6 +76,8 @@ class PrefillDriver:
         self._loop = loop = self._make_loop(metrics)
         metrics.watch(lambda: loop.load, lambda: closer.num_dropped)
         send.watch(host.registry)
+        host.health.watch_loop(loop.steps)
+        host.health.add("sender_lanes", thread_check(lambda: send.sender.is_alive))
         service = PrefillService(
             self._limits(host), runs, nonces, loop.submit, on_draining=host.tell_draining
         )

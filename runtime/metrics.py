@@ -7,7 +7,7 @@ scrapers, which breaks dashboards that ask for the original names.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
@@ -44,10 +44,14 @@ def gauge_of(
 
 
 class MetricsServer:
-    """Serves ``/metrics`` (and ``/health``, 200 while the event loop turns) of a worker process."""
+    """Serves ``/metrics`` and ``/health`` of a worker process."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, health: Callable[[], Mapping[str, str]] = dict
+    ) -> None:
+        """``health`` tells of each part what is wrong with it, empty where nothing is."""
         self._registry = registry
+        self._report = health
         self._runner: web.AppRunner | None = None
 
     async def start(self, listen: Listen, context: ssl.SSLContext | None = None) -> int:
@@ -72,4 +76,8 @@ class MetricsServer:
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+        report = self._report()
+        is_ok = not any(report.values())
+        parts = {part: problem or "ok" for part, problem in report.items()}
+        body = {"status": "ok" if is_ok else "failed", "parts": parts}
+        return web.json_response(body, status=200 if is_ok else 503)

@@ -13,7 +13,8 @@ from runtime.endings import RankName
 from runtime.errors import ConfigError
 from runtime.net import Credentials, Listen
 
-GRACE_S = 10.0
+GRACE_S = 30.0
+"""How long a rank that is told to stop may take to finish what it has, if nobody says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,10 @@ class WorkerOptions:
         if count > 1 and not self.rendezvous:
             problem = f"the {count} ranks must meet somewhere"
             raise ConfigError("--rendezvous", "", problem, "host:port of rank 0")
+        if not 0 <= self.grace_s < float("inf"):
+            raise ConfigError(
+                "--grace", self.grace_s, "a rank must end some day", "0 or more seconds"
+            )
         if not self.config.model.path:
             problem = "a worker needs to know its checkpoint"
             raise ConfigError("model.path", "", problem, "a folder with config.json")
@@ -86,6 +91,7 @@ def parse_worker_options(role: str, arguments: Sequence[str]) -> WorkerOptions:
     parser.add_argument("--router", required=True, help="host:port of a registry, or several: a,b")
     parser.add_argument("--host", default="", help="interface to listen on")
     parser.add_argument("--advertise", default="", help="this host's address as peers are told")
+    parser.add_argument("--grace", type=float, default=GRACE_S, help="seconds to drain")
     given = parser.parse_args(arguments)
     config = load_config(given.config)
     return WorkerOptions(
@@ -97,6 +103,7 @@ def parse_worker_options(role: str, arguments: Sequence[str]) -> WorkerOptions:
         router=given.router,
         listen=_listen_of(config, given.host, given.advertise),
         credentials=cluster_credentials(config),
+        grace_s=given.grace,
     )
 
 

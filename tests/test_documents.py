@@ -15,6 +15,7 @@ from prefill.messages import LoopLoad
 from prefill.metrics import PrefillMetrics
 from router.metrics import RouterMetrics
 from runtime.config import ClusterConfig
+from worker.health import Health
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -30,6 +31,7 @@ def exported() -> set[str]:
     empty = LoopLoad(**{field.name: 0 for field in dataclasses.fields(LoopLoad)})
     PrefillMetrics(prefill).watch(lambda: empty, lambda: 0)
     DecodeMetrics(decode)
+    Health(prefill)
     registries = (RouterMetrics().registry, prefill, decode)
     families = [family for registry in registries for family in registry.collect()]
     names = {f.name + ("_total" if f.type == "counter" else "") for f in families}

@@ -28,6 +28,7 @@ from runtime.registration import RegistryClient
 from runtime.rpc import bind_port, create_server
 from runtime.wire import identity
 from runtime.worker import WorkerOptions
+from worker.health import Health
 
 logger = get_logger(__name__)
 
@@ -126,6 +127,8 @@ class WorkerHost:
         self.grace_s = options.grace_s
         self.registry = CollectorRegistry()
         """The metrics of this process."""
+        self.health = Health(self.registry)
+        """A role adds its parts when it builds."""
         self.is_stuck = False
         """The boot or the engine loop did not end, or the device may hang, or the ranks of the
         group did not end together: nobody may wait for them, and no destructor run."""
@@ -204,7 +207,9 @@ class WorkerHost:
     async def _serve(self, endpoint: Endpoint) -> None:
         """Listen for scrapes and for calls; join the router's pool."""
         listen, credentials = self._options.listen, self._options.credentials
-        metrics = MetricsServer(self.registry)
+        probing = asyncio.ensure_future(self.health.watch_event_loop())
+        self._exit.callback(probing.cancel)
+        metrics = MetricsServer(self.registry, self.health.report)
         self._exit.push_async_callback(metrics.stop)
         port = await metrics.start(listen, credentials.http_ssl_context())
         metrics_address = listen.address(port)
@@ -226,6 +231,7 @@ class WorkerHost:
         )
         self._exit.push_async_callback(self._membership.close)
         await membership.start()
+        self.health.add("registration", self._check_registration)
         logger.info("ready %s", fields(address=address, epoch=f"{self._rank.epoch:016x}"))
 
     def _record(
@@ -251,6 +257,10 @@ class WorkerHost:
         await self._stop_loop()
         await endpoint.flush()
         await server.stop(ANSWER_GRACE_S)
+
+    def _check_registration(self) -> str:
+        is_over = self._unknown is not None and self._unknown.done()
+        return "the lease is not renewed any more" if is_over else ""
 
     async def _stop_loop(self) -> None:
         if not self.is_stuck:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from engine.runner import StepResult
+from engine.runner import PendingStep, StepResult
 from runtime.endings import RankName
 from runtime.errors import TandemError
 from runtime.watchdog import WatchdogOptions
@@ -22,29 +22,10 @@ class Plan(Protocol):
         ...
 
 
-class Pending(Protocol):
-    """A step that is issued to the device."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `collect` would return at once; asked only with `LoopOptions.ahead_poll_s`."""
-        ...
-
-    @property
-    def idle_s(self) -> float | None:
-        """Seconds that the device idled before the step, after `collect`; None if unknown."""
-        ...
-
-    def collect(self) -> list[StepResult]:
-        """Wait for the step's end; one result per scheduled request, in order."""
-        ...
-
-
 PlanT = TypeVar("PlanT", bound=Plan)
-PendingT = TypeVar("PendingT", bound=Pending)
 
 
-class StepDriver(Protocol[PlanT, PendingT]):
+class StepDriver(Protocol[PlanT]):
     """Called on the loop's thread; where a step is given up, `end` and commands that are waited for
     on the watchdog's.
     """
@@ -67,18 +48,14 @@ class StepDriver(Protocol[PlanT, PendingT]):
         """End what is late, and decide the step; may have all launched steps taken over first."""
         ...
 
-    def launch(self, plan: PlanT, after: PendingT | None, least: int) -> PendingT:
-        """Issue the step without waiting for it; changes no request.
+    def launch(self, plan: PlanT, after: PendingStep | None, least: int) -> PendingStep | None:
+        """Issue our part in the group's step without waiting for it; changes no request.
 
         Args:
-            plan: has tokens.
+            plan: without tokens it is a dummy, of which nothing is to be read: None.
             after: the step before, where its results are not read.
             least: the most tokens that a rank of the group runs in this step.
         """
-        ...
-
-    def launch_dummy(self, least: int) -> None:
-        """Issue our part in the other ranks' step."""
         ...
 
     def book(

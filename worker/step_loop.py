@@ -20,58 +20,47 @@ watchdog stands in for this thread. The failure of one request never comes here.
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic
 
 from engine.parallel.lockstep import GroupState, IdlePace, Lockstep, RankState
 from engine.parallel.lost_peer import reason_of_end
+from engine.runner import PendingStep
 from runtime.endings import refusal_of_calls
-from runtime.errors import InternalError, PeerLostError, TandemError
+from runtime.errors import PeerLostError, TandemError
 from runtime.logging import get_logger
 from runtime.watchdog import StepOverdueError
-from worker.step_driver import LoopOptions, PendingT, PlanT, StepDriver
+from worker.command_queue import CommandQueue
+from worker.step_driver import LoopOptions, PlanT, StepDriver
 from worker.watched_thread import WatchedThread
 
 logger = get_logger(__name__)
 
-ResultT = TypeVar("ResultT")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Launched(Generic[PlanT, PendingT]):
+class _Launched(Generic[PlanT]):
     """Its results are not read; `follows` a step directly, so that idling in between is a loss."""
 
     plan: PlanT
-    pending: PendingT
+    pending: PendingStep
     launched_at: float
     follows: bool
     num_tokens: int
     """Of the rank that has most: the others wait for it in every layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Command:
-    run: Callable[[], None]
-    is_awaited: bool
-
-
-class StepLoop(Generic[PlanT, PendingT]):
+class StepLoop(Generic[PlanT]):
     """The thread, its command queue and its end. `submit`, `post`, `stop` are for any thread."""
 
-    def __init__(
-        self, driver: StepDriver[PlanT, PendingT], lockstep: Lockstep, options: LoopOptions
-    ) -> None:
+    def __init__(self, driver: StepDriver[PlanT], lockstep: Lockstep, options: LoopOptions) -> None:
         """Nothing runs before `start`; what `driver` owns belongs to the loop from then on."""
         self._driver, self._lockstep, self._options = driver, lockstep, options
         self._clock = options.clock
-        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._in_flight: deque[_Launched[PlanT, PendingT]] = deque()
+        self._commands = CommandQueue()
+        self.submit, self.post = self._commands.submit, self._commands.post
+        self._in_flight: deque[_Launched[PlanT]] = deque()
         # Tokens of the latest steps, each of the rank that has most.
         self._launched_tokens = deque([0], maxlen=options.max_ahead + 1)
         self._is_following = False  # the latest turn launched something
@@ -79,8 +68,7 @@ class StepLoop(Generic[PlanT, PendingT]):
         self._pace = IdlePace(self._clock)
         self._group = GroupState(has_work=False, max_num_tokens=0, all_leaving=False)
         self._leaving = self._is_checked = False
-        self._over: TandemError | None = None
-        self._lock = threading.Lock()  # orders submit against the end of the loop
+        self._turned_at: float | None = None  # since when a turn with work runs
         self._thread = WatchedThread("engine-loop", self._run, self._end, options.watchdog)
         self.ended = self._thread.ended
         """Done last, with what ended the loop; None after `stop`."""
@@ -90,6 +78,17 @@ class StepLoop(Generic[PlanT, PendingT]):
     def is_overdue(self) -> bool:
         """Whether the thread hangs in a step that was given up."""
         return self._thread.is_overdue
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes turns."""
+        return self._thread.is_alive
+
+    @property
+    def turn_age_s(self) -> float:
+        """Seconds since the latest turn began; 0 while nobody has work."""
+        turned_at = self._turned_at
+        return 0.0 if turned_at is None else self._clock() - turned_at
 
     def stop(self, timeout_s: float) -> bool:
         """End the loop once no rank of the group needs another step; whether it ended in time."""
@@ -102,43 +101,11 @@ class StepLoop(Generic[PlanT, PendingT]):
         """What `stop` does, on the loop's thread."""
         self._leaving = True
 
-    def submit(self, work: Callable[[], ResultT]) -> Future[ResultT]:
-        """Run `work` on the loop's thread between two steps.
-
-        A TandemError that it raises is the future's. So is any other exception, which also ends
-        the loop, as a broken invariant does. After the end of the loop the future fails at once.
-        """
-        future: Future[ResultT] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-                if not isinstance(error, TandemError) or isinstance(error, InternalError):
-                    raise
-
-        with self._lock:
-            if self._over is not None:
-                future.set_exception(self._over)
-            else:
-                self._commands.put(_Command(run, is_awaited=True))
-        return future
-
-    def post(self, work: Callable[[], None]) -> None:
-        """The same for work that nobody waits for: all that it raises ends the loop.
-
-        After the end nothing runs it; the driver's end has answered what is left.
-        """
-        self._commands.put(_Command(work, is_awaited=False))
-
     def take_commands(self, timeout_s: float = 0.0) -> bool:
         """Carry out what is in the queue, waiting at most `timeout_s` for a first; if any was."""
         is_any = False
         while not self._is_over:
-            command = self._next_command(0.0 if is_any else timeout_s)
+            command = self._commands.next(0.0 if is_any else timeout_s)
             if command is None:
                 break
             is_any = True
@@ -151,11 +118,14 @@ class StepLoop(Generic[PlanT, PendingT]):
         """One step, or a rest where nobody has work; whether anybody had."""
         is_busy = self.step()
         self._check_books(is_busy)
+        if not is_busy:
+            self._turned_at = None
         self.take_commands(0.0 if is_busy else self._rest_s)
         return is_busy
 
     def step(self) -> bool:
         """Launch a step if there is one, take over those that it need not wait for; if either."""
+        self._turned_at = self._clock()
         is_launched = self._launch_next()
         is_busy = self._group.has_work or self._group.in_flight
         if self._group.has_work or not self._await_news():
@@ -183,27 +153,20 @@ class StepLoop(Generic[PlanT, PendingT]):
     def _rest_s(self) -> float:
         return self._pace.wait_s if self._lockstep.is_group else self._driver.rest_s
 
-    def _next_command(self, timeout_s: float) -> _Command | None:
-        try:
-            return self._commands.get(block=timeout_s > 0, timeout=timeout_s or None)
-        except queue.Empty:
-            return None
-
     def _launch_next(self) -> bool:
         """Launch our part of the group's step; whether results will come of it."""
         plan = self._driver.plan(self._complete_launched)
         group = self._group = self._meet(plan.num_tokens)
         follows, self._is_following = self._is_following, group.has_work
-        least, what = group.max_num_tokens, f"the launch of a {self._options.step} step"
-        if not plan.num_tokens:
-            if group.has_work:
-                with self.watch(what, least):
-                    self._driver.launch_dummy(least)
+        least = group.max_num_tokens
+        if not plan.num_tokens and not group.has_work:
             return False
         launched_at = self._clock()
         after = self._in_flight[-1].pending if self._in_flight else None
-        with self.watch(what, least):
+        with self.watch(f"the launch of a {self._options.step} step", least):
             pending = self._driver.launch(plan, after, least)
+        if pending is None:
+            return False
         self._in_flight.append(
             _Launched(
                 plan=plan,
@@ -261,9 +224,9 @@ class StepLoop(Generic[PlanT, PendingT]):
 
     def _check_books(self, is_busy: bool) -> None:
         """Check once, whenever the last request has left, that it took nothing along."""
-        if not self._driver.is_empty:
+        if is_busy or not self._driver.is_empty:
             self._is_checked = False
-        elif not is_busy and not self._is_checked:
+        elif not self._is_checked:
             self._driver.check_integrity()
             self._is_checked = True
 
@@ -278,9 +241,7 @@ class StepLoop(Generic[PlanT, PendingT]):
     def _end(self, caught: BaseException | None) -> TandemError | None:
         """Answer everybody; on the loop's thread, or on the watchdog's in its stead."""
         error = self._reason_of(caught)
-        with self._lock:
-            self._over = refusal_of_calls(self._options.name)
-        self._run_last_commands()
+        self._commands.close(refusal_of_calls(self._options.name))
         try:
             self._driver.end(error)
         except Exception:
@@ -295,12 +256,3 @@ class StepLoop(Generic[PlanT, PendingT]):
             return None
         logger.error("the engine loop failed", exc_info=caught)
         return reason_of_end(caught, in_group=self._options.name.num_ranks > 1)
-
-    def _run_last_commands(self) -> None:
-        """What was submitted before the end has a future that somebody waits for."""
-        while (command := self._next_command(0.0)) is not None:
-            try:
-                if command.is_awaited:
-                    command.run()
-            except Exception:
-                logger.exception("a command failed after the end of the loop")

@@ -44,6 +44,11 @@ class WatchedThread:
         """Whether the thread hangs in a call that was given up."""
         return self._watchdog.is_overdue
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs, and its calls return in time."""
+        return self._thread.is_alive() and not self.is_overdue
+
     def start(self) -> None:
         """Start to work."""
         self._watchdog.start()

@@ -47,7 +47,7 @@ def test_a_process_is_told_who_it_is(tmp_path: Path) -> None:
     assert first.log_path != second.log_path
     assert " ".join(second.command).endswith(
         f"decode --config {context.config_path} --instance decode-0 --rank 1 "
-        f"--rendezvous 127.0.0.1:999 --router {context.control_address} --host 127.0.0.1"
+        f"--grace 10 --rendezvous 127.0.0.1:999 --router {context.control_address} --host 127.0.0.1"
     )
     assert second.env["OMP_NUM_THREADS"] == "3"
     assert second.env["TANDEM_CLUSTER"] == context.run_id

@@ -27,6 +27,8 @@ def test_a_rank_knows_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert options.section is options.config.decode
     assert (options.instance, options.rank, options.listen.bind) == ("decode-0", 1, "127.0.0.2")
     assert options.served_name == "model"
+    assert options.grace_s == 30.0
+    assert parse_worker_options("decode", arguments(tmp_path, grace="2.5")).grace_s == 2.5
     elsewhere = arguments(tmp_path, host="0.0.0.0", advertise="node-3")
     assert parse_worker_options("decode", elsewhere).listen.address(80) == "node-3:80"
 
@@ -60,6 +62,8 @@ def test_or_against_dp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (CONFIG, {"rank": "2"}, "--rank"),
         (CONFIG, {"rendezvous": ""}, "--rendezvous"),
+        (CONFIG, {"grace": "-1"}, "--grace"),
+        (CONFIG, {"grace": "inf"}, "--grace"),
         ("[decode]\ndp = 2\n", {}, "model.path"),
     ],
 )

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from decode.__main__ import make_service as decode_service
+from prefill.__main__ import FOLLOWER_EXTRA_GRACE_S
+from prefill.__main__ import make_service as prefill_service
 from runtime.config_file import SECRET_VARIABLE
 from runtime.errors import PeerLostError
-from tests.runtime.test_worker import arguments
+from tests.runtime.test_worker import CONFIG, arguments
+from worker.host import WorkerHost
 from worker.run import run_worker
 
 
@@ -47,3 +51,25 @@ def test_a_rank_that_cannot_even_be_closed_ends_all_the_same(
     status = run_worker("decode", arguments(tmp_path), lambda _: service)
     assert status == 1
     assert forced == ([1] if is_stuck else []), "without destructors where they may hang"
+
+
+def test_a_rank_drains_for_as_long_as_its_command_line_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, "s")
+    for name in ("configure_logging", "limit_threads"):
+        monkeypatch.setattr(f"worker.run.{name}", lambda *_: None)
+    graces: list[float] = []
+
+    def run(service: WorkerHost, *, grace_s: float) -> int:
+        graces.append(grace_s)
+        return 0
+
+    monkeypatch.setattr("worker.run.run_service", run)
+    for grace in ("2.5", "0"):
+        given = arguments(tmp_path, grace=grace)
+        assert run_worker("decode", given, decode_service) == 0
+    # Rank 1 follows rank 0, which drains first.
+    given = arguments(tmp_path, CONFIG + "[prefill]\ntp = 2\n", grace="2.5", instance="prefill-0")
+    assert run_worker("prefill", given, prefill_service) == 0
+    assert graces == [2.5, 0.0, 2.5 + FOLLOWER_EXTRA_GRACE_S]

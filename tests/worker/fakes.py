@@ -1,0 +1,88 @@
+"""A role that serves nothing, and what it is asked for, in order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+
+from engine.parallel.dims import ParallelDims
+from engine.parallel.groups import ProcessGroups
+from runtime.pb import registry_pb2, registry_pb2_grpc
+from runtime.rpc import bind_port, create_server
+from tests.decode.cluster import HOST, SECRET, FakeRegistry, make_options
+from worker.host import Endpoint, HostedRank, WorkerHost
+
+
+class FakeLoop:
+    """An engine loop that ends when it is told to, unless it hangs."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.ended: Future[BaseException | None] = Future()
+        self.hangs = False
+        self._log = log
+
+    def start(self) -> None:
+        self._log.append("start")
+
+    def stop(self, timeout_s: float) -> bool:
+        self._log.append("stop")
+        if not self.hangs and not self.ended.done():
+            self.ended.set_result(None)
+        return self.ended.done()
+
+
+class FakeDriver:
+    """One rank of `num_ranks`."""
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self.log: list[str] = []
+        self.loop = FakeLoop(self.log)
+        self.load: Callable[[], registry_pb2.WorkerLoad] = registry_pb2.WorkerLoad
+        self._dims = ParallelDims(dp=num_ranks, ep=num_ranks)
+
+    def boot(self) -> HostedRank:
+        return HostedRank(
+            groups=ProcessGroups(dims=self._dims),
+            epoch=5,
+            max_model_len=64,
+            close_transfer=lambda: self.log.append("close transfer"),
+            close_model=lambda: self.log.append("close model"),
+        )
+
+    def build(
+        self, host: WorkerHost, closing: contextlib.AsyncExitStack
+    ) -> tuple[FakeLoop, Endpoint]:
+        closing.callback(self.log.append, "close role")
+
+        async def flush() -> None:
+            self.log.append("flush")
+
+        async def drain(deadline_s: float) -> None:
+            self.log.append(f"drain {deadline_s:g}")
+
+        endpoint = Endpoint(
+            serve=lambda server, address: self.log.append("serve"),
+            record=registry_pb2.WorkerRecord(num_parts=3),
+            load=lambda: self.load(),
+            refuse=lambda: self.log.append("refuse"),
+            drain=drain,
+            flush=flush,
+        )
+        return self.loop, endpoint
+
+
+@contextlib.asynccontextmanager
+async def hosted(driver: FakeDriver) -> AsyncIterator[tuple[WorkerHost, FakeRegistry]]:
+    """A host that has started up, and the registry that it is in."""
+    registry, router = FakeRegistry(), create_server(SECRET)
+    registry_pb2_grpc.add_RegistryServicer_to_server(registry, router)
+    address = f"{HOST}:{bind_port(router, HOST, 0)}"
+    await router.start()
+    host = WorkerHost(make_options(address), driver)
+    try:
+        await host.startup()
+        yield host, registry
+    finally:
+        await host.shutdown()
+        await router.stop(None)

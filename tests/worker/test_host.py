@@ -1,0 +1,60 @@
+"""A rank's process from its boot to its end, whatever ends it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from runtime.errors import InternalError, PeerLostError
+from runtime.pb import registry_pb2
+from tests.worker.fakes import FakeDriver, hosted
+
+
+async def test_what_it_opened_is_closed_last_things_first() -> None:
+    driver = FakeDriver()
+    async with hosted(driver) as (host, registry):
+        assert driver.log == ["start", "serve"]
+        (record,) = registry.records
+        assert (record.identity.epoch, record.max_model_len, record.num_parts) == (5, 64, 3)
+        driver.log.clear()
+        await host.drain()
+        assert driver.log == ["refuse", f"drain {host.grace_s:g}"]
+        driver.log.clear()
+    assert driver.log[:3] == ["refuse", "stop", "flush"]
+    assert driver.log[-3:] == ["close role", "close transfer", "close model"]
+    assert not host.is_stuck
+
+
+async def test_what_ends_the_engine_loop_ends_the_worker() -> None:
+    driver = FakeDriver(num_ranks=2)
+    async with hosted(driver) as (host, _):
+        driver.loop.ended.set_result(PeerLostError("rank 1 is gone"))
+        with pytest.raises(PeerLostError, match="rank 1 is gone"):
+            await asyncio.wait_for(host.main_loop(), 10)
+    assert host.is_stuck, "what all ranks close together would wait for the one that is gone"
+    assert "close model" not in driver.log
+
+
+async def test_an_engine_loop_that_does_not_stop_is_left_alone() -> None:
+    driver = FakeDriver(num_ranks=2)
+    driver.loop.hangs = True
+    async with hosted(driver) as (host, _):
+        pass
+    assert host.is_stuck
+    assert driver.log.count("stop") == 1
+    assert "close model" not in driver.log
+
+
+async def test_a_renewal_that_ends_ends_the_worker() -> None:
+    """No router would send it anything any more, and nothing else would say so."""
+    driver = FakeDriver()
+
+    def fail() -> registry_pb2.WorkerLoad:
+        raise ZeroDivisionError("no load")
+
+    async with hosted(driver) as (host, _):
+        driver.load = fail
+        with pytest.raises(InternalError, match="is not renewed any more") as caught:
+            await asyncio.wait_for(host.main_loop(), 10)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)

@@ -1,0 +1,181 @@
+"""The loop itself, with a role that counts; what roles do in it is tested with them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from engine.parallel.lockstep import Lockstep, SoloLockstep
+from engine.runner import StepResult
+from runtime.endings import RankName
+from runtime.errors import DrainingError, InternalError, InvalidRequestError, TandemError
+from worker.step_driver import LoopOptions
+from worker.step_loop import StepLoop
+
+TIMEOUT_S = 10
+
+
+@dataclass
+class Work:
+    """So many tokens."""
+
+    num_tokens: int
+
+
+class Done:
+    """A step that is over when it is collected."""
+
+    idle_s = None
+    is_done = True
+
+    def collect(self) -> list[StepResult]:
+        return []
+
+
+class CountingDriver:
+    """Runs one item of `work` a step."""
+
+    def __init__(self) -> None:
+        self.work: list[int] = []
+        self.booked: list[int] = []
+        self.ends: list[TandemError | None] = []
+        self.log: list[str] = []
+        self.num_rests = 0
+        self.on_launch: Callable[[], None] = lambda: None
+        self.is_broken = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.work
+
+    @property
+    def rest_s(self) -> float:
+        self.num_rests += 1
+        return 0.02
+
+    def plan(self, complete_launched: Callable[[], None]) -> Work:
+        return Work(self.work[0] if self.work else 0)
+
+    def launch(self, plan: Work, after: Done | None, least: int) -> Done:
+        assert plan.num_tokens == least > 0, "it is alone"
+        self.on_launch()
+        return Done()
+
+    def book(
+        self, plan: Work, results: Sequence[StepResult], seconds: float, idle_s: float | None
+    ) -> None:
+        self.booked.append(self.work.pop(0))
+
+    def tell(self) -> None:
+        pass
+
+    def check_integrity(self) -> None:
+        if self.is_broken:
+            raise InternalError("a block is lost")
+
+    def leave(self) -> None:
+        self.log.append("leave")
+
+    def end(self, error: TandemError | None) -> None:
+        self.log.append("end")
+        self.ends.append(error)
+
+
+def make_loop(
+    lockstep: Lockstep | None = None, clock: Callable[[], float] = time.monotonic
+) -> tuple[StepLoop[Work], CountingDriver]:
+    driver = CountingDriver()
+    options = LoopOptions(name=RankName(instance="rank"), step="counting", clock=clock)
+    return StepLoop[Work](driver, lockstep or SoloLockstep(), options), driver
+
+
+def test_it_runs_what_there_is_and_ends_once() -> None:
+    loop, driver = make_loop()
+    loop.start()
+    loop.submit(lambda: driver.work.extend([3, 1, 2])).result(TIMEOUT_S)
+    while len(driver.booked) < 3:
+        time.sleep(0.001)
+    assert loop.stop(TIMEOUT_S)
+    assert driver.booked == [3, 1, 2]
+    assert (driver.log, driver.ends) == (["leave", "end"], [None])
+    assert loop.ended.result(TIMEOUT_S) is None
+
+
+def test_what_a_posted_command_raises_ends_the_loop() -> None:
+    loop, driver = make_loop()
+
+    def refuse() -> None:
+        raise InvalidRequestError("nobody hears of it")
+
+    loop.post(refuse)
+    loop.start()
+    error = loop.ended.result(TIMEOUT_S)
+    assert isinstance(error, InternalError)
+    assert "nobody hears of it" in str(error)
+    assert (driver.log, driver.ends) == (["end"], [error])
+
+
+def test_what_is_submitted_before_the_end_is_run_and_what_is_posted_is_not() -> None:
+    loop, _ = make_loop()
+    ran: list[str] = []
+    loop.post(loop.leave)
+    loop.post(lambda: ran.append("posted"))
+    awaited = loop.submit(lambda: ran.append("awaited"))
+    loop.start()
+    assert awaited.result(TIMEOUT_S) is None
+    assert loop.ended.result(TIMEOUT_S) is None
+    assert ran == ["awaited"]
+    with pytest.raises(DrainingError):
+        loop.submit(lambda: ran.append("late")).result(TIMEOUT_S)
+
+
+def test_books_that_do_not_agree_end_an_idle_rank() -> None:
+    loop, driver = make_loop()
+    loop.start()
+    loop.submit(lambda: None).result(TIMEOUT_S)
+
+    def lose_a_block() -> None:
+        driver.is_broken = True
+        driver.work.append(1)
+
+    loop.submit(lose_a_block)
+    error = loop.ended.result(TIMEOUT_S)
+    assert "a block is lost" in str(error)
+
+
+def test_a_driver_that_cannot_answer_does_not_keep_the_end_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, driver = make_loop()
+
+    def fail(error: TandemError | None) -> None:
+        raise RuntimeError("no answer")
+
+    monkeypatch.setattr(driver, "end", fail)
+    loop.start()
+    assert loop.stop(TIMEOUT_S)
+    assert loop.ended.result(TIMEOUT_S) is None
+
+
+def test_submit_from_many_threads_is_answered_whatever_ends_the_loop() -> None:
+    loop, driver = make_loop()
+    loop.start()
+    outcomes: list[BaseException | None] = []
+
+    def ask() -> None:
+        for _ in range(200):
+            outcomes.append(loop.submit(lambda: None).exception(TIMEOUT_S))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert loop.stop(TIMEOUT_S)
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert len(outcomes) == 800
+    assert all(outcome is None or isinstance(outcome, DrainingError) for outcome in outcomes)
+    assert driver.ends == [None]
