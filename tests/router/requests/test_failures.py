@@ -232,7 +232,16 @@ async def test_a_dead_prefill_is_replaced_by_another_within_the_request(
     assert (status, body["choices"][0]["text"]) == (200, ANSWER)
 
 
-async def test_a_silent_worker_leaves_the_pool_and_may_return(http, cluster: Cluster) -> None:
+async def test_a_silent_worker_leaves_the_pool_and_may_return(start_router: StartRouter) -> None:
+    cluster = await start_router(lease_ttl_s=0.8)
+    await cluster.add_prefill()
+    await cluster.add_decode()
+    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    async with aiohttp.ClientSession(cluster.url) as http:
+        await leave_and_return(http, cluster)
+
+
+async def leave_and_return(http: aiohttp.ClientSession, cluster: Cluster) -> None:
     port = int(cluster.decode.address.rpartition(":")[2])
     await cluster.decode.die()
 
