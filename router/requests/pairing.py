@@ -54,6 +54,9 @@ class Pairing:
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+        if not self.was_ready:
+            with contextlib.suppress(NoWorkersError):
+                self.pick(Exclusions())
 
 
 class PairFinder:

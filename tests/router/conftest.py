@@ -157,8 +157,8 @@ async def start_router(model_dir: Path, tokenizer: Tokenizer) -> AsyncIterator[S
     closers: list[Callable[[], Awaitable[None]]] = []
 
     async def start(**section: object) -> Cluster:
-        # A test that is about waiting for workers says so.
-        waits = {"worker_wait_s": 0.2, "lease_ttl_s": 0.8}
+        # A test that is about waiting for workers, or about leases, says so.
+        waits = {"worker_wait_s": 0.2, "lease_ttl_s": 30.0}
         options = {"port": 0, "control_port": 0, **waits, **section}
         config = ClusterConfig(
             cluster=ClusterSection(secret=SECRET),

@@ -194,7 +194,7 @@ async def test_decode_dies_while_it_streams(http, cluster: Cluster) -> None:
     await cluster.until(lambda: len(cluster.prefill.seen) == 1)
     await asyncio.sleep(0.05)
     await cluster.decode.die()
-    status, body = await asyncio.wait_for(task, 5)
+    status, body = await asyncio.wait_for(task, 30)
     assert status == 502
     assert body["error"]["code"] == "worker_lost"
     assert "decode-0" in body["error"]["message"]
@@ -205,7 +205,7 @@ async def test_a_dead_decode_is_noticed_at_once(http, cluster: Cluster) -> None:
     start = time.monotonic()
     status, body = await post(http)
     assert (status, body["error"]["code"]) == (502, "worker_lost")
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < 15  # and not when the lease is over
 
 
 async def test_prefill_dies_while_it_computes(http, cluster: Cluster) -> None:
@@ -213,7 +213,7 @@ async def test_prefill_dies_while_it_computes(http, cluster: Cluster) -> None:
     task = asyncio.create_task(post(http))
     await cluster.until(lambda: len(cluster.prefill.seen) == 1)
     await cluster.prefill.die()
-    status, body = await asyncio.wait_for(task, 5)
+    status, body = await asyncio.wait_for(task, 30)
     assert (status, body["error"]["code"]) == (502, "worker_lost")
     await cluster.until(lambda: len(cluster.decode.aborted) == 1)
 
@@ -228,11 +228,20 @@ async def test_a_dead_prefill_is_replaced_by_another_within_the_request(
     await cluster.until(lambda: any(prefill.seen for prefill in cluster.prefills))
     victim = next(prefill for prefill in cluster.prefills if prefill.seen)
     await victim.die()
-    status, body = await asyncio.wait_for(task, 5)
+    status, body = await asyncio.wait_for(task, 30)
     assert (status, body["choices"][0]["text"]) == (200, ANSWER)
 
 
-async def test_a_silent_worker_leaves_the_pool_and_may_return(http, cluster: Cluster) -> None:
+async def test_a_silent_worker_leaves_the_pool_and_may_return(start_router: StartRouter) -> None:
+    cluster = await start_router(lease_ttl_s=0.8)
+    await cluster.add_prefill()
+    await cluster.add_decode()
+    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    async with aiohttp.ClientSession(cluster.url) as http:
+        await leave_and_return(http, cluster)
+
+
+async def leave_and_return(http: aiohttp.ClientSession, cluster: Cluster) -> None:
     port = int(cluster.decode.address.rpartition(":")[2])
     await cluster.decode.die()
 
@@ -258,7 +267,7 @@ async def test_a_worker_replaced_behind_the_same_address(http, cluster: Cluster)
     port = int(cluster.decode.address.rpartition(":")[2])
     await cluster.decode.die()
     reborn = await cluster.add_decode("decode-0", port)
-    status, body = await asyncio.wait_for(task, 5)
+    status, body = await asyncio.wait_for(task, 30)
     assert (status, body["choices"][0]["text"]) == (200, ANSWER)
     await cluster.until(lambda: reborn.num_streams > 0)
     assert (await post(http))[0] == 200

@@ -66,6 +66,7 @@ async def test_a_prefill_at_fault_is_left_and_decode_is_not_suspected() -> None:
     finder.note_failure(pair, {pair.decode.key}, has_prefilled=True)
     finder = PairFinder(pairing)
     finder.note_failure(pair, {pair.prefill.key}, has_prefilled=True)
+    assert finder._exclusions().suspects == set()
     after = await find(finder)
     assert after.prefill.key != pair.prefill.key
     assert after.decode.key == pair.decode.key
@@ -114,7 +115,9 @@ async def test_who_does_not_wait() -> None:
     async with asyncio.timeout(60):
         with pytest.raises(NoWorkersError):  # never ready
             await finder.find(None, is_under_way=False)
+        assert not pairing.was_ready
         pool.update(members(1, 1))
+        assert pairing.was_ready  # before anybody asked
         pair = await finder.find(None, is_under_way=False)
         finder.note_failure(pair, {pair.decode.key}, has_prefilled=False)
         with pytest.raises(NoWorkersError):  # full, and nothing is lost yet
