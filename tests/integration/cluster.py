@@ -60,7 +60,6 @@ class Cluster:
             config.router, port=free_port("127.0.0.1"), control_port=free_port("127.0.0.1")
         )
         self.config = dataclasses.replace(config, router=router)
-        self.base_url = f"http://127.0.0.1:{router.port}"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._folder = folder
         self._num_devices = num_devices
@@ -75,9 +74,23 @@ class Cluster:
             "OMP_NUM_THREADS": "1",
         }
 
+    def address_of(self, name: str) -> str:
+        """Where a process listens."""
+        return "127.0.0.1"
+
+    def command_of(self, name: str, command: list[str]) -> list[str]:
+        """The command line of a process that runs `command`, a module and its arguments."""
+        return [sys.executable, "-m", *command]
+
+    @property
+    def base_url(self) -> str:
+        """Of the router's HTTP."""
+        return f"http://{self.address_of('router')}:{self.config.router.port}"
+
     def __enter__(self) -> Cluster:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._file.write_text(dump_config(self.config))
+        cluster = dataclasses.replace(self.config.cluster, host=self.address_of("router"))
+        self._file.write_text(dump_config(dataclasses.replace(self.config, cluster=cluster)))
         try:
             self._start("router", ["router", "--config", str(self._file)])
             for index in range(self.config.prefill.instances):
@@ -101,7 +114,8 @@ class Cluster:
             module = self._modules.get(role, role)
             command = [module, "--config", str(self._file), "--instance", f"{role}-{index}"]
             command += ["--rank", str(rank), "--rendezvous", rendezvous]
-            command += ["--router", f"127.0.0.1:{self.config.router.control_port}"]
+            router = f"{self.address_of('router')}:{self.config.router.control_port}"
+            command += ["--router", router]
             self._start(f"{role}-{index}/{rank}", command, self._devices_of(role, index, rank))
 
     def _devices_of(self, role: str, index: int, rank: int) -> dict[str, str]:
@@ -129,7 +143,7 @@ class Cluster:
         log = (self._folder / f"{name.replace('/', '-')}.log").open("ab")
         with log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", *command],
+                self.command_of(name, command),
                 env={**self._environment, **(environment or {})},
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,0 +1,178 @@
+"""What keeps happening to a cluster in a bad hour: workers killed, the network cut. Counted.
+
+The router lives in a network namespace of its own where we are root, so that a cut is a cut: the
+link to all workers is down, nothing is refused, packets are lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import shutil
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from tests.integration.cluster import Cluster
+
+ROUTER_ADDRESS = "10.77.0.2"
+WORKER_ADDRESS = "10.77.0.1"
+
+
+def why_no_network() -> str:
+    """Why no network namespace can be made here; empty where one can."""
+    if os.geteuid() != 0:
+        return "not root"
+    if shutil.which("ip") is None:
+        return "no ip command (package iproute2)"
+    name = f"tandem-probe-{secrets.token_hex(3)}"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
+        return "network namespaces are not allowed here"
+    subprocess.run(["ip", "netns", "del", name], check=True)
+    return ""
+
+
+class Link:
+    """A namespace for the router, and the one link between it and everything else."""
+
+    def __init__(self) -> None:
+        token = secrets.token_hex(3)
+        self.namespace = f"tandem-{token}"
+        self._ours, self._theirs = f"ta{token}", f"tb{token}"
+
+    def __enter__(self) -> Link:
+        _ip(f"netns add {self.namespace}")
+        _ip(f"link add {self._ours} type veth peer name {self._theirs}")
+        _ip(f"link set {self._theirs} netns {self.namespace}")
+        _ip(f"addr add {WORKER_ADDRESS}/24 dev {self._ours}")
+        _ip(f"-n {self.namespace} addr add {ROUTER_ADDRESS}/24 dev {self._theirs}")
+        _ip(f"-n {self.namespace} link set lo up")
+        _ip(f"-n {self.namespace} link set {self._theirs} up")
+        _ip(f"link set {self._ours} up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _ip(f"netns del {self.namespace}")
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _ip(f"link del {self._ours}")  # gone with its other end, as a rule
+
+    def cut(self, seconds: float) -> None:
+        """No packet passes for so long."""
+        _ip(f"link set {self._ours} down")
+        try:
+            time.sleep(seconds)
+        finally:
+            _ip(f"link set {self._ours} up")
+
+
+def _ip(arguments: str) -> None:
+    subprocess.run(["ip", *arguments.split()], check=True, capture_output=True)
+
+
+class LinkedCluster(Cluster):
+    """A cluster whose router is behind a link."""
+
+    link: Link | None = None
+
+    def address_of(self, name: str) -> str:
+        """Where a process listens."""
+        if self.link is None:
+            return "127.0.0.1"
+        return ROUTER_ADDRESS if name == "router" else WORKER_ADDRESS
+
+    def command_of(self, name: str, command: list[str]) -> list[str]:
+        """The command line of a process."""
+        python = super().command_of(name, command)
+        if self.link is None:
+            return python
+        if name == "router":
+            return ["ip", "netns", "exec", self.link.namespace, *python]
+        return [*python, "--host", WORKER_ADDRESS]
+
+
+class Churn:
+    """Kills and cuts until told to stop, from a thread of its own."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        link: Link | None,
+        *,
+        decode_every_s: float,
+        prefill_every_s: float,
+        cut_every_s: float,
+        cut_s: float = 2.0,
+        seed: int = 31,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._cluster = cluster
+        self._draw = random.Random(seed)
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+        plan: list[tuple[str, float, Callable[[], None]]] = [
+            ("decode killed", decode_every_s, lambda: self._restart("decode")),
+            ("prefill killed", prefill_every_s, lambda: self._restart("prefill")),
+        ]
+        if link is not None:
+            plan.append(("network cut", cut_every_s, lambda: link.cut(cut_s)))
+        self._plan = plan
+        self._thread = threading.Thread(target=self._run, name="churn", daemon=True)
+
+    def __enter__(self) -> Churn:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(120)
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        begun = time.monotonic()
+        due = [(begun + every_s, index) for index, (_, every_s, _) in enumerate(self._plan)]
+        try:
+            while due:
+                at, index = min(due)
+                if self._stop.wait(max(0.0, at - time.monotonic())):
+                    return
+                name, every_s, act = self._plan[index]
+                act()
+                self.counts[name] += 1
+                due.remove((at, index))
+                due.append((time.monotonic() + every_s, index))
+        except BaseException as error:
+            self._failure = error
+
+    def _restart(self, role: str) -> None:
+        """Kill one instance of the role, if another one is there to go on."""
+        section = self._cluster.config.prefill if role == "prefill" else self._cluster.config.decode
+        alive = {w["instance"] for w in self._workers() if w["role"] == role}
+        if len(alive) < section.instances:
+            return
+        victim = self._draw.choice(sorted(alive))
+        names = [name for name in self._cluster.processes if name.startswith(f"{victim}/")]
+        for name in names:
+            self._cluster.kill(name)
+        self._cluster.start_instance(role, int(victim.rpartition("-")[2]))
+
+    def _workers(self) -> list[dict[str, object]]:
+        status = self._cluster.status()
+        return [] if status is None else list(status["workers"])
+
+
+@contextlib.contextmanager
+def linked_cluster(cluster: LinkedCluster) -> Iterator[Link | None]:
+    """Start the cluster, its router behind a link where that can be made."""
+    if why_no_network():
+        with cluster:
+            yield None
+        return
+    with Link() as link:
+        cluster.link = link
+        with cluster:
+            yield link

@@ -1,0 +1,191 @@
+"""Streams while workers are killed and the network is cut: none is lost, none has another text.
+
+The long one is `make soak`, a short one belongs to `make test`. Both first run the same kind of
+requests undisturbed, and print both and what a migration costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from engine.generate import generate
+from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from runtime.config import (
+    ClusterConfig,
+    DecodeSection,
+    KVTransferSection,
+    ModelSection,
+    PrefillSection,
+    RouterSection,
+)
+from runtime.sampling import SamplingParams
+from tests.integration.churn import Churn, LinkedCluster, linked_cluster, why_no_network
+from tests.integration.client import stream
+from tests.integration.conftest import MODEL_DIR
+
+NUM_DISTINCT = 32
+NUM_TOKENS = 48
+CONCURRENCY = 24
+
+
+def churn_config() -> ClusterConfig:
+    return ClusterConfig(
+        model=ModelSection(path=str(MODEL_DIR)),
+        router=RouterSection(lease_ttl_s=3.0, max_migrations=20, worker_wait_s=120.0),
+        prefill=PrefillSection(instances=2, num_blocks=128),
+        decode=DecodeSection(instances=2, num_blocks=192),
+        kv_transfer=KVTransferSection(transport="loopback"),
+    )
+
+
+@dataclass(slots=True)
+class Load:
+    """Greedy streams against a cluster, judged against the oracle."""
+
+    base_url: str
+    prompts: list[list[int]]
+    expected: list[list[int]]
+    seconds: list[float] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    different: list[str] = field(default_factory=list)
+
+    async def run(self, num_requests: int) -> None:
+        draw = random.Random(num_requests)
+        gate = asyncio.Semaphore(CONCURRENCY)
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=600)
+        async with (
+            aiohttp.ClientSession(self.base_url, connector=connector, timeout=timeout) as session,
+            asyncio.TaskGroup() as group,
+        ):
+            for _ in range(num_requests):
+                await gate.acquire()
+                task = group.create_task(self._one(session, draw.randrange(len(self.prompts))))
+                task.add_done_callback(lambda _: gate.release())
+
+    async def _one(self, session: aiohttp.ClientSession, which: int) -> None:
+        begun = time.monotonic()
+        answer = await stream(
+            session,
+            self.prompts[which],
+            model="tandem-python",
+            max_tokens=NUM_TOKENS,
+            ignore_eos=True,
+            temperature=0,
+        )
+        self.seconds.append(time.monotonic() - begun)
+        if answer.error is not None:
+            self.lost.append(f"{answer.request_id}: {answer.error}")
+        elif answer.token_ids != self.expected[which]:
+            self.different.append(
+                f"{answer.request_id}: {answer.token_ids} instead of {self.expected[which]}"
+            )
+
+    def quantile(self, share: float) -> float:
+        return sorted(self.seconds)[int(share * (len(self.seconds) - 1))]
+
+
+def make_load(cluster: LinkedCluster, oracle: DeepseekV3ForCausalLM) -> Load:
+    draw = random.Random(41)
+    lengths = [draw.randrange(1, 200) for _ in range(NUM_DISTINCT)]
+    prompts = [[draw.randrange(300, 4000) for _ in range(n)] for n in lengths]
+    greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+    outputs = generate(oracle, prompts, [greedy] * len(prompts))
+    return Load(cluster.base_url, prompts, [output.token_ids for output in outputs])
+
+
+def router_samples(base_url: str, prefix: str) -> dict[str, float]:
+    """The router's samples whose name begins so."""
+    with urllib.request.urlopen(f"{base_url}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(prefix))
+    return {name: float(value) for name, value in pairs}
+
+
+def run_churn(
+    folder: Path,
+    oracle: DeepseekV3ForCausalLM,
+    *,
+    num_undisturbed: int,
+    num_requests: int,
+    decode_every_s: float,
+    prefill_every_s: float,
+    cut_every_s: float,
+) -> None:
+    cluster = LinkedCluster(churn_config(), folder)
+    with linked_cluster(cluster) as link:
+        idle = make_load(cluster, oracle)
+        asyncio.run(idle.run(num_undisturbed))
+        load = make_load(cluster, oracle)
+        begun = time.monotonic()
+        with Churn(
+            cluster,
+            link,
+            decode_every_s=decode_every_s,
+            prefill_every_s=prefill_every_s,
+            cut_every_s=cut_every_s,
+        ) as churn:
+            asyncio.run(load.run(num_requests))
+        elapsed_s = time.monotonic() - begun
+        cluster.wait_idle(120.0)
+        samples = router_samples(cluster.base_url, "pd_router_migration")
+        figures = {
+            "requests": num_requests,
+            "seconds": round(elapsed_s, 1),
+            "lost": len(load.lost),
+            "different": len(load.different),
+            "happened": dict(churn.counts),
+            "no network cuts": why_no_network(),
+            "undisturbed p50, p99 s": [round(idle.quantile(q), 2) for q in (0.5, 0.99)],
+            "disturbed p50, p99 s": [round(load.quantile(q), 2) for q in (0.5, 0.99)],
+            "migrations": {k: v for k, v in samples.items() if "_bucket" not in k},
+        }
+        print(f"\nchurn: {json.dumps(figures, indent=1)}\n")
+        assert idle.lost == idle.different == []
+        assert load.lost == []
+        assert load.different == []
+        assert churn.counts["decode killed"] >= 1
+    assert cluster.marked_processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_no_stream_is_lost_while_workers_die(
+    tmp_path: Path, oracle: DeepseekV3ForCausalLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with capsys.disabled():
+        run_churn(
+            tmp_path,
+            oracle,
+            num_undisturbed=24,
+            num_requests=120,
+            decode_every_s=6.0,
+            prefill_every_s=14.0,
+            cut_every_s=9.0,
+        )
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2400)
+def test_2000_requests_while_workers_die_and_the_network_is_cut(
+    tmp_path: Path, oracle: DeepseekV3ForCausalLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with capsys.disabled():
+        run_churn(
+            tmp_path,
+            oracle,
+            num_undisturbed=100,
+            num_requests=2000,
+            decode_every_s=10.0,
+            prefill_every_s=25.0,
+            cut_every_s=40.0,
+        )
