@@ -158,6 +158,7 @@ def _command(
     command = (*context.entrypoints[plan.role], "--config", str(context.config_path))
     if plan.role is Role.ROUTER:
         return (*command, "--grace", f"{ROUTER_GRACE_S:g}")
+    advertise = context.config.cluster.advertise
     return (
         *command,
         *("--instance", plan.name),
@@ -166,7 +167,7 @@ def _command(
         *("--rendezvous", rendezvous),
         *("--router", context.control_address),
         *("--host", context.config.cluster.host),
-        *("--advertise", context.config.cluster.advertise),
+        *(("--advertise", advertise) if advertise else ()),
     )
 
 

@@ -55,6 +55,18 @@ def test_a_process_is_told_who_it_is(tmp_path: Path) -> None:
     assert only.command[-4:] == ("--config", str(context.config_path), "--grace", "10")
 
 
+def test_a_process_is_told_the_address_that_it_tells_others(tmp_path: Path) -> None:
+    config = fake_config(tmp_path)
+    cluster = dataclasses.replace(config.cluster, host="0.0.0.0", advertise="node-1")
+    section = dataclasses.replace(config.kv_transfer, transport="loopback")
+    config = dataclasses.replace(config, cluster=cluster, kv_transfer=section)
+    context = fake_context(config, tmp_path)
+    (worker, *_) = process_specs(plan_instances(config)[1], context, "node-1:999")
+    assert context.control_address == f"node-1:{config.router.control_port}"
+    told = f"--router {context.control_address} --host 0.0.0.0 --advertise node-1"
+    assert " ".join(worker.command).endswith(told)
+
+
 def test_registered_ranks() -> None:
     config = ClusterConfig(prefill=PrefillSection(tp=4), decode=DecodeSection(dp=2))
     router, prefill, decode = plan_instances(config)
