@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -47,6 +48,12 @@ _LOOPBACK_ENVIRONMENT = {
     # By itself UCX listens on the host's other addresses too, whatever address is asked for.
     "UCX_NET_DEVICES": "lo",
 }
+_CARDS = Path("/sys/class/infiniband")
+_CARDLESS_ENVIRONMENT = {
+    # Where libibverbs is installed and no card is there, UCX's module for cards crashes at the exit
+    # of a process that has a live agent.
+    "UCX_MODULES": "^ib",
+}
 _DRAIN_S = 2.0
 _DRAIN_POLL_S = 5e-4
 _PROGRESS_DELAY_US = 1000
@@ -65,7 +72,8 @@ def load_nixl() -> ModuleType:
     Raises:
         ConfigError: it is not installed, or does not load; says what to install.
     """
-    for name, value in _ENVIRONMENT.items():
+    has_cards = _CARDS.is_dir() and any(_CARDS.iterdir())
+    for name, value in (_ENVIRONMENT | ({} if has_cards else _CARDLESS_ENVIRONMENT)).items():
         os.environ.setdefault(name, value)
     problems = []
     for name in _MODULES:
