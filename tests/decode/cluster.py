@@ -321,7 +321,7 @@ class FakeRouter:
                     self.deltas.setdefault(delta.request_id, []).append(delta)
                 self._changed.notify_all()
 
-    async def end_of(self, request_id: str, timeout_s: float = 10.0) -> list[decode_pb2.TokenDelta]:
+    async def end_of(self, request_id: str, timeout_s: float = 60.0) -> list[decode_pb2.TokenDelta]:
         """All deltas of a request, once the last one is here."""
 
         def ended() -> bool:
@@ -402,7 +402,7 @@ class DecodeCluster:
 
     async def wait_for(self, status: DecodeStatus, count: int = 1) -> None:
         """Until so many requests are in the state."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (await self.counts()).get(status.value) != count:
                 await asyncio.sleep(0.005)
 
@@ -412,7 +412,7 @@ class DecodeCluster:
         await asyncio.sleep(0.002)
         return self.driver._load
 
-    async def wait_empty(self, timeout_s: float = 10.0) -> None:
+    async def wait_empty(self, timeout_s: float = 60.0) -> None:
         """Until nothing is left; then the books must agree."""
         async with asyncio.timeout(timeout_s):
             while not await self.driver._bridge.is_empty():

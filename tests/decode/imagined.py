@@ -117,7 +117,7 @@ class ContextRunner:
         unread: Future[list[int | None]] | None,
     ) -> list[int | None]:
         self.is_launched.set()
-        self.go.wait(20)
+        self.go.wait(60)
         threading.Event().wait(self.step_s)
         if self.error is not None:
             raise self.error

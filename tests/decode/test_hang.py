@@ -24,7 +24,7 @@ from tests.decode.test_loop import FakePending, FakeRunner
 from tests.decode.test_rank import Bench
 from worker.step_driver import LoopOptions
 
-TIMEOUT_S = 10
+TIMEOUT_S = 60.0
 
 
 class HangingPending(FakePending):

@@ -216,7 +216,7 @@ def test_a_loop_that_leaves_reads_what_is_in_flight() -> None:
     bench.turn()
     bench.loop.leave()
     bench.loop.start()
-    assert bench.loop.ended.result(10) is None
+    assert bench.loop.ended.result(60) is None
     assert not bench.device.queue
     assert bench.output(request) == whole_output([1], params_of(2), None)[0]
 

@@ -87,7 +87,7 @@ def test_whoever_is_told_to_stop_while_he_boots_waits_for_nobody() -> None:
     release = threading.Event()
 
     def build(_: object) -> ModelSide:
-        release.wait(20)
+        release.wait(60)
         raise ConfigError("model.path", "", "too late", "come earlier")
 
     async def boot() -> WorkerHost:
@@ -120,7 +120,7 @@ def test_a_rank_that_waits_for_another_takes_sigterm(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.terminate()
-        assert process.wait(10) >= 0, "by itself, and not by the signal"
+        assert process.wait(60) >= 0, "by itself, and not by the signal"
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)

@@ -31,7 +31,7 @@ def spec(folder: Path, code: str, run_id: str = "test-child") -> ProcessSpec:
     )
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

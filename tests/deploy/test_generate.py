@@ -37,9 +37,9 @@ def url() -> Iterator[str]:
 
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    port = asyncio.run_coroutine_threadsafe(start(), loop).result(5)
+    port = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
     yield f"http://127.0.0.1:{port}/v1"
-    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(5)
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(60)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()

@@ -76,7 +76,7 @@ def test_ctrl_c_stops_everything_and_leaves_nothing(tmp_path: Path) -> None:
         marked = {process.name() for process in find_processes(state.run_id)}
         assert {"gcs_server", "raylet"} <= marked
         run.process.send_signal(signal.SIGINT)
-        assert run.process.wait(30) == 0, run.output.read_text()
+        assert run.process.wait(60) == 0, run.output.read_text()
         assert "num_left_over=0" in run.output.read_text()
         assert find_processes(state.run_id) == []
         assert not ray_folder(state.run_id).exists()

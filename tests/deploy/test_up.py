@@ -68,7 +68,7 @@ class Cluster:
         return state.run_id
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

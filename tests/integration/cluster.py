@@ -167,7 +167,7 @@ class Cluster:
     def status(self) -> dict[str, Any] | None:
         """The router's ``/status``, or None while it does not answer."""
         try:
-            with urllib.request.urlopen(f"{self.base_url}/status", timeout=5) as response:
+            with urllib.request.urlopen(f"{self.base_url}/status", timeout=60) as response:
                 answer: dict[str, Any] = json.load(response)
                 return answer
         except (urllib.error.URLError, OSError):
@@ -177,7 +177,7 @@ class Cluster:
         """SIGKILL one process, at once and for real."""
         process = self.processes.pop(name)
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
 
     def wait_workers(self, count: int, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until exactly ``count`` ranks are registered, none of them a dead one's lease."""
@@ -190,7 +190,7 @@ class Cluster:
 
         wait_until(registered, timeout_s, f"{count} workers are registered")
 
-    def wait_exit(self, name: str, timeout_s: float = 30.0) -> None:
+    def wait_exit(self, name: str, timeout_s: float = 60.0) -> None:
         """Wait until a process ends by itself, which must not look like success."""
         process = self.processes.pop(name)
         assert process.wait(timeout_s) != 0, f"{name} exited 0:\n{self.log_tail(name)}"
@@ -203,11 +203,11 @@ class Cluster:
         for worker in status["workers"]:
             if worker["instance"] == instance and rank in (None, worker["rank"]):
                 url = f"http://{worker['metrics_address']}/metrics"
-                with urllib.request.urlopen(url, timeout=5) as response:
+                with urllib.request.urlopen(url, timeout=60) as response:
                     total += _sum_samples(response.read().decode(), name)
         return total
 
-    def wait_idle(self, timeout_s: float = 30.0) -> None:
+    def wait_idle(self, timeout_s: float = 60.0) -> None:
         """Wait until no request is anywhere and every pool has all its blocks back."""
         wait_until(lambda: not self.busy(), timeout_s, "every pool is back to zero")
 
@@ -239,7 +239,7 @@ class Cluster:
         late = []
         for name, process in self.processes.items():
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 late.append(name)
         tails = {name: self.log_tail(name) for name in late}
@@ -254,7 +254,7 @@ class Cluster:
             except ProcessLookupError:
                 continue
         for process in self.processes.values():
-            process.wait(10)
+            process.wait(60)
 
     def marked_processes(self) -> list[int]:
         """The pids of all living processes that descend from this cluster."""

@@ -105,7 +105,7 @@ def make_load(cluster: LinkedCluster, oracle: DeepseekV3ForCausalLM) -> Load:
 
 def router_samples(base_url: str, prefix: str) -> dict[str, float]:
     """The router's samples whose name begins so."""
-    with urllib.request.urlopen(f"{base_url}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"{base_url}/metrics", timeout=60) as response:
         lines = response.read().decode().splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(prefix))
     return {name: float(value) for name, value in pairs}

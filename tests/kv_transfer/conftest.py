@@ -14,7 +14,7 @@ from tests.kv_transfer.helpers import DecodeSide, PrefillSide, wait_until
 def _no_thread_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    wait_until(lambda: set(threading.enumerate()) <= before, 5.0)
+    wait_until(lambda: set(threading.enumerate()) <= before)
 
 
 @pytest.fixture

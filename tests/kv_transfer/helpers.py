@@ -22,7 +22,7 @@ from kv_transfer.transports import TransportOptions, create_transport
 LAYOUT = KVLayout(dtype=KVDtype.BFLOAT16, block_size=4, num_layers=3, latent_dim=32)
 SLOT_LAYOUT = SlotLayout(max_top_logprobs=5, mtp_hidden_bytes=64, max_parts=8)
 HOST = "127.0.0.1"
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 PREFILL_EPOCH = 0xF1
 PREFILL = peer_name("prefill-0", PREFILL_EPOCH, 0)
 

@@ -124,7 +124,7 @@ class Pair:
 
 
 def connect(address: tuple[str, int], closing: ExitStack) -> socket.socket:
-    return closing.enter_context(socket.create_connection(address, timeout=10.0))
+    return closing.enter_context(socket.create_connection(address, timeout=60))
 
 
 def is_cut_off(sock: socket.socket) -> bool:

@@ -40,6 +40,11 @@ def num_items(root: object) -> int:
     return count
 
 
+def assert_steady(sizes: list[int]) -> None:
+    """The last life or two may not be forgotten yet; one item of each would be a hundred."""
+    assert abs(sizes[1] - sizes[0]) < 50
+
+
 def test_a_sender_forgets_the_lives_of_decode(make_prefill: Callable[..., PrefillSide]) -> None:
     prefill = make_prefill()
     threads = threading.active_count()
@@ -52,7 +57,7 @@ def test_a_sender_forgets_the_lives_of_decode(make_prefill: Callable[..., Prefil
         if life % 100 == 0:
             wait_until(lambda: threading.active_count() <= threads)
             sizes.append(num_items(prefill.sender) + num_items(prefill.transport))
-    assert sizes[0] == sizes[1]
+    assert_steady(sizes)
 
 
 @pytest.mark.parametrize("is_fenced", [False, True])
@@ -68,7 +73,7 @@ def test_a_receiver_forgets_the_lives_of_prefill(decode: DecodeSide, is_fenced: 
         if life % 100 == 0:
             wait_until(lambda: threading.active_count() <= threads)
             sizes.append(num_items(decode.transport))
-    assert sizes[0] == sizes[1]
+    assert_steady(sizes)
 
 
 def test_an_endpoint_of_a_forgotten_fence_stays_void(decode: DecodeSide) -> None:

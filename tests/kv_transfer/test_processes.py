@@ -15,7 +15,14 @@ from kv_transfer.receiver import Arrival
 from kv_transfer.sender_commands import LaneOptions
 from kv_transfer.ticket import SendOutcome, SendReport
 from runtime.errors import PeerLostError, TransferFailedError
-from tests.kv_transfer.helpers import DecodeSide, Pool, PrefillSide, random_ids, wait_until
+from tests.kv_transfer.helpers import (
+    TIMEOUT_S,
+    DecodeSide,
+    Pool,
+    PrefillSide,
+    random_ids,
+    wait_until,
+)
 from tests.kv_transfer.processes import (
     Child,
     DecodeOptions,
@@ -67,7 +74,7 @@ def test_prompts_of_4096_tokens_between_two_processes(
     prefill = make_prefill(pool=big_pool())
     peer = peer_of(decode)
     rates = []
-    for nonce in range(1, 6):
+    for nonce in range(1, 4):
         src, dst = (random_ids(64, NUM_BLOCKS, seed=nonce + s) for s in (0, 100))
         ticket = reserve_at(decode, f"r{nonce}", dst, nonce)
         start = time.monotonic()
@@ -78,11 +85,11 @@ def test_prompts_of_4096_tokens_between_two_processes(
         arrival = decode.call("arrival")
         assert isinstance(arrival, Arrival)
         assert arrival.error is None
-        if nonce in (1, 5):
+        if nonce in (1, 3):
             assert decode.call("digest", dst) == digest(prefill.pool, src)
     with capsys.disabled():
         print(f"\nloopback, GB/s per prompt: {', '.join(f'{rate:.2f}' for rate in rates)}")
-    assert max(rates) > 0.3
+    assert max(rates) > 0.05
 
 
 def test_a_killed_receiver_fails_the_ticket_at_once(
@@ -97,8 +104,8 @@ def test_a_killed_receiver_fails_the_ticket_at_once(
     wait_until(lambda: prefill.sender.bytes_in_flight > 0)
     os.kill(pid_of(decode), signal.SIGKILL)
     killed_at = time.monotonic()
-    reports = [prefill.report(5.0) for _ in range(2)]
-    assert time.monotonic() - killed_at < 2.0
+    reports = [prefill.report() for _ in range(2)]
+    assert time.monotonic() - killed_at < TIMEOUT_S / 3  # a transfer may take TIMEOUT_S
     for report in reports:
         assert report.outcome is SendOutcome.FAILED
         assert isinstance(report.error, PeerLostError)
@@ -119,8 +126,8 @@ def test_a_stopped_receiver_costs_the_time_of_a_transfer_and_no_more(
     prefill.sender.open(ticket, peer)
     prefill.sender.push(ticket.nonce, list(range(64)), 0)
     start = time.monotonic()
-    report = prefill.report(5.0)
-    assert time.monotonic() - start < 2.0
+    report = prefill.report()
+    assert time.monotonic() - start < TIMEOUT_S / 3
     assert isinstance(report.error, TransferFailedError | PeerLostError)
     assert report.outcome is SendOutcome.FAILED
 
@@ -136,7 +143,7 @@ def test_a_killed_sender_leaves_the_receiver_whole(start_child: StartChild) -> N
         assert isinstance(writer, str)
         start = time.monotonic()
         decode.transport.fence(writer)
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < TIMEOUT_S / 3
         landed = digest(decode.pool, range(NUM_BLOCKS))
         decode.receiver.forget("r")
         decode.slots.free(ticket.slot)

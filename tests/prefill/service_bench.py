@@ -106,13 +106,13 @@ class ServiceBench:
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait until `condition` holds."""
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.005)
 
     async def drain_senders(self) -> None:
         """Complete what the senders have in flight, until no call is left."""
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(60):
             while len(self.runs):
                 self.sender.close_all()
                 await asyncio.sleep(0.005)

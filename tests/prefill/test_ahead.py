@@ -178,9 +178,9 @@ def test_a_loop_that_stops_takes_over_what_is_in_flight() -> None:
     bench.runner.before_step = launched.set
     bench.loop.submit(AddRequest(make_item(1, 8)))
     bench.loop.start()
-    assert launched.wait(5.0)
+    assert launched.wait(60)
     bench.loop.submit(StopLoop())
-    assert bench.loop.join(5.0)
+    assert bench.loop.join(60)
     assert bench.runner.log == ["launch 0", "collect 0"]
     (first,) = bench.of_type(FirstTokenSampled)
     assert isinstance(first, FirstTokenSampled)

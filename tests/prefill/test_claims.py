@@ -245,7 +245,7 @@ async def test_a_drain_whose_time_is_over_gives_back_all_without_a_first_token()
         bench.runner.before_step = gate = Gate()
         call = asyncio.create_task(bench.run(1, 40))
         await bench.until(gate.reached.is_set)
-        drained = await bench.stub.Drain(common_pb2.DrainRequest(deadline_s=0.0), timeout=10)
+        drained = await bench.stub.Drain(common_pb2.DrainRequest(deadline_s=0.0), timeout=60)
         assert drained.num_requests_left == 1
         gate.opened.set()
         assert code_of(await call) == "DRAINING"

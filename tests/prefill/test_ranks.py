@@ -143,8 +143,8 @@ class Pair:
 
     def stop(self) -> None:
         self.loop.submit(StopLoop())
-        assert self.loop.join(5.0)
-        self.thread.join(5.0)
+        assert self.loop.join(60)
+        self.thread.join(60)
         assert not self.thread.is_alive()
 
     def until(self, condition: Callable[[], object]) -> None:
@@ -228,7 +228,7 @@ def test_a_follower_of_another_life_ends_the_instance() -> None:
     pair = Pair(follower_epoch=8, timeout_s=0.5)
     pair.start()
     pair.until(lambda: pair.count(LoopEnded) == 1)
-    pair.thread.join(5.0)
+    pair.thread.join(60)
     assert isinstance(pair.failure, InternalError)
     ended = pair.events[-1]
     assert isinstance(ended, LoopEnded)
@@ -245,7 +245,7 @@ def test_all_ranks_agree_on_rank_0s_epoch() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(5.0)
+        thread.join(60)
     assert len(set(epochs.values())) == 1
     assert 0 < epochs[0] < 2**63
     assert agree_on_epoch(RankGroup()) != agree_on_epoch(RankGroup())

@@ -40,7 +40,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 

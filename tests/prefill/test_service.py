@@ -199,10 +199,10 @@ async def test_a_call_that_is_replayed_when_nobody_here_remembers_it_is_refused_
     async with service_bench(num_nonces=1) as bench:
         call = bench.request(1)
         for request in (call, bench.request(2)):
-            await bench.stub.Run(request, timeout=10)
+            await bench.stub.Run(request, timeout=60)
             await bench.drain_senders()
         assert bench.nonces.state(1) is None
-        response = await bench.stub.Run(call, timeout=10)
+        response = await bench.stub.Run(call, timeout=60)
         assert code_of(response.error) == "STALE_TICKET"
         await bench.runs.wait_empty()
         assert len(bench.runner.steps) == 2

@@ -91,12 +91,12 @@ class Bench:
             ),
             timeout_s=30.0,
         )
-        response: prefill_pb2.RunResponse = await self.stub.Run(request, timeout=30)
+        response: prefill_pb2.RunResponse = await self.stub.Run(request, timeout=60)
         return response
 
     async def parts_of(self, nonce: int) -> list[decode_pb2.PartClosure]:
         """Every rank's part of a closed ticket."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 found = self.decode.parts_of(nonce)
                 if len(found) == self.record.num_parts:
@@ -105,7 +105,7 @@ class Bench:
 
     async def until_idle(self) -> None:
         """Wait until the worker reports that every block is free."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 load = self.registry.loads[-1] if self.registry.loads else None
                 if load and 0 < load.num_total_blocks == load.num_free_blocks:
@@ -158,7 +158,7 @@ async def check_transfer(bench: Bench, oracle: Oracle) -> None:
     assert response.WhichOneof("result") == "first_token", response
     assert response.first_token.token_id == oracle.first_token
     assert len(response.first_token.logprobs.top_ids) == 2
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         arrival = await bench.decode.arrivals.get()
     assert arrival.record is not None
     assert arrival.record.first_token == oracle.first_token
@@ -187,7 +187,7 @@ async def check_drain(bench: Bench) -> None:
     """SIGTERM to every rank: all end by themselves, in order."""
     for process in bench.processes:
         process.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         statuses = [await process.wait() for process in bench.processes]
     assert statuses == [0] * len(statuses)
     # An idle worker may be out of the pool before there was time to say that it drains.
@@ -267,7 +267,7 @@ async def test_when_a_rank_dies_calls_are_answered_and_the_instance_ends(
         # The router may still have it served by another instance.
         assert response.error.code == common_pb2.ERROR_CODE_PEER_LOST
         assert response.error.request_id == "request-1"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await bench.processes[1 - dead].wait() == 1
 
 
@@ -280,7 +280,7 @@ async def test_when_a_rank_hangs_calls_may_go_elsewhere_and_the_instance_ends(
         response = await bench.run(1, [1, 2, 3, 4])
         assert response.error.code == common_pb2.ERROR_CODE_PEER_LOST
         assert response.error.message.startswith("prefill-0 rank 1 of 2 cannot go on: ")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await bench.processes[1].wait() == 1
         # Decode is told the same where the rank had come to ask it.
         parts = bench.decode.parts_of(1)
@@ -296,7 +296,7 @@ async def test_a_worker_that_was_shut_out_meets_decode_again(
         await bench.parts_of(1)
         bench.decode.answer_gate = gate = asyncio.Event()
         call = asyncio.create_task(bench.run(2, [5, 6, 7, 8]))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(bench.decode.claims) < 2:
                 await asyncio.sleep(0.01)
         identity = bench.record.identity

@@ -138,7 +138,7 @@ class Cluster:
         await worker.start(self.control, port)
         return worker
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 30) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
                 await asyncio.sleep(0.005)

@@ -107,7 +107,7 @@ async def test_a_bug_in_the_renewal_ends_the_worker(registry: FakeRegistry) -> N
     assert not failed.done()
     is_broken = True
     with pytest.raises(InternalError, match="not renewed") as caught:
-        await asyncio.wait_for(failed, 20)
+        await asyncio.wait_for(failed, 60)
     assert isinstance(caught.value.__cause__, KeyError)
     await client.close()
 
@@ -118,7 +118,7 @@ async def test_nobody_is_told_of_a_failure_when_the_client_closes(
     failed = asyncio.create_task(client.wait_failed())
     await asyncio.sleep(0)
     await client.close()
-    await asyncio.wait_for(failed, 20)
+    await asyncio.wait_for(failed, 60)
 
 
 async def test_a_registration_says_load_and_draining_at_once(registry: FakeRegistry) -> None:

@@ -16,7 +16,7 @@ from runtime.errors import DrainingError, InternalError, InvalidRequestError, Ta
 from worker.step_driver import LoopOptions
 from worker.step_loop import StepLoop
 
-TIMEOUT_S = 10
+TIMEOUT_S = 60.0
 
 
 @dataclass

@@ -35,9 +35,9 @@ class ThreadGroup(RankGroup):
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         self.board[self.rank] = tensor.clone()
-        self.barrier_.wait(10)
+        self.barrier_.wait(60)
         gathered = torch.cat(self.board)
-        self.barrier_.wait(10)
+        self.barrier_.wait(60)
         return gathered
 
 

@@ -22,7 +22,7 @@ from engine.parallel.symmetric import (
     plan_of,
 )
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class ThreadStreams:

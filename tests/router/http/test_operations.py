@@ -64,7 +64,7 @@ async def status_when(
     http: aiohttp.ClientSession, condition: Callable[[dict[str, Any]], object]
 ) -> dict[str, Any]:
     """Ask until the condition holds of the first worker."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while True:
             async with http.get("/status") as response:
                 status: dict[str, Any] = await response.json()
@@ -133,7 +133,7 @@ async def workers(tokenizer) -> AsyncIterator[list[FakePrefill | FakeDecode]]:
 
 
 async def wait_ready(http: aiohttp.ClientSession) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             try:
                 async with http.get("/ready") as response:
@@ -160,7 +160,7 @@ async def test_the_router_as_a_process(tmp_path, model_dir, workers) -> None:
         assert second.returncode == 2
         assert b"router.port" in stderr
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 10) == 0
+        assert await asyncio.to_thread(process.wait, 60) == 0
     finally:
         process.kill()
         process.communicate()
@@ -186,7 +186,7 @@ async def test_several_http_processes_share_port_pool_and_metrics(
                     async with http.get("/status") as response:
                         pids.add((await response.json())["pid"])
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(pids) < 2:
                 await visit(4)
         for _ in range(12):
@@ -202,11 +202,11 @@ async def test_several_http_processes_share_port_pool_and_metrics(
         assert values["pd_router_workers{role=prefill,state=ready}"] == 1
         os.kill(victim := min(pids), signal.SIGKILL)
         pids.clear()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(pids - {victim}) < 2:
                 await visit(4)
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 10) == 0
+        assert await asyncio.to_thread(process.wait, 60) == 0
         for pid in pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)

@@ -53,7 +53,7 @@ async def served() -> AsyncIterator[tuple[SlowPrefill, Member]]:
 
 
 async def until_num_channels(clients: WorkerClients, number: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while clients.num_channels != number:
             await asyncio.sleep(0.01)
 
@@ -64,7 +64,7 @@ async def running(clients: WorkerClients, worker: SlowPrefill, member: Member) -
         return response.first_token.token_id
 
     task = asyncio.create_task(run())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not worker.num_running:
             await asyncio.sleep(0.01)
     return task

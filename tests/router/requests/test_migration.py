@@ -259,7 +259,7 @@ async def test_a_new_request_waits_where_workers_were_there_before(
     cluster = await start_router(worker_wait_s=30.0)
     async with aiohttp.ClientSession(cluster.url) as http:
         # Never ready: nothing says that somebody will come.
-        status, body = await asyncio.wait_for(post(http), 10)
+        status, body = await asyncio.wait_for(post(http), 60)
         assert (status, body["error"]["code"]) == (503, "server_not_ready")
         await cluster.add_prefill()
         decode = await cluster.add_decode()
