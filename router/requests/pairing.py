@@ -56,7 +56,7 @@ class Pairing:
         changed.set()
         if not self.was_ready:
             with contextlib.suppress(NoWorkersError):
-                self.pick(Exclusions())
+                self.pick(RequestShape())
 
 
 class PairFinder:

@@ -8,9 +8,10 @@ from concurrent.futures import Future
 
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups
+from runtime.net import Listen
 from runtime.pb import registry_pb2, registry_pb2_grpc
 from runtime.rpc import bind_port, create_server
-from tests.decode.cluster import HOST, SECRET, FakeRegistry, make_options
+from tests.decode.cluster import CREDENTIALS, HOST, FakeRegistry, make_options
 from worker.host import Endpoint, HostedRank, WorkerHost
 
 
@@ -75,9 +76,9 @@ class FakeDriver:
 @contextlib.asynccontextmanager
 async def hosted(driver: FakeDriver) -> AsyncIterator[tuple[WorkerHost, FakeRegistry]]:
     """A host that has started up, and the registry that it is in."""
-    registry, router = FakeRegistry(), create_server(SECRET)
+    registry, router = FakeRegistry(), create_server(CREDENTIALS)
     registry_pb2_grpc.add_RegistryServicer_to_server(registry, router)
-    address = f"{HOST}:{bind_port(router, HOST, 0)}"
+    address = f"{HOST}:{bind_port(router, Listen(bind=HOST), CREDENTIALS)}"
     await router.start()
     host = WorkerHost(make_options(address), driver)
     try:
