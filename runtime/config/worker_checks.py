@@ -2,17 +2,67 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from runtime.config.checks import at_least, one_of
 from runtime.errors import ConfigError
 
-if TYPE_CHECKING:
-    from runtime.config.decode import DecodeSection
-    from runtime.config.prefill import PrefillSection
+
+class WorkerSection(Protocol):
+    """The fields that both roles have."""
+
+    @property
+    def instances(self) -> int:
+        """As both sections say."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """As both sections say."""
+        ...
+
+    @property
+    def num_threads(self) -> int:
+        """As both sections say."""
+        ...
+
+    @property
+    def max_num_seqs(self) -> int:
+        """As both sections say."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """As both sections say."""
+        ...
+
+    @property
+    def gpu_memory_fraction(self) -> float:
+        """As both sections say."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """As both sections say."""
+        ...
+
+    @property
+    def kv_dtype(self) -> str:
+        """As both sections say."""
+        ...
+
+    @property
+    def overlap_steps(self) -> str:
+        """As both sections say."""
+        ...
+
+    @property
+    def step_timeout_s(self) -> float:
+        """As both sections say."""
+        ...
 
 
-def check_worker(role: str, section: PrefillSection | DecodeSection) -> None:
+def check_worker(role: str, section: WorkerSection) -> None:
     """Raise ConfigError for a field of a worker's section that cannot be."""
     at_least(f"{role}.instances", section.instances, 1)
     one_of(f"{role}.device", section.device, ("cpu", "cuda"))
@@ -25,7 +75,7 @@ def check_worker(role: str, section: PrefillSection | DecodeSection) -> None:
     one_of(f"{role}.overlap_steps", section.overlap_steps, ("auto", "on", "off"))
 
 
-def _check_memory(role: str, section: PrefillSection | DecodeSection) -> None:
+def _check_memory(role: str, section: WorkerSection) -> None:
     path, fraction = f"{role}.gpu_memory_fraction", section.gpu_memory_fraction
     if not 0.0 < fraction <= 1.0:
         raise ConfigError(path, fraction, "is no share of a memory", "above 0, at most 1")
@@ -37,7 +87,7 @@ def _check_memory(role: str, section: PrefillSection | DecodeSection) -> None:
         at_least(path, section.num_blocks, 2)
 
 
-def max_ahead_of(section: PrefillSection | DecodeSection) -> int:
+def max_ahead_of(section: WorkerSection) -> int:
     """Steps whose results may be unread when another is launched."""
     is_auto = section.overlap_steps == "auto"
     return int(section.device == "cuda" if is_auto else section.overlap_steps == "on")
