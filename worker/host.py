@@ -152,6 +152,7 @@ class WorkerHost:
 
     async def startup(self) -> None:
         """Boot; on return the rank is in the router's pool."""
+        self._options.credentials.check_certificate(self._options.listen.reach)
         self.is_stuck = True  # unless the boot ends well
         self._rank = rank = await run_on_daemon(self._driver.boot, name="boot")
         self.is_stuck = False
