@@ -16,7 +16,8 @@ import tokenizers
 from router.service import RouterService
 from router.text.tokenizer import Tokenizer
 from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection
-from tests.router.fakes import MAX_MODEL_LEN, SECRET, FakeDecode, FakePrefill, Proxy
+from tests.router.fakes import MAX_MODEL_LEN, SECRET, FakeDecode, FakePrefill
+from tests.router.proxy import Proxy
 
 MODEL = "org/tiny-model"
 ANSWER = "Hello w\u00f6rld \U0001f642 and more text follows. END of it."
