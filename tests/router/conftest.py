@@ -132,9 +132,16 @@ class Cluster:
         return worker
 
     async def add_decode(
-        self, name: str = "decode-0", port: int = 0, *, proxy: Proxy | None = None
+        self,
+        name: str = "decode-0",
+        port: int = 0,
+        *,
+        proxy: Proxy | None = None,
+        max_num_requests: int = 0,
     ) -> FakeDecode:
-        worker = FakeDecode(name, MODEL, self.script, proxy=proxy)
+        worker = FakeDecode(
+            name, MODEL, self.script, proxy=proxy, max_num_requests=max_num_requests
+        )
         self.decodes.append(worker)
         await worker.start(self.control, port)
         return worker

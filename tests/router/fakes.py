@@ -70,6 +70,8 @@ class FakeWorker:
     epoch: int = field(default_factory=lambda: secrets.randbits(60) + 1)
     address: str = ""
     layout: str = LAYOUT
+    max_num_requests: int = 0
+    """As told to the registry; nothing bounds them here."""
     choose: Choose | None = None
     """Instead of the script."""
     server: grpc.aio.Server | None = None
@@ -97,6 +99,7 @@ class FakeWorker:
             layout_fingerprint=self.layout,
             transport="loopback",
             block_size=64,
+            max_num_requests=self.max_num_requests,
         )
         self.registration = RegistryClient(control, CREDENTIALS, record, self.load)
         await self.registration.start()
@@ -115,6 +118,10 @@ class FakeWorker:
             for lease in self.registration._leases:
                 if lease._task is not None:
                     lease._task.cancel()
+
+    def set_draining(self) -> None:
+        assert self.registration is not None
+        self.registration.set_draining()
 
     async def close(self) -> None:
         if self.registration is not None:
