@@ -15,8 +15,8 @@ import contextlib
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator
 
+from router.errors import TooManyRequestsError
 from router.pool.members import Member
-from router.http.errors import TooManyRequestsError
 from runtime.budget import Budget, BudgetKind
 from runtime.errors import DrainingError
 

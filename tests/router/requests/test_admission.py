@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.http.errors import TooManyRequestsError
+from router.errors import TooManyRequestsError
 from router.pool.members import member_from_proto
 from router.requests.admission import SMALL_BODY_BYTES, Admission, limit_of
 from runtime.errors import DrainingError
