@@ -43,7 +43,7 @@ from tests.engine.tiny import tiny_config, write_checkpoint
 BLOCK_SIZE = 16
 NUM_RANKS = 2
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @dataclass
@@ -153,7 +153,7 @@ async def run_group(
     channels: list[grpc.aio.Channel] = []
     readers: list[asyncio.Future[None]] = []
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while len(registry.records) < NUM_RANKS:
                 dead = [log for log, p in zip(logs, processes, strict=True) if p.poll() is not None]
                 assert not dead, dead[0].read_text()
