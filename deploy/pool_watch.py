@@ -1,7 +1,7 @@
 """What the router says about the cluster: its readiness over HTTP, its pool over the registry.
 
-Asks like any other client; the controller, ``tandem status`` and ``tandem drain`` use it. A router that is not
-there yields an empty view, never an error: it may be starting or restarting.
+Asks like any other client; the controller, ``tandem status`` and ``tandem drain`` use it. A router
+that is not there yields an empty view, never an error: it may be starting or restarting.
 """
 
 from __future__ import annotations

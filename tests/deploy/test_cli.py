@@ -111,7 +111,9 @@ def test_up_refuses_a_port_in_use_before_anything_starts(
     assert f"router.port = {port}: cannot listen on 127.0.0.1" in error
 
 
-@pytest.mark.parametrize("command", [["status"], ["down"], ["generate", "x"], ["drain", "decode-0"]])
+@pytest.mark.parametrize(
+    "command", [["status"], ["down"], ["generate", "x"], ["drain", "decode-0"]]
+)
 def test_commands_without_a_cluster_say_so(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

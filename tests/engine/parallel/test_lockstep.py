@@ -90,9 +90,7 @@ def test_alone() -> None:
     lockstep = create_lockstep(RankGroup(), 5)
     assert isinstance(lockstep, SoloLockstep)
     state = lockstep.exchange(RankState(num_tokens=3, leaving=True))
-    assert state == GroupState(
-        has_work=True, max_num_tokens=3, all_leaving=True, any_leaving=True
-    )
+    assert state == GroupState(has_work=True, max_num_tokens=3, all_leaving=True, any_leaving=True)
 
 
 def test_idle_ranks_meet_less_often_after_a_while() -> None:
