@@ -35,7 +35,7 @@ from kv_transfer.layout import KVDtype, KVLayout
 from kv_transfer.metadata import SlotArray, SlotLayout
 from kv_transfer.ownership import Quarantine
 from kv_transfer.receiver import Arrival, KVReceiver
-from kv_transfer.settings import transport_options
+from kv_transfer.settings import tls_contexts, transport_options
 from kv_transfer.transport import KV_REGION, METADATA_REGION, MemoryRegion, Transport, peer_name
 from kv_transfer.transports import create_transport
 from runtime.config import DecodeSection
@@ -182,7 +182,7 @@ def build_transfer_side(
         settings.transport,
         local_name=peer_name(options.instance, side.epoch, options.rank),
         host=options.listen.reach,
-        options=transport_options(settings),
+        options=transport_options(settings, tls_contexts(options.credentials)),
     )
     slots = SlotArray(settings.num_metadata_slots, SlotLayout())
     region = MemoryRegion(

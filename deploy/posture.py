@@ -104,8 +104,8 @@ def _transfer_ports(config: ClusterConfig) -> Iterator[Port]:
         name="KV (TCP)" if is_own else f"KV control ({transport})",
         where=bound,
         host=bound,
-        protection="a token; plain text",
-        remedy="cluster.host on a network of its own",
+        protection=_with_certificates("a token", config),
+        remedy=_encrypt(config),
     )
     if is_own:
         return
@@ -154,9 +154,13 @@ def _http_protection(config: ClusterConfig) -> str:
 
 
 def _grpc_protection(config: ClusterConfig) -> str:
+    return _with_certificates(_SECRET, config)
+
+
+def _with_certificates(proof: str, config: ClusterConfig) -> str:
     if config.tls.mode == "off":
-        return f"{_SECRET}; plain text"
-    return f"{_SECRET} and a certificate; TLS" if config.tls.mutual else f"{_SECRET}; TLS"
+        return f"{proof}; plain text"
+    return f"{proof} and a certificate; TLS" if config.tls.mutual else f"{proof}; TLS"
 
 
 def _encrypt(config: ClusterConfig) -> str:

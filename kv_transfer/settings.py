@@ -9,6 +9,7 @@ from kv_transfer.transports.tls import TlsContexts
 from runtime.config import ClusterConfig, KVTransferSection
 from runtime.faults import parse_faults
 from runtime.logging import fields, get_logger
+from runtime.net import Credentials
 
 _log = get_logger(__name__)
 
@@ -24,6 +25,18 @@ def with_resolved_transport(config: ClusterConfig, host: str) -> ClusterConfig:
     config.kv_transfer.check_data_ports(name, host)
     _log.info("KV moves by %s %s", name, fields(reason=reason))
     return replace(config, kv_transfer=replace(config.kv_transfer, transport=name))
+
+
+def tls_contexts(credentials: Credentials) -> TlsContexts | None:
+    """What a worker's own sockets listen and connect with; None without TLS.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+    server, client = credentials.server_ssl_context(), credentials.client_ssl_context()
+    if server is None or client is None:
+        return None
+    return TlsContexts(server=server, client=client)
 
 
 def transport_options(

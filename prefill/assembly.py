@@ -18,7 +18,7 @@ from engine.parallel.dims import ParallelDims
 from kv_transfer.layout import KVDtype, KVLayout
 from kv_transfer.metadata import SlotLayout
 from kv_transfer.sender import KVSender
-from kv_transfer.settings import transport_options
+from kv_transfer.settings import tls_contexts, transport_options
 from kv_transfer.ticket import SendOutcome, SendReport
 from kv_transfer.transport import KV_REGION, MemoryRegion, Transport, peer_name
 from kv_transfer.transports import create_transport
@@ -78,7 +78,7 @@ def build_send_side(
         settings.transport,
         local_name=peer_name(options.instance, side.epoch, options.rank),
         host=options.listen.reach,
-        options=transport_options(settings),
+        options=transport_options(settings, tls_contexts(options.credentials)),
     )
     region = MemoryRegion(
         KV_REGION,

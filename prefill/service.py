@@ -41,7 +41,8 @@ from runtime.wire import (
     sampling_from_proto,
 )
 
-DRAIN_ANSWER_MARGIN_S = 0.2
+DRAIN_ANSWER_SHARE = 0.8
+"""Of the time of a call, after which it is told what is left."""
 
 logger = get_logger(__name__)
 
@@ -76,6 +77,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._on_draining = on_draining
         self._clock = clock
         self._is_draining = False
+        self._end_of_drain: asyncio.TimerHandle | None = None
 
     async def Run(
         self,
@@ -112,12 +114,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         request: common_pb2.DrainRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> common_pb2.DrainResponse:
-        """Refuse new requests, and answer when none is left or the time is over."""
-        self.start_draining(request.deadline_s)
-        timeout_s = request.deadline_s
+        """Refuse new requests; answers when none is left, or shortly before the call's deadline."""
+        self.start_draining(max(0.0, request.deadline_s))
         remaining_s = context.time_remaining()
-        if remaining_s is not None:
-            timeout_s = min(timeout_s, max(remaining_s - DRAIN_ANSWER_MARGIN_S, 0.0))
+        timeout_s = None if remaining_s is None else DRAIN_ANSWER_SHARE * remaining_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._runs.wait_empty()
@@ -127,15 +127,24 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         """Refuse new requests from now on, and give back what has no ticket yet.
 
         Args:
-            deadline_s: after so long what has no first token is given back, too; None for never.
+            deadline_s: after so long what has no first token is given back, too; the earliest
+                deadline counts. None for never.
         """
         if not self._is_draining:
             self._is_draining = True
             self._on_draining()
-        self._submit(GiveBack(self._draining_error()))
+            self._submit(GiveBack(self._draining_error()))
         if deadline_s is not None:
-            rest = GiveBack(self._draining_error(), also_begun=True)
-            asyncio.get_running_loop().call_later(deadline_s, self._submit, rest)
+            self._give_rest_back_in(deadline_s)
+
+    def _give_rest_back_in(self, seconds: float) -> None:
+        loop, former = asyncio.get_running_loop(), self._end_of_drain
+        if former is not None and former.when() <= loop.time() + seconds:
+            return
+        if former is not None:
+            former.cancel()
+        rest = GiveBack(self._draining_error(), also_begun=True)
+        self._end_of_drain = loop.call_later(seconds, self._submit, rest)
 
     async def _run(self, request: prefill_pb2.RunRequest) -> prefill_pb2.FirstToken:
         check_identity(request, self._limits)  # a ticket for another life is none that we can have

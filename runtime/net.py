@@ -157,6 +157,23 @@ class Credentials:
         _load(context, self.tls, trust=True)
         return context
 
+    def check_certificate(self, host: str) -> None:
+        """Refuse a certificate that peers which call us at ``host`` would not believe: for want of
+        a name, of the authority, of its time or of its purpose. Nothing without TLS.
+
+        Raises:
+            ConfigError: says what a peer would say.
+        """
+        server, client = self.server_ssl_context(), self.client_ssl_context()
+        if self.tls is None or server is None or client is None:
+            return
+        try:
+            _shake_hands_with_oneself(server, client, host)
+        except ssl.SSLError as error:
+            problem = f"is refused by whoever calls this process at {host} ({_verdict(error)})"
+            fix = f"a certificate of tls.ca, for both ends, whose subjectAltName has {host}"
+            raise ConfigError("tls.cert", self.tls.cert, problem, fix) from error
+
     def http_ssl_context(self) -> ssl.SSLContext | None:
         """For the listening end of HTTP; None without TLS.
 
@@ -172,6 +189,26 @@ def _server_context(files: TlsFiles, *, ask: bool) -> ssl.SSLContext:
     if ask:
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def _shake_hands_with_oneself(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> None:
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    calling = client.wrap_bio(to_client, to_server, server_hostname=host)
+    listening = server.wrap_bio(to_server, to_client, server_side=True)
+    waiting = [calling, listening]
+    while waiting:
+        for end in tuple(waiting):
+            try:
+                end.do_handshake()
+                waiting.remove(end)
+            except ssl.SSLWantReadError:  # for what the other end says next
+                continue
+
+
+def _verdict(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message
+    return error.reason or str(error)
 
 
 def _load(context: ssl.SSLContext, files: TlsFiles, *, trust: bool) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ logger = get_logger(__name__)
 
 SWEEP_INTERVAL_S = 1.0
 STOP_TIMEOUT_S = 12.0
-"""How long other ranks of the group may take to end their work; longer than their grace period."""
+"""How long the engine loop may take to end; in a group, beyond what is left of the grace period,
+which the other ranks may need."""
 ANSWER_GRACE_S = 1.0
 """How long calls that are answered may take to be read when the process ends."""
 
@@ -136,6 +138,8 @@ class WorkerHost:
         self._endpoint: Endpoint | None = None
         self._ended: asyncio.Future[BaseException | None] | None = None
         self._membership: RegistryClient | None = None
+        self._drain_until = 0.0
+        """When the grace period ends, which is that of the other ranks, too."""
         self._unknown: asyncio.Future[None] | None = None
         """Done when no router will know this rank any more."""
         # What was acquired, released in reverse order by `shutdown`.
@@ -148,6 +152,7 @@ class WorkerHost:
 
     async def startup(self) -> None:
         """Boot; on return the rank is in the router's pool."""
+        self._options.credentials.check_certificate(self._options.listen.reach)
         self.is_stuck = True  # unless the boot ends well
         self._rank = rank = await run_on_daemon(self._driver.boot, name="boot")
         self.is_stuck = False
@@ -188,11 +193,16 @@ class WorkerHost:
 
     async def drain(self) -> None:
         """Refuse new requests; return when nothing is left."""
-        if self._endpoint is not None:
-            self._endpoint.refuse()
-            await self._endpoint.drain(self.grace_s)
-        elif self._ended is not None:
-            await asyncio.wait({self._ended})  # whoever schedules for this rank drains
+        self._drain_until = time.monotonic() + self.grace_s
+        try:
+            if self._endpoint is not None:
+                self._endpoint.refuse()
+                await self._endpoint.drain(self.grace_s)
+            elif self._ended is not None:
+                await asyncio.wait({self._ended})  # whoever schedules for this rank drains
+        except asyncio.CancelledError:
+            self._drain_until = 0.0  # whoever cuts it short does not wait for other ranks either
+            raise
 
     async def shutdown(self) -> None:
         """Undo `startup`, last things first."""
@@ -264,7 +274,9 @@ class WorkerHost:
 
     async def _stop_loop(self) -> None:
         if not self.is_stuck:
-            self.is_stuck = not await asyncio.to_thread(self._loop.stop, STOP_TIMEOUT_S)
+            grace_left_s = max(0.0, self._drain_until - time.monotonic())
+            timeout_s = STOP_TIMEOUT_S + grace_left_s
+            self.is_stuck = not await asyncio.to_thread(self._loop.stop, timeout_s)
 
     def _leave_groups(self) -> None:
         groups, ended = self._rank.groups, self._ended

@@ -149,3 +149,19 @@ def test_a_key_of_another_certificate_is_refused(files: TlsFiles, tmp_path: Path
     others = make_certificates(tmp_path / "others", (HOST,))
     with pytest.raises(ConfigError, match="MISMATCH"):
         dataclasses.replace(files, key=others.key).read()
+
+
+def test_a_certificate_must_be_for_the_address_that_peers_are_told(
+    files: TlsFiles, tmp_path: Path
+) -> None:
+    Credentials(secret="s").check_certificate("10.0.0.5")
+    Credentials(secret="s", tls=files).check_certificate(HOST)
+    others = make_certificates(tmp_path / "others", (HOST,))
+    for wrong, host, message in (
+        (files, "10.0.0.5", "10.0.0.5.*not valid for"),
+        (files, "elsewhere.example", "elsewhere.example.*mismatch"),
+        (dataclasses.replace(files, ca=others.ca), HOST, "signature|issuer|self-signed|unable"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            Credentials(secret="s", tls=wrong).check_certificate(host)
+        assert caught.value.path == "tls.cert"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -21,6 +22,7 @@ class FakeLoop:
     def __init__(self, log: list[str]) -> None:
         self.ended: Future[BaseException | None] = Future()
         self.hangs = False
+        self.stop_timeout_s = 0.0
         self._log = log
 
     def start(self) -> None:
@@ -28,6 +30,7 @@ class FakeLoop:
 
     def stop(self, timeout_s: float) -> bool:
         self._log.append("stop")
+        self.stop_timeout_s = timeout_s
         if not self.hangs and not self.ended.done():
             self.ended.set_result(None)
         return self.ended.done()
@@ -38,6 +41,8 @@ class FakeDriver:
 
     def __init__(self, num_ranks: int = 1) -> None:
         self.log: list[str] = []
+        self.may_drain = asyncio.Event()
+        self.may_drain.set()
         self.loop = FakeLoop(self.log)
         self.load: Callable[[], registry_pb2.WorkerLoad] = registry_pb2.WorkerLoad
         self._dims = ParallelDims(dp=num_ranks, ep=num_ranks)
@@ -61,6 +66,7 @@ class FakeDriver:
 
         async def drain(deadline_s: float) -> None:
             self.log.append(f"drain {deadline_s:g}")
+            await self.may_drain.wait()
 
         endpoint = Endpoint(
             serve=lambda server, address: self.log.append("serve"),

@@ -9,6 +9,7 @@ import pytest
 from runtime.errors import InternalError, PeerLostError
 from runtime.pb import registry_pb2
 from tests.worker.fakes import FakeDriver, hosted
+from worker.host import STOP_TIMEOUT_S
 
 
 async def test_what_it_opened_is_closed_last_things_first() -> None:
@@ -44,6 +45,24 @@ async def test_an_engine_loop_that_does_not_stop_is_left_alone() -> None:
     assert host.is_stuck
     assert driver.log.count("stop") == 1
     assert "close model" not in driver.log
+
+
+async def test_a_rank_that_is_empty_early_leaves_the_others_their_grace() -> None:
+    driver = FakeDriver(num_ranks=2)
+    async with hosted(driver) as (host, _):
+        await host.drain()
+    assert driver.loop.stop_timeout_s > STOP_TIMEOUT_S + host.grace_s / 2
+
+
+async def test_a_rank_whose_drain_is_cut_short_does_not_wait_for_the_others() -> None:
+    driver = FakeDriver(num_ranks=2)
+    driver.may_drain.clear()
+    async with hosted(driver) as (host, _):
+        drain = asyncio.ensure_future(host.drain())
+        await asyncio.sleep(0)
+        drain.cancel()
+        await asyncio.wait({drain})
+    assert driver.loop.stop_timeout_s == STOP_TIMEOUT_S
 
 
 async def test_a_renewal_that_ends_ends_the_worker() -> None:

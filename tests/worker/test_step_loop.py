@@ -57,6 +57,9 @@ class CountingDriver:
         self.num_rests += 1
         return 0.02
 
+    def heard(self) -> None:
+        pass
+
     def plan(self, complete_launched: Callable[[], None]) -> Work:
         return Work(self.work[0] if self.work else 0)
 

@@ -1,0 +1,159 @@
+"""Drains an instance: asks all its ranks at once, again and again, until nothing is left of it.
+
+The ranks of a group drain together: one that had drained alone would only be fed dummy steps by the
+others. A drained process goes on running, and takes nothing, until it is told to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from deploy.errors import ClusterError
+from deploy.plan import Role
+from deploy.pool_watch import PoolMembers
+from runtime.errors import DeadlineExceededError, TandemError
+from runtime.net import Credentials
+
+if TYPE_CHECKING:
+    import grpc.aio
+
+    from runtime.pb.decode_pb2_grpc import DecodeStub
+    from runtime.pb.prefill_pb2_grpc import PrefillStub
+
+_ASK_S = 2.0
+"""How long a rank may take to answer how much is left; it does so shortly before, or when empty."""
+_SETTLE_S = 10.0
+"""After the deadline: for what was given back then to be gone, and KV on its way to be there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankToDrain:
+    """One rank that takes requests."""
+
+    name: str
+    role: Role
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainOutcome:
+    """What became of a drain.
+
+    Attributes:
+        num_left: requests by rank, of those that told so last.
+        lost: why a rank could not be asked any more, by rank.
+    """
+
+    num_left: Mapping[str, int]
+    lost: Mapping[str, str]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every rank said that it has nothing left."""
+        return not self.lost and not any(self.num_left.values())
+
+
+def ranks_of(instance: str, members: PoolMembers) -> tuple[RankToDrain, ...]:
+    """The ranks of ``instance`` that take requests.
+
+    Raises:
+        ClusterError: the pool has no such instance.
+    """
+    ranks = tuple(
+        RankToDrain(name=f"{name}/{rank}", role=member.role, address=member.address)
+        for (name, rank), member in sorted(members.items())
+        if name == instance
+    )
+    if not ranks:
+        names = ", ".join(sorted({name for name, _ in members})) or "none"
+        raise ClusterError(
+            f"no instance {instance!r} is in the router's pool. Fix: one of those that are: {names}"
+        )
+    return ranks
+
+
+def is_last_of_its_role(instance: str, members: PoolMembers) -> bool:
+    """Whether nobody else takes what ``instance`` gives back."""
+    roles = {member.role for (name, _), member in members.items() if name == instance}
+    return not any(
+        member.role in roles and not member.draining
+        for (name, _), member in members.items()
+        if name != instance
+    )
+
+
+async def drain_ranks(
+    ranks: Sequence[RankToDrain],
+    credentials: Credentials,
+    *,
+    deadline_s: float,
+    on_progress: Callable[[int], None] = lambda num_left: None,
+) -> DrainOutcome:
+    """Drain ``ranks``; ``on_progress`` hears how many requests are left in all, when that changes.
+
+    After ``deadline_s`` the ranks give back what has not ended, which the router moves.
+    """
+    drain = _Drain(credentials, time.monotonic() + deadline_s, on_progress)
+    await asyncio.gather(*(drain.follow(rank, len(ranks)) for rank in ranks))
+    return DrainOutcome(num_left=drain.num_left, lost=drain.lost)
+
+
+@dataclass(slots=True)
+class _Drain:
+    credentials: Credentials
+    until: float
+    on_progress: Callable[[int], None]
+    num_left: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
+    _told: int = -1
+
+    async def follow(self, rank: RankToDrain, num_ranks: int) -> None:
+        # Imported late: the command line must answer without gRPC.
+        from runtime.rpc import open_channel
+
+        channel = open_channel(rank.address, self.credentials)
+        stub = _stub_of(rank.role, channel)
+        try:
+            while True:
+                await self._ask(stub, rank)
+                self._tell(num_ranks)
+                is_empty = self.num_left.get(rank.name) == 0
+                if is_empty or rank.name in self.lost or time.monotonic() > self.until + _SETTLE_S:
+                    return
+        finally:
+            await channel.close(None)
+
+    async def _ask(self, stub: DecodeStub | PrefillStub, rank: RankToDrain) -> None:
+        from runtime.pb import common_pb2
+        from runtime.rpc import map_rpc_errors
+
+        request = common_pb2.DrainRequest(deadline_s=max(0.0, self.until - time.monotonic()))
+        try:
+            with map_rpc_errors(f"{rank.name} at {rank.address}"):
+                answer = await stub.Drain(request, timeout=_ASK_S)
+            self.num_left[rank.name] = answer.num_requests_left
+            self.lost.pop(rank.name, None)
+        except DeadlineExceededError as error:
+            # A long step: it will say so another time.
+            if time.monotonic() > self.until + _SETTLE_S:
+                self.lost[rank.name] = error.message
+        except TandemError as error:
+            self.lost[rank.name] = error.message
+
+    def _tell(self, num_ranks: int) -> None:
+        num_left = sum(self.num_left.values())
+        if len(self.num_left) + len(self.lost) == num_ranks and num_left != self._told:
+            self._told = num_left
+            self.on_progress(num_left)
+
+
+def _stub_of(role: Role, channel: grpc.aio.Channel) -> DecodeStub | PrefillStub:
+    from runtime.pb import decode_pb2_grpc, prefill_pb2_grpc
+
+    if role is Role.PREFILL:
+        return prefill_pb2_grpc.PrefillStub(channel)
+    return decode_pb2_grpc.DecodeStub(channel)
