@@ -100,7 +100,7 @@ def test_whoever_is_told_to_stop_while_he_boots_waits_for_nobody() -> None:
 
     began = time.monotonic()
     assert asyncio.run(boot()).is_stuck
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30  # and not when the boot is over
     release.set()
 
 
