@@ -11,7 +11,7 @@ from router.pool.members import Member, Role, WorkerKey
 from router.requests.aborts import Aborts
 from router.requests.clients import WorkerClients
 from tests.router.conftest import MODEL, Cluster
-from tests.router.fakes import SECRET
+from tests.router.fakes import CREDENTIALS
 
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}
 
@@ -47,7 +47,7 @@ async def test_an_abort_that_fails_is_repeated_until_it_is_heard(http, cluster: 
 
 
 async def test_an_abort_of_a_life_that_is_over_is_not_repeated() -> None:
-    clients, metrics = WorkerClients(SECRET), RouterMetrics()
+    clients, metrics = WorkerClients(CREDENTIALS), RouterMetrics()
     asked: list[WorkerKey] = []
 
     def is_alive(key: WorkerKey) -> bool:
@@ -65,7 +65,7 @@ async def test_an_abort_of_a_life_that_is_over_is_not_repeated() -> None:
 
 
 async def test_an_abort_is_given_up_in_the_end_and_counted() -> None:
-    clients, metrics = WorkerClients(SECRET), RouterMetrics()
+    clients, metrics = WorkerClients(CREDENTIALS), RouterMetrics()
     aborts = Aborts(clients, metrics, is_alive=lambda _: True, total_s=0.3)
     aborts.send(member_at("127.0.0.1:1"), "r", "over")
     async with asyncio.timeout(60):
@@ -76,7 +76,7 @@ async def test_an_abort_is_given_up_in_the_end_and_counted() -> None:
 
 
 async def test_the_end_of_the_process_waits_for_no_worker_that_is_away() -> None:
-    clients, metrics = WorkerClients(SECRET), RouterMetrics()
+    clients, metrics = WorkerClients(CREDENTIALS), RouterMetrics()
     aborts = Aborts(clients, metrics, is_alive=lambda _: True)
     aborts.send(member_at("127.0.0.1:1"), "r", "over")
     await asyncio.sleep(0.2)
