@@ -77,7 +77,7 @@ class DecodeDriver:
         host.health.watch_loop(engine)
         host.health.add("receiver", thread_check(lambda: self._transfer.receiver.is_alive))
         self._bridge = RankBridge(engine, rank)
-        self._places = Places(self._options.config.decode.max_num_reserved)
+        self._places = Places(self._options.config.decode.num_places)
         self._outboxes = Outboxes(
             self._bridge.abort_router, time.monotonic, places=self._places, on_gap=self._abort_lost
         )
@@ -97,7 +97,7 @@ class DecodeDriver:
             record=registry_pb2.WorkerRecord(
                 role=common_pb2.ROLE_DECODE,
                 layout_fingerprint=self._transfer.layout.fingerprint(),
-                max_num_requests=self._options.config.decode.max_num_reserved,
+                max_num_requests=self._options.config.decode.num_places,
             ),
             load=self._worker_load,
             refuse=lambda: self._service.refuse_new(),

@@ -6,13 +6,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from router.http.params import ModelLimits
 from router.pool.members import Member
 from router.text.control_text import ControlText
 from router.text.template import ChatTemplate, load_chat_template
 from router.text.tokenizer import Tokenizer, read_json, token_content
 from runtime.config import ModelSection
 from runtime.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What requests are measured by."""
+
+    max_model_len: int
+    """Tokens of prompt and output together."""
+    vocab_size: int
+    """Token ids are below it."""
+    eos_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,16 +37,7 @@ from runtime.rpc import CONTROL_LIMITS, bind_port, create_server
 logger = get_logger(__name__)
 
 RESTART_S = 0.5
-SLOTS_PER_RUNNING = 4
 METRICS_DIR_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-
-
-def slots_of_rank(config: ClusterConfig) -> int:
-    """Choices that one HTTP process may have at a decode rank: those that run, and some in line.
-
-    In line they wait for blocks, or for their KV: without them a rank runs dry between two.
-    """
-    return _share(SLOTS_PER_RUNNING * config.decode.max_num_seqs, config.router.http_processes)
 
 
 def share_of_process(section: RouterSection) -> RouterSection:
@@ -95,9 +86,7 @@ class RouterService:
         self.control_port = control_port
         control = listen.address(control_port)
         if section.http_processes == 1:
-            self._http = HttpServer(
-                section, self._model, self._credentials, slots_per_rank=slots_of_rank(config)
-            )
+            self._http = HttpServer(section, self._model, self._credentials)
             self._registry = RegistryService(registry, self._http.update)
             await self._http.start(listener)
         else:
@@ -167,7 +156,6 @@ class HttpWorkerService:
             share_of_process(section),
             self._model,
             self._credentials,
-            slots_per_rank=slots_of_rank(self._config),
             metrics=RouterMetrics(os.environ.get(METRICS_DIR_VARIABLE)),
         )
         listener = bind_http(self._config.http_host, self._port, shared=True)

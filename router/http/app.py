@@ -10,15 +10,10 @@ from collections.abc import Awaitable, Callable
 import orjson
 from aiohttp import web
 
+from router.errors import RequestError, as_tandem_error
 from router.http.connections import Connections
 from router.http.endpoints import REQUEST_ID_KEY, OpenAIEndpoints, Serving, request_id_of
-from router.http.errors import (
-    CLIENT_CLOSED,
-    Failure,
-    RequestError,
-    as_tandem_error,
-    failure_from,
-)
+from router.http.errors import CLIENT_CLOSED, Failure, failure_from
 from router.pool.members import Member
 from runtime.errors import TandemError
 from runtime.logging import get_logger

@@ -6,7 +6,7 @@ import asyncio
 
 from aiohttp import web
 
-from router.http.errors import RequestError
+from router.errors import RequestError
 from router.requests.admission import BodyBytes
 
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import orjson
 from aiohttp import web
 
-from router.http.errors import RequestError, failure_from
+from router.errors import RequestError
+from router.http.errors import failure_from
 from runtime.logging import get_logger
 
 logger = get_logger(__name__)

@@ -16,12 +16,11 @@ from typing import Generic, TypeVar
 
 from aiohttp import web
 
+from router.errors import NotReadyError, RequestError
 from router.http.body import read_body
 from router.http.chat import ChatBody, ChatStream
 from router.http.completions import CompletionBody, CompletionStream, CompletionText
-from router.http.errors import NotReadyError, RequestError
 from router.http.params import (
-    ModelLimits,
     choices_per_prompt,
     for_choice,
     for_prompt,
@@ -34,7 +33,7 @@ from router.http.response import Choice, Prompt, ResponseFormat, ResponseInfo
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
 from router.http.unsupported import IGNORED_HEADER, ignored_fields, refuse_unsupported
 from router.metrics import RouterMetrics
-from router.model import ServedModel
+from router.model import ModelLimits, ServedModel
 from router.pool.readiness import Readiness
 from router.pool.view import PoolView
 from router.requests.admission import Admission, BodyBytes

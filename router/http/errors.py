@@ -6,46 +6,12 @@ those, and an answer that another attempt cannot better carries ``x-should-retry
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from http import HTTPStatus
 
-from runtime.errors import (
-    ErrorCode,
-    InternalError,
-    InvalidRequestError,
-    OverloadedError,
-    TandemError,
-)
+from router.errors import NotReadyError, RequestError, TooManyRequestsError
+from runtime.errors import ErrorCode, TandemError
 
 CLIENT_CLOSED = 499
-
-
-class RequestError(InvalidRequestError):
-    """A request that can never be served: what field, what value, what to send instead."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        status: int = HTTPStatus.BAD_REQUEST,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.headers = dict(headers or {})
-        self.param = param
-        self.error_code = code
-        self.status = int(status)
-
-
-class TooManyRequestsError(OverloadedError):
-    """The router itself is full (429); a worker that is full is another matter (503)."""
-
-
-class NotReadyError(OverloadedError):
-    """No pair of workers has been there yet (503): the cluster is starting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +97,3 @@ def failure_from(error: TandemError) -> Failure:
         param=None,
         headers=headers,
     )
-
-
-def as_tandem_error(error: BaseException) -> TandemError:
-    """``error`` in our tree; a foreign one is our fault and shows its type, not its insides."""
-    if isinstance(error, TandemError):
-        return error
-    return InternalError(f"internal error of the router ({type(error).__name__})")

@@ -9,10 +9,11 @@ import hashlib
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from router.http.errors import RequestError
+from router.errors import RequestError
 from router.http.schema import ChatRequest, CompletionRequest, GenerationRequest
+from router.model import ModelLimits
 from runtime.sampling import SamplingParams
 
 MAX_CHOICES = 128
@@ -21,17 +22,6 @@ MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
 COMPLETION_MAX_TOKENS = 16
 _SEEDS = 2**64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelLimits:
-    """What requests are measured by."""
-
-    max_model_len: int
-    """Tokens of prompt and output together."""
-    vocab_size: int
-    """Token ids are below it."""
-    eos_token_ids: tuple[int, ...]
 
 
 def sampling_from(request: GenerationRequest, limits: ModelLimits) -> SamplingParams:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from router.http.errors import RequestError
-from router.http.params import ModelLimits, check_token_ids, too_long
+from router.errors import RequestError
+from router.http.params import check_token_ids, too_long
 from router.http.response import Prompt
 from router.http.schema import ChatRequest, CompletionRequest
 from router.http.unsupported import refuse_switches, template_variables
-from router.model import ServedModel
+from router.model import ModelLimits, ServedModel
 from router.text.control_text import TooManySpellingsError
 
 USUAL_CHARS_PER_TOKEN = 6

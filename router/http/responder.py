@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 import orjson
 from aiohttp import web
 
+from router.errors import as_tandem_error
 from router.http import sse
-from router.http.errors import as_tandem_error, failure_from
+from router.http.errors import failure_from
 from router.http.response import Choice, ResponseFormat, ResponseInfo
 from router.metrics import RouterMetrics
 from router.requests.generation import Output

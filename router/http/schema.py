@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import orjson
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
-from router.http.errors import RequestError
+from router.errors import RequestError
 
 MAX_DEPTH = 100
 MAX_PARTS = 2**18

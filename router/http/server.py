@@ -17,7 +17,7 @@ from router.model import ServedModel
 from router.pool.members import Member, Role
 from router.pool.readiness import Readiness
 from router.pool.view import PoolView
-from router.requests.admission import Admission
+from router.requests.admission import REQUESTS_OF_SILENT_RANK, Admission, limit_of
 from router.requests.attempt import Workers
 from router.requests.clients import WorkerClients
 from router.requests.frames import FrameStreams
@@ -42,10 +42,9 @@ class HttpServer:
         model: ServedModel,
         credentials: Credentials,
         *,
-        slots_per_rank: int,
         metrics: RouterMetrics | None = None,
     ) -> None:
-        """``slots_per_rank``: what one decode rank can hold, of this process's requests."""
+        """``section`` has this process's share of what is the whole router's."""
         self._tls = credentials.http_ssl_context()
         loop = asyncio.get_running_loop()
         router_id = f"router-{secrets.token_hex(6)}"
@@ -58,9 +57,8 @@ class HttpServer:
         self._workers = Workers(self.pool, clients, frames, router_id, self.metrics)
         self.pool.on_change(self._workers.follow_pool)
         self._section = section
-        self._slots_per_rank = slots_per_rank
         self._admission = Admission(
-            section.max_concurrent_requests or slots_per_rank,
+            section.max_concurrent_requests or REQUESTS_OF_SILENT_RANK,
             queue_timeout_s=section.queue_timeout_s,
             max_queue_bytes=section.max_queue_bytes,
         )
@@ -97,10 +95,11 @@ class HttpServer:
         """The pool changed."""
         self.pool.update(members)
         self.metrics.set_workers(members)
-        num_ranks = len(self.pool.members(Role.DECODE))
-        # Without any rank the last limit stands: who waits is let in when ranks are back.
-        if num_ranks and not self._section.max_concurrent_requests:
-            self._admission.set_limit(num_ranks * self._slots_per_rank)
+        if self._section.max_concurrent_requests:
+            return
+        ranks = [rank for rank in self.pool.members(Role.DECODE) if not rank.draining]
+        if ranks:  # else the last limit stands: who waits is let in when ranks are back
+            self._admission.set_limit(limit_of(ranks, self._section.http_processes))
 
     async def start(self, listener: socket.socket) -> None:
         """Serve on ``listener``, which is bound; this process owns it from now on."""

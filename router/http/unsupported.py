@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.http.errors import RequestError
+from router.errors import RequestError
 from router.http.schema import ChatRequest, CompletionRequest, GenerationRequest
 
 IGNORED_HEADER = "x-tandem-ignored-fields"

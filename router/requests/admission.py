@@ -3,7 +3,8 @@
 Requests wait here first in, first out, for as long as ``router.queue_timeout_s`` and with bodies of
 at most ``router.max_queue_bytes`` together; beyond either, one is answered 429. The limit follows
 what decode can hold, so that workers are never asked for more than they have; tokens are made only
-for a request that has a place. An HTTP request is admitted whole: one with many choices may pass
+for a request that has a place. Some of it is held back: a request that was aborted leaves its place
+here before its place in decode. An HTTP request is admitted whole: one with many choices may pass
 the limit by those that it runs at once, but is never refused halfway.
 """
 
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+import math
+from collections.abc import AsyncIterator, Iterable, Iterator
 
-from router.http.errors import TooManyRequestsError
+from router.errors import TooManyRequestsError
+from router.pool.members import Member
 from runtime.budget import Budget, BudgetKind
 from runtime.errors import DrainingError
 
@@ -21,6 +24,18 @@ QUEUE_TIMEOUT_S = 900.0
 MAX_QUEUE_BYTES = 256 * 2**20
 SMALL_BODY_BYTES = 64 * 2**10
 """A body of up to this size is read however many bytes of others are: connections bound those."""
+
+LET_IN_SHARE = 0.75
+"""Of what decode takes on. The rest is for requests that end in decode a moment later than here,
+and for one with many choices that passes the limit."""
+REQUESTS_OF_SILENT_RANK = 128
+"""Of a decode rank that does not say how many it takes on."""
+
+
+def limit_of(decodes: Iterable[Member], num_processes: int) -> int:
+    """Choices that one of ``num_processes`` lets in, for these decode ranks; 0 without any."""
+    ranks = [rank.max_num_requests or REQUESTS_OF_SILENT_RANK for rank in decodes]
+    return math.ceil(LET_IN_SHARE * sum(ranks) / num_processes)
 
 
 class Place:

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
-from router.http.errors import as_tandem_error
+from router.errors import as_tandem_error
 from router.pool.members import Member, Role, WorkerKey, WorkerLoad
 from router.pool.view import PoolView
 from router.requests.clients import DecodeStub, WorkerClients

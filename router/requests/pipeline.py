@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 
-from router.http.errors import as_tandem_error
+from router.errors import as_tandem_error
 from router.requests.attempt import Attempt, Workers
 from router.requests.generation import Generation
 from router.requests.pairing import PairFinder, Pairing

@@ -17,7 +17,7 @@ import jinja2
 import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.http.errors import RequestError
+from router.errors import RequestError
 from router.text.tokenizer import read_json, token_content
 from runtime.errors import ConfigError
 

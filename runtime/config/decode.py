@@ -8,6 +8,8 @@ from runtime.config.checks import at_least, one_of
 from runtime.config.worker_checks import check_worker, max_ahead_of
 from runtime.errors import ConfigError
 
+_PLACES_PER_RUNNING = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSection:
@@ -23,8 +25,9 @@ class DecodeSection:
     num_blocks: int = 384
     gpu_memory_fraction: float = 0.92
     block_size: int = 64
-    max_num_reserved: int = 256
-    """Most requests per rank, from Reserve to the last token; one more is rejected as overload."""
+    max_num_reserved: int = 0
+    """Most requests per rank, from Reserve to the last token; one more is rejected as overload. 0:
+    four times ``max_num_seqs``. Until their KV is due they hold no memory."""
     preemption_host_blocks: int = 256
     """Host memory, in blocks, for the KV of preempted requests."""
     enable_prefix_caching: bool = True
@@ -72,6 +75,11 @@ class DecodeSection:
         return "decode.dp"
 
     @property
+    def num_places(self) -> int:
+        """Most requests per rank: those that run, and some in line, so that it never runs dry."""
+        return self.max_num_reserved or _PLACES_PER_RUNNING * self.max_num_seqs
+
+    @property
     def max_ahead(self) -> int:
         """Steps whose results may be unread when another is launched."""
         return max_ahead_of(self)
@@ -92,7 +100,7 @@ class DecodeSection:
             problem = "the tokens of one rank do not travel"
             fix = '"auto", or decode.dp above 1'
             raise ConfigError("decode.two_batch_overlap", "on", problem, fix)
-        at_least("decode.max_num_reserved", self.max_num_reserved, 1)
+        at_least("decode.max_num_reserved", self.max_num_reserved, 0)
         at_least("decode.preemption_host_blocks", self.preemption_host_blocks, 0)
         at_least("decode.num_redundant_experts", self.num_redundant_experts, 0)
         at_least("decode.max_tokens_per_rank", self.max_tokens_per_rank, 1)

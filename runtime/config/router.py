@@ -19,7 +19,8 @@ class RouterSection:
     """gRPC registry of workers; 0: any free port."""
     http_processes: int = 1
     max_concurrent_requests: int = 0
-    """Choices in flight at once, further requests wait; 0: as many as decode can hold."""
+    """Choices in flight at once, further requests wait; 0: three quarters of what the decode ranks
+    take on."""
     max_choices_per_request: int = 1024
     """Prompts of one request times its ``n``."""
     queue_timeout_s: float = 900.0

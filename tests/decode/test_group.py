@@ -206,6 +206,30 @@ async def test_two_ranks_give_the_tokens_of_one_process_and_end_together(
             assert status == 0, log.read_text()
 
 
+async def test_a_rank_that_drains_alone_stays_and_one_that_stops_alone_takes_all_along_in_order(
+    tmp_path: Path,
+) -> None:
+    async with run_group(tmp_path, "off") as group:
+        drained = await group.routers[0].stub.Drain(
+            common_pb2.DrainRequest(deadline_s=0.0), timeout=60
+        )
+        assert drained.num_requests_left == 0
+        prompt = prompt_of(3, 30)
+        assert await group.generate(1, "beside", prompt, 24) == group.oracle([prompt], 24)[0]
+
+        running = asyncio.ensure_future(group.generate(1, "long", prompt, 400))
+        while not group.routers[1].deltas.get("long"):
+            await asyncio.sleep(0.01)
+        group.processes[0].send_signal(signal.SIGTERM)
+        async with asyncio.timeout(60):
+            last = (await group.routers[1].end_of("long"))[-1]
+        running.cancel()
+        is_given_back = last.error.code == common_pb2.ERROR_CODE_DRAINING
+        assert is_given_back or last.finish_reason == common_pb2.FINISH_REASON_LENGTH
+        for process, log in zip(group.processes, group.logs, strict=True):
+            assert await asyncio.to_thread(process.wait, 60) == 0, log.read_text()
+
+
 @pytest.mark.parametrize("overlap_steps", ["off", "on"])
 async def test_the_death_of_a_rank_fails_the_others_within_seconds(
     tmp_path: Path, overlap_steps: str

@@ -16,7 +16,8 @@ import tokenizers
 from router.service import RouterService
 from router.text.tokenizer import Tokenizer
 from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection
-from tests.router.fakes import MAX_MODEL_LEN, SECRET, FakeDecode, FakePrefill, Proxy
+from tests.router.fakes import MAX_MODEL_LEN, SECRET, FakeDecode, FakePrefill
+from tests.router.proxy import Proxy
 
 MODEL = "org/tiny-model"
 ANSWER = "Hello w\u00f6rld \U0001f642 and more text follows. END of it."
@@ -131,9 +132,16 @@ class Cluster:
         return worker
 
     async def add_decode(
-        self, name: str = "decode-0", port: int = 0, *, proxy: Proxy | None = None
+        self,
+        name: str = "decode-0",
+        port: int = 0,
+        *,
+        proxy: Proxy | None = None,
+        max_num_requests: int = 0,
     ) -> FakeDecode:
-        worker = FakeDecode(name, MODEL, self.script, proxy=proxy)
+        worker = FakeDecode(
+            name, MODEL, self.script, proxy=proxy, max_num_requests=max_num_requests
+        )
         self.decodes.append(worker)
         await worker.start(self.control, port)
         return worker

@@ -41,6 +41,7 @@ from runtime.wire import (
     finish_reason_to_proto,
     sampling_from_proto,
 )
+from tests.router.proxy import Proxy
 
 SECRET = "test-secret"
 CREDENTIALS = Credentials.of_secret(SECRET)
@@ -69,6 +70,8 @@ class FakeWorker:
     epoch: int = field(default_factory=lambda: secrets.randbits(60) + 1)
     address: str = ""
     layout: str = LAYOUT
+    max_num_requests: int = 0
+    """As told to the registry; nothing bounds them here."""
     choose: Choose | None = None
     """Instead of the script."""
     server: grpc.aio.Server | None = None
@@ -96,6 +99,7 @@ class FakeWorker:
             layout_fingerprint=self.layout,
             transport="loopback",
             block_size=64,
+            max_num_requests=self.max_num_requests,
         )
         self.registration = RegistryClient(control, CREDENTIALS, record, self.load)
         await self.registration.start()
@@ -114,6 +118,10 @@ class FakeWorker:
             for lease in self.registration._leases:
                 if lease._task is not None:
                     lease._task.cancel()
+
+    def set_draining(self) -> None:
+        assert self.registration is not None
+        self.registration.set_draining()
 
     async def close(self) -> None:
         if self.registration is not None:
@@ -174,44 +182,6 @@ class Reserved:
     task: asyncio.Task[None] | None = None
     sent: list[decode_pb2.TokenDelta] = field(default_factory=list)
     """All news of it, for a stream that comes after one that broke."""
-
-
-class Proxy:
-    """Forwards TCP connections to a worker, and cuts them."""
-
-    def __init__(self) -> None:
-        self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
-
-    async def start(self, target: int) -> int:
-        """Returns the port that stands for ``target``."""
-
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            other_reader, other_writer = await asyncio.open_connection("127.0.0.1", target)
-            self._writers |= {writer, other_writer}
-            await asyncio.gather(self._copy(reader, other_writer), self._copy(other_reader, writer))
-
-        self._server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
-
-    def cut(self) -> None:
-        for writer in self._writers:
-            writer.transport.abort()
-        self._writers.clear()
-
-    async def close(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        self.cut()
-
-    @staticmethod
-    async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(2**16):
-                writer.write(data)
-                await writer.drain()
-        writer.close()
 
 
 @dataclass

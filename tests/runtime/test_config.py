@@ -247,3 +247,8 @@ def test_tokens_are_scattered_over_ranks_with_whole_experts() -> None:
     assert not PrefillSection(tp=2, scatter_tokens="off").is_scattered
     assert not PrefillSection(tp=2, expert_parallel=False).is_scattered
     assert not PrefillSection().is_scattered
+
+
+def test_a_decode_rank_takes_on_four_times_what_it_runs_unless_it_is_told() -> None:
+    assert DecodeSection(max_num_seqs=7).num_places == 28
+    assert DecodeSection(max_num_seqs=7, max_num_reserved=5).num_places == 5

@@ -10,7 +10,7 @@ import aiohttp
 import orjson
 import pytest
 
-from router.http.errors import RequestError
+from router.errors import RequestError
 from router.http.schema import MAX_DEPTH, MAX_PARTS, ChatRequest, CompletionRequest, parse_body
 from router.text.tokenizer import Tokenizer
 from tests.router.conftest import MODEL, Cluster, StartRouter

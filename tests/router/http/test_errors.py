@@ -9,7 +9,8 @@ import openai
 import orjson
 import pytest
 
-from router.http.errors import RequestError, TooManyRequestsError, failure_from
+from router.errors import RequestError, TooManyRequestsError
+from router.http.errors import failure_from
 from runtime.errors import ERRORS_BY_CODE, ErrorCode
 from tests.router.conftest import MODEL, Cluster, StartRouter
 

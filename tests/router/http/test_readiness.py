@@ -79,14 +79,17 @@ async def test_the_limit_follows_the_decode_ranks(start_router: StartRouter) -> 
             return int((await response.json())["max_requests_in_flight"])
 
     async with aiohttp.ClientSession(cluster.url) as http:
-        await cluster.add_decode()
-        one = await limit(http)
-        await cluster.add_decode("decode-1")
-        assert await limit(http) == 2 * one == 2 * 4 * 32
-        await cluster.decodes[1].close()
+        await cluster.add_decode(max_num_requests=40)
+        assert await limit(http) == 30
+        await cluster.add_decode("decode-1", max_num_requests=60)
+        assert await limit(http) == 75
+        cluster.decodes[1].set_draining()
         pool = cluster.service._http.pool  # type: ignore[union-attr]
+        await cluster.until(lambda: any(member.draining for member in pool.members()))
+        assert await limit(http) == 30
+        await cluster.decodes[1].close()
         await cluster.until(lambda: len(pool.members()) == 1)
-        assert await limit(http) == one
+        assert await limit(http) == 30
 
 
 async def test_draining_answers_who_waits_in_the_queue(start_router: StartRouter) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.http.errors import RequestError
+from router.errors import RequestError
 from router.http.schema import ChatRequest
 from router.http.unsupported import MAX_UNKNOWN, refuse_switches, template_variables
 from tests.router.conftest import MODEL, Cluster

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.http.errors import TooManyRequestsError
-from router.requests.admission import SMALL_BODY_BYTES, Admission
+from router.errors import TooManyRequestsError
+from router.pool.members import member_from_proto
+from router.requests.admission import SMALL_BODY_BYTES, Admission, limit_of
 from runtime.errors import DrainingError
+from runtime.pb import common_pb2, registry_pb2
 
 
 @dataclass
@@ -177,3 +179,24 @@ async def test_bodies_that_wait_are_bounded_together() -> None:
             first.release()
             assert admission.body_bytes == SMALL_BODY_BYTES + 1
     assert admission.body_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_processes", "expected"),
+    [([128], 1, 96), ([128, 40], 2, 63), ([0], 1, 96), ([1], 8, 1), ([], 1, 0)],
+)
+def test_what_decode_takes_on_is_shared_by_processes(
+    ranks: list[int], num_processes: int, expected: int
+) -> None:
+    members = [
+        member_from_proto(
+            registry_pb2.WorkerRecord(
+                identity=common_pb2.WorkerIdentity(instance=f"decode-{index}", epoch=1),
+                role=common_pb2.ROLE_DECODE,
+                address="127.0.0.1:1",
+                max_num_requests=num_requests,
+            )
+        )
+        for index, num_requests in enumerate(ranks)
+    ]
+    assert limit_of(members, num_processes) == expected

@@ -15,7 +15,7 @@ from router.requests.frames import FrameStream
 from runtime.errors import ErrorCode, TandemError
 from runtime.pb import common_pb2, decode_pb2
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
-from tests.router.fakes import Proxy
+from tests.router.proxy import Proxy
 
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}
 KEY = WorkerKey("decode-0", 1, 0)

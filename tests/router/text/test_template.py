@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from router.http.errors import RequestError
+from router.errors import RequestError
 from router.model import load_served_model
 from router.text.template import ChatTemplate, load_chat_template
 from runtime.config import ModelSection

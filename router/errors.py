@@ -1,0 +1,45 @@
+"""What the router refuses for reasons of its own, beside `runtime.errors`.
+
+Raised in any room of the router; `http.errors` knows how each is told to a client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from runtime.errors import InternalError, InvalidRequestError, OverloadedError, TandemError
+
+
+class RequestError(InvalidRequestError):
+    """A request that can never be served: what field, what value, what to send instead."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = HTTPStatus.BAD_REQUEST,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.headers = dict(headers or {})
+        self.param = param
+        self.error_code = code
+        self.status = int(status)
+
+
+class TooManyRequestsError(OverloadedError):
+    """The router itself is full (429); a worker that is full is another matter (503)."""
+
+
+class NotReadyError(OverloadedError):
+    """No pair of workers has been there yet (503): the cluster is starting."""
+
+
+def as_tandem_error(error: BaseException) -> TandemError:
+    """``error`` in our tree; a foreign one is our fault and shows its type, not its insides."""
+    if isinstance(error, TandemError):
+        return error
+    return InternalError(f"internal error of the router ({type(error).__name__})")
