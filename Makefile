@@ -5,6 +5,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 PIP_ARGS ?=
 CONFIG ?=
+# Test processes at once; tests of whole clusters wait more than they compute.
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := deploy router prefill decode worker engine kv_transfer runtime
@@ -13,13 +15,14 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-b
 	$(PIP_ARGS) -c constraints-cpu.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test check lint types imports budgets proto proto-check format soak gpu-test \
+.PHONY: help up down test quick check lint types imports budgets proto proto-check format soak gpu-test \
 	install install-dev clean
 
 help:
 	@echo "make up         set up and start the default cluster (CONFIG=file.toml for another)"
 	@echo "make down       stop it"
 	@echo "make test       set up and run the whole test suite"
+	@echo "make quick      run the quick tests of what a change touches"
 	@echo "make check      lint, types, import direction, size budgets, generated stubs"
 	@echo "make format     rewrite the code in the common style"
 	@echo "make proto      generate runtime/pb from proto/"
@@ -33,7 +36,10 @@ down: install
 	$(BIN)/tandem down $(if $(CONFIG),--config $(CONFIG))
 
 test: install-dev
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+
+quick: install-dev
+	$(BIN)/python scripts/quick.py -n $(JOBS) --dist loadfile
 
 soak: install-dev
 	$(BIN)/python -m pytest -q -m soak

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from deploy.commands import bench, down, generate, model, status, up, validate
+from deploy.commands import bench, down, drain, generate, model, status, up, validate
 from deploy.errors import ClusterError
 from runtime.errors import ConfigError
 
@@ -26,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tandem {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for group in (up, status, generate, down, validate, model, bench):
+    for group in (up, status, generate, drain, down, validate, model, bench):
         group.add_parser(commands)
     return parser
 

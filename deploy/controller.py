@@ -112,9 +112,9 @@ class Controller:
             self._restarts.pop(name).result()
         settled = [one for one in self._instances if one.plan.name not in self._restarts]
         for instance, death in await self._poll(settled):
-            pause_s = instance.pause_before_restart(self._watch.members)
+            pause_s = instance.pause_before_restart(self._watch.members, death)
             logger.warning("%s; restarting %s", death, fields(pause_s=pause_s))
-            task = asyncio.create_task(self._restart(instance, pause_s))
+            task = asyncio.create_task(self._restart(instance, death, pause_s))
             self._restarts[instance.plan.name] = task
 
     async def _poll(self, instances: Sequence[Instance]) -> list[tuple[Instance, Death]]:
@@ -135,7 +135,9 @@ class Controller:
     def _awaits_router(self, instance: Instance) -> bool:
         return instance.plan.role is Role.ROUTER and instance.phase is not Phase.READY
 
-    async def _restart(self, instance: Instance, pause_s: float) -> None:
+    async def _restart(self, instance: Instance, death: Death, pause_s: float) -> None:
+        if death.is_orderly:  # the other ranks leave with it, and have answers to deliver
+            await instance.wait_ended(self._grace_s, self._hurry)
         await instance.kill()
         self._publish()
         while True:

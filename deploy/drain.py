@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 _ASK_S = 2.0
 """How long a rank may take to answer how much is left; it does so shortly before, or when empty."""
-_SETTLE_S = 10.0
+_PAUSE_S = 0.1
+SETTLE_S = 10.0
 """After the deadline: for what was given back then to be gone, and KV on its way to be there."""
 
 
@@ -122,8 +123,9 @@ class _Drain:
                 await self._ask(stub, rank)
                 self._tell(num_ranks)
                 is_empty = self.num_left.get(rank.name) == 0
-                if is_empty or rank.name in self.lost or time.monotonic() > self.until + _SETTLE_S:
+                if is_empty or rank.name in self.lost or time.monotonic() > self.until + SETTLE_S:
                     return
+                await asyncio.sleep(_PAUSE_S)
         finally:
             await channel.close(None)
 
@@ -139,7 +141,7 @@ class _Drain:
             self.lost.pop(rank.name, None)
         except DeadlineExceededError as error:
             # A long step: it will say so another time.
-            if time.monotonic() > self.until + _SETTLE_S:
+            if time.monotonic() > self.until + SETTLE_S:
                 self.lost[rank.name] = error.message
         except TandemError as error:
             self.lost[rank.name] = error.message

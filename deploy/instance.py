@@ -43,12 +43,17 @@ _TAIL_LINES = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """A process that ended without being asked to."""
+    """A process that ended without being asked to by us."""
 
     process: str
     exit_status: int | None
     """None: its supervisor was lost with it."""
     log_path: Path
+
+    @property
+    def is_orderly(self) -> bool:
+        """Whether somebody else told it to stop, as an update does, and it left in order."""
+        return self.exit_status == 0
 
     def __str__(self) -> str:
         if self.exit_status is None:
@@ -113,9 +118,10 @@ class Instance:
             self.phase = Phase.READY
             self._ready_since = time.monotonic()
 
-    def pause_before_restart(self, members: PoolMembers) -> float:
-        """Note a death; how many seconds to wait before ``restart``."""
-        if self.phase is Phase.READY and time.monotonic() - self._ready_since > _STABLE_AFTER_S:
+    def pause_before_restart(self, members: PoolMembers, death: Death | None = None) -> float:
+        """Note a death, or a start that failed; how many seconds to wait before ``restart``."""
+        is_stable = time.monotonic() - self._ready_since > _STABLE_AFTER_S
+        if self.phase is Phase.READY and (is_stable or (death is not None and death.is_orderly)):
             self._num_failures = 0
         self.phase = Phase.RESTARTING
         self.num_restarts += 1
@@ -124,6 +130,15 @@ class Instance:
             member.epoch for (name, _), member in members.items() if name == self.plan.name
         }
         return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._num_failures - 1)))
+
+    async def wait_ended(self, timeout_s: float, hurry: asyncio.Event) -> None:
+        """Let the ranks end by themselves, less long when ``hurry`` is set."""
+        deadline = time.monotonic() + timeout_s
+        while not hurry.is_set() and time.monotonic() < deadline:
+            await self.poll()
+            if all(rank.exit_status is not None for rank in self._ranks):
+                break
+            await asyncio.sleep(_STOP_POLL_S)
 
     async def kill(self) -> None:
         """End what still runs, at once."""
@@ -134,12 +149,7 @@ class Instance:
         """Let the processes drain for at most ``grace_s`` seconds, less when ``hurry`` is set."""
         self.phase = Phase.STOPPING
         await asyncio.gather(*(rank.supervisor.terminate() for rank in self._ranks))
-        deadline = time.monotonic() + grace_s
-        while not hurry.is_set() and time.monotonic() < deadline:
-            await self.poll()
-            if all(rank.exit_status is not None for rank in self._ranks):
-                break
-            await asyncio.sleep(_STOP_POLL_S)
+        await self.wait_ended(grace_s, hurry)
         await self.kill()
         self.phase = Phase.STOPPED
 

@@ -1,7 +1,7 @@
 """What the router says about the cluster: its readiness over HTTP, its pool over the registry.
 
-Asks like any other client; the controller and ``tandem status`` both use it. A router that is not
-there yields an empty view, never an error: it may be starting or restarting.
+Asks like any other client; the controller, ``tandem status`` and ``tandem drain`` use it. A router
+that is not there yields an empty view, never an error: it may be starting or restarting.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from deploy.http_client import connect_http
+from deploy.plan import Role
 from runtime.net import Credentials
 
 if TYPE_CHECKING:
-    from runtime.pb.registry_pb2 import PoolSnapshot
+    from runtime.pb.registry_pb2 import PoolSnapshot, WorkerRecord
 
 _HTTP_TIMEOUT_S = 2.0
 _RECONNECT_S = 0.2
@@ -28,6 +29,9 @@ class PoolMember:
     """One registered rank, with the load of its last renewal."""
 
     epoch: int
+    role: Role
+    address: str
+    """Of its gRPC."""
     num_requests_running: int
     num_requests_waiting: int
     num_free_blocks: int
@@ -111,6 +115,8 @@ def _members_of(snapshot: PoolSnapshot) -> dict[tuple[str, int], PoolMember]:
     return {
         (member.worker.identity.instance, member.worker.identity.rank): PoolMember(
             epoch=member.worker.identity.epoch,
+            role=_role_of(member.worker),
+            address=member.worker.address,
             num_requests_running=member.load.num_requests_running,
             num_requests_waiting=member.load.num_requests_waiting,
             num_free_blocks=member.load.num_free_blocks,
@@ -119,6 +125,12 @@ def _members_of(snapshot: PoolSnapshot) -> dict[tuple[str, int], PoolMember]:
         )
         for member in snapshot.members
     }
+
+
+def _role_of(worker: WorkerRecord) -> Role:
+    from runtime.pb import common_pb2
+
+    return Role.PREFILL if worker.role == common_pb2.ROLE_PREFILL else Role.DECODE
 
 
 def _answers_ready(endpoint: str, credentials: Credentials) -> bool:

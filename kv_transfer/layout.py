@@ -1,7 +1,7 @@
 """How KV blocks lie in memory: page-major, so that a block of all layers is one contiguous run.
 
 ``pool[num_blocks, num_layers, block_size, latent_dim]``. It is not the pool itself: only sizes and
-offsets, which two workers compare at the handshake. Layers are adjacent inside a block, so a range
+offsets, which two workers compare at every claim. Layers are adjacent inside a block, so a range
 of layers is one run as well.
 """
 
@@ -116,7 +116,7 @@ def _show(value: object) -> str:
 
 
 def check_same_layout(ours: KVLayout, fingerprint: str, description: str) -> None:
-    """Refuse a peer whose layout is not ours, as the handshake does.
+    """Refuse a peer whose layout is not ours, as decode does at every claim.
 
     Raises:
         LayoutMismatchError: names each differing field with both sides' values.

@@ -1,12 +1,13 @@
 """The values around one request's hand-over, as the sender sees them: permission, peer, report.
 
 A ``SendTicket`` is decode's permission to write one request's blocks and one metadata slot, once. A
-``PeerEndpoint`` is what the handshake with a decode rank returned; it is cached per rank and epoch.
+``PeerEndpoint`` comes with the first claim at a decode rank; it is cached per rank and epoch.
 
 **Why both carry a fence generation.** Decode may fence a silent writer and give the blocks of its
 tickets away. A writer that wakes up later cannot use its old connection, nor connect with its old
-endpoint; but it could shake hands anew and then use an old ticket. So a ticket must be at least as
-new as the endpoint that it is used with; an older one is refused as stale, by the sender itself.
+endpoint; but with its next claim it gets a new one, and could use an old ticket with that. So a
+ticket must be at least as new as the endpoint that it is used with; an older one is refused as
+stale, by the sender itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _TIMEOUT_SETTING = "kv_transfer.transfer_timeout_s"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerEndpoint:
-    """A decode rank's memory as a sender reaches it; the answer of the handshake."""
+    """A decode rank's memory as a sender reaches it; comes with a ticket where there is none."""
 
     peer: str
     """``transport.peer_name`` of the decode rank."""

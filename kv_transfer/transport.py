@@ -10,7 +10,7 @@ write. What every transport promises, and what each adapter of a library has to 
   until the receiver fences us: whoever needs the destination back must see DONE of every post, or
   fence.
 - **fence(peer)**, on the receiver: when it returns, nothing from a connection that the peer opened
-  with an endpoint handed out before can land, ever. The peer needs a new endpoint (a new handshake)
+  with an endpoint handed out before can land, ever. The peer needs a new endpoint (a new claim)
   to connect again.
 - **Threads.** Every method may be called from any thread; a library that is not thread-safe is
   locked by its adapter. ``post`` and ``poll`` never block on the network. ``connect``, ``fence``,

@@ -1,7 +1,9 @@
 """The prefill worker: computes prompts and pushes their KV into decode's memory.
 
-One instance is a tensor-parallel group. Rank 0 serves gRPC, schedules and samples; the other ranks
-follow its step plans. Every rank sends its own share of the KV blocks.
+The ranks of an instance are tensor-parallel: rank 0 serves gRPC, schedules and samples, the others
+follow its step plans, and every rank sends its own share of the KV blocks. Or they are
+data-parallel: each does all of that for prompts of its own, as rank 0 of a group of one, and they
+meet in the MoE layers and once a step.
 
 The life of a request, as queues. Every move is made by one thread, rank 0's engine loop:
 

@@ -6,6 +6,7 @@ It has nothing but its loop, and ends when rank 0 says so or the group breaks.
 from __future__ import annotations
 
 import contextlib
+from concurrent.futures import Future
 
 from engine.boot import use_device
 from prefill.assembly import build_rank
@@ -30,6 +31,7 @@ class FollowerDriver:
         self._options = options
         self._thread = WatchedThread("follower", self._run, _log_failure)
         self.start, self.ended = self._thread.start, self._thread.ended
+        self.other_leaves: Future[None] = Future()  # never: rank 0 ends us when it leaves
 
     def boot(self) -> HostedRank:
         """Boot the rank."""

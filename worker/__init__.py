@@ -2,4 +2,10 @@
 
 A role plugs in as a `host.RoleDriver`, and its part of the steps as a `step_driver.StepDriver`.
 Nothing here knows a request.
+
+- ``run``: the command line, the grace, the exit status. ``host``: boot, serve, register, watch,
+  drain, leave.
+- ``step_loop`` on ``watched_thread``: commands from other threads (``command_queue``), the meeting
+  of ranks, a step launched ahead of the results of the last; a watchdog where one never ends.
+- ``health``: which part does not do its work any more.
 """

@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry
 from engine.parallel.groups import ProcessGroups
 from runtime.background import tell_failure
 from runtime.daemon import run_on_daemon
+from runtime.errors import DrainingError
 from runtime.logging import fields, get_logger
 from runtime.metrics import MetricsServer, gauge_of
 from runtime.pb import common_pb2, registry_pb2
@@ -38,6 +39,9 @@ SWEEP_INTERVAL_S = 1.0
 STOP_TIMEOUT_S = 12.0
 """How long the engine loop may take to end; in a group, beyond what is left of the grace period,
 which the other ranks may need."""
+FOLLOW_GRACE_S = 10.0
+"""How long a rank may drain that was not told to stop, but another one of its group was: that one
+waits for it as long as `STOP_TIMEOUT_S`."""
 ANSWER_GRACE_S = 1.0
 """How long calls that are answered may take to be read when the process ends."""
 
@@ -69,6 +73,7 @@ class Loop(Protocol):
     """What runs the steps, and answers every request when it ends: `step_loop.StepLoop`."""
 
     ended: Future[BaseException | None]
+    other_leaves: Future[None]
 
     def stop(self, timeout_s: float) -> bool:
         """End it; whether it ended in time. Blocks."""
@@ -170,6 +175,8 @@ class WorkerHost:
     async def main_loop(self) -> None:
         """Look after things until the engine loop ends, or the renewal of our lease does.
 
+        Returns when another rank of the group was told to stop, and nothing is left here.
+
         Raises:
             TandemError: what ended it; every request was answered, or is by `shutdown`.
         """
@@ -179,14 +186,20 @@ class WorkerHost:
             self._unknown = asyncio.ensure_future(self._membership.wait_failed())
             self._exit.callback(self._unknown.cancel)
             watched.add(self._unknown)
+        following = asyncio.ensure_future(self._follow_the_other())
+        self._exit.callback(following.cancel)
+        watched.add(following)
         while not any(future.done() for future in watched):
             await asyncio.wait(
                 watched, timeout=SWEEP_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
             )
             if self._endpoint is not None and not self._ended.done():
                 await self._endpoint.sweep()
-        if not self._ended.done() and self._unknown is not None:
-            self._unknown.result()  # raises, or was ended by `shutdown`
+        if not self._ended.done():
+            if self._unknown is not None and self._unknown.done():
+                self._unknown.result()  # raises, or was ended by `shutdown`
+            if following.done():
+                following.result()
             return
         error = self._ended.result()
         if error is not None:
@@ -204,6 +217,18 @@ class WorkerHost:
         except asyncio.CancelledError:
             self._drain_until = 0.0  # whoever cuts it short does not wait for other ranks either
             raise
+
+    async def _follow_the_other(self) -> None:
+        """Once another rank of the group leaves, drain in the time that it has left us."""
+        # Shielded: the loop's thread may be about to say so as this is cancelled.
+        await asyncio.shield(asyncio.wrap_future(self._loop.other_leaves))
+        logger.info("another rank of %s was told to stop: this one follows", self.identity.instance)
+        with contextlib.suppress(TimeoutError, DrainingError):  # or the engine loop has just ended
+            if self._endpoint is not None:
+                grace_s = min(self.grace_s, FOLLOW_GRACE_S)
+                self._endpoint.refuse()
+                async with asyncio.timeout(grace_s):
+                    await self._endpoint.drain(grace_s)
 
     async def shutdown(self) -> None:
         """Undo `startup`, last things first."""

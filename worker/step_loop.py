@@ -21,6 +21,7 @@ watchdog stands in for this thread. The failure of one request never comes here.
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic
@@ -72,6 +73,8 @@ class StepLoop(Generic[PlanT]):
         self._thread = WatchedThread("engine-loop", self._run, self._end, options.watchdog)
         self.ended = self._thread.ended
         """Done last, with what ended the loop; None after `stop`."""
+        self.other_leaves: Future[None] = Future()
+        """Done when another rank of the group was told to stop, and this one was not."""
         self.start, self.join = self._thread.start, self._thread.join
 
     @property
@@ -184,6 +187,8 @@ class StepLoop(Generic[PlanT]):
         )
         with self.watch(f"the meeting of the ranks before a {self._options.step} step"):
             group = self._lockstep.exchange(state)
+        if group.any_leaving and not self._leaving and not self.other_leaves.done():
+            self.other_leaves.set_result(None)
         if group.has_work:
             self._launched_tokens.append(group.max_num_tokens)
         if group.has_work or group.in_flight:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _POOL_TIMEOUT_S = 5.0
 _DEADLINE_S = 30.0
 _EXAMPLE = """\
-example, an update of decode-1 that no client notices (tandem status shows the pids):
+example, an update of decode-1 that no client notices; PID is its first in tandem status:
   tandem drain decode-1 --deadline 60 && kill PID
 
 The instance ends in order, and the controller starts it again.
@@ -113,7 +113,10 @@ def _warn(text: str) -> None:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: is no time. Fix: 0 or more seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is no time. Fix: 0 or more seconds")
     return seconds

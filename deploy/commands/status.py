@@ -101,13 +101,19 @@ def _show(state: ClusterState, members: PoolMembers) -> None:
     for process in state.processes:
         table.add_row(
             process.name,
-            phase_text(process.phase),
+            _state_text(process, _member_of(process, members)),
             str(process.pid or "-"),
             _megabytes(_memory_bytes(process.pid)),
             *_load_cells(_member_of(process, members)),
             str(process.num_restarts),
         )
     console.print(table)
+
+
+def _state_text(process: ProcessState, member: PoolMember | None) -> Text:
+    if member is not None and member.draining:
+        return Text("draining", style="yellow")
+    return phase_text(process.phase)
 
 
 def _load_cells(member: PoolMember | None) -> tuple[str, str, str]:

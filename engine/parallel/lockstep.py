@@ -57,12 +57,14 @@ class GroupState:
         max_num_tokens: most tokens of a rank in this step.
         all_leaving: no rank needs another step, ever.
         in_flight: at least one rank has a step in flight, so all come again at once.
+        any_leaving: at least one rank was asked to stop: without it there is no group.
     """
 
     has_work: bool
     max_num_tokens: int
     all_leaving: bool
     in_flight: bool = False
+    any_leaving: bool = False
 
 
 class Lockstep(Protocol):
@@ -94,6 +96,7 @@ class SoloLockstep:
             max_num_tokens=state.num_tokens,
             all_leaving=state.leaving,
             in_flight=state.in_flight,
+            any_leaving=state.leaving,
         )
 
 
@@ -124,6 +127,7 @@ class GroupLockstep:
             max_num_tokens=max(item[_NUM_TOKENS] for item in rows),
             all_leaving=all(item[_LEAVING] for item in rows),
             in_flight=any(item[_IN_FLIGHT] for item in rows),
+            any_leaving=any(item[_LEAVING] for item in rows),
         )
 
 

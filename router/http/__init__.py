@@ -1,1 +1,4 @@
-"""The OpenAI API over HTTP: endpoints, bodies and their errors, answers whole or streamed."""
+"""The OpenAI API over HTTP: connections, endpoints, bodies and their errors, answers.
+
+All that a stranger can send is bounded here, before a worker or a tokenizer hears of it.
+"""

@@ -41,7 +41,7 @@ _TOP_BYTES = 12
 class Mailbox:
     """Outputs of all choices of one HTTP request; one consumer."""
 
-    __slots__ = ("_items", "_max_bytes", "_num_bytes", "_on_full", "_waiter")
+    __slots__ = ("_items", "_loop", "_max_bytes", "_num_bytes", "_on_full", "_waiter")
 
     def __init__(
         self,
@@ -52,6 +52,7 @@ class Mailbox:
 
         What follows is dropped: the consumer's client does not read, and is to be cut off.
         """
+        self._loop = asyncio.get_running_loop()
         self._items: list[Output] = []
         self._waiter: asyncio.Future[None] | None = None
         self._max_bytes = max_bytes
@@ -63,10 +64,14 @@ class Mailbox:
         if self._num_bytes > self._max_bytes:
             return
         self._items.append(output)
-        self._num_bytes += _size_of(output)
+        self._num_bytes += _OUTPUT_BYTES + _TOKEN_BYTES * len(output.token_ids)
+        if output.logprobs or output.first is not None:
+            self._num_bytes += _size_of_logprobs(output)
         if self._num_bytes > self._max_bytes:
             self._on_full()
-        self.wake()
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def wake(self) -> None:
         """Let ``take`` return, with nothing if there is nothing."""
@@ -76,7 +81,7 @@ class Mailbox:
     async def take(self) -> list[Output]:
         """All outputs since the last call; waits for one, or for ``wake``."""
         if not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:
@@ -87,11 +92,10 @@ class Mailbox:
         return items
 
 
-def _size_of(output: Output) -> int:
-    """About what ``output`` takes of memory."""
-    num_bytes = _OUTPUT_BYTES + _TOKEN_BYTES * len(output.token_ids)
+def _size_of_logprobs(output: Output) -> int:
+    """About what the log-probabilities of ``output`` take of memory."""
     positions = [*output.logprobs, *(output.first.prompt_logprobs if output.first else ())]
-    return num_bytes + sum(_POSITION_BYTES + _TOP_BYTES * len(p.top_ids) for p in positions)
+    return sum(_POSITION_BYTES + _TOP_BYTES * len(p.top_ids) for p in positions)
 
 
 @dataclass(slots=True)
@@ -162,6 +166,7 @@ class Generation:
         self.output_token_ids: list[int] = []
         """Handed over so far, in order."""
         self._mailbox = mailbox
+        self._loop = asyncio.get_running_loop()  # asking for it again costs a system call a token
 
     @property
     def num_tokens(self) -> int:
@@ -200,7 +205,7 @@ class Generation:
     ) -> None:
         """The first output token of all."""
         timings = self.timings
-        timings.first_token = timings.last_token = asyncio.get_running_loop().time()
+        timings.first_token = timings.last_token = self._loop.time()
         self.num_cached_tokens = first.num_cached_tokens
         token_ids = (first.token_id,)
         self.output_token_ids += token_ids
@@ -213,6 +218,6 @@ class Generation:
         finish: FinishReason | None,
     ) -> None:
         """The tokens that follow, or the end alone."""
-        self.timings.last_token = asyncio.get_running_loop().time()
+        self.timings.last_token = self._loop.time()
         self.output_token_ids += token_ids
         self._mailbox.put(Output(self.index, token_ids, logprobs, finish))

@@ -120,7 +120,7 @@ class AttemptSink:
         generation = self._generation
         token_ids: Sequence[int] = delta.token_ids
         logprobs: Sequence[common_pb2.PositionLogprobs] = delta.logprobs
-        num_known = generation.num_tokens - delta.start_index
+        num_known = len(generation.output_token_ids) - delta.start_index
         if num_known < 0:
             self._break(
                 InternalError(

@@ -75,7 +75,7 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
 
     async def Register(self, request: registry_pb2.RegisterRequest, context: Any) -> Any:
         self.records.append(request.worker)
-        return registry_pb2.RegisterResponse(lease_id="lease", lease_ttl_s=0.3)
+        return registry_pb2.RegisterResponse(lease_id="lease", lease_ttl_s=6.0)
 
     async def Renew(self, request: registry_pb2.RenewRequest, context: Any) -> Any:
         self.was_draining |= request.draining

@@ -43,7 +43,7 @@ from tests.engine.tiny import tiny_config, write_checkpoint
 BLOCK_SIZE = 16
 NUM_RANKS = 2
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @dataclass
@@ -153,7 +153,7 @@ async def run_group(
     channels: list[grpc.aio.Channel] = []
     readers: list[asyncio.Future[None]] = []
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while len(registry.records) < NUM_RANKS:
                 dead = [log for log, p in zip(logs, processes, strict=True) if p.poll() is not None]
                 assert not dead, dead[0].read_text()
@@ -204,6 +204,30 @@ async def test_two_ranks_give_the_tokens_of_one_process_and_end_together(
         for process, log in zip(group.processes, group.logs, strict=True):
             status = await asyncio.to_thread(process.wait, 60)
             assert status == 0, log.read_text()
+
+
+async def test_a_rank_that_drains_alone_stays_and_one_that_stops_alone_takes_all_along_in_order(
+    tmp_path: Path,
+) -> None:
+    async with run_group(tmp_path, "off") as group:
+        drained = await group.routers[0].stub.Drain(
+            common_pb2.DrainRequest(deadline_s=0.0), timeout=60
+        )
+        assert drained.num_requests_left == 0
+        prompt = prompt_of(3, 30)
+        assert await group.generate(1, "beside", prompt, 24) == group.oracle([prompt], 24)[0]
+
+        running = asyncio.ensure_future(group.generate(1, "long", prompt, 400))
+        while not group.routers[1].deltas.get("long"):
+            await asyncio.sleep(0.01)
+        group.processes[0].send_signal(signal.SIGTERM)
+        async with asyncio.timeout(60):
+            last = (await group.routers[1].end_of("long"))[-1]
+        running.cancel()
+        is_given_back = last.error.code == common_pb2.ERROR_CODE_DRAINING
+        assert is_given_back or last.finish_reason == common_pb2.FINISH_REASON_LENGTH
+        for process, log in zip(group.processes, group.logs, strict=True):
+            assert await asyncio.to_thread(process.wait, 60) == 0, log.read_text()
 
 
 @pytest.mark.parametrize("overlap_steps", ["off", "on"])

@@ -108,7 +108,7 @@ def test_a_step_that_never_ends_is_given_up(where: str, is_group: bool) -> None:
     started = time.monotonic()
     loop.start()
     error = loop.ended.result(TIMEOUT_S)
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 20  # and not when the call returns
     assert isinstance(error, StepOverdueError)
     assert "did not end within 0.1 s" in str(error)
     if where != "dummy":

@@ -256,7 +256,8 @@ class Trace:
             is_early = request.request_id in self.ended_early
             check_outcome(self.bench, request, broken_after, is_early)
 
-    def add(self) -> None:
+    def add(self, *, claimed: float = 0.7) -> None:
+        """A request, which is claimed at once with this probability."""
         random = self.random
         prompt = [random.randrange(3)] * random.randrange(1, 13)
         stops = random.sample(range(10), random.randrange(4))
@@ -265,7 +266,7 @@ class Trace:
         expected, _ = whole_output(prompt, params, broken_after)
         room = BLOCK_SIZE * self.bench.bench.pool.num_usable_blocks - len(prompt) - 1
         so_far = expected[: random.choice([0, min(random.randrange(len(expected)), room)])]
-        is_claimed = random.random() < 0.7
+        is_claimed = random.random() < claimed
         request = self.bench.add(
             prompt, params, so_far=so_far, broken_after=broken_after, is_claimed=is_claimed
         )
@@ -384,7 +385,7 @@ def test_ranks_of_a_group_take_the_same_steps(max_ahead: int, seed: int) -> None
         for turn in range(150):
             # Sometimes neither has work, sometimes one, sometimes both.
             if turn < 60 and trace.random.random() < 0.2:
-                trace.add()
+                trace.add(claimed=1.0)
             trace.bench.deliver()
             trace.turn()
         return trace

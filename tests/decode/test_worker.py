@@ -100,7 +100,7 @@ def test_whoever_is_told_to_stop_while_he_boots_waits_for_nobody() -> None:
 
     began = time.monotonic()
     assert asyncio.run(boot()).is_stuck
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30  # and not when the boot is over
     release.set()
 
 
@@ -114,7 +114,7 @@ def test_a_rank_that_waits_for_another_takes_sigterm(tmp_path: Path) -> None:
     port = free_port(HOST)
     process = start_rank(0, f"{HOST}:{port}", f"{HOST}:1", tmp_path)
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 180
         while not listens(port):  # then it waits for rank 1
             assert process.poll() is None, (tmp_path / "rank-0.log").read_text()
             assert time.monotonic() < deadline

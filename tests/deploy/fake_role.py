@@ -2,7 +2,8 @@
 
 Run as ``python -m tests.deploy.fake_role ROLE --config FILE ...`` with the arguments of the real
 roles. What it should do wrong stands in the environment: ``FAKE_<INSTANCE>`` (with underscores) is
-one of ``exit-at-start`` and ``ignore-sigterm``.
+one of ``exit-at-start``, ``ignore-sigterm`` and ``last-rank-is-late``, which answers for a while
+after the others have ended.
 """
 
 from __future__ import annotations
@@ -144,6 +145,9 @@ async def serve_worker(
     logger.info("serving rendezvous=%s", arguments.rendezvous)
     await stop.wait()
     await client.close()
+    if arguments.is_late:
+        await asyncio.sleep(2)
+        logger.info("answered all")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -165,6 +169,7 @@ async def main() -> None:
         logger.error("this device is on fire")
         sys.exit(3)
     config = load_config(arguments.config)
+    arguments.is_late = fault == "last-rank-is-late" and arguments.rank > 0
     stop = asyncio.Event()
     act = (lambda: None) if fault == "ignore-sigterm" else stop.set
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, act)

@@ -45,7 +45,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_commands_are_these() -> None:
     text = build_parser().format_help()
-    for command in ("up", "status", "generate", "down", "validate", "model", "bench"):
+    for command in ("up", "status", "generate", "drain", "down", "validate", "model", "bench"):
         assert f"\n    {command} " in text
 
 
@@ -111,7 +111,9 @@ def test_up_refuses_a_port_in_use_before_anything_starts(
     assert f"router.port = {port}: cannot listen on 127.0.0.1" in error
 
 
-@pytest.mark.parametrize("command", [["status"], ["down"], ["generate", "x"]])
+@pytest.mark.parametrize(
+    "command", [["status"], ["down"], ["generate", "x"], ["drain", "decode-0"]]
+)
 def test_commands_without_a_cluster_say_so(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -122,6 +122,24 @@ async def test_a_killed_process_comes_back_with_its_instance(tmp_path: Path, vic
     assert find_processes(run.context.run_id) == []
 
 
+async def test_an_instance_that_others_stop_may_finish_and_comes_back_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FAKE_DECODE_0", "last-rank-is-late")
+    run = Run(tmp_path, decode_dp=2, grace_s=60.0)
+    async with run.running():
+        for count in (1, 2):
+            before = dict(run.processes)
+            for rank in (0, 1):
+                os.kill(before[f"decode-0/{rank}"].pid, signal.SIGTERM)
+            await until(lambda before=before: _is_back(run, before, "decode-0"), 60)
+            log = Path(run.processes["decode-0/1"].log_path).read_text()
+            assert log.count("answered all") == count, "it was not killed"
+        pauses = [line for line in caplog.messages if "ended with status 0" in line]
+        assert len(pauses) == 2
+        assert all(line.endswith("pause_s=0.5") for line in pauses), "an update is no failure"
+
+
 def _is_back(run: Run, before: dict[str, ProcessState], instance: str) -> bool:
     mine = [one for one in run.processes.values() if one.instance == instance]
     return bool(mine) and all(

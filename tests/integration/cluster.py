@@ -26,6 +26,7 @@ from deploy.engine_bench.launcher import NO_MULTICAST
 from deploy.pair_bench.cluster import rotate, visible_devices
 from runtime.config import ClusterConfig
 from runtime.config_file import dump_config
+from runtime.net import Credentials
 
 MARK = "TANDEM_TEST_CLUSTER"
 START_TIMEOUT_S = 90.0
@@ -54,8 +55,18 @@ class Cluster:
         num_devices: int = 0,
         start_timeout_s: float = START_TIMEOUT_S,
         modules: Mapping[str, str] | None = None,
+        grace_s: float | None = None,
     ) -> None:
-        """Start nothing yet; `modules` run in the place of a role's own, by role."""
+        """Start nothing yet.
+
+        Args:
+            config: ports are chosen here.
+            folder: for logs and the configuration.
+            num_devices: GPUs of this host.
+            start_timeout_s: how long the start may take.
+            modules: run in the place of a role's own, by role.
+            grace_s: `--grace` of the workers; None for their own.
+        """
         router = dataclasses.replace(
             config.router, port=free_port("127.0.0.1"), control_port=free_port("127.0.0.1")
         )
@@ -65,6 +76,7 @@ class Cluster:
         self._num_devices = num_devices
         self._start_timeout_s = start_timeout_s
         self._modules = dict(modules or {})
+        self._grace = [] if grace_s is None else ["--grace", f"{grace_s:g}"]
         self._mark = secrets.token_hex(8)
         self._file = folder / "cluster.toml"
         self._environment = {
@@ -81,6 +93,16 @@ class Cluster:
     def command_of(self, name: str, command: list[str]) -> list[str]:
         """The command line of a process that runs `command`, a module and its arguments."""
         return [sys.executable, "-m", *command]
+
+    @property
+    def control_address(self) -> str:
+        """Of the router's registry."""
+        return f"{self.address_of('router')}:{self.config.router.control_port}"
+
+    @property
+    def credentials(self) -> Credentials:
+        """Of all its processes."""
+        return Credentials.of_secret(self._environment["TANDEM_SECRET"])
 
     @property
     def base_url(self) -> str:
@@ -114,8 +136,7 @@ class Cluster:
             module = self._modules.get(role, role)
             command = [module, "--config", str(self._file), "--instance", f"{role}-{index}"]
             command += ["--rank", str(rank), "--rendezvous", rendezvous]
-            router = f"{self.address_of('router')}:{self.config.router.control_port}"
-            command += ["--router", router]
+            command += ["--router", self.control_address, *self._grace]
             self._start(f"{role}-{index}/{rank}", command, self._devices_of(role, index, rank))
 
     def _devices_of(self, role: str, index: int, rank: int) -> dict[str, str]:
@@ -178,6 +199,15 @@ class Cluster:
         process = self.processes.pop(name)
         process.send_signal(signal.SIGKILL)
         process.wait(60)
+
+    def terminate(self, instance: str, timeout_s: float = 60.0) -> None:
+        """SIGTERM all ranks of an instance, and wait until each has ended in order."""
+        names = [name for name in self.processes if name.startswith(f"{instance}/")]
+        for name in names:
+            self.processes[name].send_signal(signal.SIGTERM)
+        for name in names:
+            status = self.processes.pop(name).wait(timeout_s)
+            assert status == 0, f"{name} exited {status}:\n{self.log_tail(name)}"
 
     def wait_workers(self, count: int, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until exactly ``count`` ranks are registered, none of them a dead one's lease."""

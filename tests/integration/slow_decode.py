@@ -1,4 +1,4 @@
-"""`python -m tests.integration.slow_decode`: a decode rank whose steps take a while, as big ones do.
+"""`python -m tests.integration.slow_decode`: a decode rank whose steps take a while, as big ones.
 
 So that a stream is surely under way when something happens to its worker, on any machine.
 """

@@ -51,7 +51,7 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
         self, request: registry_pb2.RegisterRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> registry_pb2.RegisterResponse:
         self.workers.put_nowait(request.worker)
-        return registry_pb2.RegisterResponse(lease_id="lease", lease_ttl_s=1.0)
+        return registry_pb2.RegisterResponse(lease_id="lease", lease_ttl_s=30.0)
 
     async def Renew(
         self, request: registry_pb2.RenewRequest, context: grpc.aio.ServicerContext[Any, Any]

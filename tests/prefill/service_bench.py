@@ -101,7 +101,7 @@ class ServiceBench:
 
     async def run(self, nonce: int, num_tokens: int = 6, **changes: object) -> object:
         """Call Run; the FirstToken or the Error."""
-        response = await self.stub.Run(self.request(nonce, num_tokens, **changes), timeout=60)
+        response = await self.stub.Run(self.request(nonce, num_tokens, **changes), timeout=240)
         return getattr(response, response.WhichOneof("result"))
 
     async def until(self, condition: Callable[[], object]) -> None:

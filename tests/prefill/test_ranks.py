@@ -37,7 +37,7 @@ SHAPE = PlanShape(max_num_tokens=16, max_num_seqs=4, max_num_blocks=16, num_comm
 class Meeting:
     """Where the threads of a group exchange tensors."""
 
-    def __init__(self, size: int, timeout_s: float = 10.0) -> None:
+    def __init__(self, size: int, timeout_s: float = 60.0) -> None:
         self.barrier = threading.Barrier(size, timeout=timeout_s)
         self.tensors: dict[int, torch.Tensor] = {}
 
@@ -103,7 +103,7 @@ class Pair:
     """An engine loop and a follower, each on a thread, that meet in memory."""
 
     def __init__(
-        self, *, follower_epoch: int = 7, timeout_s: float = 10.0, max_ahead: int = 0
+        self, *, follower_epoch: int = 7, timeout_s: float = 60.0, max_ahead: int = 0
     ) -> None:
         meeting = Meeting(2, timeout_s)
         push = PushSettings(num_layers=3, layers_per_group=2)

@@ -76,7 +76,8 @@ async def test_a_ticket_whose_prompt_is_computed_is_not_renewed(bench: Bench) ->
     bench.renewer.remove(bench.address, 2)
     num_renewals = len(bench.decode.renewals)
     bench.add(3)
-    await until(lambda: len(bench.decode.renewals) > num_renewals)
+    # One may have been on its way.
+    await until(lambda: len(bench.decode.renewals) > num_renewals + 1)
     assert list(bench.decode.renewals[-1].nonces) == [3]
 
 

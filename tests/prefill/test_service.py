@@ -224,6 +224,7 @@ async def test_the_deadline_covers_the_queue(bench: ServiceBench) -> None:
     first = asyncio.create_task(bench.run(1))
     await bench.until(gate.reached.is_set)
     late = asyncio.create_task(bench.run(2, timeout_s=0.05))
+    await bench.until(lambda: late.done() or bench.runs.get(2))
     await asyncio.sleep(0.1)
     gate.opened.set()
     assert code_of(await late) == "DEADLINE_EXCEEDED"

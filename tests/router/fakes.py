@@ -465,6 +465,8 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     run_s: float = 0.0
     run_error: TandemError | None = None
     seen: list[prefill_pb2.RunRequest] = field(default_factory=list)
+    num_computed: int = 0
+    """Of those seen, what decode gave a ticket for."""
     cancelled: list[str] = field(default_factory=list)
     close_first: bool = False
     """Let decode begin before the first token is answered."""
@@ -498,6 +500,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
                 error = error_to_proto(self.run_error, request.request_id)
                 return prefill_pb2.RunResponse(error=error)
             await self._claim(reservation)
+            self.num_computed += 1
             if self.close_first:
                 await self._push(reservation, done=False)
             await asyncio.sleep(self.run_s)

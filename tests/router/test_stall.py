@@ -20,7 +20,7 @@ from runtime.config_file import SECRET_VARIABLE, dump_config
 from tests.router.conftest import ANSWER, MODEL
 from tests.router.fakes import SECRET, FakeDecode, FakePrefill
 
-LEASE_TTL_S = 2.0
+LEASE_TTL_S = 4.0
 NUM_REQUESTS = 8
 
 
@@ -70,7 +70,7 @@ async def test_a_router_that_was_stopped_cuts_nothing(router: Router, tokenizer:
         return [*tokenizer.encode(ANSWER, add_special_tokens=False), eos]
 
     prefill, decode = FakePrefill("prefill-0", MODEL, script), FakeDecode("decode-0", MODEL, script)
-    prefill.run_s = 6.0
+    prefill.run_s = 2.5 * LEASE_TTL_S
     await prefill.start(router.control)
     await decode.start(router.control)
     body = {"model": MODEL, "prompt": "x", "max_tokens": 100}

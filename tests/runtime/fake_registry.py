@@ -15,7 +15,7 @@ RIGHT = Credentials.of_secret("right")
 
 
 class FakeRegistry(registry_pb2_grpc.RegistryServicer):
-    def __init__(self, ttl_s: float = 0.3) -> None:
+    def __init__(self, ttl_s: float = 1.5) -> None:
         self.ttl_s = ttl_s
         self.leases: dict[str, registry_pb2.RegisterRequest] = {}
         self.num_registrations = 0

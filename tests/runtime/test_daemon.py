@@ -34,7 +34,7 @@ def test_the_event_loop_ends_while_the_work_goes_on() -> None:
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         asyncio.run(main())
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30  # and not when the work is over
     assert not over.is_set()
     release.set()
     assert over.wait(60), "and nothing is raised into a loop that is gone"

@@ -243,7 +243,7 @@ async def test_a_peer_that_comes_back_is_reached_at_once() -> None:
             await stub.Renew(request)
         server, _ = await serve(FakeRegistry(), port)
         # The bound is the subject: the longest pause between attempts, and 10 times that.
-        await stub.Renew(request, wait_for_ready=True, timeout=60)
+        await stub.Renew(request, wait_for_ready=True, timeout=10)
     await server.stop(None)
 
 
@@ -300,7 +300,7 @@ def test_a_second_signal_ends_at_once() -> None:
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert out == "released\n"
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20  # and not after the 30 s of a drain
 
 
 def test_a_crash_releases_and_exits_non_zero() -> None:

@@ -21,6 +21,7 @@ class FakeLoop:
 
     def __init__(self, log: list[str]) -> None:
         self.ended: Future[BaseException | None] = Future()
+        self.other_leaves: Future[None] = Future()
         self.hangs = False
         self.stop_timeout_s = 0.0
         self._log = log

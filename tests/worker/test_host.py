@@ -9,7 +9,7 @@ import pytest
 from runtime.errors import InternalError, PeerLostError
 from runtime.pb import registry_pb2
 from tests.worker.fakes import FakeDriver, hosted
-from worker.host import STOP_TIMEOUT_S
+from worker.host import FOLLOW_GRACE_S, STOP_TIMEOUT_S
 
 
 async def test_what_it_opened_is_closed_last_things_first() -> None:
@@ -52,6 +52,24 @@ async def test_a_rank_that_is_empty_early_leaves_the_others_their_grace() -> Non
     async with hosted(driver) as (host, _):
         await host.drain()
     assert driver.loop.stop_timeout_s > STOP_TIMEOUT_S + host.grace_s / 2
+
+
+async def test_a_rank_follows_another_of_its_group_that_was_told_to_stop() -> None:
+    driver = FakeDriver(num_ranks=2)
+    driver.may_drain.clear()
+    async with hosted(driver) as (host, _):
+        main = asyncio.ensure_future(host.main_loop())
+        await asyncio.sleep(0)
+        driver.log.clear()
+        driver.loop.other_leaves.set_result(None)
+        async with asyncio.timeout(60):
+            while not driver.log:
+                await asyncio.sleep(0.01)
+        assert not main.done(), "it has requests"
+        driver.may_drain.set()
+        await asyncio.wait_for(main, 60)
+        assert driver.log == ["refuse", f"drain {FOLLOW_GRACE_S:g}"]
+    assert not host.is_stuck
 
 
 async def test_a_rank_whose_drain_is_cut_short_does_not_wait_for_the_others() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine.parallel.lockstep import Lockstep, SoloLockstep
+from engine.parallel.lockstep import GroupState, Lockstep, RankState, SoloLockstep
 from engine.runner import StepResult
 from runtime.endings import RankName
 from runtime.errors import DrainingError, InternalError, InvalidRequestError, TandemError
@@ -57,6 +57,9 @@ class CountingDriver:
         self.num_rests += 1
         return 0.02
 
+    def heard(self) -> None:
+        pass
+
     def plan(self, complete_launched: Callable[[], None]) -> Work:
         return Work(self.work[0] if self.work else 0)
 
@@ -102,6 +105,31 @@ def test_it_runs_what_there_is_and_ends_once() -> None:
     assert loop.stop(TIMEOUT_S)
     assert driver.booked == [3, 1, 2]
     assert (driver.log, driver.ends) == (["leave", "end"], [None])
+    assert loop.ended.result(TIMEOUT_S) is None
+
+
+class LeavingGroup:
+    """Another rank was told to stop, and goes as soon as this one does."""
+
+    is_group = True
+
+    def exchange(self, state: RankState) -> GroupState:
+        return GroupState(
+            has_work=state.num_tokens > 0,
+            max_num_tokens=state.num_tokens,
+            all_leaving=state.leaving,
+            any_leaving=True,
+        )
+
+
+def test_a_rank_hears_that_another_one_leaves_and_goes_on_with_its_work() -> None:
+    loop, driver = make_loop(LeavingGroup())
+    loop.start()
+    assert loop.other_leaves.result(TIMEOUT_S) is None
+    loop.submit(lambda: driver.work.extend([3, 1])).result(TIMEOUT_S)
+    while len(driver.booked) < 2:
+        time.sleep(0.001)
+    assert loop.stop(TIMEOUT_S)
     assert loop.ended.result(TIMEOUT_S) is None
 
 

@@ -165,7 +165,7 @@ async def test_the_sdk_sees_typed_errors(client, cluster: Cluster) -> None:
 async def test_who_waits_too_long_for_a_place_is_told_to_come_back(
     start_router: StartRouter,
 ) -> None:
-    cluster = await start_router(max_concurrent_requests=1, queue_timeout_s=0.2)
+    cluster = await start_router(max_concurrent_requests=1, queue_timeout_s=2.0)
     await cluster.add_prefill()
     decode = await cluster.add_decode()
     decode.hold_after = 1

@@ -156,7 +156,7 @@ async def test_the_router_as_a_process(tmp_path, model_dir, workers) -> None:
             async with http.post("/v1/completions", json=BODY) as response:
                 assert (await response.json())["choices"][0]["text"] == "fox"
         second = start(path)
-        _, stderr = await asyncio.to_thread(second.communicate, None, 30)
+        _, stderr = await asyncio.to_thread(second.communicate, None, 60)
         assert second.returncode == 2
         assert b"router.port" in stderr
         process.send_signal(signal.SIGTERM)

@@ -25,7 +25,7 @@ async def code_of(http: aiohttp.ClientSession, method: str, path: str) -> tuple[
 
 
 async def test_a_model_is_listed_once_it_can_be_served(start_router: StartRouter) -> None:
-    cluster = await start_router()
+    cluster = await start_router(lease_ttl_s=3.0)
     async with aiohttp.ClientSession(cluster.url) as http:
         for _ in range(2):
             assert await models(http) == []

@@ -203,7 +203,7 @@ def test_a_member_survives_the_wire() -> None:
 
 
 async def test_the_control_port_serves_watchers(start_router: StartRouter) -> None:
-    cluster = await start_router(lease_ttl_s=0.8)
+    cluster = await start_router(lease_ttl_s=3.0)
     pools: list[list[str]] = []
 
     def note(members: Sequence[Member]) -> None:

@@ -15,7 +15,7 @@ NUM_REQUESTS = 240
 PACE = 6
 """Answers between two changes, at least."""
 NUM_CHANGES = 40
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 
 
 async def change_a_worker(cluster: Cluster, draw: random.Random, number: int) -> None:
@@ -37,7 +37,7 @@ async def change_a_worker(cluster: Cluster, draw: random.Random, number: int) ->
 
 async def test_no_request_is_lost_while_workers_come_and_go(start_router: StartRouter) -> None:
     cluster = await start_router(
-        request_timeout_s=TIMEOUT_S, worker_wait_s=TIMEOUT_S, lease_ttl_s=0.8
+        request_timeout_s=TIMEOUT_S, worker_wait_s=TIMEOUT_S, lease_ttl_s=2.0
     )
     for index in range(2):
         await cluster.add_prefill(f"prefill-{index}")

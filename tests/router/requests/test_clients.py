@@ -110,11 +110,11 @@ async def test_a_cancelled_call_lets_its_channel_go(served) -> None:
 
 @pytest.mark.slow
 async def test_a_lease_that_ran_out_cuts_no_prefill(start_router: StartRouter) -> None:
-    cluster = await start_router()
+    cluster = await start_router(lease_ttl_s=2.0)
     prefill = await cluster.add_prefill()
     await cluster.add_decode()
     await cluster.until(lambda: cluster.decode.num_streams > 0)
-    prefill.run_s = 8.0
+    prefill.run_s = 10.0
     async with openai.AsyncOpenAI(
         base_url=f"{cluster.url}/v1", api_key="none", max_retries=0
     ) as client:

@@ -77,7 +77,7 @@ async def test_decode_dies_before_the_first_token(http, cluster: Cluster) -> Non
     expected = await answer_of(http)
     cluster.prefill.holds_runs = True
     task = asyncio.create_task(answer_of(http))
-    await cluster.until(lambda: len(cluster.prefill.seen) == 2)
+    await cluster.until(lambda: cluster.prefill.num_computed == 2)
     await cluster.decode.die()
     await cluster.until(lambda: len(cluster.prefill.cancelled) == 1)
     cluster.prefill.go_on.set()

@@ -78,7 +78,7 @@ async def test_decode_fails_while_prefill_computes(http, cluster: Cluster) -> No
     """Both legs are watched: prefill is told to stop, and the client has decode's reason."""
     cluster.prefill.run_s = 30
     task = asyncio.create_task(stream(http))
-    await cluster.until(lambda: len(cluster.prefill.seen) == 1)
+    await cluster.until(lambda: cluster.prefill.num_computed == 1)
     request_id = cluster.decode.fail(OutOfBlocksError("evicted"))
     async with http.post("/v1/completions", json=BODY | {"model": "none"}):
         pass  # the router goes on serving
@@ -93,7 +93,7 @@ async def test_a_ticket_that_failed_is_not_decode_s_fault(http, cluster: Cluster
     """Its frames may say so before prefill does: the only decode worker is tried again."""
     cluster.prefill.run_s = 30
     task = asyncio.create_task(stream(http))
-    await cluster.until(lambda: len(cluster.prefill.seen) == 1)
+    await cluster.until(lambda: cluster.prefill.num_computed == 1)
     other = await cluster.add_prefill("prefill-1")
     request_id = cluster.decode.fail(error)
     assert await asyncio.wait_for(task, 60) == (ANSWER, None)
