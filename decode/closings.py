@@ -63,37 +63,39 @@ class Closing:
 
 def read_closings(message: decode_pb2.CloseTicketsRequest) -> list[Closing]:
     """All tickets of a message."""
-    instance, key = message.prefill.instance, writer_key(message.prefill)
+    writer, key = message.prefill, writer_key(message.prefill)
     return [
         Closing(
             request_id=closure.request_id,
             nonce=closure.nonce,
             key=key,
-            parts=tuple(_part_end(instance, part) for part in closure.parts),
+            parts=tuple(_part_end(writer, part) for part in closure.parts),
         )
         for closure in message.closures
     ]
 
 
-def _part_end(instance: str, part: decode_pb2.PartClosure) -> PartEnd:
+def _part_end(writer: common_pb2.WorkerIdentity, part: decode_pb2.PartClosure) -> PartEnd:
     outcome = part.outcome
     if outcome not in _GOOD_OUTCOMES:
         outcome = decode_pb2.TICKET_OUTCOME_FAILED
     return PartEnd(
         rank=part.rank,
-        peer=f"{instance}/{part.rank}",
+        peer=f"{writer.instance}/{part.rank}",
         outcome=outcome,
         is_drained=part.drained or outcome != decode_pb2.TICKET_OUTCOME_FAILED,
-        failure=_failure_of(instance, part),
+        failure=_failure_of(writer, part),
         timings=part.timings,
         num_bytes=part.num_bytes,
     )
 
 
-def _failure_of(instance: str, part: decode_pb2.PartClosure) -> TandemError:
+def _failure_of(writer: common_pb2.WorkerIdentity, part: decode_pb2.PartClosure) -> TandemError:
     if part.HasField("error"):
-        return error_from_proto(part.error)
-    who = f"{instance} rank {part.rank}"
+        # By the name that routers know: that of its first rank, which speaks for all.
+        name = f"{writer.instance}/{writer.rank}"
+        return error_from_proto(part.error, relayed_from=name)
+    who = f"{writer.instance} rank {part.rank}"
     if part.outcome == decode_pb2.TICKET_OUTCOME_ABANDONED:
         return RequestCancelledError(f"{who} abandoned the transfer")
     return TransferFailedError(f"{who} could not send the KV")

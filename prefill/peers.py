@@ -132,7 +132,8 @@ class PeerDirectory:
                 request, timeout=timeout_s
             )
         if response.WhichOneof("result") == "error":
-            return error_from_proto(response.error)
+            name = f"{decode.instance}/{decode.rank}"
+            return error_from_proto(response.error, relayed_from=name)
         if response.HasField("endpoint"):
             known = self._check_endpoint(response.endpoint, decode, address)
             await self._remember(_Contact(decode, address, known))

@@ -31,12 +31,27 @@ class TandemError(Exception):
 
     code = ErrorCode.INTERNAL
 
-    def __init__(self, message: str, *, request_id: str = "", worker_ended: bool = False) -> None:
-        """``worker_ended``: a rank ended by its own fault; one of its requests may be why."""
+    def __init__(
+        self,
+        message: str,
+        *,
+        request_id: str = "",
+        worker_ended: bool = False,
+        relayed_from: str = "",
+    ) -> None:
+        """Say why.
+
+        Args:
+            message: what, the value, and the fix.
+            request_id: of the request, where it is known.
+            worker_ended: a rank ended by its own fault; one of its requests may be why.
+            relayed_from: "instance/rank" that said it, where another passes it on.
+        """
         super().__init__(message)
         self.message = message
         self.request_id = request_id
         self.worker_ended = worker_ended
+        self.relayed_from = relayed_from
 
 
 class InvalidRequestError(TandemError):

@@ -24,6 +24,7 @@ def error_to_proto(error: BaseException, request_id: str = "") -> common_pb2.Err
             message=error.message,
             request_id=error.request_id or request_id,
             worker_ended=error.worker_ended,
+            relayed_from=error.relayed_from,
         )
     return common_pb2.Error(
         code=common_pb2.ERROR_CODE_INTERNAL,
@@ -32,14 +33,20 @@ def error_to_proto(error: BaseException, request_id: str = "") -> common_pb2.Err
     )
 
 
-def error_from_proto(message: common_pb2.Error) -> TandemError:
-    """The typed error that ``message`` stands for; an unknown code is InternalError."""
+def error_from_proto(message: common_pb2.Error, *, relayed_from: str = "") -> TandemError:
+    """The typed error that ``message`` stands for; an unknown code is InternalError.
+
+    Whoever passes it on says whose word it is: ``relayed_from``, "instance/rank" of the sender.
+    """
     try:
         error_type = ERRORS_BY_CODE[ErrorCode(message.code)]
     except ValueError:
         error_type = InternalError
     return error_type(
-        message.message, request_id=message.request_id, worker_ended=message.worker_ended
+        message.message,
+        request_id=message.request_id,
+        worker_ended=message.worker_ended,
+        relayed_from=message.relayed_from or relayed_from,
     )
 
 

@@ -207,7 +207,7 @@ class Attempt:
         if response.WhichOneof("result") != "first_token":
             error = error_from_proto(response.error)
             if error.code in OF_A_WORKER or error.worker_ended:
-                self.culprits = {prefill.key}
+                self.culprits = {self._speaker(error, prefill.key)}
             if error.code is ErrorCode.CANCELLED:
                 await self._reason_of_revocation()
                 # Not by us: we would be cancelled ourselves.
@@ -286,7 +286,13 @@ class Attempt:
         is_of_ticket = sink.is_reserved and not sink.has_decode_tokens and not sink.is_decode_lost
         if is_of_ticket and error.code in OF_A_TICKET:
             return set()
-        return {self._pair.decode.key}
+        return {self._speaker(error, self._pair.decode.key)}
+
+    def _speaker(self, error: TandemError, sender: WorkerKey) -> WorkerKey:
+        """Whose word ``error`` is: prefill passes on what decode says to its claim, and decode why
+        prefill gave a ticket up.
+        """
+        return next((key for key in self._pair.keys if str(key) == error.relayed_from), sender)
 
     def _result_of(self, task: asyncio.Future[T], leg: Role) -> T:
         """The result of a finished call; one that gRPC broke is the loss of that worker."""

@@ -116,16 +116,18 @@ class PositionLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Error(_message.Message):
-    __slots__ = ("code", "message", "request_id", "worker_ended")
+    __slots__ = ("code", "message", "request_id", "worker_ended", "relayed_from")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ENDED_FIELD_NUMBER: _ClassVar[int]
+    RELAYED_FROM_FIELD_NUMBER: _ClassVar[int]
     code: ErrorCode
     message: str
     request_id: str
     worker_ended: bool
-    def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., message: _Optional[str] = ..., request_id: _Optional[str] = ..., worker_ended: bool = ...) -> None: ...
+    relayed_from: str
+    def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., message: _Optional[str] = ..., request_id: _Optional[str] = ..., worker_ended: bool = ..., relayed_from: _Optional[str] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("prefill_queue_s", "prefill_compute_s", "kv_transfer_s", "decode_reserve_s", "decode_admission_s", "kv_exposed_s")

@@ -88,6 +88,7 @@ async def test_a_refusal_is_typed(
     answer = await peers.claim("request-1", decode.reserve(1, [1]), 10.0)
     assert type(answer) is type(error)
     assert error.message in answer.message
+    assert answer.relayed_from == "decode-0/0"
     decode.claim_error = None
     assert (await claim(peers, decode, 2)).peer.endpoint == b"endpoint"
 

@@ -556,7 +556,9 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             async with open_channel(reservation.decode_address, CREDENTIALS) as channel:
                 response = await decode_pb2_grpc.DecodeStub(channel).Claim(request)
         if response.HasField("error"):
-            raise error_from_proto(response.error)
+            decode = reservation.decode
+            name = f"{decode.instance}/{decode.rank}"
+            raise error_from_proto(response.error, relayed_from=name)
 
     async def _push(self, reservation: decode_pb2.Reservation, *, done: bool) -> None:
         outcome = decode_pb2.TICKET_OUTCOME_NOT_NEEDED if done else decode_pb2.TICKET_OUTCOME_SENT

@@ -74,6 +74,15 @@ def test_an_error_says_whether_the_worker_ended(has_ended: bool) -> None:
     assert error_from_proto(error_to_proto(error)).worker_ended is has_ended
 
 
+def test_an_error_that_is_passed_on_keeps_the_name_of_who_said_it() -> None:
+    own = error_to_proto(InternalError("why"))
+    assert error_from_proto(own).relayed_from == ""
+    relayed = error_from_proto(own, relayed_from="decode-0/1")
+    assert relayed.relayed_from == "decode-0/1"
+    again = error_from_proto(error_to_proto(relayed), relayed_from="prefill-0/0")
+    assert again.relayed_from == "decode-0/1"
+
+
 def test_every_error_class_has_its_code() -> None:
     assert set(ERRORS_BY_CODE) == set(ErrorCode)
     assert set(ERRORS_BY_CODE.values()) == set(TandemError.__subclasses__())

@@ -13,6 +13,7 @@ from runtime.endings import RankName, failure_of_requests
 from runtime.errors import (
     DrainingError,
     OutOfBlocksError,
+    OverloadedError,
     PeerLostError,
     StaleTicketError,
     TransferFailedError,
@@ -112,6 +113,44 @@ async def test_a_reservation_in_a_broken_group_is_made_in_another(
     refused = {request.request_id for request in cluster.decode.seen}
     assert refused
     assert {f"{request_id}-r1" for request_id in refused} <= {r.request_id for r in other.seen}
+
+
+@pytest.mark.parametrize("error", [OverloadedError("full"), DrainingError("ended")])
+async def test_what_decode_answers_to_a_claim_is_no_fault_of_prefill(
+    http, cluster: Cluster, error
+) -> None:
+    """The prefill worker passes it on, is not avoided, and is used again."""
+    await cluster.add_prefill("prefill-1")
+    other = await cluster.add_decode("decode-1")
+    await cluster.until(lambda: other.num_streams > 0)
+    cluster.decode.claim_error = error
+    for _ in range(4):
+        assert await stream(http) == (ANSWER, None)
+    assert cluster.decode.seen
+    for request in cluster.decode.seen:
+        asked = [
+            prefill.instance
+            for prefill in cluster.prefills
+            for call in prefill.seen
+            if call.request_id.removesuffix("-r1") == request.request_id
+        ]
+        assert len(asked) == 2
+        assert len(set(asked)) == 1
+
+
+@pytest.mark.parametrize("error", [OverloadedError("full"), DrainingError("ended")])
+async def test_what_prefill_tells_decode_is_no_fault_of_decode(
+    http, cluster: Cluster, error
+) -> None:
+    cluster.prefill.run_s = 30
+    task = asyncio.create_task(stream(http))
+    await cluster.until(lambda: cluster.prefill.num_computed == 1)
+    other = await cluster.add_prefill("prefill-1")
+    error.relayed_from = "prefill-0/0"
+    request_id = cluster.decode.fail(error)
+    assert await asyncio.wait_for(task, 60) == (ANSWER, None)
+    assert [request.request_id for request in other.seen] == [f"{request_id}-r1"]
+    assert len(cluster.decode.seen) == 2
 
 
 @pytest.mark.parametrize("kind", ["hangs", "loses a rank", "is stopped"])
