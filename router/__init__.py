@@ -6,5 +6,6 @@ back; where a worker fails it moves to others. The router holds no model and no 
 ``python -m router --config FILE`` runs it.
 
 Its rooms: ``http`` (the API), ``text``, ``pool`` (who is there), ``routing`` (which pair),
-``requests`` (what happens to a request). Imports go requests > routing > pool.
+``requests`` (what happens to a request). Imports go http > requests > routing > pool; text knows no
+worker.
 """

@@ -31,7 +31,7 @@ def changed_files() -> list[str]:
     return sorted({*tracked, *new}) or _git("diff", "--name-only", "HEAD~1")
 
 
-def tests_of(paths: Iterable[str], root: Path = ROOT) -> list[str]:
+def tests_of(paths: Iterable[str], *, root: Path = ROOT) -> list[str]:  # noqa: PT028
     """The test files and folders that a change of ``paths`` asks for, nested ones left out."""
     wanted = set(ALWAYS)
     for path in paths:

@@ -10,10 +10,11 @@ import pytest
 from router.pool.members import Member, Role, WorkerKey
 from router.pool.view import PoolView
 from router.requests import pairing as pairing_module
+from router.requests.generation import Generation, Mailbox
 from router.requests.pairing import PairFinder, Pairing
 from router.routing.policy import NoWorkersError, Pair, PairingPolicy
 from runtime.errors import OverloadedError, PeerLostError
-from tests.router.requests.test_time_limits import generation_of
+from runtime.sampling import SamplingParams
 
 LOST = PeerLostError("gone")
 
@@ -44,13 +45,26 @@ def pairing_of(found: Sequence[Member], wait_s: float = 0.0) -> tuple[PoolView, 
     return pool, Pairing(pool, PairingPolicy("round-robin"), worker_wait_s=wait_s)
 
 
+def finder_of(pairing: Pairing) -> PairFinder:
+    generation = Generation(
+        request_id="r",
+        index=0,
+        prompt_token_ids=[1, 2, 3],
+        sampling=SamplingParams(max_tokens=8),
+        cache_salt="",
+        mailbox=Mailbox(),
+        received=0.0,
+    )
+    return PairFinder(pairing, generation)
+
+
 async def find(finder: PairFinder, failure: PeerLostError | None = LOST) -> Pair:
     return await finder.find(failure, is_under_way=False)
 
 
 async def test_the_prefill_that_is_not_at_fault_is_kept() -> None:
     _, pairing = pairing_of(members(3, 3))
-    finder = PairFinder(pairing, generation_of())
+    finder = finder_of(pairing)
     pair = await find(finder, None)
     for _ in range(2):
         finder.note_failure(pair, {pair.decode.key}, has_prefilled=True)
@@ -62,10 +76,10 @@ async def test_the_prefill_that_is_not_at_fault_is_kept() -> None:
 
 async def test_a_prefill_at_fault_is_left_and_decode_is_not_suspected() -> None:
     _, pairing = pairing_of(members(3, 1))
-    finder = PairFinder(pairing, generation_of())
+    finder = finder_of(pairing)
     pair = await find(finder, None)
     finder.note_failure(pair, {pair.decode.key}, has_prefilled=True)
-    finder = PairFinder(pairing, generation_of())
+    finder = finder_of(pairing)
     finder.note_failure(pair, {pair.prefill.key}, has_prefilled=True)
     assert finder._shape().suspects == set()
     after = await find(finder)
@@ -75,7 +89,7 @@ async def test_a_prefill_at_fault_is_left_and_decode_is_not_suspected() -> None:
 
 async def test_where_nobody_is_at_fault_both_are_suspects() -> None:
     _, pairing = pairing_of(members(2, 2))
-    finder = PairFinder(pairing, generation_of())
+    finder = finder_of(pairing)
     pair = await find(finder, None)
     finder.note_failure(pair, set(), has_prefilled=True)
     after = await find(finder)
@@ -89,7 +103,7 @@ async def test_what_was_said_of_a_worker_is_forgotten(monkeypatch: pytest.Monkey
     monkeypatch.setattr(pairing_module, "FAILURE_COOLDOWN_S", 0.2)
     monkeypatch.setattr(pairing_module, "LOOK_AGAIN_S", 0.02)
     _, pairing = pairing_of(members(1, 1), wait_s=30.0)
-    finder = PairFinder(pairing, generation_of())
+    finder = finder_of(pairing)
     pair = await find(finder, None)
     finder.note_failure(pair, {pair.decode.key}, has_prefilled=True)
     assert await asyncio.wait_for(find(finder), 60) == pair
@@ -98,7 +112,7 @@ async def test_what_was_said_of_a_worker_is_forgotten(monkeypatch: pytest.Monkey
 async def test_a_change_of_the_pool_wakes_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairing_module, "LOOK_AGAIN_S", 60.0)
     pool, pairing = pairing_of(members(1, 1), wait_s=60.0)
-    finder = PairFinder(pairing, generation_of())
+    finder = finder_of(pairing)
     pair = await find(finder, None)
     finder.note_failure(pair, {pair.decode.key}, has_prefilled=True)
     tasks = [asyncio.create_task(find(finder)) for _ in range(3)]
@@ -112,7 +126,7 @@ async def test_a_change_of_the_pool_wakes_who_waits(monkeypatch: pytest.MonkeyPa
 
 async def test_who_does_not_wait() -> None:
     pool, pairing = pairing_of([], wait_s=60.0)
-    finder = PairFinder(pairing, generation_of())
+    finder = finder_of(pairing)
     async with asyncio.timeout(60):
         with pytest.raises(NoWorkersError):  # never ready
             await finder.find(None, is_under_way=False)
