@@ -23,6 +23,7 @@ from runtime.budget import Budget
 from runtime.errors import DeadlineExceededError, InternalError, StaleTicketError, TandemError
 from runtime.logging import fields, get_logger
 from runtime.pb import decode_pb2
+from runtime.trace import TraceContext, use_trace
 
 logger = get_logger(__name__)
 
@@ -36,12 +37,14 @@ class Wanted:
         reservation: its place at decode.
         num_context_tokens: what the ticket has to have blocks for.
         budget: the request's own time.
+        trace: of the call of Run.
     """
 
     request_id: str
     reservation: decode_pb2.Reservation
     num_context_tokens: int
     budget: Budget
+    trace: TraceContext | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -88,9 +91,10 @@ class Claims:
         """Ask decode; the engine loop hears of the answer."""
         claim = _Claim(decode=RankAddress.of(wanted.reservation))
         self._claims[wanted.reservation.nonce] = claim
-        claim.task = self._tasks.start(
-            self._ask(claim, wanted), name=f"claim of {wanted.request_id}"
-        )
+        with use_trace(wanted.trace):
+            claim.task = self._tasks.start_for_request(
+                self._ask(claim, wanted), name=f"claim of {wanted.request_id}"
+            )
 
     def is_granted(self, nonce: int) -> bool:
         """Whether the engine loop was given a ticket, so that senders may know it."""

@@ -36,6 +36,7 @@ from runtime.errors import (
 )
 from runtime.logging import fields, get_logger
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2
+from runtime.trace import TraceContext, current_trace
 from runtime.wire import error_to_proto
 
 REMEMBER_MARGIN_S = 60.0
@@ -54,6 +55,7 @@ class LiveRun:
         num_context_tokens: of the request.
         budget: the request's own time.
         remember_s: how long its nonce is remembered.
+        trace: of the call.
         answer: the first token or an error; cancelled when the caller goes away.
         finished: set when no rank will write any more and the blocks are released.
         parts: what is said of each rank's part of the ticket, by rank.
@@ -68,6 +70,7 @@ class LiveRun:
     budget: Budget
     remember_s: float
     answer: asyncio.Future[FirstTokenSampled | TandemError]
+    trace: TraceContext | None = None
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     parts: dict[int, decode_pb2.PartClosure] = field(default_factory=dict)
     is_closed: bool = False
@@ -145,6 +148,7 @@ class LiveRuns:
             num_context_tokens=len(request.context_token_ids),
             budget=budget,
             remember_s=remember_s,
+            trace=current_trace(),
             answer=asyncio.get_running_loop().create_future(),
         )
         self._runs[nonce] = run
@@ -177,6 +181,7 @@ class LiveRuns:
                         reservation=run.reservation,
                         num_context_tokens=run.num_context_tokens,
                         budget=run.budget,
+                        trace=run.trace,
                     )
                 )
             case FirstTokenSampled():

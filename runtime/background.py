@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextvars import Context, copy_context
 from typing import Any
 
 from runtime.logging import fields, get_logger
+from runtime.trace import without_trace
 
 logger = get_logger(__name__)
 
@@ -32,8 +34,22 @@ class BackgroundTasks:
         return len(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """Run ``work``; an exception of it is logged with ``name``."""
-        task = asyncio.get_running_loop().create_task(work, name=name)
+        """Run ``work``; an exception of it is logged with ``name``.
+
+        It has no trace, as it may go on for others than the request that starts it.
+        """
+        return self._start(work, name, without_trace())
+
+    def start_for_request(
+        self, work: Coroutine[Any, Any, None], *, name: str
+    ) -> asyncio.Task[None]:
+        """The same, for work that is of the request whose trace is set."""
+        return self._start(work, name, copy_context())
+
+    def _start(
+        self, work: Coroutine[Any, Any, None], name: str, context: Context
+    ) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(tell_failure)

@@ -25,9 +25,9 @@ class BudgetKind(enum.Enum):
     """What a limit bounds."""
 
     REQUEST = "the request"
-    """From a request's arrival to its last token."""
+    """From a request's arrival to its last token, queues included."""
     FIRST_TOKEN = "the first token"
-    """From a request's arrival to its first token."""
+    """From a request's arrival to its first token, queues included."""
     NEXT_TOKEN = "the next token"
     """Between two tokens, moves to other workers included."""
     QUEUE = "the queue"

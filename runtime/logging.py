@@ -1,6 +1,8 @@
 """Log lines: one line a record, ``key=value`` after the message, and who speaks in front.
 
 2026-11-21T10:02:03.456 INFO decode-0/1 decode.loop: preempted request_id=cmpl-1 blocks=7
+
+A line that is logged where a request is served ends in the request's ``trace``.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ import logging
 import sys
 import time
 from typing import TextIO
+
+from runtime.trace import trace_id
 
 
 class _LineFormatter(logging.Formatter):
@@ -20,6 +24,8 @@ class _LineFormatter(logging.Formatter):
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
         head = f"{stamp}.{int(record.msecs):03d} {record.levelname} {self._speaker} {record.name}"
         line = f"{head}: {record.getMessage()}".replace("\n", "\\n")
+        if trace := trace_id():
+            line += f" trace={trace}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line

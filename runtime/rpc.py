@@ -1,7 +1,8 @@
 """gRPC as we use it: authenticated servers and channels, and their errors as ours.
 
 Every call carries the cluster's secret; a server answers UNAUTHENTICATED to anything else, without
-reading its message. With TLS both ends show certificates as well (`runtime.net`).
+reading its message. With TLS both ends show certificates as well (`runtime.net`). A call that is
+made for a request carries its trace (`runtime.trace`), and the handler goes on with it.
 Keepalive pings find a dead peer within seconds even where no packet says so. The stubs of grpc are
 generic in their messages, which the interceptors do not look at: hence their Any.
 """
@@ -26,6 +27,7 @@ from runtime.errors import (
     TandemError,
 )
 from runtime.net import Credentials, Listen, TlsFiles, join_address
+from runtime.trace import TRACEPARENT, TraceContext, current_trace, set_trace
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 _AUTHORIZATION = "authorization"
@@ -119,31 +121,52 @@ class _RequireSecret(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return self._refuse
 
 
-def _with_secret(details: Any, secret: str) -> Any:
+class _TakeTrace(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """The handler, which runs in the same task, goes on with the caller's trace."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        for key, value in handler_call_details.invocation_metadata:
+            if key == TRACEPARENT and isinstance(value, str):
+                trace = TraceContext.parse(value)
+                set_trace(None if trace is None else trace.child())
+        return await continuation(handler_call_details)
+
+
+def _with_metadata(details: Any, secret: str) -> Any:
+    """With the secret, and the trace of the request that makes the call."""
     metadata = grpc.aio.Metadata(*(details.metadata or ()))
     metadata.add(_AUTHORIZATION, f"Bearer {secret}")
+    trace = current_trace()
+    if trace is not None:
+        metadata.add(TRACEPARENT, trace.header)
     return details._replace(metadata=metadata)
 
 
 # Two classes: grpc.aio files an interceptor under the first kind that it implements.
-class _AddSecretToUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
+class _AddMetadataToUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
     def __init__(self, secret: str) -> None:
         self._secret = secret
 
     async def intercept_unary_unary(
         self, continuation: Any, client_call_details: Any, request: Any
     ) -> Any:
-        return await continuation(_with_secret(client_call_details, self._secret), request)
+        return await continuation(_with_metadata(client_call_details, self._secret), request)
 
 
-class _AddSecretToStream(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+class _AddMetadataToStream(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
     def __init__(self, secret: str) -> None:
         self._secret = secret
 
     async def intercept_unary_stream(
         self, continuation: Any, client_call_details: Any, request: Any
     ) -> Any:
-        return await continuation(_with_secret(client_call_details, self._secret), request)
+        return await continuation(_with_metadata(client_call_details, self._secret), request)
 
 
 def create_server(
@@ -152,7 +175,7 @@ def create_server(
     """A server that serves only callers with a secret of ``credentials``, within ``limits``."""
     most = limits.max_concurrent_rpcs
     return grpc.aio.server(
-        interceptors=[_RequireSecret(credentials)],
+        interceptors=[_RequireSecret(credentials), _TakeTrace()],
         options=[
             *_SERVER_OPTIONS,
             ("grpc.max_receive_message_length", limits.max_request_bytes),
@@ -192,7 +215,7 @@ def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
         ConfigError: a file of TLS cannot be used.
     """
     secret, tls = credentials.secret, credentials.tls
-    interceptors: list[Any] = [_AddSecretToUnary(secret), _AddSecretToStream(secret)]
+    interceptors: list[Any] = [_AddMetadataToUnary(secret), _AddMetadataToStream(secret)]
     if tls is None:
         return grpc.aio.insecure_channel(
             address, options=_CHANNEL_OPTIONS, interceptors=interceptors

@@ -2,8 +2,8 @@
 
 The router takes a client's ``traceparent`` header or begins a trace of its own; every gRPC call
 made meanwhile carries it as metadata (``runtime.rpc``), and the worker that serves the call goes on
-with it. Whoever logs asks ``trace_id()``. The context belongs to the task that serves the request:
-engine threads have none, and tokens carry none.
+with it; log lines end in its id. The context belongs to the task that serves the request: engine
+threads have none, and tokens carry none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import re
 import secrets
 from collections.abc import Iterator
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, replace
 
 TRACEPARENT = "traceparent"
@@ -88,3 +88,10 @@ def use_trace(trace: TraceContext | None) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def without_trace() -> Context:
+    """For a task that a request happens to start, and that goes on for others."""
+    context = copy_context()
+    context.run(_current.set, None)
+    return context

@@ -18,6 +18,7 @@ from router.pool.members import Member
 from runtime.errors import TandemError
 from runtime.logging import get_logger
 from runtime.metrics import CONTENT_TYPE
+from runtime.trace import TRACEPARENT, TraceContext, set_trace
 
 logger = get_logger(__name__)
 
@@ -137,6 +138,7 @@ def _answer_failures(
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         request_id = request_id_of(request)
         request[REQUEST_ID_KEY] = request_id
+        set_trace(_trace_of(request))  # anew for each request of a connection
         endpoint = request.path if request.method == "POST" else ""
         status = CLIENT_CLOSED
         connections.began(request.protocol)
@@ -161,6 +163,12 @@ def _answer_failures(
         return response
 
     return middleware
+
+
+def _trace_of(request: web.Request) -> TraceContext:
+    """The client's trace, where it sends a valid one, else a new one."""
+    given = TraceContext.parse(request.headers.get(TRACEPARENT, ""))
+    return TraceContext.begin() if given is None else given.child()
 
 
 def _as_error(error: Exception, request: web.Request) -> TandemError:

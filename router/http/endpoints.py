@@ -40,6 +40,7 @@ from router.requests.admission import Admission, BodyBytes
 from router.requests.generation import Generation, Mailbox
 from router.requests.pipeline import Pipeline
 from router.requests.run import MAX_PARALLEL, RequestRun
+from router.requests.time_limits import limits_from_arrival
 from router.text.lanes import Lanes, Work
 from router.text.output import ChoiceText, OutputOptions
 from runtime.config import RouterSection
@@ -213,8 +214,8 @@ class OpenAIEndpoints:
     ) -> web.StreamResponse:
         """Wait for a place, make tokens, run."""
         serving, body = self._serving, call.body
-        async with serving.admission.admit(min(call.num_choices, MAX_PARALLEL)) as place:
-            deadline = call.received + serving.section.request_timeout_s
+        limits = limits_from_arrival(serving.section, call.received)
+        async with serving.admission.admit(min(call.num_choices, MAX_PARALLEL), limits) as place:
             prompts = await serving.lanes.run(call.num_bytes, prompts_of)
             call.held.release()
             info = ResponseInfo(
@@ -236,7 +237,7 @@ class OpenAIEndpoints:
                 serving.metrics.prompt_tokens.inc(len(prompt.token_ids))
             generations = [choice.generation for choice in info.choices]
             run = RequestRun(serving.pipeline, mailbox, generations, on_ended=place.give_back)
-            return await self._respond(call, run, form_of(info), info, deadline)
+            return await self._respond(call, run, form_of(info), info, limits[0].until)
 
     async def _respond(
         self,

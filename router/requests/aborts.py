@@ -54,7 +54,8 @@ class Aborts:
     def send(self, decode: Member, worker_request_id: str, reason: str) -> None:
         """Tell ``decode`` that a request is over; idempotent there."""
         request = decode_pb2.AbortRequest(request_id=worker_request_id, reason=reason)
-        self._tasks.start(self._until_heard(decode, request), name=f"abort-{worker_request_id}")
+        work = self._until_heard(decode, request)
+        self._tasks.start_for_request(work, name=f"abort-{worker_request_id}")
 
     async def close(self) -> None:
         """Wait for the calls under way; what waits to be repeated is tried once more."""

@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 
 from router.errors import TooManyRequestsError
 from router.pool.members import Member
-from runtime.budget import Budget, BudgetKind
+from runtime.budget import Budget, BudgetKind, earliest
 from runtime.errors import DrainingError
 
 QUEUE_TIMEOUT_S = 900.0
@@ -145,17 +145,22 @@ class Admission:
                 waiter.turn.set_exception(_draining())
 
     @contextlib.asynccontextmanager
-    async def admit(self, num_choices: int) -> AsyncIterator[Place]:
+    async def admit(
+        self, num_choices: int, limits: Collection[Budget] = ()
+    ) -> AsyncIterator[Place]:
         """Wait for a place for one HTTP request that runs ``num_choices`` at once, and hold it.
+
+        ``limits`` are the request's own.
 
         Raises:
             TooManyRequestsError: none was free in time, or too much waits already.
+            DeadlineExceededError: a limit of the request's own was over before.
             DrainingError: the process is about to end.
         """
         if self._draining:
             raise _draining()
         if self._waiters or self._num_in_flight >= self._limit:
-            await self._wait(num_choices)
+            await self._wait(num_choices, limits)
         else:
             self._num_in_flight += num_choices
         place = Place(self, num_choices)
@@ -190,12 +195,11 @@ class Admission:
                 f"router.max_queue_bytes is {self._max_queue_bytes}. Fix: retry in a moment"
             )
 
-    async def _wait(self, num_choices: int) -> None:
+    async def _wait(self, num_choices: int, limits: Collection[Budget]) -> None:
         self.check_body_bytes()
-        loop = asyncio.get_running_loop()
-        budget = Budget.start(
-            BudgetKind.QUEUE, self._queue_timeout_s, loop.time(), "router.queue_timeout_s"
-        )
+        now = asyncio.get_running_loop().time()
+        queue = Budget.start(BudgetKind.QUEUE, self._queue_timeout_s, now, "router.queue_timeout_s")
+        budget = earliest((queue, *limits))
         waiter = _Waiter(num_choices)
         self._waiters[waiter] = None
         try:
@@ -208,6 +212,8 @@ class Admission:
                 failure = budget.error(
                     f"{self._num_in_flight} choices were in flight, of {self._limit} that may be"
                 )
+                if budget is not queue:
+                    raise failure from error
                 raise TooManyRequestsError(f"{failure.message}. Fix: retry later") from error
             raise
         finally:

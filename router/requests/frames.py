@@ -21,6 +21,7 @@ from runtime.errors import PeerLostError, TandemError
 from runtime.logging import get_logger
 from runtime.pb import decode_pb2
 from runtime.rpc import map_rpc_errors
+from runtime.trace import without_trace
 
 logger = get_logger(__name__)
 
@@ -82,7 +83,9 @@ class FrameStream:
         self.num_breaks = 0
         self._waiters: list[asyncio.Future[None]] = []
         """Who waits for the outcome of the present attempt to connect."""
-        self._task = asyncio.create_task(self._run(), name=f"frames-{member.key}")
+        self._task = self._loop.create_task(
+            self._run(), name=f"frames-{member.key}", context=without_trace()
+        )
         self._task.add_done_callback(tell_failure)
 
     @property

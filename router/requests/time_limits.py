@@ -14,6 +14,21 @@ from runtime.budget import Budget, BudgetKind, earliest
 from runtime.config import RouterSection
 
 
+def limits_from_arrival(section: RouterSection, received: float) -> tuple[Budget, Budget]:
+    """(in all, to the first token): both begin when the request arrives, and run in the queue."""
+    return (
+        Budget.start(
+            BudgetKind.REQUEST, section.request_timeout_s, received, "router.request_timeout_s"
+        ),
+        Budget.start(
+            BudgetKind.FIRST_TOKEN,
+            section.first_token_timeout_s,
+            received,
+            "router.first_token_timeout_s",
+        ),
+    )
+
+
 class TimeLimits:
     """Runs one choice and ends it when one of its limits is over."""
 
@@ -21,15 +36,7 @@ class TimeLimits:
         """All limits count from the request's arrival."""
         received = generation.timings.received
         self._generation = generation
-        self.request = Budget.start(
-            BudgetKind.REQUEST, section.request_timeout_s, received, "router.request_timeout_s"
-        )
-        self._first = Budget.start(
-            BudgetKind.FIRST_TOKEN,
-            section.first_token_timeout_s,
-            received,
-            "router.first_token_timeout_s",
-        )
+        self.request, self._first = limits_from_arrival(section, received)
         self._next = Budget.start(
             BudgetKind.NEXT_TOKEN, section.token_timeout_s, received, "router.token_timeout_s"
         )

@@ -16,6 +16,7 @@ from runtime.errors import StaleTicketError, TandemError
 from runtime.net import Credentials, Listen
 from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc
 from runtime.rpc import bind_port, create_server
+from runtime.trace import trace_id
 from runtime.wire import error_to_proto
 
 SECRET = "shh"
@@ -53,6 +54,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
     num_cancelled_claims: int = 0
     closings: list[decode_pb2.CloseTicketsRequest] = field(default_factory=list)
     renewals: list[decode_pb2.RenewTicketsRequest] = field(default_factory=list)
+    traces: list[tuple[str, str]] = field(default_factory=list)
+    """Calls, and the id of the trace that each came with."""
     renewal_error: grpc.StatusCode | None = None
 
     def reserve(self, nonce: int, block_ids: list[int]) -> decode_pb2.Reservation:
@@ -80,6 +83,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self, request: decode_pb2.ClaimRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> decode_pb2.ClaimResponse:
         self.claims.append(request)
+        self.traces.append(("Claim", trace_id()))
         try:
             if self.claim_gate:
                 await self.claim_gate.wait()
@@ -141,6 +145,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             self.num_refused_closures -= 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "restarting")
         self.closings.append(request)
+        self.traces.append(("CloseTickets", trace_id()))
         for closure in request.closures:
             self.places.pop(closure.nonce, None)
         return decode_pb2.CloseTicketsResponse()

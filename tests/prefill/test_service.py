@@ -11,6 +11,7 @@ from prefill.messages import StopLoop
 from runtime.errors import InternalError, LayoutMismatchError
 from runtime.metrics import render_metrics
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2
+from runtime.trace import TraceContext, use_trace
 from tests.prefill.fakes import BLOCK_SIZE, FIRST_TOKEN
 from tests.prefill.service_bench import (
     IDENTITY,
@@ -330,3 +331,13 @@ async def test_what_is_left_at_an_orderly_end_may_go_elsewhere() -> None:
         after = await bench.run(3)
         assert code_of(after) == "DRAINING"
         assert message_of(after) == "prefill rank 0 of 1 has ended: use another one"
+
+
+async def test_a_claim_is_of_the_trace_of_its_run_and_a_closing_of_none(
+    bench: ServiceBench,
+) -> None:
+    trace = TraceContext.begin()
+    with use_trace(trace):
+        assert isinstance(await bench.run(1), prefill_pb2.FirstToken)
+    await bench.drain_senders()
+    assert bench.decode.traces == [("Claim", trace.trace_id), ("CloseTickets", "")]

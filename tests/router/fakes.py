@@ -35,6 +35,7 @@ from runtime.pb import (
 from runtime.registration import RegistryClient
 from runtime.rpc import bind_port, create_server, map_rpc_errors, open_channel
 from runtime.sampling import SamplingParams, finish_reason_after
+from runtime.trace import trace_id
 from runtime.wire import (
     error_from_proto,
     error_to_proto,
@@ -74,6 +75,8 @@ class FakeWorker:
     """As told to the registry; nothing bounds them here."""
     choose: Choose | None = None
     """Instead of the script."""
+    traces: list[tuple[str, str]] = field(default_factory=list)
+    """Calls, and the id of the trace that each came with."""
     server: grpc.aio.Server | None = None
     registration: RegistryClient | None = None
 
@@ -250,6 +253,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     async def Reserve(
         self, request: decode_pb2.ReserveRequest, context: object
     ) -> decode_pb2.ReserveResponse:
+        self.traces.append(("Reserve", trace_id()))
         self.seen.append(request)
         await asyncio.sleep(self.reserve_s)
         if self.reserve_error is not None:
@@ -306,6 +310,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     async def Abort(
         self, request: decode_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> decode_pb2.AbortResponse:
+        self.traces.append(("Abort", trace_id()))
         if self.abort_failures:
             self.abort_failures -= 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the abort is lost")
@@ -316,6 +321,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     async def Frames(
         self, request: decode_pb2.FramesRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[decode_pb2.Frame]:
+        self.traces.append(("Frames", trace_id()))
         if self.hangs_streams:
             await asyncio.Event().wait()
         if self.refuses_streams:
@@ -493,6 +499,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     async def Run(
         self, request: prefill_pb2.RunRequest, context: object
     ) -> prefill_pb2.RunResponse:
+        self.traces.append(("Run", trace_id()))
         self.seen.append(request)
         reservation = request.reservation
         try:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import logging
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.trace import TraceContext, current_trace, trace_id, use_trace
+from runtime.logging import configure_logging, get_logger
+from runtime.pb import registry_pb2, registry_pb2_grpc
+from runtime.rpc import open_channel
+from runtime.trace import TraceContext, current_trace, trace_id, use_trace, without_trace
+from tests.runtime.fake_registry import RIGHT, FakeRegistry, serve
 
 HEX = "0123456789abcdef"
 
@@ -60,3 +66,41 @@ async def test_tasks_have_their_own() -> None:
     found = await asyncio.gather(*(serve(trace) for trace in traces))
     assert found == [trace.trace_id for trace in traces]
     assert current_trace() is None
+
+
+async def test_what_goes_on_for_others_has_none() -> None:
+    async def serve() -> str:
+        return trace_id()
+
+    loop = asyncio.get_running_loop()
+    with use_trace(TraceContext.begin()):
+        assert await loop.create_task(serve()) == trace_id()
+        assert await loop.create_task(serve(), context=without_trace()) == ""
+
+
+async def test_a_line_that_a_called_handler_logs_ends_in_the_callers_trace() -> None:
+    """And one that is logged elsewhere does not."""
+    stream, root = io.StringIO(), logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    configure_logging("test", stream=stream)
+
+    class Telling(FakeRegistry):
+        async def Renew(self, request, context):
+            get_logger("handler").info("renewing")
+            return await super().Renew(request, context)
+
+    server, port = await serve(Telling())
+    try:
+        async with open_channel(f"127.0.0.1:{port}", RIGHT) as channel:
+            stub = registry_pb2_grpc.RegistryStub(channel)
+            with use_trace(TraceContext.begin()):
+                expected = trace_id()
+                await stub.Renew(registry_pb2.RenewRequest(lease_id="x"))
+            await stub.Renew(registry_pb2.RenewRequest(lease_id="x"))
+    finally:
+        await server.stop(None)
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    first, second = [line for line in stream.getvalue().splitlines() if "renewing" in line]
+    assert first.endswith(f"handler: renewing trace={expected}")
+    assert second.endswith("handler: renewing")

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from router.errors import TooManyRequestsError
 from router.pool.members import member_from_proto
 from router.requests.admission import SMALL_BODY_BYTES, Admission, limit_of
-from runtime.errors import DrainingError
+from router.requests.time_limits import limits_from_arrival
+from runtime.config import RouterSection
+from runtime.errors import DeadlineExceededError, DrainingError
 from runtime.pb import common_pb2, registry_pb2
 
 
@@ -161,6 +163,19 @@ async def test_the_wait_has_an_end() -> None:
     async with admission.admit(1):
         with pytest.raises(TooManyRequestsError, match=r"router\.queue_timeout_s"):
             async with admission.admit(1):
+                pass
+    assert (admission.num_in_flight, admission.num_waiting) == (0, 0)
+
+
+async def test_the_time_of_a_request_runs_in_the_queue() -> None:
+    admission = Admission(1)
+    section = RouterSection(request_timeout_s=5.0, first_token_timeout_s=2.0)
+    arrived = asyncio.get_running_loop().time() - 2.0
+    async with admission.admit(1):
+        with pytest.raises(
+            DeadlineExceededError, match=r"first_token_timeout_s.*while 1 "
+        ):
+            async with admission.admit(1, limits_from_arrival(section, arrived)):
                 pass
     assert (admission.num_in_flight, admission.num_waiting) == (0, 0)
 
