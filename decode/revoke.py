@@ -21,6 +21,7 @@ import grpc.aio
 from decode.live import WriterOrder
 from decode.requests import Writer
 from decode.tickets import WriterDemand
+from runtime.background import BackgroundTasks
 from runtime.errors import TandemError
 from runtime.logging import fields, get_logger
 from runtime.net import Credentials
@@ -128,7 +129,7 @@ class Revoker:
         )
         self._being_fenced: set[Writer] = set()
         """By a sweep; one that cannot be shut out takes seconds a try."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="fence")
 
     @property
@@ -148,15 +149,11 @@ class Revoker:
 
     async def close(self) -> None:
         """Cancel what is under way. The transport is about to close, which fences everybody."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         self._threads.shutdown(wait=True)
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(work, name="revoker")
 
     async def _carry_out(self, order: WriterOrder) -> None:
         if order.demand is WriterDemand.REVOKE and await self._revoke(order):

@@ -18,6 +18,7 @@ from prefill.peers import ClaimedTicket, PeerDirectory, RankAddress
 from prefill.renewals import TicketRenewer
 from prefill.request import Grant
 from prefill.validation import check_ticket
+from runtime.background import BackgroundTasks
 from runtime.budget import Budget
 from runtime.errors import DeadlineExceededError, InternalError, StaleTicketError, TandemError
 from runtime.logging import fields, get_logger
@@ -78,6 +79,7 @@ class Claims:
         self._block_size = block_size
         self._clock = clock
         self._claims: dict[int, _Claim] = {}
+        self._tasks = BackgroundTasks()
 
     def __len__(self) -> int:
         return len(self._claims)
@@ -86,7 +88,9 @@ class Claims:
         """Ask decode; the engine loop hears of the answer."""
         claim = _Claim(decode=RankAddress.of(wanted.reservation))
         self._claims[wanted.reservation.nonce] = claim
-        claim.task = asyncio.ensure_future(self._ask(claim, wanted))
+        claim.task = self._tasks.start(
+            self._ask(claim, wanted), name=f"claim of {wanted.request_id}"
+        )
 
     def is_granted(self, nonce: int) -> bool:
         """Whether the engine loop was given a ticket, so that senders may know it."""
@@ -111,10 +115,9 @@ class Claims:
 
     async def close(self) -> None:
         """Cancel what is on its way."""
-        tasks = [claim.task for claim in self._claims.values() if claim.task is not None]
         for nonce in list(self._claims):
             self.end(nonce)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.settle()
         await self._renewer.close()
 
     async def _ask(self, claim: _Claim, wanted: Wanted) -> None:

@@ -12,7 +12,8 @@ import asyncio
 from collections.abc import Sequence
 
 from prefill.peers import ChannelCache, RankAddress
-from runtime.errors import DeadlineExceededError, PeerLostError, TandemError
+from runtime.background import BackgroundTasks
+from runtime.errors import DeadlineExceededError, InternalError, PeerLostError, TandemError
 from runtime.logging import fields, get_logger
 from runtime.pb import common_pb2, decode_pb2
 from runtime.rpc import map_rpc_errors
@@ -36,7 +37,7 @@ class TicketCloser:
         self._channels = channels
         self._retry_delays_s = tuple(retry_delays_s)
         self._due: dict[RankAddress, list[decode_pb2.TicketClosure]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self.num_pending = 0
         """Closures on their way."""
         self.num_dropped = 0
@@ -54,14 +55,11 @@ class TicketCloser:
             self._due[decode].append(closure)
             return
         self._due[decode] = [closure]
-        task = asyncio.ensure_future(self._deliver_all(decode, prefill))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._deliver_all(decode, prefill), name=f"close at {decode.address}")
 
     async def flush(self) -> None:
         """Return when every closure is delivered or dropped."""
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.settle()
 
     async def _deliver_all(self, decode: RankAddress, prefill: common_pb2.WorkerIdentity) -> None:
         try:
@@ -92,6 +90,10 @@ class TicketCloser:
                 await asyncio.sleep(delay_s)
             except TandemError as error:
                 self._drop(address, request, error)
+                return
+            except Exception as error:
+                logger.exception("a closing failed %s", fields(decode=address))
+                self._drop(address, request, InternalError(f"{type(error).__name__}: {error}"))
                 return
 
     async def _call(self, address: str, request: decode_pb2.CloseTicketsRequest) -> None:

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable
 
 from prefill.peers import ChannelCache, RankAddress
+from runtime.background import BackgroundTasks
 from runtime.errors import TandemError
 from runtime.logging import fields, get_logger
 from runtime.pb import common_pb2, decode_pb2
@@ -49,13 +50,15 @@ class TicketRenewer:
         self._channels = channels
         self._on_unknown = on_unknown
         self._timeouts: dict[RankAddress, dict[int, float]] = {}  # by nonce
-        self._tasks: dict[RankAddress, asyncio.Task[None]] = {}
+        """Of ranks that a task renews."""
+        self._tasks = BackgroundTasks()
 
     def add(self, decode: RankAddress, nonce: int, timeout_s: float) -> None:
         """Renew a ticket whose transfer may take `timeout_s`."""
-        self._timeouts.setdefault(decode, {})[nonce] = timeout_s
-        if decode not in self._tasks:
-            self._tasks[decode] = asyncio.ensure_future(self._renew(decode))
+        if decode not in self._timeouts:
+            self._timeouts[decode] = {}
+            self._tasks.start(self._renew(decode), name=f"renew at {decode.address}")
+        self._timeouts[decode][nonce] = timeout_s
 
     def remove(self, decode: RankAddress, nonce: int) -> None:
         """Its prompt is computed, or nobody wants it; one that is not renewed is no error."""
@@ -63,10 +66,7 @@ class TicketRenewer:
 
     async def close(self) -> None:
         """Renew nothing any more."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def _renew(self, decode: RankAddress) -> None:
         try:
@@ -74,25 +74,29 @@ class TicketRenewer:
                 interval_s = renewal_interval_s(min(timeouts.values()))
                 await asyncio.sleep(interval_s)
                 if timeouts:
-                    await self._call(decode, max(interval_s, MIN_CALL_TIMEOUT_S))
+                    await self._try_call(decode, max(interval_s, MIN_CALL_TIMEOUT_S))
         finally:
-            del self._tasks[decode], self._timeouts[decode]
+            del self._timeouts[decode]
+
+    async def _try_call(self, decode: RankAddress, timeout_s: float) -> None:
+        """Whatever goes wrong, the next call comes: without it, tickets would end that are good."""
+        try:
+            await self._call(decode, timeout_s)
+        except TandemError as error:
+            num = len(self._timeouts[decode])
+            logger.warning("tickets were not renewed %s", fields(num=num, why=error.message))
+        except Exception:
+            logger.exception("a renewal failed %s", fields(decode=decode.address))
 
     async def _call(self, decode: RankAddress, timeout_s: float) -> None:
         timeouts = self._timeouts[decode]
         request = decode_pb2.RenewTicketsRequest(
             prefill=self._identity, decode_epoch=decode.epoch, nonces=timeouts
         )
-        try:
-            with map_rpc_errors(f"decode at {decode.address}"):
-                response: decode_pb2.RenewTicketsResponse = await self._channels.decode_stub(
-                    decode.address
-                ).RenewTickets(request, timeout=timeout_s)
-        except TandemError as error:
-            logger.warning(
-                "tickets were not renewed %s", fields(num=len(request.nonces), why=error.message)
-            )
-            return
+        with map_rpc_errors(f"decode at {decode.address}"):
+            response: decode_pb2.RenewTicketsResponse = await self._channels.decode_stub(
+                decode.address
+            ).RenewTickets(request, timeout=timeout_s)
         for nonce in response.unknown:
             if timeouts.pop(nonce, None) is not None:
                 self._on_unknown(nonce)

@@ -21,6 +21,7 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from engine.parallel.groups import ProcessGroups
+from runtime.background import tell_failure
 from runtime.daemon import run_on_daemon
 from runtime.errors import DrainingError
 from runtime.logging import fields, get_logger
@@ -242,7 +243,8 @@ class WorkerHost:
     async def _serve(self, endpoint: Endpoint) -> None:
         """Listen for scrapes and for calls; join the router's pool."""
         listen, credentials = self._options.listen, self._options.credentials
-        probing = asyncio.ensure_future(self.health.watch_event_loop())
+        probing = asyncio.create_task(self.health.watch_event_loop(), name="health")
+        probing.add_done_callback(tell_failure)
         self._exit.callback(probing.cancel)
         metrics = MetricsServer(self.registry, self.health.report)
         self._exit.push_async_callback(metrics.stop)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from router.metrics import RouterMetrics
 from router.pool.members import Member, WorkerKey
 from router.requests.clients import WorkerClients
+from runtime.background import BackgroundTasks
 from runtime.errors import TandemError
 from runtime.logging import get_logger
 from runtime.pb import decode_pb2
@@ -42,7 +43,7 @@ class Aborts:
         self._metrics = metrics
         self._is_alive = is_alive
         self._total_s = total_s
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._closing = asyncio.Event()
 
     @property
@@ -53,16 +54,12 @@ class Aborts:
     def send(self, decode: Member, worker_request_id: str, reason: str) -> None:
         """Tell ``decode`` that a request is over; idempotent there."""
         request = decode_pb2.AbortRequest(request_id=worker_request_id, reason=reason)
-        task = asyncio.create_task(
-            self._until_heard(decode, request), name=f"abort-{worker_request_id}"
-        )
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._until_heard(decode, request), name=f"abort-{worker_request_id}")
 
     async def close(self) -> None:
         """Wait for the calls under way; what waits to be repeated is tried once more."""
         self._closing.set()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.settle()
 
     async def _until_heard(self, decode: Member, request: decode_pb2.AbortRequest) -> None:
         loop = asyncio.get_running_loop()

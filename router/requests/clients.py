@@ -14,6 +14,7 @@ from typing import ParamSpec, Protocol, TypeVar
 import grpc.aio
 
 from router.pool.members import Member, WorkerKey
+from runtime.background import BackgroundTasks
 from runtime.net import Credentials
 from runtime.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from runtime.rpc import open_channel
@@ -85,7 +86,7 @@ class WorkerClients:
         self._lines: dict[WorkerKey, _Line] = {}
         self._leaving: set[WorkerKey] = set()
         """To be closed when their last call has ended, unless they come back before."""
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = BackgroundTasks()
 
     @property
     def num_channels(self) -> int:
@@ -118,9 +119,7 @@ class WorkerClients:
         lines = list(self._lines.values())
         self._lines.clear()
         await asyncio.gather(*(line.channel.close(None) for line in lines))
-        for task in list(self._closing):
-            task.cancel()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._closing.close()
 
     def _line(self, member: Member) -> _Line:
         key = member.key
@@ -136,6 +135,4 @@ class WorkerClients:
             return
         del self._lines[key]
         self._leaving.discard(key)
-        task = asyncio.create_task(line.channel.close(None), name=f"close-channel-{key}")
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._closing.start(line.channel.close(None), name=f"close-channel-{key}")

@@ -9,7 +9,6 @@ pool. See docs/adr/0011-continuation.md.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -17,6 +16,7 @@ from router.errors import as_tandem_error
 from router.pool.members import Member, Role, WorkerKey, WorkerLoad
 from router.pool.view import PoolView
 from router.requests.clients import DecodeStub, WorkerClients
+from runtime.background import BackgroundTasks, tell_failure
 from runtime.errors import PeerLostError, TandemError
 from runtime.logging import get_logger
 from runtime.pb import decode_pb2
@@ -83,6 +83,7 @@ class FrameStream:
         self._waiters: list[asyncio.Future[None]] = []
         """Who waits for the outcome of the present attempt to connect."""
         self._task = asyncio.create_task(self._run(), name=f"frames-{member.key}")
+        self._task.add_done_callback(tell_failure)
 
     @property
     def num_attached(self) -> int:
@@ -128,8 +129,7 @@ class FrameStream:
     async def close(self, reason: str) -> None:
         """End the stream; requests that still wait fail with ``reason``."""
         self.stop()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait({self._task})
         self._stop_timer()
         self._fail_waiters(reason)
         self._give_up(reason)
@@ -274,7 +274,7 @@ class FrameStreams:
         self._router_id = router_id
         self._resume_timeout_s = resume_timeout_s
         self._streams: dict[WorkerKey, FrameStream] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = BackgroundTasks()
 
     def stream(self, member: Member) -> FrameStream:
         """The stream of ``member``, opened where there is none."""
@@ -308,9 +308,7 @@ class FrameStreams:
                 del self._streams[key]
                 reason = "it was restarted" if replaced else "it left the pool"
                 stream.stop()  # at once: its channel is closed next
-                task = asyncio.create_task(stream.close(reason), name=f"close-frames-{key}")
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
+                self._closing.start(stream.close(reason), name=f"close-frames-{key}")
 
     def keys_in_use(self) -> set[WorkerKey]:
         """Decode ranks whose stream is open."""
@@ -321,4 +319,4 @@ class FrameStreams:
         streams = list(self._streams.values())
         self._streams.clear()
         await asyncio.gather(*(stream.close("the router is shutting down") for stream in streams))
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._closing.settle()

@@ -8,6 +8,7 @@ from types import TracebackType
 
 from router.requests.generation import Generation, Mailbox, Output
 from router.requests.pipeline import Pipeline
+from runtime.background import tell_failure
 
 MAX_PARALLEL = 32
 """Choices of one HTTP request that are in the workers' hands at once; the others wait here."""
@@ -44,6 +45,7 @@ class RequestRun:
         self._num_running = len(self._tasks)
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
+            task.add_done_callback(tell_failure)
         return self
 
     async def __aexit__(

@@ -92,3 +92,22 @@ async def test_closures_for_a_decode_that_is_gone_are_dropped(
     await closer.flush()
     assert (closer.num_dropped, closer.num_pending) == (2, 0)
     assert "dropped a closure request_id=r" in caplog.text
+
+
+async def test_a_closure_that_fails_in_a_way_nobody_thought_of_is_counted_and_told(
+    channels: ChannelCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(address: str) -> object:
+        raise ZeroDivisionError("a bug")
+
+    async with serve_decode(FakeDecode()) as decode:
+        closer = TicketCloser(channels)
+        monkeypatch.setattr(channels, "decode_stub", fail)
+        close(closer, decode, 1)
+        await closer.flush()
+        assert (closer.num_pending, closer.num_dropped) == (0, 1)
+        assert "ZeroDivisionError: a bug" in caplog.text
+        monkeypatch.undo()
+        close(closer, decode, 2)
+        await closer.flush()
+        assert nonces_of(decode) == [[2]]

@@ -20,6 +20,7 @@ class Bench:
 
     def __init__(self, decode: FakeDecode, channels: ChannelCache) -> None:
         self.decode = decode
+        self.channels = channels
         self.unknown: list[int] = []
         self.renewer = TicketRenewer(PREFILL, channels, self.unknown.append)
         self.address = RankAddress(decode.address, 77)
@@ -98,3 +99,22 @@ async def test_a_renewal_that_fails_is_followed_by_the_next(
     bench.decode.renewal_error = None
     await until(lambda: bench.decode.renewals)
     assert bench.unknown == []
+
+
+async def test_a_renewal_that_fails_in_a_way_nobody_thought_of_is_followed_by_the_next(
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = bench.channels.decode_stub
+    failures = iter([ZeroDivisionError("a bug")])
+
+    def fail_once(address: str) -> object:
+        for failure in failures:
+            raise failure
+        return stub(address)
+
+    monkeypatch.setattr(bench.channels, "decode_stub", fail_once)
+    bench.add(1)
+    await until(lambda: bench.decode.renewals)
+    assert "a renewal failed" in caplog.text
+    assert "ZeroDivisionError: a bug" in caplog.text
+    assert list(bench.decode.renewals[0].nonces) == [1]
