@@ -16,7 +16,7 @@ COMMAND = ["bench", "pair", "--device", "cpu", "--model-shape", "tiny", "--layer
 SIZES = ["--prompt-len", "40", "--output-len", "8", "--batch", "4", "--batch-tokens", "96"]
 TIMES = ["--seconds", "2", "--warm-up", "0.2", "--transport", "loopback"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def measure(tmp_path: Path, *arguments: str) -> dict[str, Any]:
