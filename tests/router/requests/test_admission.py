@@ -172,9 +172,7 @@ async def test_the_time_of_a_request_runs_in_the_queue() -> None:
     section = RouterSection(request_timeout_s=5.0, first_token_timeout_s=2.0)
     arrived = asyncio.get_running_loop().time() - 2.0
     async with admission.admit(1):
-        with pytest.raises(
-            DeadlineExceededError, match=r"first_token_timeout_s.*while 1 "
-        ):
+        with pytest.raises(DeadlineExceededError, match=r"first_token_timeout_s.*while 1 "):
             async with admission.admit(1, limits_from_arrival(section, arrived)):
                 pass
     assert (admission.num_in_flight, admission.num_waiting) == (0, 0)
