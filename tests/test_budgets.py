@@ -33,6 +33,7 @@ MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL_PARAMETERS = 5
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Modules = list[tuple[Path, str, ast.Module]]
 
 
 def _python_files() -> list[Path]:
@@ -46,16 +47,16 @@ def _python_files() -> list[Path]:
     return files
 
 
-def _modules() -> Iterator[tuple[Path, str, ast.Module]]:
-    for file in _python_files():
-        text = file.read_text(encoding="utf-8")
-        yield file, text, ast.parse(text, str(file))
+@pytest.fixture(scope="module")
+def modules() -> Modules:
+    texts = ((file, file.read_text(encoding="utf-8")) for file in _python_files())
+    return [(file, text, ast.parse(text, str(file))) for file, text in texts]
 
 
-def _nodes(kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> Iterator[tuple[str, ast.AST]]:
-    for file, _, module in _modules():
+def _nodes(modules: Modules, *kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
+    for file, _, module in modules:
         for node in ast.walk(module):
-            if isinstance(node, kind):
+            if isinstance(node, kinds):
                 yield f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", node
 
 
@@ -72,36 +73,38 @@ def _num_positional(function: Function) -> int:
     return len(names) - (bool(names) and names[0] in ("self", "cls"))
 
 
-def test_files_are_short() -> None:
+def test_files_are_short(modules: Modules) -> None:
     over = []
-    for file, text, _ in _modules():
+    for file, text, _ in modules:
         limit = MAX_TEST_FILE_LINES if (ROOT / "tests") in file.parents else MAX_FILE_LINES
         if (num_lines := len(text.splitlines())) > limit:
             over.append(f"{file.relative_to(ROOT)}: {num_lines} lines, at most {limit}")
     assert not over, "\n".join(over)
 
 
-def test_modules_say_what_they_are() -> None:
+def test_modules_say_what_they_are(modules: Modules) -> None:
     silent = [
         str(file.relative_to(ROOT))
-        for file, text, module in _modules()
+        for file, text, module in modules
         if text.strip() and not ast.get_docstring(module)
     ]
     assert not silent, "no module docstring: " + ", ".join(silent)
 
 
 @pytest.mark.parametrize(
-    ("kind", "limit"),
+    ("kinds", "limit"),
     [
         ((ast.FunctionDef, ast.AsyncFunctionDef), MAX_FUNCTION_LINES),
         ((ast.ClassDef,), MAX_CLASS_LINES),
     ],
     ids=["functions", "classes"],
 )
-def test_functions_and_classes_are_short(kind: tuple[type[ast.AST], ...], limit: int) -> None:
+def test_functions_and_classes_are_short(
+    modules: Modules, kinds: tuple[type[ast.AST], ...], limit: int
+) -> None:
     over = [
         f"{place}: {getattr(node, 'name', '')} has {_num_lines(node)} lines, at most {limit}"
-        for place, node in _nodes(kind)
+        for place, node in _nodes(modules, *kinds)
         if _num_lines(node) > limit
     ]
     assert not over, "\n".join(over)
@@ -117,10 +120,10 @@ def _is_device_kernel(node: Function) -> bool:
     return is_decorated or "tl.constexpr" in map(ast.unparse, annotations)
 
 
-def test_positional_parameters_are_few() -> None:
+def test_positional_parameters_are_few(modules: Modules) -> None:
     over = [
         f"{place}: {node.name} takes {_num_positional(node)}, at most {MAX_POSITIONAL_PARAMETERS}"
-        for place, node in _nodes((ast.FunctionDef, ast.AsyncFunctionDef))
+        for place, node in _nodes(modules, ast.FunctionDef, ast.AsyncFunctionDef)
         if isinstance(node, Function)
         and not _is_device_kernel(node)
         and _num_positional(node) > MAX_POSITIONAL_PARAMETERS
@@ -128,10 +131,10 @@ def test_positional_parameters_are_few() -> None:
     assert not over, "\n".join(over)
 
 
-def test_source_is_plain_ascii() -> None:
+def test_source_is_plain_ascii(modules: Modules) -> None:
     """Comments and docstrings are plain ASCII; text that needs more stands in string literals."""
     odd = []
-    for file, text, module in _modules():
+    for file, text, module in modules:
         in_strings = {
             line
             for node in ast.walk(module)

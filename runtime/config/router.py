@@ -28,7 +28,7 @@ class RouterSection:
     max_queue_bytes: int = 256 * 2**20
     """Bodies that are read or wait for a place, together; beyond, a request is answered 429."""
     request_timeout_s: float = 7200.0
-    """From a request's arrival to its last token, queues included."""
+    """From a request's arrival to its last token, queues included, whatever happens meanwhile."""
     first_token_timeout_s: float = 1800.0
     """From a request's arrival to its first token, queues included."""
     token_timeout_s: float = 120.0

@@ -92,7 +92,7 @@ def test_nothing_survives_a_killed_controller(
         run.process.kill()
         run.process.wait()
         pids = [process.pid for process in state.processes]
-        until(lambda: not any(is_alive(pid) for pid in pids), 20)
+        until(lambda: not any(is_alive(pid) for pid in pids))
 
         assert tandem(["status", "--config", str(run.config_path)]) == 1
         assert "'fake' is not running" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from deploy.state import RunDir, run_dir_of
 from deploy.sweep import find_processes
 from tests.deploy.fakes import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROMPT = "def fibonacci(n):"
 
@@ -219,7 +219,7 @@ def test_parallel_ranks_come_back_together_and_ctrl_c_leaves_nothing(
         finally:
             # As a terminal does it: to the whole foreground group.
             os.killpg(up.pid, signal.SIGINT)
-            status = up.wait(90)
+            status = up.wait(180)
     assert status == 0, (tmp_path / "output").read_text()
     assert (tmp_path / "output").read_text().endswith("stopped\n")
     assert find_processes(run_id) == []

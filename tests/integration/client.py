@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,9 +49,13 @@ async def stream(
     prompt: list[int] | str,
     *,
     cancel_after: int | None = None,
+    on_event: Callable[[], None] = lambda: None,
     **params: Any,
 ) -> Completion:
-    """POST /v1/completions, streamed; hang up after ``cancel_after`` events if given."""
+    """POST /v1/completions, streamed; hang up after ``cancel_after`` events if given.
+
+    ``on_event`` is called after each.
+    """
     body = {"prompt": prompt, "return_token_ids": True, "stream": True, **params}
     async with session.post("/v1/completions", json=body) as response:
         result = Completion(response.status, request_id=response.headers["x-request-id"])
@@ -65,6 +70,7 @@ async def stream(
                 return result
             _add_event(result, json.loads(line[6:]))
             num_events += 1
+            on_event()
             if cancel_after is not None and num_events >= cancel_after:
                 response.close()
                 result.finish_reason = "cancelled"

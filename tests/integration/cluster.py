@@ -29,7 +29,7 @@ from runtime.config_file import dump_config
 from runtime.net import Credentials
 
 MARK = "TANDEM_TEST_CLUSTER"
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 300.0
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:

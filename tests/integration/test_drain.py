@@ -140,7 +140,7 @@ def states_of(cluster: Cluster, instance: str) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_no_stream_notices_a_rolling_update_and_a_drain(
     tmp_path: Path, oracle: DeepseekV3ForCausalLM
 ) -> None:

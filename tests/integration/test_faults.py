@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import signal
 import time
@@ -21,10 +22,10 @@ from tests.integration.conftest import MODEL_DIR
 from tests.integration.test_soak import KNOWN_CODES
 
 MIGRATIONS_METRIC = "pd_router_migrations_total"
-ANSWERED_WITHIN_S = 15.0
+ANSWERED_WITHIN_S = 60.0
 """After a death, on a busy machine; what is waited for is a socket that closes, and leases."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def config_with(**sections: Any) -> ClusterConfig:
@@ -38,7 +39,7 @@ def random_prompts(count: int, length: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    config = config_with(router=RouterSection(lease_ttl_s=2.0, worker_wait_s=60.0))
+    config = config_with(router=RouterSection(lease_ttl_s=2.0, worker_wait_s=300.0))
     with Cluster(config, tmp_path_factory.mktemp("faults")) as running:
         yield running
     assert running.marked_processes() == []
@@ -47,7 +48,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 async def streams_while(
     cluster: Cluster, prompts: list[list[int]], max_tokens: int, action: Any
 ) -> list[Completion]:
-    """Stream all prompts; call ``action`` when a third of them have their first token."""
+    """Stream all prompts; call ``action`` when a third of them have their first token, or all
+    are over.
+    """
+    begun: set[int] = set()
     async with aiohttp.ClientSession(
         cluster.base_url, connector=aiohttp.TCPConnector(limit=0)
     ) as session:
@@ -56,17 +60,19 @@ async def streams_while(
                 stream(
                     session,
                     prompt,
+                    on_event=functools.partial(begun.add, index),
                     model="tandem-python",
                     max_tokens=max_tokens,
                     ignore_eos=True,
                     temperature=0,
                 )
             )
-            for prompt in prompts
+            for index, prompt in enumerate(prompts)
         ]
-        await asyncio.sleep(1.0)
+        while 3 * len(begun) < len(prompts) and not all(task.done() for task in tasks):
+            await asyncio.sleep(0.01)
         await asyncio.to_thread(action)
-        return await asyncio.wait_for(asyncio.gather(*tasks), 120)
+        return await asyncio.wait_for(asyncio.gather(*tasks), 400)
 
 
 def num_migrations(cluster: Cluster, reason: str = "") -> float:

@@ -20,7 +20,7 @@ from tests.integration.client import Completion, stream
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_REQUESTS = 200
 NUM_TOKENS = 12
 

@@ -234,7 +234,7 @@ def run_soak(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_a_short_soak(
     tmp_path: Path, oracle: DeepseekV3ForCausalLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,7 +243,7 @@ def test_a_short_soak(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_a_soak_of_data_parallel_prefill(
     tmp_path: Path,

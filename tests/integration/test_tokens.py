@@ -27,7 +27,7 @@ from tests.integration.client import Completion, run_all
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_TOKENS = 24
 NUM_GROWN = 140
 

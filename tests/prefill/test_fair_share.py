@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 from prefill.fair_share import share_tokens
 
 WANTED = st.lists(st.integers(1, 300), max_size=8)
+FEW_WANTED = st.lists(st.integers(1, 150), max_size=5)
+"""Where every token may cost a step."""
 
 
 @given(WANTED, st.integers(1, 64), st.integers(1, 8))
@@ -34,7 +36,7 @@ def test_equals_are_served_in_order_of_arrival(
                 assert shares[older] >= shares[younger]
 
 
-@given(WANTED, st.integers(1, 64), st.integers(1, 8))
+@given(FEW_WANTED, st.integers(1, 64), st.integers(1, 8))
 def test_everybody_comes_to_an_end_no_later_than_the_work_of_those_before_him_at_half_speed(
     wanted: list[int], budget: int, max_shares: int
 ) -> None:

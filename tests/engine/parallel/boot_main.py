@@ -15,13 +15,13 @@ from runtime.errors import PeerLostError
 def main(rank: int, port: int, case: str) -> None:
     """Play the last rank's case; the others print what they notice, and after how long."""
     groups = init_process_groups(
-        ParallelDims(tp=2, rank=rank), f"127.0.0.1:{port}", timeout_s=1.0, boot_timeout_s=30.0
+        ParallelDims(tp=2, rank=rank), f"127.0.0.1:{port}", timeout_s=3.0, boot_timeout_s=120.0
     )
     if rank == 1 and case == "dies":
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1 and case in ("slow", "hangs"):
-        time.sleep(3.0)  # longer than a collective of a step may take
+        time.sleep(6.0)  # longer than a collective of a step may take
     start = time.monotonic()
     try:
         if case == "hangs":

@@ -28,7 +28,7 @@ def main() -> None:
     rank, size, port = (int(value) for value in sys.argv[1:4])
     torch.set_num_threads(1)
     groups = init_process_groups(
-        ParallelDims(dp=size, ep=size, rank=rank), f"127.0.0.1:{port}", timeout_s=60
+        ParallelDims(dp=size, ep=size, rank=rank), f"127.0.0.1:{port}", timeout_s=240
     )
     num_tokens = [(5 * number) % 7 for number in range(size)]
     world = World(num_ranks=size, slots=spread_slots(288), num_tokens=num_tokens)

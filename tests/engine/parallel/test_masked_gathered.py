@@ -17,5 +17,5 @@ def test_processes(world: int, tmp_path: Path) -> None:
         world,
         lambda rank: (rank, world, port),
         tmp_path,
-        timeout_s=100,
+        timeout_s=280,
     )
