@@ -7,6 +7,8 @@ PIP_ARGS ?=
 CONFIG ?=
 # Test processes at once; tests of whole clusters wait more than they compute.
 JOBS ?= 2
+# Files in the order of their names: those of clusters, with few long tests, must not come last.
+BESIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := deploy router prefill decode worker engine kv_transfer runtime
@@ -36,10 +38,10 @@ down: install
 	$(BIN)/tandem down $(if $(CONFIG),--config $(CONFIG))
 
 test: install-dev
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -q $(BESIDE)
 
 quick: install-dev
-	$(BIN)/python scripts/quick.py -n $(JOBS) --dist loadfile
+	$(BIN)/python scripts/quick.py $(BESIDE)
 
 soak: install-dev
 	$(BIN)/python -m pytest -q -m soak

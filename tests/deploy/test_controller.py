@@ -154,7 +154,7 @@ async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(
     run = Run(tmp_path, grace_s=0.5)
     async with run.running():
         began = time.monotonic()
-    assert 0.5 <= time.monotonic() - began < 5
+    assert 0.5 <= time.monotonic() - began < 30
     assert find_processes(run.context.run_id) == []
 
 
@@ -166,5 +166,5 @@ async def test_a_second_request_to_stop_does_not_wait(
     async with run.running():
         run.controller.request_stop()
         began = time.monotonic()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30  # of 60 s of grace
     assert find_processes(run.context.run_id) == []

@@ -439,7 +439,7 @@ def test_a_short_decode_soak(
     tmp_path: Path, few_cases: list[Case], capsys: pytest.CaptureFixture[str], module: str
 ) -> None:
     with capsys.disabled():
-        run_decode_soak(tmp_path, few_cases, 20.0, module=module)
+        run_decode_soak(tmp_path, few_cases, 12.0, module=module)
 
 
 @pytest.mark.soak

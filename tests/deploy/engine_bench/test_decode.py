@@ -35,6 +35,7 @@ def test_one_rank_as_a_proxy(tmp_path: Path, overlap: str) -> None:
     assert any(row["stage"] == "gate_logits" for row in report["profile"]["stages"])
 
 
+@pytest.mark.slow
 def test_two_ranks_with_their_own_requests(tmp_path: Path) -> None:
     report = measure(tmp_path, "--dp", "2", "--graphs", "off")
     assert report["label"] == "tiny on 2 CPU ranks, 2 of 3 layers"

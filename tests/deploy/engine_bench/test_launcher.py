@@ -31,11 +31,13 @@ def die(_: int, place: RankPlace) -> int | None:
     return None
 
 
+@pytest.mark.slow
 def test_rank_0_gives_the_result() -> None:
     assert launch(Job(run=sum_of_ranks, options=5, world_size=2, device="cpu")) == 10
     assert launch(Job(run=sum_of_ranks, options=5, world_size=1, device="cpu")) == 5
 
 
+@pytest.mark.slow
 def test_one_failure_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     with pytest.raises(ClusterError, match="rank 1 ended with status 1"):
@@ -44,6 +46,7 @@ def test_one_failure_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
     assert "error: rank 1: rank 0 was lost" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_told() -> None:
     with pytest.raises(ClusterError, match="rank 0 ended with status -9"):
         launch(Job(run=die, options=0, world_size=2, device="cpu"))

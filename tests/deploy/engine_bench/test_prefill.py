@@ -20,6 +20,7 @@ def measure(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_two_ranks_that_share_heads(tmp_path: Path) -> None:
     table = tmp_path / "table.txt"
     report = measure(tmp_path, "--tp", "2", "--trace", str(table))
@@ -45,6 +46,7 @@ def test_two_ranks_that_share_heads(tmp_path: Path) -> None:
     assert table.read_text(encoding="utf-8").startswith("tiny on 2 CPU ranks")
 
 
+@pytest.mark.slow
 def test_ranks_with_their_own_tokens_as_a_proxy(tmp_path: Path) -> None:
     report = measure(
         tmp_path, "--dp", "2", "--shard-of", "8", "--layers", "2", "--profile", "off",
