@@ -112,10 +112,10 @@ async def test_what_decode_cannot_continue_moves(http, cluster: Cluster) -> None
     cluster.decode.hold_after = 4
     task = asyncio.create_task(answer(http))
     await cluster.until(lambda: any(len(r.sent) == 3 for r in cluster.decode.requests.values()))
-    cluster.decode.requests.clear()
-    cluster.decode.hold_after = 0
     other = await cluster.add_decode("decode-1")
+    cluster.decode.requests.clear()
     cluster.decode.cut_streams()
+    cluster.decode.hold_after = 0
     assert await asyncio.wait_for(task, 60) == (200, ANSWER)
     assert [request.num_output_tokens for request in other.seen] == [4]
 
