@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 
 from router.http.logprobs import chat_logprobs
-from router.http.response import Choice, Json, ResponseInfo, sum_texts
+from router.http.response import Choice, Json, ResponseInfo, closing_event, sum_texts
 from router.http.sse import TextEvent, event
 from router.text.output import Piece
 from runtime.pb import prefill_pb2
@@ -46,15 +46,7 @@ class ChatStream:
 
     def closing(self) -> bytes:
         """Usage and timings, where asked for."""
-        info = self._info
-        if not (info.includes_usage or info.wants_timings):
-            return b""
-        last: Json = {**info.head(_CHUNK), "choices": []}
-        if info.includes_usage:
-            last["usage"] = info.usage()
-        if info.wants_timings:
-            last["timings"] = info.timings()
-        return event(last)
+        return closing_event(self._info, _CHUNK)
 
     def _template(self, choice: Choice) -> TextEvent:
         template = self._templates.get(choice.index)

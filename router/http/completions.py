@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import orjson
 
 from router.http.logprobs import CompletionLogprobs, joined
-from router.http.response import Choice, Json, ResponseInfo, sum_texts
+from router.http.response import Choice, Json, ResponseInfo, closing_event, sum_texts
 from router.http.sse import TextEvent, event
 from router.text.detokenizer import Detokenizer
 from router.text.output import Piece
@@ -85,15 +85,7 @@ class CompletionStream:
 
     def closing(self) -> bytes:
         """Usage and timings, where asked for."""
-        info = self._info
-        if not (info.includes_usage or info.wants_timings):
-            return b""
-        last: Json = {**info.head(_KIND), "choices": []}
-        if info.includes_usage:
-            last["usage"] = info.usage()
-        if info.wants_timings:
-            last["timings"] = info.timings()
-        return event(last)
+        return closing_event(self._info, _KIND)
 
     def _template(self, choice: Choice) -> TextEvent:
         template = self._templates.get(choice.index)

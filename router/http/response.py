@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from router.http.sse import event
 from router.requests.generation import Generation
 from router.text.output import ChoiceText, Piece
 from router.text.tokenizer import Vocabulary
@@ -117,3 +118,15 @@ class ResponseFormat(Protocol):
 def sum_texts(pieces: Sequence[Piece]) -> str:
     """The whole text of a choice."""
     return "".join(piece.text for piece in pieces)
+
+
+def closing_event(info: ResponseInfo, kind: str) -> bytes:
+    """The last chunk of a stream of ``kind``: usage and timings, where asked for."""
+    if not (info.includes_usage or info.wants_timings):
+        return b""
+    last: dict[str, object] = {**info.head(kind), "choices": []}
+    if info.includes_usage:
+        last["usage"] = info.usage()
+    if info.wants_timings:
+        last["timings"] = info.timings()
+    return event(last)
