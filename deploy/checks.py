@@ -88,14 +88,21 @@ def check_ports(config: ClusterConfig) -> None:
 
 
 def free_port(host: str, field: str = "cluster.host") -> int:
-    """A TCP port of ``host``, the value of ``field``, on which nothing listens now.
+    """A TCP port of ``host``, the value of ``field``, that the system gives to nobody else.
+
+    One minute long (the TIME_WAIT of a connection that was closed on its side): whoever binds it
+    by number meanwhile gets it, provided that it sets SO_REUSEADDR, as servers do.
 
     Raises:
         ConfigError: ``host`` is no address of this machine.
     """
     try:
         with _listener(host, 0) as listener:
-            return int(listener.getsockname()[1])
+            address = listener.getsockname()
+            with socket.create_connection(address[:2]) as client:
+                listener.accept()[0].close()
+                client.recv(1)  # the end: from here on TIME_WAIT is the port's, not the client's
+            return int(address[1])
     except OSError as error:
         problem = f"is no address of this machine ({error.strerror})"
         raise ConfigError(field, host, problem, '"127.0.0.1", or another') from error
