@@ -146,7 +146,8 @@ class DecodeDriver:
         decode_pb2_grpc.add_DecodeServicer_to_server(self._service, server)
 
     def _worker_load(self) -> registry_pb2.WorkerLoad:
-        load = self._load
+        load, metrics = self._load, self._metrics
+        received = metrics.transfers.received()
         return registry_pb2.WorkerLoad(
             num_requests_running=load.num_requests_running,
             num_requests_waiting=load.num_requests_waiting,
@@ -154,6 +155,11 @@ class DecodeDriver:
             num_total_blocks=load.num_total_blocks,
             num_quarantined_blocks=load.num_quarantined_blocks,
             sequence=load.sequence,
+            num_tokens_done=metrics.num_tokens,
+            num_steps_done=metrics.num_steps,
+            received=[
+                registry_pb2.PeerBytes(peer=peer, num_bytes=num) for peer, num in received.items()
+            ],
         )
 
     async def _drain(self, deadline_s: float) -> None:
