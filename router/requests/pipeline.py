@@ -47,12 +47,21 @@ class Pipeline:
         self._workers = workers
         self._pairing = Pairing(workers.pool, policy, worker_wait_s=section.worker_wait_s)
         self._section = section
+        self.live: set[Generation] = set()
+        """In the workers' hands, or on their way there."""
 
     async def run(self, generation: Generation) -> None:
         """Drive ``generation`` to its end; every failure but cancellation ends in its mailbox.
 
         Cancelling releases both legs.
         """
+        self.live.add(generation)
+        try:
+            await self._run(generation)
+        finally:
+            self.live.discard(generation)
+
+    async def _run(self, generation: Generation) -> None:
         section = self._section
         limits = TimeLimits(generation, section)
         course = _Course(
