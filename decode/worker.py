@@ -35,8 +35,6 @@ from worker.health import thread_check
 from worker.host import Endpoint, HostedRank, Loop, WorkerHost
 from worker.step_driver import LoopOptions
 
-DRAIN_SHARE = 0.8
-"""Of the time to drain, what requests have to end by themselves; the rest is for moving them."""
 FLUSH_S = 2.0
 """How long routers may take to read their last frames when the process ends."""
 
@@ -157,7 +155,7 @@ class DecodeDriver:
         )
 
     async def _drain(self, deadline_s: float) -> None:
-        await self._service.start_drain(DRAIN_SHARE * deadline_s)
+        await self._service.start_drain(deadline_s)
         await self._service.wait_until_empty()
 
     async def _sweep(self) -> None:
