@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 
 from router.errors import as_tandem_error
+from router.pool.readiness import Readiness
 from router.requests.attempt import Attempt, Workers
 from router.requests.generation import Generation
 from router.requests.pairing import PairFinder, Pairing
@@ -43,9 +44,16 @@ BACK_OFF_MAX_S = 2.0
 class Pipeline:
     """Drives generations; one per router process."""
 
-    def __init__(self, workers: Workers, policy: PairingPolicy, section: RouterSection) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        policy: PairingPolicy,
+        section: RouterSection,
+        readiness: Readiness,
+    ) -> None:
         self._workers = workers
-        self._pairing = Pairing(workers.pool, policy, worker_wait_s=section.worker_wait_s)
+        wait_s = section.worker_wait_s
+        self._pairing = Pairing(workers.pool, policy, readiness, worker_wait_s=wait_s)
         self._section = section
 
     async def run(self, generation: Generation) -> None:
