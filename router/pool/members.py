@@ -113,7 +113,7 @@ class Member:
 
 
 def load_from_proto(message: registry_pb2.WorkerLoad) -> WorkerLoad:
-    """A renewal's load."""
+    """What a renewal or a frame says."""
     return WorkerLoad(
         num_requests_running=message.num_requests_running,
         num_requests_waiting=message.num_requests_waiting,

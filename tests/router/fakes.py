@@ -356,7 +356,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
     def send(self, router_id: str, deltas: Iterable[decode_pb2.TokenDelta]) -> None:
         """One frame, where somebody reads."""
-        load = decode_pb2.LoadReport(num_requests_running=len(self.requests), num_total_blocks=10)
+        load = registry_pb2.WorkerLoad(num_requests_running=len(self.requests), num_total_blocks=10)
         frame = decode_pb2.Frame(decode=self.identity, deltas=deltas, load=load)
         if router_id in self._streams:
             self._streams[router_id].put_nowait(frame)
