@@ -202,6 +202,7 @@ class DecodeRank:
             num_free_blocks=self._pool.num_free_blocks,
             num_total_blocks=self._pool.num_usable_blocks,
             num_quarantined_blocks=self.desk.num_quarantined_blocks,
+            num_requests_blocked=self._reservations.num_claimed + len(self._scheduler.preempted),
             sequence=self._num_reports,
         )
         self._metrics.set_load(self.counts(), report)

@@ -150,7 +150,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         """The router has no more use for the request."""
         error = RequestCancelledError(request.reason or "aborted by the router")
         try:
-            known = await self._bridge.abort(request.request_id, error)
+            known = await self._bridge.abort(
+                request.request_id, error, only_without_ticket=request.only_without_ticket
+            )
         except TandemError:
             known = False  # the loop is over, and has answered everything
         return decode_pb2.AbortResponse(known=known)

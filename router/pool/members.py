@@ -59,6 +59,8 @@ class WorkerLoad:
     num_free_blocks: int = 0
     num_total_blocks: int = 0
     num_quarantined_blocks: int = 0
+    num_requests_blocked: int = 0
+    """Of those that wait in decode: for blocks, which are not there."""
     sequence: int = field(default=0, compare=False)
     """Grows with every report of one life, whichever way it goes; 0: not numbered."""
 
@@ -121,6 +123,7 @@ def load_from_proto(message: registry_pb2.WorkerLoad) -> WorkerLoad:
         num_free_blocks=message.num_free_blocks,
         num_total_blocks=message.num_total_blocks,
         num_quarantined_blocks=message.num_quarantined_blocks,
+        num_requests_blocked=message.num_requests_blocked,
         sequence=message.sequence,
     )
 
@@ -189,6 +192,7 @@ def member_to_proto(member: Member) -> registry_pb2.PoolMember:
             num_free_blocks=load.num_free_blocks,
             num_total_blocks=load.num_total_blocks,
             num_quarantined_blocks=load.num_quarantined_blocks,
+            num_requests_blocked=load.num_requests_blocked,
             sequence=load.sequence,
         ),
     )

@@ -116,14 +116,15 @@ class PairFinder:
         until = self._loop.time() + (pairing.worker_wait_s if waits else 0.0)
         while True:
             try:
-                return pairing.pick(self._shape())
+                return pairing.pick(self.shape())
             except NoWorkersError:
                 left = until - self._loop.time()
                 if left <= 0.0:
                     raise
             await pairing.change(min(left, LOOK_AGAIN_S))
 
-    def _shape(self) -> RequestShape:
+    def shape(self) -> RequestShape:
+        """The request as it is now, with what its attempts say of workers."""
         now, generation = self._loop.time(), self._generation
         return RequestShape(
             num_context_tokens=len(generation.prompt_token_ids) + generation.num_tokens,

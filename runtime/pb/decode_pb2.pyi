@@ -201,12 +201,14 @@ class CloseTicketsResponse(_message.Message):
     def __init__(self, error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., unknown: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("request_id", "reason")
+    __slots__ = ("request_id", "reason", "only_without_ticket")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    ONLY_WITHOUT_TICKET_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     reason: str
-    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    only_without_ticket: bool
+    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ..., only_without_ticket: bool = ...) -> None: ...
 
 class AbortResponse(_message.Message):
     __slots__ = ("known",)

@@ -84,7 +84,7 @@ async def test_a_prefill_at_fault_is_left_and_decode_is_not_suspected() -> None:
     finder.note_failure(pair, {pair.decode.key}, has_prefilled=True)
     finder = finder_of(pairing)
     finder.note_failure(pair, {pair.prefill.key}, has_prefilled=True)
-    assert finder._shape().suspects == set()
+    assert finder.shape().suspects == set()
     after = await find(finder)
     assert after.prefill.key != pair.prefill.key
     assert after.decode.key == pair.decode.key
