@@ -27,6 +27,7 @@ from runtime.errors import (
     TandemError,
 )
 from runtime.net import Credentials, Listen, TlsFiles, join_address
+from runtime.renewal import Renewed
 from runtime.trace import TRACEPARENT, TraceContext, current_trace, set_trace
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -230,11 +231,18 @@ def _cannot_listen(listen: Listen, field: str) -> ConfigError:
 
 
 def _server_tls(files: TlsFiles) -> grpc.ServerCredentials:
+    renewed = Renewed(files.paths, lambda: _server_certificate(files))
+    return grpc.dynamic_ssl_server_credentials(
+        renewed.current(),
+        renewed.current,  # asked for at every handshake
+        require_client_authentication=files.mutual,
+    )
+
+
+def _server_certificate(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
     pem = files.read()
-    return grpc.ssl_server_credentials(
-        [(pem.key, pem.cert)],
-        root_certificates=pem.ca if files.mutual else None,
-        require_client_auth=files.mutual,
+    return grpc.ssl_server_certificate_configuration(
+        [(pem.key, pem.cert)], root_certificates=pem.ca if files.mutual else None
     )
 
 
