@@ -209,8 +209,13 @@ def bind_port(
     return bound
 
 
-def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
+def open_channel(
+    address: str, credentials: Credentials, *, server_name: str = ""
+) -> grpc.aio.Channel:
     """A channel whose calls carry the secret; connects when first used.
+
+    With TLS the peer shows a certificate for ``server_name``, or for the address where that is
+    empty.
 
     Raises:
         ConfigError: a file of TLS cannot be used.
@@ -221,8 +226,11 @@ def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(
             address, options=_CHANNEL_OPTIONS, interceptors=interceptors
         )
+    options = list(_CHANNEL_OPTIONS)
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
     return grpc.aio.secure_channel(
-        address, _channel_tls(tls), options=_CHANNEL_OPTIONS, interceptors=interceptors
+        address, _channel_tls(tls), options=options, interceptors=interceptors
     )
 
 

@@ -93,6 +93,8 @@ class Member:
     """Wall clock of its host at process start; 0: not told."""
     max_num_requests: int = 0
     """That a decode rank takes on at once; 0: no such limit."""
+    num_routers: int = 1
+    """That have it in their pools, this one included: each lets in its share of the places."""
     load: WorkerLoad = field(default_factory=WorkerLoad, compare=False)
     """Of its last renewal; two members are equal whatever their loads are."""
 
@@ -160,6 +162,7 @@ def member_from_proto(
         num_parts=max(1, record.num_parts),
         started_ms=record.started_ms,
         max_num_requests=record.max_num_requests,
+        num_routers=max(1, record.num_routers),
         load=WorkerLoad() if load is None else load_from_proto(load),
     )
 
@@ -184,6 +187,7 @@ def member_to_proto(member: Member) -> registry_pb2.PoolMember:
             num_parts=member.num_parts,
             started_ms=member.started_ms,
             max_num_requests=member.max_num_requests,
+            num_routers=member.num_routers,
         ),
         load=registry_pb2.WorkerLoad(
             num_requests_running=load.num_requests_running,
