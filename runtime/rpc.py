@@ -226,7 +226,7 @@ def open_channel(
         return grpc.aio.insecure_channel(
             address, options=_CHANNEL_OPTIONS, interceptors=interceptors
         )
-    options = list(_CHANNEL_OPTIONS)
+    options: list[tuple[str, str | int]] = [*_CHANNEL_OPTIONS]
     if server_name:
         options.append(("grpc.ssl_target_name_override", server_name))
     return grpc.aio.secure_channel(
