@@ -7,6 +7,8 @@ may wait for them.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 from router.pool.members import Role
 from router.pool.view import PoolView
 
@@ -37,8 +39,19 @@ class Readiness:
         }
         missing = [f"no {role.value} worker is ready" for role in Role if not kinds[role]]
         if not missing and kinds[Role.PREFILL].isdisjoint(kinds[Role.DECODE]):
-            missing = ["no prefill worker matches a decode worker in KV layout and transport"]
+            missing = [mismatch(kinds)]
         return missing
 
     def _observe(self) -> None:
         self._was_ready = self._was_ready or not self.missing()
+
+
+def mismatch(kinds: Mapping[Role, Collection[tuple[str, str, str]]]) -> str:
+    """That nobody of one role can be paired with the other, by ``Member.compatibility``."""
+    said = "; ".join(
+        f"{role.value}: layout {layout}, transport {transport}"
+        for role in Role
+        for _, layout, transport in sorted(kinds[role])
+    )
+    need = "they need the same model, kv_dtype, block_size and transport"
+    return f"no prefill worker matches a decode worker ({said}): {need}"
