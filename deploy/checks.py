@@ -11,9 +11,9 @@ import os
 import re
 from pathlib import Path
 
-import deploy
 from deploy.certificates import check_certificate
 from deploy.decode_memory import plan_decode_memory
+from deploy.model_folder import with_model
 from deploy.plan import num_devices_needed, plan_instances
 from deploy.ports import free_port, listen_at
 from engine.config import ModelConfig
@@ -22,7 +22,6 @@ from kv_transfer.transports import expected_transport
 from runtime.config import ClusterConfig
 from runtime.errors import ConfigError
 
-BUNDLED_MODEL = Path(deploy.__file__).resolve().parent / "models" / "tandem-python"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -32,9 +31,6 @@ def resolve_config(config: ClusterConfig) -> ClusterConfig:
     Raises:
         ConfigError: ``cluster.host`` or ``router.host`` is no address of this machine.
     """
-    path = Path(config.model.path).expanduser() if config.model.path else BUNDLED_MODEL
-    path = path.resolve()
-    model = dataclasses.replace(config.model, path=str(path), name=config.model.name or path.name)
     field = "router.host" if config.router.host else "cluster.host"
     free = free_port(config.http_host, field)
     router = dataclasses.replace(
@@ -42,7 +38,7 @@ def resolve_config(config: ClusterConfig) -> ClusterConfig:
         port=config.router.port or free,
         control_port=config.router.control_port or free_port(config.cluster.host),
     )
-    return dataclasses.replace(config, model=model, router=router)
+    return dataclasses.replace(with_model(config), router=router)
 
 
 def check_config(config: ClusterConfig, *, num_devices: int) -> None:
