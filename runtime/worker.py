@@ -12,9 +12,13 @@ from runtime.config_file import cluster_credentials, load_config
 from runtime.endings import RankName
 from runtime.errors import ConfigError
 from runtime.net import Credentials, Listen
+from runtime.router_names import PREFIX, parse_routers
 
 GRACE_S = 30.0
 """How long a rank that is told to stop may take to finish what it has, if nobody says otherwise."""
+ROUTER_HELP = (
+    f"host:port of a registry, or several: a,b; {PREFIX}host:port: all that host resolves to"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,7 @@ class WorkerOptions:
         instance: name of the instance, for example "decode-0".
         rank: within it.
         rendezvous: "host:port" where the ranks of the instance meet; unused with one rank.
-        router: gRPC "host:port" of the registry, several with commas between.
+        router: where the registries are, as in `runtime.router_names`.
         listen: where this process listens for calls, and the host that peers are told.
         metrics_port: of `/metrics` and `/health`; 0: any free one.
         data_port: of KV; 0: any free one. NIXL and Mooncake open further ones of their choice.
@@ -103,13 +107,17 @@ def parse_worker_options(role: str, arguments: Sequence[str]) -> WorkerOptions:
     parser.add_argument("--instance", required=True, help=f'its name, for example "{role}-0"')
     parser.add_argument("--rank", type=int, default=0, help="rank within the instance")
     parser.add_argument("--rendezvous", default="", help="host:port where its ranks meet")
-    parser.add_argument("--router", required=True, help="host:port of a registry, or several: a,b")
+    parser.add_argument("--router", required=True, help=ROUTER_HELP)
     parser.add_argument("--host", default="", help="interface to listen on")
     parser.add_argument("--advertise", default="", help="this host's address as peers are told")
     for name, use in (("port", "gRPC"), ("metrics-port", "/metrics, /health"), ("data-port", "KV")):
         parser.add_argument(f"--{name}", type=int, default=0, help=f"of {use}; 0: any free one")
     parser.add_argument("--grace", type=float, default=GRACE_S, help="seconds to drain")
     given = parser.parse_args(arguments)
+    try:
+        parse_routers(given.router)
+    except ValueError as error:
+        raise ConfigError("--router", given.router, str(error), ROUTER_HELP) from error
     config = load_config(given.config)
     return WorkerOptions(
         role=role,

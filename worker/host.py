@@ -42,6 +42,8 @@ which the other ranks may need."""
 FOLLOW_GRACE_S = 10.0
 """How long a rank may drain that was not told to stop, but another one of its group was: that one
 waits for it as long as `STOP_TIMEOUT_S`."""
+DRAIN_SHARE = 0.8
+"""Of the time to drain, what requests have to end by themselves; the rest is for moving them."""
 ANSWER_GRACE_S = 1.0
 """How long calls that are answered may take to be read when the process ends."""
 
@@ -94,7 +96,8 @@ class Endpoint:
         record: what only the role knows of this worker.
         load: as of the last step, in a new message.
         refuse: takes nothing new from now on.
-        drain: after that, returns when nothing is left; given the seconds until it is cancelled.
+        drain: after that, returns when nothing is left; given the seconds that requests have to
+            end by themselves, before it gives them back.
         sweep: looks after what nobody tells it of; called every second.
         flush: the engine loop has answered everybody: lets them read it.
     """
@@ -212,7 +215,7 @@ class WorkerHost:
         try:
             if self._endpoint is not None:
                 self._endpoint.refuse()
-                await self._endpoint.drain(self.grace_s)
+                await self._endpoint.drain(DRAIN_SHARE * self.grace_s)
             elif self._ended is not None:
                 await asyncio.wait({self._ended})  # whoever schedules for this rank drains
         except asyncio.CancelledError:
@@ -229,7 +232,7 @@ class WorkerHost:
                 grace_s = min(self.grace_s, FOLLOW_GRACE_S)
                 self._endpoint.refuse()
                 async with asyncio.timeout(grace_s):
-                    await self._endpoint.drain(grace_s)
+                    await self._endpoint.drain(DRAIN_SHARE * grace_s)
 
     async def shutdown(self) -> None:
         """Undo `startup`, last things first."""

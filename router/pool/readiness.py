@@ -21,17 +21,24 @@ class Readiness:
 
     @property
     def was_ready(self) -> bool:
-        """Whether both roles were there at some time, now included."""
+        """Whether there was a pair at some time, now included."""
         self._observe()
         return self._was_ready
 
     def missing(self) -> list[str]:
         """What keeps a request from being served now; empty when nothing does."""
-        return [
-            f"no {role.value} worker is ready"
+        kinds = {
+            role: {
+                candidate.member.compatibility
+                for candidate in self._pool.candidates(role)
+                if candidate.whole and not candidate.member.draining
+            }
             for role in Role
-            if not any(c.whole and not c.member.draining for c in self._pool.candidates(role))
-        ]
+        }
+        missing = [f"no {role.value} worker is ready" for role in Role if not kinds[role]]
+        if not missing and kinds[Role.PREFILL].isdisjoint(kinds[Role.DECODE]):
+            missing = ["no prefill worker matches a decode worker in KV layout and transport"]
+        return missing
 
     def _observe(self) -> None:
         self._was_ready = self._was_ready or not self.missing()

@@ -13,7 +13,7 @@ from runtime.net import Listen
 from runtime.pb import registry_pb2
 from tests.decode.cluster import HOST
 from tests.worker.fakes import FakeDriver, hosted
-from worker.host import FOLLOW_GRACE_S, STOP_TIMEOUT_S
+from worker.host import DRAIN_SHARE, FOLLOW_GRACE_S, STOP_TIMEOUT_S
 
 
 async def test_what_it_opened_is_closed_last_things_first() -> None:
@@ -24,7 +24,7 @@ async def test_what_it_opened_is_closed_last_things_first() -> None:
         assert (record.identity.epoch, record.max_model_len, record.num_parts) == (5, 64, 3)
         driver.log.clear()
         await host.drain()
-        assert driver.log == ["refuse", f"drain {host.grace_s:g}"]
+        assert driver.log == ["refuse", f"drain {DRAIN_SHARE * host.grace_s:g}"]
         driver.log.clear()
     assert driver.log[:3] == ["refuse", "stop", "flush"]
     assert driver.log[-3:] == ["close role", "close transfer", "close model"]
@@ -98,7 +98,7 @@ async def test_a_rank_follows_another_of_its_group_that_was_told_to_stop() -> No
         assert not main.done(), "it has requests"
         driver.may_drain.set()
         await asyncio.wait_for(main, 60)
-        assert driver.log == ["refuse", f"drain {FOLLOW_GRACE_S:g}"]
+        assert driver.log == ["refuse", f"drain {DRAIN_SHARE * FOLLOW_GRACE_S:g}"]
     assert not host.is_stuck
 
 
