@@ -20,6 +20,7 @@ from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 from runtime.config_file import secret_variables
 from runtime.errors import ConfigError
 from runtime.net import Credentials, Listen, is_loopback, join_address
+from runtime.router_names import parse_routers
 
 METRICS_OFFSET = 100
 DATA_OFFSET = 200
@@ -89,6 +90,11 @@ class HostPlace:
     grace_s: float
 
     def __post_init__(self) -> None:
+        try:
+            parse_routers(self.routers)
+        except ValueError as error:
+            fix = "HOST:PORT of each router's control port, or dns+HOST:PORT"
+            raise ConfigError("--routers", self.routers, str(error), fix) from error
         if self.num_hosts < 1:
             raise ConfigError("--hosts", self.num_hosts, "is no number of hosts", "1 or more")
         if not 0 <= self.host_index < self.num_hosts:

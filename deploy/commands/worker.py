@@ -75,7 +75,7 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         "--routers",
         required=True,
         metavar="ADDRESS[,...]",
-        help="HOST:PORT of each router's control port",
+        help="HOST:PORT of each router's control port; dns+HOST:PORT: of all addresses of a name",
     )
     group.add_argument("--host", default="", help="listen here (cluster.host)")
     group.add_argument("--advertise", default="", metavar="HOST", help="as others are told")

@@ -98,6 +98,7 @@ def test_only_ranks_that_take_requests_are_asked_for_their_health() -> None:
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
+        ({"routers": "nowhere"}, "--routers"),
         ({"num_hosts": 0}, "--hosts"),
         ({"num_hosts": 2, "host_index": 2, "rendezvous": "a:1"}, "--host-index"),
         ({"num_hosts": 2}, "--rendezvous"),
