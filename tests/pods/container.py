@@ -148,12 +148,20 @@ class Container:
 
     @classmethod
     async def start(cls, plan: ContainerPlan) -> Container:
-        """Start it; it dies with the thread that does this."""
+        """Start it; it dies with the thread that does this. Where that is cancelled, so is it."""
+        starting = asyncio.ensure_future(cls._start(plan))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await (await starting).kill()
+            raise
+
+    @classmethod
+    async def _start(cls, plan: ContainerPlan) -> Container:
         file = plan.write()
         enter = Path(__file__).with_name("enter.py")
-        new = ("--mount", "--pid", "--fork", "--uts", "--ipc", "--kill-child")
         command = [
-            *("nsenter", f"--net=/proc/{plan.pause_pid}/ns/net", "--", "unshare", *new, "--"),
+            *("nsenter", f"--net=/proc/{plan.pause_pid}/ns/net", "--"),
             *(sys.executable, "-I", "-S", str(enter), str(file)),
         ]
         with plan.log_path.open("ab") as log:
@@ -218,7 +226,8 @@ class Container:
             # It may still be on its way into its namespaces.
             self.signal(signal.SIGKILL)
             if self._first_pid() is None and not self.has_ended:
-                self._process.kill()
+                # Not `Process.kill`, which may reap it under the one that waits for it.
+                os.kill(self._process.pid, signal.SIGKILL)
             await asyncio.wait({self._ended}, timeout=0.1)
 
     def tail(self, num_lines: int = 15) -> str:
@@ -227,7 +236,7 @@ class Container:
         return "\n".join(f"    {line}" for line in lines[-num_lines:])
 
     def _first_pid(self) -> int | None:
-        """Of the container's first process, seen from here; the child of `unshare`."""
+        """Of the container's first process, seen from here; the child of ``enter.py``."""
         pid = self._process.pid
         try:
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

@@ -111,9 +111,8 @@ def why_not() -> str:
         ):
             return f"needs {tool} (iproute2, util-linux)"
     probe = ("unshare", "--net", "--mount", "--pid", "--fork", "--", "sh", "-c")
-    script = (
-        "ip link add a type veth peer name b && ip link add c type bridge && mount -t tmpfs x /mnt"
-    )
+    links = "ip link add name t0 type veth peer name t1 && ip link add name t2 type bridge"
+    script = f"{links} && mount -t tmpfs x /mnt"
     result = subprocess.run([*probe, script], capture_output=True, text=True, check=False)
     return f"namespaces cannot be made: {result.stderr.strip()}" if result.returncode else ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
 import signal
 import time
@@ -172,16 +171,19 @@ class Pod:
         while not self.is_terminating:
             state.running = running = await Container.start(state.plan)
             watching = asyncio.create_task(self._watch(state, running))
-            status = await running.wait()
-            watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watching
+            try:
+                status = await running.wait()
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
             self._set_ready(state, False)
             state.last_end = f"exited {status}"
             if self.is_terminating:
                 return
-            self._note(f"{state.plan.name} exited {status}:\n{running.tail()}")
-            if policy == "Never" or (policy == "OnFailure" and status == 0):
+            is_over = policy == "Never" or (policy == "OnFailure" and status == 0)
+            if status or not is_over:
+                self._note(f"{state.plan.name} exited {status}:\n{running.tail()}")
+            if is_over:
                 state.exit_status = status
                 return
             state.num_restarts += 1

@@ -39,6 +39,8 @@ def template(app: str, one: dict[str, Any], **spec: Any) -> dict[str, Any]:
             "securityContext": SECURITY,
             "containers": [one],
             "volumes": [{"name": "tmp", "emptyDir": {}}],
+            # A first process that has no handler for it does not heed SIGTERM.
+            "terminationGracePeriodSeconds": 1,
             **spec,
         },
     }
@@ -150,7 +152,8 @@ def run(folder: Path, *objects: dict[str, Any]) -> PodCluster:
 
 @pytest.mark.slow
 def test_a_container_that_ends_is_started_again_and_told_of_in_the_end(tmp_path: Path) -> None:
-    ends = stateful_set("ends", container("echo no such flag; exit 2"))
+    one = container("echo no such flag; exit 2", readinessProbe=READY)
+    ends = stateful_set("ends", one)
     with (
         pytest.raises(AssertionError, match="ends-0 cannot be run") as caught,
         run(tmp_path, ends) as cluster,
@@ -164,7 +167,8 @@ def test_a_container_that_ends_is_started_again_and_told_of_in_the_end(tmp_path:
 def test_a_container_that_is_not_well_is_started_again(tmp_path: Path) -> None:
     probe = {"exec": {"command": ["test", "-e", "/tmp/well"]}, "periodSeconds": 0.1}
     script = f"touch /tmp/well; {SERVE}"
-    one = container(script, livenessProbe={**probe, "failureThreshold": 2}, readinessProbe=READY)
+    probes = {"startupProbe": {**READY, "failureThreshold": 600}, "readinessProbe": READY}
+    one = container(script, livenessProbe={**probe, "failureThreshold": 2}, **probes)
     with run(tmp_path, stateful_set("sick", one)) as cluster:
         cluster.wait_ready(60)
         (pod,) = cluster.pods_of("sick")
@@ -182,7 +186,7 @@ def test_a_pod_has_its_hook_and_its_grace_and_no_more(tmp_path: Path) -> None:
     )
     deaf = container("trap '' TERM; echo up; while :; do sleep 0.1; done")
     sets = stateful_set("polite", polite), stateful_set("deaf", deaf)
-    sets[1]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 1
+    sets[0]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 60
     with run(tmp_path, *sets) as cluster:
         cluster.wait_ready(60)
         for app in ("polite", "deaf"):
