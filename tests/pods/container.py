@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from runtime.process import dying_with_us
 from tests.pods.manifests import Manifest, ManifestError
@@ -148,16 +149,7 @@ class Container:
 
     @classmethod
     async def start(cls, plan: ContainerPlan) -> Container:
-        """Start it; it dies with the thread that does this. Where that is cancelled, so is it."""
-        starting = asyncio.ensure_future(cls._start(plan))
-        try:
-            return await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            await (await starting).kill()
-            raise
-
-    @classmethod
-    async def _start(cls, plan: ContainerPlan) -> Container:
+        """Start it; it dies with the thread that does this."""
         file = plan.write()
         enter = Path(__file__).with_name("enter.py")
         command = [
@@ -165,15 +157,7 @@ class Container:
             *(sys.executable, "-I", "-S", str(enter), str(file)),
         ]
         with plan.log_path.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *dying_with_us(command),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={},
-                start_new_session=True,
-            )
-        return cls(plan, process)
+            return cls(plan, await _spawn(command, log))
 
     @property
     def has_ended(self) -> bool:
@@ -191,7 +175,7 @@ class Container:
         await asyncio.shield(self._ended)
         return self.exit_status
 
-    async def run_inside(self, command: Sequence[str], timeout_s: float) -> int:
+    async def run_inside(self, command_inside: Sequence[str], timeout_s: float) -> int:
         """The exit status of a command beside the container's; 124 when it took too long."""
         pid = self._first_pid()
         if pid is None:
@@ -199,20 +183,16 @@ class Container:
         environment = [f"{name}={value}" for name, value in self.plan.environment.items()]
         inside = ("--mount", "--pid", "--net", "--uts", "--ipc", "--root", "--wd")
         user = str(self.plan.user)
+        command = ["nsenter", "-t", str(pid), *inside, "-S", user, "-G", user, "--"]
+        command += ["/usr/bin/env", "-i", *environment, *command_inside]
         with self.plan.log_path.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *dying_with_us(("nsenter", "-t", str(pid), *inside, "-S", user, "-G", user)),
-                *("--", "/usr/bin/env", "-i", *environment, *command),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-            try:
-                return await asyncio.wait_for(process.wait(), timeout_s)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-                return 124
+            process = await _spawn(command, log)
+        try:
+            return await asyncio.wait_for(process.wait(), timeout_s)
+        except TimeoutError:
+            return 124
+        finally:
+            await _end(process)
 
     def signal(self, number: int) -> None:
         """Tell its first process."""
@@ -225,9 +205,8 @@ class Container:
         while not self.has_ended:
             # It may still be on its way into its namespaces.
             self.signal(signal.SIGKILL)
-            if self._first_pid() is None and not self.has_ended:
-                # Not `Process.kill`, which may reap it under the one that waits for it.
-                os.kill(self._process.pid, signal.SIGKILL)
+            if self._first_pid() is None:
+                await _end(self._process)
             await asyncio.wait({self._ended}, timeout=0.1)
 
     def tail(self, num_lines: int = 15) -> str:
@@ -243,3 +222,30 @@ class Container:
         except OSError:
             return None
         return int(children[0]) if children and not self.has_ended else None
+
+
+async def _spawn(command: Sequence[str], log: IO[bytes]) -> asyncio.subprocess.Process:
+    """A process that dies with this thread, and at once where this is cancelled."""
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            *dying_with_us(command),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={},
+            start_new_session=True,
+        )
+    )
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await _end(await starting)
+        raise
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            # Not `Process.kill`, which may reap it under the one that waits for it.
+            os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
