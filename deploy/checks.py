@@ -7,6 +7,7 @@ devices of this machine, or its ports. Everything wrong is a ConfigError with th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 from pathlib import Path
@@ -15,7 +16,7 @@ from deploy.certificates import check_certificate
 from deploy.decode_memory import plan_decode_memory
 from deploy.model_folder import with_model
 from deploy.plan import num_devices_needed, plan_instances
-from deploy.ports import free_port, listen_at
+from deploy.ports import free_ports, listen_at
 from engine.config import ModelConfig
 from engine.parallel.dims import ParallelDims
 from kv_transfer.transports import expected_transport
@@ -32,12 +33,10 @@ def resolve_config(config: ClusterConfig) -> ClusterConfig:
         ConfigError: ``cluster.host`` or ``router.host`` is no address of this machine.
     """
     field = "router.host" if config.router.host else "cluster.host"
-    free = free_port(config.http_host, field)
-    router = dataclasses.replace(
-        config.router,
-        port=config.router.port or free,
-        control_port=config.router.control_port or free_port(config.cluster.host),
-    )
+    number = config.router.instances
+    port = config.router.port or free_ports(config.http_host, number, field)
+    control_port = config.router.control_port or free_ports(config.cluster.host, number)
+    router = dataclasses.replace(config.router, port=port, control_port=control_port)
     return dataclasses.replace(with_model(config), router=router)
 
 
@@ -69,8 +68,8 @@ def check_ports(config: ClusterConfig) -> None:
         ConfigError: names the field and how to choose another.
     """
     hosts = {"port": config.http_host, "control_port": config.cluster.host}
-    for field, host in hosts.items():
-        port = getattr(config.router, field)
+    for index, (field, host) in itertools.product(range(config.router.instances), hosts.items()):
+        port = getattr(config.router.numbered(index), field)
         try:
             with listen_at(host, port):
                 pass

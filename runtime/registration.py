@@ -64,7 +64,7 @@ class RegistryClient:
         mine.CopyFrom(record)
         mine.started_ms = record.started_ms or round(psutil.Process().create_time() * 1000)
         self._routers = parse_routers(routers)
-        self._open = partial(_Lease, credentials, mine, load, self._hear, self._num_held)
+        self._open = partial(_Lease, credentials, mine, load, self._hear, num_held=self._num_held)
         self._resolve = resolve
         self._by_router: dict[RouterAt, _Lease] = {}
         self._tasks = BackgroundTasks()
@@ -177,8 +177,9 @@ class _Lease:
         record: registry_pb2.WorkerRecord,
         load: LoadSource,
         tell: Callable[[ConfigError | None], None],
-        num_held: Callable[[], int],
         router: RouterAt,
+        *,
+        num_held: Callable[[], int],
     ) -> None:
         """``tell`` hears the first answer, None for a lease; ``num_held`` counts all leases."""
         self._peer = f"registry {router.address}"

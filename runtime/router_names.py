@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from dataclasses import dataclass
 
 from runtime.logging import get_logger
@@ -68,7 +68,7 @@ async def resolve_host(host: str, port: int) -> Collection[str]:
     return {join_address(str(address[0]), port) for *_, address in found}
 
 
-async def follow(name: RouterName, resolve: Resolve) -> AsyncIterator[Collection[RouterAt]]:
+async def follow(name: RouterName, resolve: Resolve) -> AsyncGenerator[Collection[RouterAt], None]:
     """The routers that ``name`` stands for, after every look; without end.
 
     While nobody can say, those of before are.

@@ -288,10 +288,7 @@ class Attempt:
         leg: Role,
         roomy: asyncio.Future[Pair] | None = None,
     ) -> T:
-        """The result of a call to ``leg``, unless decode's frames end the attempt before.
-
-        Or unless it leaves for ``roomy``, once that is known.
-        """
+        """The result of a call to ``leg``, unless decode's frames or ``roomy`` end the attempt."""
         task = asyncio.ensure_future(work)
         ended = self._sink.ended
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from runtime.pb import common_pb2, decode_pb2
+from runtime.pb import common_pb2, decode_pb2, registry_pb2
 from runtime.wire import error_to_proto
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ def delta_of(
     """The news of one step."""
     if index == decode.fail_after or decode.fails_always:
         error = error_to_proto(decode.fail_error, request.request_id)
-        delta = decode.error_delta(request.request_id, error)
+        delta = error_delta(request.request_id, error)
         delta.start_index = index
         return delta
     first = index - 1 if decode.repeat_tokens else index
@@ -36,6 +37,35 @@ def delta_of(
     if index == request.num_output_tokens + 1:
         delta.timings.kv_transfer_s = 0.002
     return delta
+
+
+def error_delta(request_id: str, error: common_pb2.Error) -> decode_pb2.TokenDelta:
+    """A request ends with ``error``."""
+    return decode_pb2.TokenDelta(
+        request_id=request_id, finish_reason=common_pb2.FINISH_REASON_ERROR, error=error
+    )
+
+
+def since(deltas: Iterable[decode_pb2.TokenDelta], next_index: int) -> list[decode_pb2.TokenDelta]:
+    """Those that say something from ``next_index`` on."""
+    return [
+        delta
+        for delta in deltas
+        if delta.start_index + len(delta.token_ids) > next_index or delta.finish_reason
+    ]
+
+
+def tell_load(decode: FakeDecode) -> None:
+    """A frame to all routers that has no news but the load, with claims that wait for blocks."""
+    is_blocked = decode.blocks is not None and not decode.blocks.is_set()
+    load = registry_pb2.WorkerLoad(
+        num_requests_waiting=len(decode.requests),
+        num_requests_blocked=len(decode.requests) if is_blocked else 0,
+        num_free_blocks=10,
+        num_total_blocks=10,
+    )
+    for frames in decode._streams.values():
+        frames.put_nowait(decode_pb2.Frame(decode=decode.identity, load=load))
 
 
 def position_logprobs(token_id: int, count: int) -> common_pb2.PositionLogprobs:

@@ -20,7 +20,6 @@ import grpc.aio
 from runtime.errors import (
     InvalidRequestError,
     OutOfBlocksError,
-    RequestCancelledError,
     StaleTicketError,
     TandemError,
 )
@@ -43,7 +42,7 @@ from runtime.wire import (
     finish_reason_to_proto,
     sampling_from_proto,
 )
-from tests.router.deltas import delta_of, position_logprobs
+from tests.router.deltas import delta_of, error_delta, position_logprobs, since
 from tests.router.proxy import Proxy
 
 SECRET = "test-secret"
@@ -201,10 +200,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     claim_error: TandemError | None = None
     claim_s: float = 0.0
     """How long a claim waits for blocks."""
-    blocks: asyncio.Event | None = None
-    """Claims wait until it is set."""
-    num_free_blocks: int = 10
-    """As told by ``tell_load``, of 10."""
+    blocks: asyncio.Event | None = None  # a claim waits until it is set, too
     fail_after: int = 0
     """Send an error instead of this output token; 0: never."""
     fail_error: TandemError = field(
@@ -291,9 +287,6 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         await asyncio.sleep(self.claim_s)
         if self.blocks is not None:
             await self.blocks.wait()
-        if self.requests.get(request.request_id) is not reserved:
-            gone = error_to_proto(RequestCancelledError("aborted"), request.request_id)
-            return decode_pb2.ClaimResponse(error=gone)
         reserved.has_ticket = True
         ticket = decode_pb2.TransferTicket(
             request_id=request.request_id,
@@ -318,7 +311,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 reserved.arrived.set()
                 continue
             if part.outcome == decode_pb2.TICKET_OUTCOME_FAILED:
-                self._say(reserved, [self.error_delta(closure.request_id, part.error)])
+                self._say(reserved, [error_delta(closure.request_id, part.error)])
             self._free(closure.request_id)
         return response
 
@@ -329,8 +322,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         if self.abort_failures:
             self.abort_failures -= 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the abort is lost")
-        reserved = self.requests.get(request.request_id)
-        if request.only_without_ticket and reserved is not None and reserved.has_ticket:
+        if request.only_without_ticket and self.requests[request.request_id].has_ticket:
             self.kept.append(request.request_id)
             return decode_pb2.AbortResponse(known=False)
         self.aborted.append(request.request_id)
@@ -380,37 +372,21 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         if router_id in self._streams:
             self._streams[router_id].put_nowait(frame)
 
-    def tell_load(self) -> None:
-        """A frame to all routers that has no news but the load."""
-        num_blocked = 0 if self.blocks is None or self.blocks.is_set() else len(self.requests)
-        load = registry_pb2.WorkerLoad(
-            num_requests_waiting=len(self.requests),
-            num_requests_blocked=num_blocked,
-            num_free_blocks=self.num_free_blocks,
-            num_total_blocks=10,
-        )
-        for frames in self._streams.values():
-            frames.put_nowait(decode_pb2.Frame(decode=self.identity, load=load))
-
     def fail(self, error: TandemError) -> str:
         """End the only request so; returns its id."""
-        ((request_id, reserved),) = self.requests.items()
-        self._say(reserved, [self.error_delta(request_id, error_to_proto(error, request_id))])
-        self._free(request_id)
+        (request_id,) = self.requests
+        self._give_back(error)
         return request_id
 
     def drain(self, error: TandemError) -> None:
         """Take nothing new and give all requests back."""
         self.reserve_error = self.claim_error = error
-        for request_id, reserved in list(self.requests.items()):
-            self._say(reserved, [self.error_delta(request_id, error_to_proto(error, request_id))])
-            self._free(request_id)
+        self._give_back(error)
 
-    @staticmethod
-    def error_delta(request_id: str, error: common_pb2.Error) -> decode_pb2.TokenDelta:
-        return decode_pb2.TokenDelta(
-            request_id=request_id, finish_reason=common_pb2.FINISH_REASON_ERROR, error=error
-        )
+    def _give_back(self, error: TandemError) -> None:
+        for request_id, reserved in list(self.requests.items()):
+            self._say(reserved, [error_delta(request_id, error_to_proto(error, request_id))])
+            self._free(request_id)
 
     def _say(self, reserved: Reserved, deltas: list[decode_pb2.TokenDelta]) -> None:
         reserved.sent += deltas
@@ -420,12 +396,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         reserved = self.requests.get(point.request_id) or self.finished.get(point.request_id)
         if reserved is None:
             error = error_to_proto(StaleTicketError("the request is not known"), point.request_id)
-            return [self.error_delta(point.request_id, error)]
-        return [
-            delta
-            for delta in reserved.sent
-            if delta.start_index + len(delta.token_ids) > point.next_index or delta.finish_reason
-        ]
+            return [error_delta(point.request_id, error)]
+        return since(reserved.sent, point.next_index)
 
     async def _decode(self, reserved: Reserved) -> None:
         request = reserved.request
@@ -457,7 +429,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 break
         if self.loses_finish:
             error = error_to_proto(self.fail_error)
-            self._say(reserved, [self.error_delta(request.request_id, error)])
+            self._say(reserved, [error_delta(request.request_id, error)])
         self.finished[request.request_id] = reserved
         self.requests.pop(request.request_id, None)
 

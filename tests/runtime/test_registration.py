@@ -225,6 +225,7 @@ async def test_a_name_stands_for_all_routers_that_it_resolves_to(registry: FakeR
     failed = asyncio.create_task(client.wait_failed())
     await names.look()
     assert not failed.done()
+    await until(lambda: client.is_registered)
     assert late.leases
     await client.close()
     assert not late.leases
@@ -272,7 +273,9 @@ async def test_a_name_and_addresses_in_one_list(registry: FakeRegistry) -> None:
     names = Names(port)
     client = named_client(names, f"127.0.0.1:{registry.port}, dns+routers.example:8100")
     await client.start()
-    await until(lambda: bool(registry.leases and other.leases))
+    await until(lambda: client._num_held() == 2)
+    assert registry.leases
+    assert other.leases
     await client.close()
     assert not registry.leases
     assert not other.leases

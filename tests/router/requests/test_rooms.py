@@ -19,6 +19,7 @@ from router.requests.rooms import Rooms
 from router.routing.policy import Pair, PairingPolicy
 from router.routing.request_shape import RequestShape
 from tests.router.conftest import ANSWER, Cluster, StartRouter
+from tests.router.deltas import tell_load
 from tests.router.fakes import FakeDecode
 from tests.router.requests.test_migration import answer_of, metric
 from tests.router.routing.pools import decode, load, pool_of, prefill
@@ -124,7 +125,7 @@ async def http(cluster: Cluster) -> AsyncIterator[aiohttp.ClientSession]:
 async def add_roomy(cluster: Cluster) -> FakeDecode:
     other = await cluster.add_decode("decode-1")
     await cluster.until(lambda: other.num_streams > 0)
-    other.tell_load()
+    tell_load(other)
     return other
 
 
@@ -135,7 +136,7 @@ async def test_a_request_moves_to_room_and_nobody_is_to_blame(
     task = asyncio.create_task(answer_of(http))
     await cluster.until(lambda: bool(cluster.prefill.seen))
     other = await add_roomy(cluster)
-    cluster.decode.tell_load()
+    tell_load(cluster.decode)
     answer = await asyncio.wait_for(task, 60)
     assert answer["choices"][0]["text"] == ANSWER
     first, second = cluster.prefill.seen
@@ -158,7 +159,7 @@ async def test_a_request_with_its_ticket_stays(
     await cluster.until(lambda: cluster.prefill.num_computed == 1)
     cluster.decode.blocks = asyncio.Event()
     other = await add_roomy(cluster)
-    cluster.decode.tell_load()
+    tell_load(cluster.decode)
     await cluster.until(lambda: bool(cluster.decode.kept))
     cluster.prefill.go_on.set()
     assert (await asyncio.wait_for(task, 60))["choices"][0]["text"] == ANSWER
@@ -175,7 +176,7 @@ async def test_a_request_that_has_tokens_does_not_move(
     await cluster.until(lambda: any(r.sent for r in cluster.decode.requests.values()))
     cluster.decode.blocks = asyncio.Event()
     other = await add_roomy(cluster)
-    cluster.decode.tell_load()
+    tell_load(cluster.decode)
     cluster.prefill.holds_runs = True
     waiting = asyncio.create_task(answer_of(http))  # so that there are looks at all
     await cluster.until(lambda: len(looks) > 10 and bool(other.seen))
@@ -196,11 +197,11 @@ async def test_a_request_does_not_swing_between_ranks(
     task = asyncio.create_task(answer_of(http))
     await cluster.until(lambda: bool(cluster.prefill.seen))
     other = await add_roomy(cluster)
-    cluster.decode.tell_load()
+    tell_load(cluster.decode)
     other.blocks = asyncio.Event()
     await cluster.until(lambda: len(cluster.prefill.seen) == 2 and not cluster.decode.requests)
-    other.tell_load()
-    cluster.decode.tell_load()  # now it has room
+    tell_load(other)
+    tell_load(cluster.decode)  # now it has room
     since = len(looks)
     await cluster.until(lambda: len(looks) > since + 20)
     assert len(cluster.decode.seen) == 1, "it was here before"
