@@ -1,1 +1,1 @@
-"""The Helm chart: what it renders, what it refuses, and that it agrees with the rest of the tree."""
+"""The Helm chart: what it renders, what it refuses, and that it agrees with the tree."""

@@ -16,7 +16,7 @@ from helm_python.errors import HelmError
 from runtime.config import ClusterConfig
 from runtime.config_file import parse_config
 from scripts import chart_files
-from tests.helm.rendering import CHART, PROFILES, merged, nested, profile, render
+from tests.helm.rendering import CHART, PROFILES, ROOT, merged, nested, profile, render
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 VALUES_TEXT = (CHART / "values.yaml").read_text(encoding="utf-8")
@@ -63,6 +63,21 @@ def test_every_value_has_a_comment() -> None:
             silent.append(own)
         commented = False
     assert not silent
+
+
+def test_the_values_that_the_documentation_names_exist() -> None:
+    text = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    named = re.findall(rf"(?:`|--set )((?:{'|'.join(VALUES)})(?:\.\w+)+)", text)
+    assert len(named) > 30
+    for path in {*named} - {"tls.crt", "tls.key"}:
+        found: Any = VALUES
+        for key in path.split("."):
+            is_field = key == path.rpartition(".")[2] and key.islower() and found is not VALUES
+            if is_field and key not in found:
+                assert hasattr(getattr(ClusterConfig(), path.partition(".")[0]), key), path
+                break
+            assert key in found, path
+            found = found[key]
 
 
 def test_the_schema_knows_the_values_and_no_others() -> None:

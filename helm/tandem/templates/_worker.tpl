@@ -90,19 +90,19 @@ $(POD_IP)
 {{- $values := .values -}}
 - --config=/etc/tandem/config.toml
 {{- if gt ($values.hosts | int) 1 }}
-- --instance={{ include "tandem.roleName" . }}-$(GROUP_INDEX)
-- --hosts={{ $values.hosts }}
-- --host-index=$(HOST_INDEX)
-- --rendezvous={{ include "tandem.roleName" . }}-$(GROUP_INDEX).{{ include "tandem.dns" (dict "root" .root "name" (include "tandem.roleName" .)) }}:{{ include "tandem.rendezvousPort" . }}
+- '--instance={{ include "tandem.roleName" . }}-$(GROUP_INDEX)'
+- '--hosts={{ $values.hosts }}'
+- '--host-index=$(HOST_INDEX)'
+- '--rendezvous={{ include "tandem.roleName" . }}-$(GROUP_INDEX).{{ include "tandem.dns" (dict "root" .root "name" (include "tandem.roleName" .)) }}:{{ include "tandem.rendezvousPort" . }}'
 {{- else }}
-- --instance=$(POD_NAME)
+- '--instance=$(POD_NAME)'
 {{- end }}
-- --routers={{ include "tandem.routers" .root }}
-- --host={{ .root.Values.listen }}
-- --advertise={{ include "tandem.workerAdvertise" . }}
-- --port-base={{ $values.ports.base }}
-- --health-port={{ $values.ports.health }}
-- --grace={{ $values.drainSeconds }}
+- '--routers={{ include "tandem.routers" .root }}'
+- '--host={{ .root.Values.listen }}'
+- '--advertise={{ include "tandem.workerAdvertise" . }}'
+- '--port-base={{ $values.ports.base }}'
+- '--health-port={{ $values.ports.health }}'
+- '--grace={{ $values.drainSeconds }}'
 {{- end -}}
 
 {{- define "tandem.workerEnv" -}}
