@@ -35,8 +35,8 @@ NAMESPACE = "serving"
 DECODE, PREFILL = f"{NAME}-tandem-decode", f"{NAME}-tandem-prefill"
 ROUTER = f"{NAME}-tandem-router"
 MODEL = "tandem-python"
-NUM_LANES = 4
-NUM_TOKENS = 48
+NUM_LANES = 3
+NUM_TOKENS = 32
 VALUES = {
     "router": {"preStopSeconds": 1, "drainSeconds": 20},
     "prefill": {"drainSeconds": 5},
