@@ -12,9 +12,9 @@ import os
 import re
 from pathlib import Path
 
-import deploy
 from deploy.certificates import check_certificate
 from deploy.decode_memory import plan_decode_memory
+from deploy.model_folder import with_model
 from deploy.plan import num_devices_needed, plan_instances
 from deploy.ports import free_ports, listen_at
 from engine.config import ModelConfig
@@ -23,7 +23,6 @@ from kv_transfer.transports import expected_transport
 from runtime.config import ClusterConfig
 from runtime.errors import ConfigError
 
-BUNDLED_MODEL = Path(deploy.__file__).resolve().parent / "models" / "tandem-python"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -33,15 +32,12 @@ def resolve_config(config: ClusterConfig) -> ClusterConfig:
     Raises:
         ConfigError: ``cluster.host`` or ``router.host`` is no address of this machine.
     """
-    path = Path(config.model.path).expanduser() if config.model.path else BUNDLED_MODEL
-    path = path.resolve()
-    model = dataclasses.replace(config.model, path=str(path), name=config.model.name or path.name)
     field = "router.host" if config.router.host else "cluster.host"
     number = config.router.instances
     port = config.router.port or free_ports(config.http_host, number, field)
     control_port = config.router.control_port or free_ports(config.cluster.host, number)
     router = dataclasses.replace(config.router, port=port, control_port=control_port)
-    return dataclasses.replace(config, model=model, router=router)
+    return dataclasses.replace(with_model(config), router=router)
 
 
 def check_config(config: ClusterConfig, *, num_devices: int) -> None:

@@ -72,6 +72,7 @@ class ProcessSpec:
     command: tuple[str, ...]
     env: Mapping[str, str]
     log_path: str
+    """Empty: it writes where its parent does."""
     cwd: str = ""
     """Empty: the folder that holds our packages on that machine."""
     default_env: Mapping[str, str] = field(default_factory=dict)

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import grpc.aio
@@ -147,6 +147,7 @@ class WorkerHost:
         self._endpoint: Endpoint | None = None
         self._ended: asyncio.Future[BaseException | None] | None = None
         self._membership: RegistryClient | None = None
+        self._is_draining = False
         self._drain_until = 0.0
         """When the grace period ends, which is that of the other ranks, too."""
         self._unknown: asyncio.Future[None] | None = None
@@ -240,6 +241,7 @@ class WorkerHost:
     def tell_draining(self) -> None:
         """Have the router know that this rank takes nothing new."""
         logger.info("draining")
+        self._is_draining = True
         if self._membership is not None:
             self._membership.set_draining()
 
@@ -249,12 +251,13 @@ class WorkerHost:
         probing = asyncio.create_task(self.health.watch_event_loop(), name="health")
         probing.add_done_callback(tell_failure)
         self._exit.callback(probing.cancel)
-        metrics = MetricsServer(self.registry, self.health.report)
+        metrics = MetricsServer(self.registry, self.health.report, self._is_ready)
         self._exit.push_async_callback(metrics.stop)
-        port = await metrics.start(listen, credentials.http_ssl_context())
+        scraped = replace(listen, port=self._options.metrics_port)
+        port = await metrics.start(scraped, credentials.http_ssl_context())
         metrics_address = listen.address(port)
         server = create_server(credentials)
-        address = listen.address(bind_port(server, listen, credentials))
+        address = listen.address(bind_port(server, listen, credentials, "--port"))
         endpoint.serve(server, address)
         await server.start()
         self._exit.push_async_callback(self._stop_serving, server, endpoint)
@@ -297,6 +300,11 @@ class WorkerHost:
         await self._stop_loop()
         await endpoint.flush()
         await server.stop(ANSWER_GRACE_S)
+
+    def _is_ready(self) -> bool:
+        """Whether routers send requests here: one has us in its pool, and we are not draining."""
+        membership = self._membership
+        return membership is not None and membership.is_registered and not self._is_draining
 
     def _check_registration(self) -> str:
         is_over = self._unknown is not None and self._unknown.done()
