@@ -141,7 +141,7 @@ class Responder:
                 continue
             parts.append(self._form.piece(choice, piece))
             if piece.finish_reason is not None:
-                self._end(choice, output, now)
+                self._end(choice, output, piece.finish_reason, now)
         return b"".join(parts)
 
     def _measure(self, choice: Choice, output: Output, now: float) -> None:
@@ -154,11 +154,15 @@ class Responder:
             metrics.itl.observe(now - self._last_delivery[choice.index])
         self._last_delivery[choice.index] = now
 
-    def _end(self, choice: Choice, output: Output, now: float) -> None:
+    def _end(self, choice: Choice, output: Output, reason: str, now: float) -> None:
         self._num_open -= 1
-        timings = choice.generation.timings
-        timings.ended = now
-        self._metrics.e2e.observe(now - timings.received)
-        self._metrics.observe_stages(timings.split())
+        generation = choice.generation
+        generation.timings.ended = now
+        self._metrics.choice_finished(
+            reason,
+            generation.timings.split(),
+            num_tokens=generation.num_tokens,
+            max_tokens=generation.sampling.max_tokens,
+        )
         if output.finish_reason is None:  # a stop string: decode does not know yet
             self._run.stop(choice.index)
