@@ -268,6 +268,21 @@ def test_a_scaler_of_kubernetes_decides_alone() -> None:
     }  # fmt: skip
 
 
+def test_scalers_ask_for_metrics_that_there_are() -> None:
+    keda = {"autoscaling": {"mode": "keda"}}
+    queries = [
+        trigger["metadata"]["query"]
+        for each in render({"prefill": keda, "decode": keda}).of_kind("ScaledObject")
+        for trigger in each["spec"]["triggers"]
+    ]
+    named = {name for query in queries for name in re.findall(r"\bpd_\w+", query)}
+    pages = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
+    assert len(queries) == 4
+    assert named
+    assert named <= set(re.findall(r"`(pd_\w+)`", "".join(pages)))
+    assert 'pod=~"demo-tandem-prefill-[0-9].*"' in queries[0]
+
+
 def test_with_tls_everything_is_called_by_a_name_of_the_certificate() -> None:
     rendered = render(merged(profile("h200-ep16"), TLS))
     names = rendered.get("Certificate", "demo-tandem")["spec"]["dnsNames"]
