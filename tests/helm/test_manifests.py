@@ -92,7 +92,6 @@ COMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "everything encrypted": ("cpu-demo", merged(EVERYTHING, TLS)),
     "groups encrypted": ("h200-ep16", merged(EVERYTHING, TLS)),
     "ray with everything": ("kuberay", EVERYTHING),
-    "ray encrypted": ("kuberay", TLS),
     "ray on GPUs": ("h200-ep16", {"mode": "ray", "ray": {"workers": 3, "gpusPerHost": 8}}),
     "hpa": ("cpu-demo", merged(
         nested("prefill.autoscaling.mode", "hpa"), nested("decode.autoscaling.mode", "hpa"))),
