@@ -29,6 +29,7 @@ from runtime.metrics import MetricsServer, gauge_of
 from runtime.pb import common_pb2, registry_pb2
 from runtime.registration import RegistryClient
 from runtime.rpc import bind_port, create_server
+from runtime.vllm_names import VllmNames
 from runtime.wire import identity
 from runtime.worker import WorkerOptions
 from worker.health import Health
@@ -246,7 +247,7 @@ class WorkerHost:
         probing = asyncio.create_task(self.health.watch_event_loop(), name="health")
         probing.add_done_callback(tell_failure)
         self._exit.callback(probing.cancel)
-        metrics = MetricsServer(self.registry, self.health.report)
+        metrics = MetricsServer(self.registry, self.health.report, self._introduce())
         self._exit.push_async_callback(metrics.stop)
         port = await metrics.start(listen, credentials.http_ssl_context())
         metrics_address = listen.address(port)
@@ -270,6 +271,19 @@ class WorkerHost:
         await membership.start()
         self.health.add("registration", self._check_registration)
         logger.info("ready %s", fields(address=address, epoch=f"{self._rank.epoch:016x}"))
+
+    def _introduce(self) -> VllmNames:
+        """Say who answers scrapes."""
+        options, model = self._options, self._options.served_name
+        role, rank = options.role, options.rank
+        self.health.process.tell(role=role, model=model, worker=options.instance, rank=rank)
+        gauge_of(
+            self.registry,
+            "pd_worker_kv_block_tokens",
+            "Tokens of a KV block",
+            lambda: options.section.block_size,
+        )
+        return VllmNames(role=role, model=model, rank=rank)
 
     def _record(
         self, endpoint: Endpoint, address: str, metrics_address: str

@@ -49,6 +49,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         router_id = f"router-{secrets.token_hex(6)}"
         self.metrics = metrics or RouterMetrics()
+        self.metrics.introduce(model.name)
         self.pool = PoolView(loop.time)
         clients = WorkerClients(credentials)
         frames = FrameStreams(
@@ -121,6 +122,7 @@ class HttpServer:
             wanted = loop.time() + TICK_S
             await asyncio.sleep(TICK_S)
             self.metrics.loop_lag.set(max(0.0, loop.time() - wanted))
+            self.metrics.process.measure()
             self.metrics.requests_waiting.set(self._admission.num_waiting)
             self.metrics.connections.set(len(self._connections))
             self.metrics.texts_pending.set(self._lanes.num_pending)
