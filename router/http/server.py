@@ -52,6 +52,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         router_id = f"router-{secrets.token_hex(6)}"
         self.metrics = metrics or RouterMetrics()
+        self.metrics.introduce(model.name)
         self.pool = PoolView(loop.time)
         clients = WorkerClients(credentials)
         frames = FrameStreams(
@@ -75,12 +76,13 @@ class HttpServer:
             loop.time,
         )
         policy = PairingPolicy(section.policy)
-        pipeline = Pipeline(self._workers, policy, section)
+        readiness = Readiness(self.pool)
+        pipeline = Pipeline(self._workers, policy, section, readiness)
         serving = Serving(
             section=section,
             model=model,
             pool=self.pool,
-            readiness=Readiness(self.pool),
+            readiness=readiness,
             pipeline=pipeline,
             admission=self._admission,
             lanes=self._lanes,
@@ -132,6 +134,7 @@ class HttpServer:
             await asyncio.sleep(TICK_S)
             lag_s = max(0.0, loop.time() - wanted)
             self.metrics.loop_lag.set(lag_s)
+            self.metrics.process.measure()
             self.metrics.requests_waiting.set(self._admission.num_waiting)
             self.metrics.connections.set(len(self._connections))
             self.metrics.texts_pending.set(self._lanes.num_pending)
