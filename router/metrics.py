@@ -212,11 +212,11 @@ class RouterMetrics:
 
 
 def _totals(counter: Counter, label: str) -> dict[str, int]:
-    """What ``counter`` has counted, by one of its labels."""
+    """What ``counter`` has counted, by one of its labels; what never happened is left out."""
     totals: dict[str, int] = {}
     for family in counter.collect():
         for sample in family.samples:
-            if sample.name.endswith("_total"):
+            if sample.value and sample.name.endswith("_total"):
                 value = sample.labels[label]
                 totals[value] = totals.get(value, 0) + int(sample.value)
     return totals
