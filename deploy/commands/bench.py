@@ -57,6 +57,28 @@ def add_parser(commands: Subparsers) -> None:
     )
     add_kv_arguments(transfer)
     transfer.set_defaults(command=run_kv)
+    _add_engine_parsers(subjects)
+    pair = add_command(
+        subjects,
+        "pair",
+        help="a prefill and a decode instance, and each alone",
+        description="A whole cluster of one prefill and one decode instance with invented weights, "
+        "under load; and each of them alone, to see what the pair costs.",
+        examples="tandem bench pair --prefill-tp 4 --decode-dp 4 --layers 24",
+    )
+    add_pair_arguments(pair)
+    pair.set_defaults(command=run_pair)
+    tune = add_command(
+        subjects,
+        "tune",
+        help="find the fastest tiles of FP8 GEMMs on this GPU",
+        examples="tandem bench tune --model deepseek-v3 --tp 8 --ep 8 --budget-s 1800",
+    )
+    add_tune_arguments(tune)
+    tune.set_defaults(command=run_tune)
+
+
+def _add_engine_parsers(subjects: Subparsers) -> None:
     prefill = add_command(
         subjects,
         "prefill",
@@ -77,24 +99,6 @@ def add_parser(commands: Subparsers) -> None:
     )
     add_decode_arguments(decode)
     decode.set_defaults(command=run_decode_command)
-    pair = add_command(
-        subjects,
-        "pair",
-        help="a prefill and a decode instance, and each alone",
-        description="A whole cluster of one prefill and one decode instance with invented weights, "
-        "under load; and each of them alone, to see what the pair costs.",
-        examples="tandem bench pair --prefill-tp 4 --decode-dp 4 --layers 24",
-    )
-    add_pair_arguments(pair)
-    pair.set_defaults(command=run_pair)
-    tune = add_command(
-        subjects,
-        "tune",
-        help="find the fastest tiles of FP8 GEMMs on this GPU",
-        examples="tandem bench tune --model deepseek-v3 --tp 8 --ep 8 --budget-s 1800",
-    )
-    add_tune_arguments(tune)
-    tune.set_defaults(command=run_tune)
 
 
 def run_startup(arguments: argparse.Namespace) -> int:
