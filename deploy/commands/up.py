@@ -157,7 +157,8 @@ def _run_detached(run_dir: RunDir, arguments: argparse.Namespace) -> int:
     choice = choice_of(state)
     console.print(ready_message(state, choice), markup=False, highlight=False, soft_wrap=True)
     stop = f"{own_command()} down{choice}"
-    console.print(f"It runs in the background; `{stop}` stops it.", highlight=False)
+    line = f"It runs in the background; `{stop}` stops it."
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
     # The controller's own: it has chosen the ports that were left open.
     _print_posture(console, load_config(run_dir.config_path))
     return 0
