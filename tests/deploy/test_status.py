@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -175,7 +176,9 @@ def router_of_many(folder: Path, num_workers: int) -> Iterator[RunDir]:
     command = [sys.executable, "-m", "router", "--config", str(run_dir.config_path)]
     environment = {"TANDEM_SECRET": "sesame", "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
     with ExitStack() as stack:
-        router = stack.enter_context(subprocess.Popen(command, cwd=ROOT, env=environment))
+        log = stack.enter_context((folder / "router.log").open("wb"))
+        router = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log)
+        stack.enter_context(router)
         stack.callback(router.kill)
         states = [process("router", Role.ROUTER)]
         for index in range(num_workers):
@@ -202,13 +205,19 @@ def _fields(state: ProcessState) -> dict[str, object]:
     return {item.name: getattr(state, item.name) for item in dataclasses.fields(state)}
 
 
+def cpu_of_children_s() -> float:
+    """Of those that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def load() -> registry_pb2.WorkerLoad:
     return registry_pb2.WorkerLoad(num_requests_running=2, num_free_blocks=75, num_total_blocks=100)
 
 
 @pytest.mark.slow
 async def test_a_hundred_workers_are_shown_within_a_second(tmp_path: Path) -> None:
-    """On a machine that is not busy with something else; the bound has room for those."""
+    """What is bounded, with room, is the work: a machine that is busy takes longer for it."""
     with router_of_many(tmp_path, 100) as run_dir:
         state = run_dir.read_state()
         assert state is not None
@@ -228,7 +237,7 @@ async def test_a_hundred_workers_are_shown_within_a_second(tmp_path: Path) -> No
             clients.append(RegistryClient(state.control_address, credentials, record, load))
         try:
             await asyncio.gather(*(client.start() for client in clients))
-            began = time.monotonic()
+            began, cpu_s = time.monotonic(), cpu_of_children_s()
             status = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "deploy", "status", "--json", "--name", "many"),
                 *("--config", str(run_dir.config_path)),
@@ -236,7 +245,7 @@ async def test_a_hundred_workers_are_shown_within_a_second(tmp_path: Path) -> No
                 stdout=subprocess.PIPE,
             )
             output, _ = await status.communicate()
-            seconds = time.monotonic() - began
+            seconds, cpu_s = time.monotonic() - began, cpu_of_children_s() - cpu_s
         finally:
             await asyncio.gather(*(client.close() for client in clients))
     found = json.loads(output)
@@ -247,5 +256,5 @@ async def test_a_hundred_workers_are_shown_within_a_second(tmp_path: Path) -> No
     assert found["roles"]["prefill"]["kv_used"] == 0.25
     assert found["processes"][1]["metrics_address"] == "127.0.0.1:1001"
     assert all(entry["memory_bytes"] for entry in found["processes"][1:])
-    print(f"status of 100 workers took {seconds:.2f} s")
-    assert seconds < 10
+    print(f"status of 100 workers took {seconds:.2f} s, {cpu_s:.2f} s of a core")
+    assert cpu_s < 6
