@@ -1,4 +1,4 @@
-"""How a worker process ends before it has begun."""
+"""How a worker process ends."""
 
 from __future__ import annotations
 
@@ -6,26 +6,70 @@ from pathlib import Path
 
 import pytest
 
-from runtime.doctor.gpus import read_gpus
-from runtime.worker import WorkerOptions
-from worker.run import RankService, run_worker
+from decode.__main__ import make_service as decode_service
+from prefill.__main__ import FOLLOWER_EXTRA_GRACE_S
+from prefill.__main__ import make_service as prefill_service
+from runtime.config_file import SECRET_VARIABLE
+from runtime.errors import PeerLostError
+from tests.runtime.test_worker import CONFIG, arguments
+from worker.host import WorkerHost
+from worker.run import run_worker
 
 
-def never(options: WorkerOptions) -> RankService:
-    raise AssertionError("torch would be imported now")
+class Unclosable:
+    """A service that fails, and cannot be closed either."""
+
+    grace_s = 1.0
+
+    def __init__(self, *, is_stuck: bool) -> None:
+        self.is_stuck = is_stuck
+
+    async def startup(self) -> None:
+        """Nothing to do."""
+
+    async def main_loop(self) -> None:
+        raise PeerLostError("another rank was lost")
+
+    async def drain(self) -> None:
+        raise AssertionError("it has failed")
+
+    async def shutdown(self) -> None:
+        raise RuntimeError("the device is gone")
 
 
-@pytest.mark.skipif(bool(read_gpus(Path("/"))), reason="this machine has a GPU")
-def test_a_rank_for_a_gpu_ends_with_the_reason_where_there_is_none(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_a_rank_that_cannot_even_be_closed_ends_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stuck: bool
 ) -> None:
-    config = tmp_path / "cluster.toml"
-    config.write_text(
-        "[cluster]\nsecret = 's'\n[model]\npath = '/model'\ndtype = 'bfloat16'\n"
-        "[decode]\ndevice = 'cuda'\n"
-    )
-    words = ["--config", str(config), "--instance", "decode-0", "--router", "127.0.0.1:1"]
-    assert run_worker("decode", words, never) == 2
-    error = capfd.readouterr().err
-    assert "decode.device = 'cuda': no NVIDIA GPU is here" in error
-    assert "Traceback" not in error
+    monkeypatch.setenv(SECRET_VARIABLE, "s")
+    for name in ("configure_logging", "limit_threads"):
+        monkeypatch.setattr(f"worker.run.{name}", lambda *_: None)
+    monkeypatch.setattr("worker.run.logging.shutdown", lambda: None)
+    forced: list[int] = []
+    monkeypatch.setattr("worker.run.os._exit", forced.append)
+    service = Unclosable(is_stuck=is_stuck)
+    status = run_worker("decode", arguments(tmp_path), lambda _: service)
+    assert status == 1
+    assert forced == ([1] if is_stuck else []), "without destructors where they may hang"
+
+
+def test_a_rank_drains_for_as_long_as_its_command_line_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, "s")
+    for name in ("configure_logging", "limit_threads"):
+        monkeypatch.setattr(f"worker.run.{name}", lambda *_: None)
+    graces: list[float] = []
+
+    def run(service: WorkerHost, *, grace_s: float) -> int:
+        graces.append(grace_s)
+        return 0
+
+    monkeypatch.setattr("worker.run.run_service", run)
+    for grace in ("2.5", "0"):
+        given = arguments(tmp_path, grace=grace)
+        assert run_worker("decode", given, decode_service) == 0
+    # Rank 1 follows rank 0, which drains first.
+    given = arguments(tmp_path, CONFIG + "[prefill]\ntp = 2\n", grace="2.5", instance="prefill-0")
+    assert run_worker("prefill", given, prefill_service) == 0
+    assert graces == [2.5, 0.0, 2.5 + FOLLOWER_EXTRA_GRACE_S]
