@@ -22,9 +22,11 @@ from deploy.commands import (
     generate,
     logs,
     model,
+    router,
     status,
     up,
     validate,
+    worker,
 )
 from deploy.errors import ClusterError
 from runtime.errors import ConfigError
@@ -68,8 +70,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tandem {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    groups = (up, status, logs, generate, chat, drain, down)
-    for group in (*groups, validate, doctor, model, bench, completion):
+    groups = (up, status, logs, generate, chat, drain, down, validate, doctor)
+    for group in (*groups, model, bench, worker, router, completion):
         group.add_parser(commands)
     return parser
 

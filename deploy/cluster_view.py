@@ -125,6 +125,7 @@ class ClusterView:
             "phase": self.phase.value,
             "model": state.model,
             "endpoint": state.endpoint,
+            "endpoints": [state.endpoint, *state.further_endpoints],
             "control_address": state.control_address,
             "pid": state.pid,
             "uptime_s": round(time.time() - state.started, 1),
@@ -187,13 +188,36 @@ def look_at(state: ClusterState, credentials: Credentials | None) -> ClusterView
 async def _ask(
     state: ClusterState, credentials: Credentials
 ) -> tuple[PoolMembers, Mapping[str, Any]]:
-    """The registry and the router's HTTP side, at the same time."""
-    status = asyncio.to_thread(_fetch_status, state.endpoint, credentials)
-    members, answer = await asyncio.gather(
+    """The registry and the HTTP side of all routers, at the same time."""
+    endpoints = (state.endpoint, *state.further_endpoints)
+    members, *answers = await asyncio.gather(
         fetch_members(state.control_address, state.endpoint, credentials, timeout_s=_TIMEOUT_S),
-        status,
+        *(asyncio.to_thread(_fetch_status, endpoint, credentials) for endpoint in endpoints),
     )
-    return members, answer
+    return members, sum_of_routers([answer for answer in answers if answer])
+
+
+def sum_of_routers(answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """What several routers say of themselves, as if they were one.
+
+    Times to the first token are those of the slowest: quantiles cannot be added.
+    """
+    if len(answers) < 2:
+        return answers[0] if answers else {}
+    counts = ("num_requests_in_flight", "num_requests_waiting")
+    recents = [answer.get("recent", {}) for answer in answers]
+    rates = {name for recent in recents for name in recent if name.endswith("_per_s")}
+    times = {name for recent in recents for name in recent if name.startswith("ttft_")}
+    slowest = {name: [r[name] for r in recents if r.get(name) is not None] for name in times}
+    return {
+        **answers[0],
+        **{name: sum(answer.get(name, 0) for answer in answers) for name in counts},
+        "recent": {
+            **recents[0],
+            **{name: sum(recent.get(name, 0.0) for recent in recents) for name in rates},
+            **{name: max(values, default=None) for name, values in slowest.items()},
+        },
+    }
 
 
 def _fetch_status(endpoint: str, credentials: Credentials) -> Mapping[str, Any]:

@@ -150,7 +150,7 @@ def ready_message(state: ClusterState, choice: str = "") -> str:
     body = f'{{"model": "{state.model}", "prompt": "def fibonacci(n):", "max_tokens": 64}}'
     curl = f"curl --cacert {shlex.quote(state.ca)}" if state.ca else "curl"
     return (
-        f"Ready in {state.ready_s:.1f} s: {state.model} at {state.endpoint}\n\n"
+        f"Ready in {state.ready_s:.1f} s: {state.model} at {state.where}\n\n"
         f"  {curl} {state.endpoint}/completions -H 'Content-Type: application/json' -d '{body}'\n"
         f'  {own_command()} generate{choice} "def fibonacci(n):"\n'
         f"  {own_command()} status{choice}\n"

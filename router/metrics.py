@@ -41,6 +41,9 @@ class RouterMetrics:
         self._migrations = self._counter(
             "pd_router_migrations", "Requests that went on at other workers", "reason"
         )
+        self.room_moves = self._counter(
+            "pd_router_room_moves", "Requests that left a full decode rank for one with room"
+        )
         self.lost_aborts = self._counter(
             "pd_router_lost_aborts", "Ends of requests that a living worker never heard of"
         )

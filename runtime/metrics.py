@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
+from runtime.errors import ConfigError
 from runtime.net import Listen
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -44,25 +45,38 @@ def gauge_of(
 
 
 class MetricsServer:
-    """Serves ``/metrics`` and ``/health`` of a worker process."""
+    """Serves ``/metrics``, ``/health`` and ``/ready`` of a worker process."""
 
     def __init__(
-        self, registry: CollectorRegistry, health: Callable[[], Mapping[str, str]] = dict
+        self,
+        registry: CollectorRegistry,
+        health: Callable[[], Mapping[str, str]] = dict,
+        is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
         """``health`` tells of each part what is wrong with it, empty where nothing is."""
         self._registry = registry
         self._report = health
+        self._is_ready = is_ready
         self._runner: web.AppRunner | None = None
 
     async def start(self, listen: Listen, context: ssl.SSLContext | None = None) -> int:
-        """Listen, with TLS where there is a ``context``; returns the port."""
+        """Listen, with TLS where there is a ``context``; returns the port.
+
+        Raises:
+            ConfigError: something else listens there.
+        """
         app = web.Application()
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, listen.bind, listen.port, ssl_context=context)
-        await site.start()
+        try:
+            await site.start()
+        except OSError as error:
+            problem = f"cannot listen on {listen.bind} ({error.strerror})"
+            raise ConfigError("--metrics-port", listen.port, problem, "a free port") from error
         address: tuple[str, int] = self._runner.addresses[0]
         return address[1]
 
@@ -74,6 +88,10 @@ class MetricsServer:
     async def _metrics(self, _: web.Request) -> web.Response:
         body = render_metrics(self._registry)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        is_ready = self._is_ready()
+        return web.json_response({"ready": is_ready}, status=200 if is_ready else 503)
 
     async def _health(self, _: web.Request) -> web.Response:
         report = self._report()

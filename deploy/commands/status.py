@@ -76,7 +76,7 @@ def render(view: ClusterView) -> RenderableType:
         (state.name, "bold"),
         " ",
         phase_text(view.phase),
-        f"  {state.model} at {state.endpoint}",
+        f"  {state.model} at {state.where}",
     )
     uptime = f"up {_duration(time.time() - state.started)}"
     where = Text(f"{uptime}, logs in {state.log_dir}, metrics at {metrics_url(state.endpoint)}")

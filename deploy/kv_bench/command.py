@@ -31,22 +31,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cpu", "cuda"), default="cpu", help="whose memory holds the KV"
     )
     parser.add_argument(
-        "--prompts", type=int, default=20, help="prompts whose KV is sent one after the other"
+        "--prompts", type=_positive, default=20, help="prompts whose KV is sent one after the other"
     )
     parser.add_argument(
-        "--in-flight", type=int, default=8, help="prompts under way at once in the sustained part"
+        "--in-flight",
+        type=_positive,
+        default=8,
+        help="prompts under way at once, while sustained",
     )
     parser.add_argument(
-        "--sustained", type=int, default=24, help="prompts of the part that keeps the link full"
+        "--sustained",
+        type=_positive,
+        default=24,
+        help="prompts of a part that keeps the link full",
     )
     parser.add_argument(
-        "--rails", type=int, nargs="+", default=[1], help="NIXL agents that share the bytes"
+        "--rails", type=_positive, nargs="+", default=[1], help="NIXL agents that share the bytes"
     )
     parser.add_argument(
-        "--post-mib", type=int, nargs="+", default=[64], help="MiB that are posted in one call"
+        "--post-mib",
+        type=_positive,
+        nargs="+",
+        default=[64],
+        help="MiB that are posted at once",
     )
     parser.add_argument(
-        "--flight-mib", type=int, default=1024, help="MiB that may be posted and not done"
+        "--flight-mib", type=_positive, default=1024, help="MiB that may be posted and not done"
     )
     parser.add_argument(
         "--compute-s",
@@ -56,6 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--protocol", default="tcp", help="of Mooncake: tcp or rdma")
     parser.add_argument("--devices", default="", help="network cards of Mooncake, a comma list")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -73,14 +73,15 @@ class HttpServer:
             loop.time,
         )
         policy = PairingPolicy(section.policy)
-        pipeline = Pipeline(self._workers, policy, section)
+        readiness = Readiness(self.pool)
+        pipeline = Pipeline(self._workers, policy, section, readiness)
         self._recent = RecentWindow(lambda: Totals.of(self.metrics.sums().collect()), loop.time)
         self._load_lines = LoadLines(lambda: Totals.of(self.metrics.registry.collect()), loop.time)
         serving = Serving(
             section=section,
             model=model,
             pool=self.pool,
-            readiness=Readiness(self.pool),
+            readiness=readiness,
             pipeline=pipeline,
             admission=self._admission,
             lanes=self._lanes,

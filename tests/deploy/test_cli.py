@@ -46,8 +46,8 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_commands_are_these() -> None:
     text = build_parser().format_help()
-    commands = "up status logs generate chat drain down validate doctor model bench completion"
-    for command in commands.split():
+    commands = "up status logs generate chat drain down validate doctor model bench worker router"
+    for command in (*commands.split(), "completion"):
         assert re.search(rf"^    {command}\s", text, re.MULTILINE)
 
 

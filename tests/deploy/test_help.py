@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import subprocess
 import sys
@@ -27,8 +28,8 @@ IDS = [parser.prog for parser in ALL]
 def examples(parser: argparse.ArgumentParser) -> list[list[str]]:
     """The command lines of a help, as words; what a shell does beside it is left out."""
     found = []
-    for line in (parser.epilog or "").splitlines():
-        if not line.startswith("  "):
+    for line in (parser.epilog or "").replace("\\\n", " ").splitlines():
+        if not line.startswith("  ") or not re.search(r"\btandem ", line):
             continue
         words = shlex.split(line, comments=True)
         if "tandem" not in words:

@@ -17,7 +17,13 @@ import pytest
 from rich.console import Console
 
 from deploy.checks import resolve_config
-from deploy.cluster_view import ClusterView, ProcessView, memory_of_trees, metrics_url
+from deploy.cluster_view import (
+    ClusterView,
+    ProcessView,
+    memory_of_trees,
+    metrics_url,
+    sum_of_routers,
+)
 from deploy.commands.status import render
 from deploy.plan import Role
 from deploy.pool_watch import PoolMember
@@ -147,6 +153,22 @@ def test_a_cluster_whose_router_does_not_answer_is_shown_without_figures() -> No
     assert silent.describe()["recent"] is None
     assert [role.num_running for role in silent.roles()] == [None, None, None]
     assert "requests/s" not in text_of(silent)
+
+
+def test_several_routers_are_shown_as_one() -> None:
+    idle = {**RECENT, "requests_per_s": 0.0, "ttft_p50_s": None, "ttft_p99_s": None}
+    slow = {**RECENT, "ttft_p99_s": 3.0}
+    answers = [
+        {"recent": recent, "num_requests_in_flight": 2, "num_requests_waiting": 1, "workers": []}
+        for recent in (RECENT, idle, slow)
+    ]
+    found = sum_of_routers(answers)
+    assert (found["num_requests_in_flight"], found["num_requests_waiting"]) == (6, 3)
+    assert found["recent"]["requests_per_s"] == 5.0
+    assert found["recent"]["ttft_p50_s"] == 0.045
+    assert found["recent"]["ttft_p99_s"] == 3.0
+    assert sum_of_routers(answers[:1]) == answers[0]
+    assert sum_of_routers([]) == {}
 
 
 def test_metrics_are_on_the_port_of_http() -> None:
