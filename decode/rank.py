@@ -159,7 +159,8 @@ class DecodeRank:
             complete_launched()
         plan = self._scheduler.schedule()
         for request in plan.started:
-            request.timings.decode_admission_s = self._clock() - request.arrived_at
+            request.started_at = self._clock()
+            request.timings.decode_admission_s = request.started_at - request.arrived_at
             self._metrics.started(request.timings)
         for request in plan.preempted:
             logger.info("preempted %s", fields(request_id=request.request_id))
@@ -189,6 +190,7 @@ class DecodeRank:
             tell_token(self.news, request, token, reason)
             if reason is not None:
                 self._growth.observe(request.request.num_output_tokens, request.request.sampling)
+                self._metrics.decoded(self._clock() - request.started_at)
                 self._scheduler.finish(request)
                 self.live.forget(request, reason)
         return num_tokens

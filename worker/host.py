@@ -29,6 +29,7 @@ from runtime.metrics import MetricsServer, gauge_of
 from runtime.pb import common_pb2, registry_pb2
 from runtime.registration import RegistryClient
 from runtime.rpc import bind_port, create_server
+from runtime.vllm_names import VllmNames
 from runtime.wire import identity
 from runtime.worker import WorkerOptions
 from worker.health import Health
@@ -255,7 +256,9 @@ class WorkerHost:
         telling = asyncio.create_task(tell_load(self.registry, endpoint.load), name="load-lines")
         telling.add_done_callback(tell_failure)
         self._exit.callback(telling.cancel)
-        metrics = MetricsServer(self.registry, self.health.report, self._is_ready)
+        metrics = MetricsServer(
+            self.registry, self.health.report, self._is_ready, self._introduce()
+        )
         self._exit.push_async_callback(metrics.stop)
         scraped = replace(listen, port=self._options.metrics_port)
         port = await metrics.start(scraped, credentials.http_ssl_context())
@@ -280,6 +283,19 @@ class WorkerHost:
         await membership.start()
         self.health.add("registration", self._check_registration)
         logger.info("ready %s", fields(address=address, epoch=f"{self._rank.epoch:016x}"))
+
+    def _introduce(self) -> VllmNames:
+        """Say who answers scrapes."""
+        options, model = self._options, self._options.served_name
+        role, rank = options.role, options.rank
+        self.health.process.tell(role=role, model=model, worker=options.instance, rank=rank)
+        gauge_of(
+            self.registry,
+            "pd_worker_kv_block_tokens",
+            "Tokens of a KV block",
+            lambda: options.section.block_size,
+        )
+        return VllmNames(role=role, model=model, rank=rank)
 
     def _record(
         self, endpoint: Endpoint, address: str, metrics_address: str

@@ -53,6 +53,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         router_id = f"router-{secrets.token_hex(6)}"
         self.metrics = metrics or RouterMetrics()
+        self.metrics.introduce(model.name)
         self.pool = PoolView(loop.time)
         clients = WorkerClients(credentials)
         frames = FrameStreams(
@@ -137,6 +138,7 @@ class HttpServer:
             await asyncio.sleep(TICK_S)
             lag_s = max(0.0, loop.time() - wanted)
             self.metrics.loop_lag.set(lag_s)
+            self.metrics.process.measure()
             self.metrics.requests_waiting.set(self._admission.num_waiting)
             self.metrics.connections.set(len(self._connections))
             self.metrics.texts_pending.set(self._lanes.num_pending)
