@@ -19,7 +19,7 @@ from runtime.metrics import (
     STEP_BUCKETS,
     start_at_zero,
 )
-from runtime.pb import common_pb2, decode_pb2
+from runtime.pb import common_pb2, registry_pb2
 from runtime.sampling import FinishReason
 
 _STEP_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -154,7 +154,7 @@ class DecodeMetrics:
         """So many blocks of preempted requests are in host memory."""
         self._offloaded.set(num_blocks)
 
-    def set_load(self, counts: Mapping[DecodeStatus, int], load: decode_pb2.LoadReport) -> None:
+    def set_load(self, counts: Mapping[DecodeStatus, int], load: registry_pb2.WorkerLoad) -> None:
         """Mirror the books."""
         for status, count in counts.items():
             self._requests.labels(status.value).set(count)

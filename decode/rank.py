@@ -30,7 +30,7 @@ from runtime.errors import (
 )
 from runtime.lifecycle import DecodeStatus
 from runtime.logging import fields, get_logger
-from runtime.pb import decode_pb2
+from runtime.pb import registry_pb2
 from runtime.sampling import FinishReason
 
 logger = get_logger(__name__)
@@ -195,15 +195,16 @@ class DecodeRank:
                 self.live.forget(request, reason)
         return num_tokens
 
-    def load(self) -> decode_pb2.LoadReport:
+    def load(self) -> registry_pb2.WorkerLoad:
         """What the router should know of us; also mirrored into the metrics."""
         self._num_reports += 1
-        report = decode_pb2.LoadReport(
+        report = registry_pb2.WorkerLoad(
             num_requests_running=len(self._scheduler.running),
             num_requests_waiting=len(self.live) - len(self._scheduler.running),
             num_free_blocks=self._pool.num_free_blocks,
             num_total_blocks=self._pool.num_usable_blocks,
             num_quarantined_blocks=self.desk.num_quarantined_blocks,
+            num_requests_blocked=self._reservations.num_claimed + len(self._scheduler.preempted),
             sequence=self._num_reports,
         )
         self._metrics.set_load(self.counts(), report)

@@ -7,22 +7,22 @@ devices of this machine, or its ports. Everything wrong is a ConfigError with th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
-import socket
 from pathlib import Path
 
-import deploy
 from deploy.certificates import check_certificate
 from deploy.decode_memory import plan_decode_memory
+from deploy.model_folder import with_model
 from deploy.plan import num_devices_needed, plan_instances
+from deploy.ports import free_ports, listen_at
 from engine.config import ModelConfig
 from engine.parallel.dims import ParallelDims
 from kv_transfer.transports import expected_transport
 from runtime.config import ClusterConfig
 from runtime.errors import ConfigError
 
-BUNDLED_MODEL = Path(deploy.__file__).resolve().parent / "models" / "tandem-python"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -32,17 +32,12 @@ def resolve_config(config: ClusterConfig) -> ClusterConfig:
     Raises:
         ConfigError: ``cluster.host`` or ``router.host`` is no address of this machine.
     """
-    path = Path(config.model.path).expanduser() if config.model.path else BUNDLED_MODEL
-    path = path.resolve()
-    model = dataclasses.replace(config.model, path=str(path), name=config.model.name or path.name)
     field = "router.host" if config.router.host else "cluster.host"
-    free = free_port(config.http_host, field)
-    router = dataclasses.replace(
-        config.router,
-        port=config.router.port or free,
-        control_port=config.router.control_port or free_port(config.cluster.host),
-    )
-    return dataclasses.replace(config, model=model, router=router)
+    number = config.router.instances
+    port = config.router.port or free_ports(config.http_host, number, field)
+    control_port = config.router.control_port or free_ports(config.cluster.host, number)
+    router = dataclasses.replace(config.router, port=port, control_port=control_port)
+    return dataclasses.replace(with_model(config), router=router)
 
 
 def check_config(config: ClusterConfig, *, num_devices: int) -> None:
@@ -73,10 +68,10 @@ def check_ports(config: ClusterConfig) -> None:
         ConfigError: names the field and how to choose another.
     """
     hosts = {"port": config.http_host, "control_port": config.cluster.host}
-    for field, host in hosts.items():
-        port = getattr(config.router, field)
+    for index, (field, host) in itertools.product(range(config.router.instances), hosts.items()):
+        port = getattr(config.router.numbered(index), field)
         try:
-            with _listener(host, port):
+            with listen_at(host, port):
                 pass
         except OSError as error:
             raise ConfigError(
@@ -87,27 +82,6 @@ def check_ports(config: ClusterConfig) -> None:
             ) from error
 
 
-def free_port(host: str, field: str = "cluster.host") -> int:
-    """A TCP port of ``host``, the value of ``field``, that the system gives to nobody else.
-
-    One minute long (the TIME_WAIT of a connection that was closed on its side): whoever binds it
-    by number meanwhile gets it, provided that it sets SO_REUSEADDR, as servers do.
-
-    Raises:
-        ConfigError: ``host`` is no address of this machine.
-    """
-    try:
-        with _listener(host, 0) as listener:
-            address = listener.getsockname()
-            with socket.create_connection(address[:2]) as client:
-                listener.accept()[0].close()
-                client.recv(1)  # the end: from here on TIME_WAIT is the port's, not the client's
-            return int(address[1])
-    except OSError as error:
-        problem = f"is no address of this machine ({error.strerror})"
-        raise ConfigError(field, host, problem, '"127.0.0.1", or another') from error
-
-
 def count_devices() -> int:
     """CUDA devices of this machine that we may use, without loading any CUDA library."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -115,20 +89,6 @@ def count_devices() -> int:
     if visible is None:
         return present
     return min(present, len([entry for entry in visible.split(",") if entry.strip()]))
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        # Connections of a former run in TIME_WAIT do not make a port taken.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(1)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def read_model(config: ClusterConfig) -> ModelConfig:

@@ -60,6 +60,7 @@ class ClusterState:
     phase: Phase
     endpoint: str
     control_address: str
+    """Of all routers, with commas between."""
     model: str
     started: float
     """Seconds since 1970."""
@@ -71,6 +72,13 @@ class ClusterState:
     ca: str = ""
     """File of the authority that signed the HTTP side's certificate; empty: plain text."""
     processes: tuple[ProcessState, ...] = field(default=())
+    further_endpoints: tuple[str, ...] = ()
+    """Of the routers beside the first."""
+
+    @property
+    def where(self) -> str:
+        """All endpoints, for people."""
+        return ", ".join((self.endpoint, *self.further_endpoints))
 
     def to_json(self) -> str:
         """One JSON object, fields named as here."""
@@ -81,6 +89,7 @@ class ClusterState:
         """The state that ``to_json`` wrote."""
         values: dict[str, Any] = json.loads(text)
         values["phase"] = Phase(values["phase"])
+        values["further_endpoints"] = tuple(values.get("further_endpoints", ()))
         values["processes"] = tuple(_process_from(entry) for entry in values["processes"])
         return cls(**values)
 

@@ -38,8 +38,6 @@ from worker.health import thread_check
 from worker.host import Endpoint, HostedRank, Loop, WorkerHost
 
 FLUSH_TIMEOUT_S = 3.0
-DRAIN_SHARE = 0.8
-"""Of the time to drain, what requests have to end by themselves; the rest is for moving them."""
 
 
 class PrefillDriver:
@@ -181,8 +179,8 @@ class PrefillDriver:
 
 
 async def _drain(service: PrefillService, runs: LiveRuns, deadline_s: float) -> None:
-    """Give back what has not begun, at once, and what is left shortly before the time is over."""
-    service.start_draining(DRAIN_SHARE * deadline_s)
+    """Give back what has not begun, at once, and what is left when the time is over."""
+    service.start_draining(deadline_s)
     await runs.wait_empty()
 
 

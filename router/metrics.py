@@ -54,6 +54,9 @@ class RouterMetrics:
             "pd_router_choices_finished", "Choices that ended by themselves", "reason"
         )
         start_at_zero(self._finished, ("stop", "length"))
+        self.room_moves = self._counter(
+            "pd_router_room_moves", "Requests that left a full decode rank for one with room"
+        )
         self.lost_aborts = self._counter(
             "pd_router_lost_aborts", "Ends of requests that a living worker never heard of"
         )

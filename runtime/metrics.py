@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from runtime import vllm_names
+from runtime.errors import ConfigError
 from runtime.net import Listen
 from runtime.vllm_names import VllmNames
 
@@ -117,12 +118,14 @@ def counter_of(
 
 
 class MetricsServer:
-    """Serves ``/metrics`` and ``/health`` of a worker process."""
+    """Serves ``/metrics``, ``/health`` and ``/ready`` of a worker process."""
 
     def __init__(
         self,
         registry: CollectorRegistry,
         health: Callable[[], Mapping[str, str]] = dict,
+        is_ready: Callable[[], bool] = lambda: True,
+        *,
         vllm: VllmNames | None = None,
     ) -> None:
         """Listen nowhere yet.
@@ -130,22 +133,33 @@ class MetricsServer:
         Args:
             registry: of the process.
             health: tells of each part what is wrong with it, empty where nothing is.
+            is_ready: whether the process takes work.
             vllm: what is exported under vLLM's names, too.
         """
         self._registry = registry
         self._report = health
         self._vllm = vllm
+        self._is_ready = is_ready
         self._runner: web.AppRunner | None = None
 
     async def start(self, listen: Listen, context: ssl.SSLContext | None = None) -> int:
-        """Listen, with TLS where there is a ``context``; returns the port."""
+        """Listen, with TLS where there is a ``context``; returns the port.
+
+        Raises:
+            ConfigError: something else listens there.
+        """
         app = web.Application()
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, listen.bind, listen.port, ssl_context=context)
-        await site.start()
+        try:
+            await site.start()
+        except OSError as error:
+            problem = f"cannot listen on {listen.bind} ({error.strerror})"
+            raise ConfigError("--metrics-port", listen.port, problem, "a free port") from error
         address: tuple[str, int] = self._runner.addresses[0]
         return address[1]
 
@@ -157,6 +171,10 @@ class MetricsServer:
     async def _metrics(self, _: web.Request) -> web.Response:
         body = render_metrics(self._registry, self._vllm)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        is_ready = self._is_ready()
+        return web.json_response({"ready": is_ready}, status=200 if is_ready else 503)
 
     async def _health(self, _: web.Request) -> web.Response:
         report = self._report()

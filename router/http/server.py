@@ -73,12 +73,13 @@ class HttpServer:
             loop.time,
         )
         policy = PairingPolicy(section.policy)
-        pipeline = Pipeline(self._workers, policy, section)
+        readiness = Readiness(self.pool)
+        pipeline = Pipeline(self._workers, policy, section, readiness)
         serving = Serving(
             section=section,
             model=model,
             pool=self.pool,
-            readiness=Readiness(self.pool),
+            readiness=readiness,
             pipeline=pipeline,
             admission=self._admission,
             lanes=self._lanes,

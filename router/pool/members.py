@@ -59,6 +59,8 @@ class WorkerLoad:
     num_free_blocks: int = 0
     num_total_blocks: int = 0
     num_quarantined_blocks: int = 0
+    num_requests_blocked: int = 0
+    """Of those that wait in decode: for blocks, which are not there."""
     sequence: int = field(default=0, compare=False)
     """Grows with every report of one life, whichever way it goes; 0: not numbered."""
 
@@ -91,6 +93,8 @@ class Member:
     """Wall clock of its host at process start; 0: not told."""
     max_num_requests: int = 0
     """That a decode rank takes on at once; 0: no such limit."""
+    num_routers: int = 1
+    """That have it in their pools, this one included: each lets in its share of the places."""
     load: WorkerLoad = field(default_factory=WorkerLoad, compare=False)
     """Of its last renewal; two members are equal whatever their loads are."""
 
@@ -113,7 +117,7 @@ class Member:
 
 
 def load_from_proto(message: registry_pb2.WorkerLoad) -> WorkerLoad:
-    """A renewal's load."""
+    """What a renewal or a frame says."""
     return WorkerLoad(
         num_requests_running=message.num_requests_running,
         num_requests_waiting=message.num_requests_waiting,
@@ -121,6 +125,7 @@ def load_from_proto(message: registry_pb2.WorkerLoad) -> WorkerLoad:
         num_free_blocks=message.num_free_blocks,
         num_total_blocks=message.num_total_blocks,
         num_quarantined_blocks=message.num_quarantined_blocks,
+        num_requests_blocked=message.num_requests_blocked,
         sequence=message.sequence,
     )
 
@@ -157,6 +162,7 @@ def member_from_proto(
         num_parts=max(1, record.num_parts),
         started_ms=record.started_ms,
         max_num_requests=record.max_num_requests,
+        num_routers=max(1, record.num_routers),
         load=WorkerLoad() if load is None else load_from_proto(load),
     )
 
@@ -181,6 +187,7 @@ def member_to_proto(member: Member) -> registry_pb2.PoolMember:
             num_parts=member.num_parts,
             started_ms=member.started_ms,
             max_num_requests=member.max_num_requests,
+            num_routers=member.num_routers,
         ),
         load=registry_pb2.WorkerLoad(
             num_requests_running=load.num_requests_running,
@@ -189,6 +196,7 @@ def member_to_proto(member: Member) -> registry_pb2.PoolMember:
             num_free_blocks=load.num_free_blocks,
             num_total_blocks=load.num_total_blocks,
             num_quarantined_blocks=load.num_quarantined_blocks,
+            num_requests_blocked=load.num_requests_blocked,
             sequence=load.sequence,
         ),
     )

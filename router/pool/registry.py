@@ -85,7 +85,9 @@ class Registry:
         self._version += 1
         return lease_id
 
-    def renew(self, lease_id: str, load: WorkerLoad, *, draining: bool = False) -> bool:
+    def renew(
+        self, lease_id: str, load: WorkerLoad, *, draining: bool = False, num_routers: int = 0
+    ) -> bool:
         """Extend a lease with fresh load; False where it is unknown: the worker registers again.
 
         Draining never ends: a worker that said so once stays so until it registers anew.
@@ -95,11 +97,14 @@ class Registry:
         if lease is None:
             return False
         lease.expires_at = self._clock.now() + self._ttl_s
-        draining = draining or lease.member.draining
-        is_news = draining != lease.member.draining or load != lease.member.load
+        member = lease.member
+        draining = draining or member.draining
+        num_routers = num_routers or member.num_routers
+        is_same = (draining, num_routers) == (member.draining, member.num_routers)
+        is_news = not is_same or load != member.load
         # Where requests are there, watchers have to ask anew whose they are.
         if is_news or load.num_requests:
-            lease.member = replace(lease.member, load=load, draining=draining)
+            lease.member = replace(member, load=load, draining=draining, num_routers=num_routers)
             self._version += 1
         return True
 

@@ -61,7 +61,9 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
     ) -> registry_pb2.RenewResponse:
         """A worker lives, with fresh load."""
         load = load_from_proto(request.load)
-        known = self._registry.renew(request.lease_id, load, draining=request.draining)
+        known = self._registry.renew(
+            request.lease_id, load, draining=request.draining, num_routers=request.num_routers
+        )
         self.announce()
         return registry_pb2.RenewResponse(known=known)
 

@@ -33,9 +33,14 @@ REQUESTS_OF_SILENT_RANK = 128
 
 
 def limit_of(decodes: Iterable[Member], num_processes: int) -> int:
-    """Choices that one of ``num_processes`` lets in, for these decode ranks; 0 without any."""
-    ranks = [rank.max_num_requests or REQUESTS_OF_SILENT_RANK for rank in decodes]
-    return math.ceil(LET_IN_SHARE * sum(ranks) / num_processes)
+    """Choices that one of ``num_processes`` lets in, for these decode ranks; 0 without any.
+
+    Where a rank is in the pools of several routers, each lets in its share.
+    """
+    shares = [
+        (rank.max_num_requests or REQUESTS_OF_SILENT_RANK) / rank.num_routers for rank in decodes
+    ]
+    return math.ceil(LET_IN_SHARE * sum(shares) / num_processes)
 
 
 class Place:

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("identity", "role", "address", "num_ranks", "model", "max_model_len", "layout_fingerprint", "transport", "block_size", "draining", "metrics_address", "pid", "num_parts", "started_ms", "max_num_requests")
+    __slots__ = ("identity", "role", "address", "num_ranks", "model", "max_model_len", "layout_fingerprint", "transport", "block_size", "draining", "metrics_address", "pid", "num_parts", "started_ms", "max_num_requests", "num_routers")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class WorkerRecord(_message.Message):
     NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
     STARTED_MS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
     identity: _common_pb2.WorkerIdentity
     role: _common_pb2.Role
     address: str
@@ -39,10 +40,11 @@ class WorkerRecord(_message.Message):
     num_parts: int
     started_ms: int
     max_num_requests: int
-    def __init__(self, identity: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., layout_fingerprint: _Optional[str] = ..., transport: _Optional[str] = ..., block_size: _Optional[int] = ..., draining: bool = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., num_parts: _Optional[int] = ..., started_ms: _Optional[int] = ..., max_num_requests: _Optional[int] = ...) -> None: ...
+    num_routers: int
+    def __init__(self, identity: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., layout_fingerprint: _Optional[str] = ..., transport: _Optional[str] = ..., block_size: _Optional[int] = ..., draining: bool = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., num_parts: _Optional[int] = ..., started_ms: _Optional[int] = ..., max_num_requests: _Optional[int] = ..., num_routers: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_requests_running", "num_requests_waiting", "num_tokens_waiting", "num_free_blocks", "num_total_blocks", "num_quarantined_blocks", "sequence")
+    __slots__ = ("num_requests_running", "num_requests_waiting", "num_tokens_waiting", "num_free_blocks", "num_total_blocks", "num_quarantined_blocks", "sequence", "num_requests_blocked")
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +52,7 @@ class WorkerLoad(_message.Message):
     NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_BLOCKED_FIELD_NUMBER: _ClassVar[int]
     num_requests_running: int
     num_requests_waiting: int
     num_tokens_waiting: int
@@ -57,7 +60,8 @@ class WorkerLoad(_message.Message):
     num_total_blocks: int
     num_quarantined_blocks: int
     sequence: int
-    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_tokens_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
+    num_requests_blocked: int
+    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_tokens_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., sequence: _Optional[int] = ..., num_requests_blocked: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("worker", "load")
@@ -80,14 +84,16 @@ class RegisterResponse(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., lease_ttl_s: _Optional[float] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., superseded: bool = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("lease_id", "load", "draining")
+    __slots__ = ("lease_id", "load", "draining", "num_routers")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     load: WorkerLoad
     draining: bool
-    def __init__(self, lease_id: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: bool = ...) -> None: ...
+    num_routers: int
+    def __init__(self, lease_id: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: bool = ..., num_routers: _Optional[int] = ...) -> None: ...
 
 class RenewResponse(_message.Message):
     __slots__ = ("known",)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from deploy.checks import resolve_config
 from deploy.child import Child, ChildReport
+from deploy.launcher import places_here
+from deploy.places import Places
 from deploy.plan import InstancePlan, ProcessSpec, Role, RunContext
 from deploy.state import RunDir
 from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection
@@ -45,12 +47,14 @@ def fake_entrypoints() -> dict[Role, tuple[str, ...]]:
     return {role: (sys.executable, "-m", module, role.value) for role in Role}
 
 
-def fake_config(folder: Path, *, prefill_tp: int = 1, decode_dp: int = 1) -> ClusterConfig:
+def fake_config(
+    folder: Path, *, prefill_tp: int = 1, decode_dp: int = 1, routers: int = 1
+) -> ClusterConfig:
     """A resolved configuration with free ports; its run directory is in ``folder``."""
     base = ClusterConfig(
         cluster=ClusterSection(name="fake", run_dir=str(folder)),
         model=ModelSection(path=str(write_model(folder)), name="fake-model"),
-        router=RouterSection(port=0, control_port=0),
+        router=RouterSection(port=0, control_port=0, instances=routers),
     )
     return resolve_config(
         dataclasses.replace(
@@ -102,14 +106,22 @@ class LocalSupervisor:
         self._child.kill()
 
 
+class LocalPlacement:
+    """A ``Placement`` on this machine, with processes started from this one."""
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+
+    async def start(self, specs: tuple[ProcessSpec, ...]) -> tuple[LocalSupervisor, ...]:
+        return tuple(LocalSupervisor(spec) for spec in specs)
+
+
 class LocalLauncher:
-    """A ``Launcher`` that starts processes from this one."""
+    """A ``Launcher`` without Ray."""
 
     def __init__(self) -> None:
         self.launched: list[str] = []
 
-    async def launch(
-        self, plan: InstancePlan, specs: tuple[ProcessSpec, ...]
-    ) -> tuple[LocalSupervisor, ...]:
+    async def place(self, plan: InstancePlan) -> LocalPlacement:
         self.launched.append(plan.name)
-        return tuple(LocalSupervisor(spec) for spec in specs)
+        return LocalPlacement(places_here(plan, "127.0.0.1"))

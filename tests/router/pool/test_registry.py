@@ -193,10 +193,17 @@ def test_a_member_survives_the_wire() -> None:
         num_free_blocks=4,
         num_total_blocks=5,
         num_quarantined_blocks=6,
+        num_requests_blocked=2,
         sequence=7,
     )
     original = member(
-        load=load, draining=True, block_size=64, started_ms=8, max_num_requests=9, num_parts=2
+        load=load,
+        draining=True,
+        block_size=64,
+        started_ms=8,
+        max_num_requests=9,
+        num_parts=2,
+        num_routers=3,
     )
     message = member_to_proto(original)
     assert member_from_proto(message.worker, message.load) == original
