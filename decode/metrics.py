@@ -28,6 +28,10 @@ _STEP_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1
 class DecodeMetrics:
     """The `pd_decode_*` metrics of one process; `transfers` are those per prefill worker."""
 
+    num_tokens = 0
+    """Of all steps so far, for the router."""
+    num_steps = 0
+
     def __init__(self, registry: CollectorRegistry) -> None:
         def latency(name: str, documentation: str) -> Histogram:
             return Histogram(name, documentation, buckets=LATENCY_BUCKETS_S, registry=registry)
@@ -141,6 +145,8 @@ class DecodeMetrics:
         self._step.observe(seconds)
         self._batch.observe(num_requests)
         self._tokens.inc(num_tokens)
+        self.num_tokens += num_tokens
+        self.num_steps += 1
 
     def step_waited(self, seconds: float) -> None:
         """The device idled so long between two steps."""

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
@@ -162,7 +163,9 @@ class HostRanks:
         context = self.credentials.client_ssl_context()
         scheme = "http" if context is None else "https"
         base = f"{scheme}://{rank.plan.metrics_address}"
-        arguments = {} if context is None else {"ssl": context, "server_hostname": self.server_name}
+        arguments: dict[str, Any] = {}
+        if context is not None:
+            arguments = {"ssl": context, "server_hostname": self.server_name}
         try:
             async with session.get(f"{base}/health", **arguments) as answer:
                 rank.problem = "" if answer.status == 200 else await answer.text()

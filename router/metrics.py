@@ -49,14 +49,14 @@ class RouterMetrics:
         self._migrations = self._counter(
             "pd_router_migrations", "Requests that went on at other workers", "reason"
         )
+        self.room_moves = self._counter(
+            "pd_router_room_moves", "Requests that left a full decode rank for one with room"
+        )
         start_at_zero(self._migrations, (code.name.lower() for code in ErrorCode))
         self._finished = self._counter(
             "pd_router_choices_finished", "Choices that ended by themselves", "reason"
         )
         start_at_zero(self._finished, ("stop", "length"))
-        self.room_moves = self._counter(
-            "pd_router_room_moves", "Requests that left a full decode rank for one with room"
-        )
         self.lost_aborts = self._counter(
             "pd_router_lost_aborts", "Ends of requests that a living worker never heard of"
         )
@@ -142,6 +142,19 @@ class RouterMetrics:
         start_at_zero(self._requests, endpoints, map(str, statuses))
         start_at_zero(self._errors, codes)
 
+    @property
+    def shared_dir(self) -> str | None:
+        """What several processes on one port share; None for one alone."""
+        return self._shared_dir
+
+    def errors(self) -> dict[str, int]:
+        """Failed requests of this process by code."""
+        return _totals(self._errors, "code")
+
+    def answers(self) -> dict[str, int]:
+        """Answers of this process's generation endpoints by HTTP status."""
+        return _totals(self._requests, "status")
+
     def set_workers(self, members: Iterable[Member]) -> None:
         """Count the pool's members by role and state."""
         counts = {(role.value, state): 0 for role in Role for state in ("ready", "draining")}
@@ -196,3 +209,14 @@ class RouterMetrics:
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, documentation, buckets=buckets, registry=self.registry)
+
+
+def _totals(counter: Counter, label: str) -> dict[str, int]:
+    """What ``counter`` has counted, by one of its labels."""
+    totals: dict[str, int] = {}
+    for family in counter.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_total"):
+                value = sample.labels[label]
+                totals[value] = totals.get(value, 0) + int(sample.value)
+    return totals

@@ -125,7 +125,6 @@ class MetricsServer:
         registry: CollectorRegistry,
         health: Callable[[], Mapping[str, str]] = dict,
         is_ready: Callable[[], bool] = lambda: True,
-        *,
         vllm: VllmNames | None = None,
     ) -> None:
         """Listen nowhere yet.
@@ -133,13 +132,13 @@ class MetricsServer:
         Args:
             registry: of the process.
             health: tells of each part what is wrong with it, empty where nothing is.
-            is_ready: whether the process takes work.
+            is_ready: whether routers send it requests.
             vllm: what is exported under vLLM's names, too.
         """
         self._registry = registry
         self._report = health
-        self._vllm = vllm
         self._is_ready = is_ready
+        self._vllm = vllm
         self._runner: web.AppRunner | None = None
 
     async def start(self, listen: Listen, context: ssl.SSLContext | None = None) -> int:

@@ -253,7 +253,7 @@ class WorkerHost:
         probing.add_done_callback(tell_failure)
         self._exit.callback(probing.cancel)
         metrics = MetricsServer(
-            self.registry, self.health.report, self._is_ready, vllm=self._introduce()
+            self.registry, self.health.report, self._is_ready, self._introduce()
         )
         self._exit.push_async_callback(metrics.stop)
         scraped = replace(listen, port=self._options.metrics_port)
