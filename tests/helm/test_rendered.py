@@ -16,6 +16,7 @@ import yaml
 
 from runtime.config import ClusterConfig
 from runtime.config_file import load_config, parse_config
+from runtime.vllm_names import ROWS
 from tests.helm.rendering import (
     CHART,
     PROFILES,
@@ -30,6 +31,7 @@ from tests.helm.rendering import (
     render,
     render_chart,
 )
+from tests.runtime.exports import make_exports
 
 H200 = ROOT / "deploy" / "configs" / "h200"
 POD_PROFILES = [name for name in PROFILES if name != "kuberay"]
@@ -266,6 +268,30 @@ def test_a_scaler_of_kubernetes_decides_alone() -> None:
     assert target == {
         "apiVersion": "apps/v1", "kind": "StatefulSet", "name": "demo-tandem-decode"
     }  # fmt: skip
+
+
+def test_scalers_ask_for_metrics_that_there_are() -> None:
+    exported = {
+        role: {family.name for family in registry.collect()}
+        for role, registry in make_exports().registries.items()
+    }
+    keda, hpa = ({"autoscaling": {"mode": mode}} for mode in ("keda", "hpa"))
+    triggers = [
+        trigger["metadata"]["query"]
+        for each in render({"prefill": keda, "decode": keda}).of_kind("ScaledObject")
+        for trigger in each["spec"]["triggers"]
+    ]
+    asked = re.findall(r"\b(pd_(prefill|decode)_\w+)", " ".join(triggers))
+    assert len(triggers) == 4
+    assert len(asked) == 6
+    assert all(name in exported[role] for name, role in asked)
+    assert 'pod=~"demo-tandem-prefill-[0-9].*"' in triggers[0]
+    for role in ("prefill", "decode"):
+        scaler = render({role: hpa}).get("HorizontalPodAutoscaler", f"demo-tandem-{role}")
+        names = {each["pods"]["metric"]["name"] for each in scaler["spec"]["metrics"]}
+        # As the adapter's rules in docs/kubernetes.md rename them.
+        renamed = {f"vllm_{row.name}" for row in ROWS[role]}
+        assert names <= exported[role] | renamed
 
 
 def test_with_tls_everything_is_called_by_a_name_of_the_certificate() -> None:

@@ -118,6 +118,9 @@ decode:
 {{- if and $values.httpRoute.toInferencePool (not $values.inferencePool.enabled) -}}
 {{- fail "httpRoute.toInferencePool = true: there is no pool. Fix: inferencePool.enabled" -}}
 {{- end -}}
+{{- if and $values.tls.enabled (eq $values.mode "ray") -}}
+{{- fail "tls.enabled = true: with mode ray workers are called by the addresses of pods, which no certificate can name. Fix: false, and a network that encrypts; or mode pods" -}}
+{{- end -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $scaling := (index $values $role).autoscaling -}}
 {{- if gt ($scaling.minReplicas | int) ($scaling.maxReplicas | int) -}}
