@@ -23,6 +23,10 @@ _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 class DecodeMetrics:
     """The `pd_decode_*` metrics of one process; `transfers` are those per prefill worker."""
 
+    num_tokens = 0
+    """Of all steps so far, for the router."""
+    num_steps = 0
+
     def __init__(self, registry: CollectorRegistry) -> None:
         def latency(name: str, documentation: str) -> Histogram:
             return Histogram(name, documentation, buckets=LATENCY_BUCKETS_S, registry=registry)
@@ -117,6 +121,8 @@ class DecodeMetrics:
         self._step.observe(seconds)
         self._batch.observe(num_requests)
         self._tokens.inc(num_tokens)
+        self.num_tokens += num_tokens
+        self.num_steps += 1
 
     def step_waited(self, seconds: float) -> None:
         """The device idled so long between two steps."""

@@ -144,8 +144,13 @@ class DecodeDriver:
         decode_pb2_grpc.add_DecodeServicer_to_server(self._service, server)
 
     def _worker_load(self) -> registry_pb2.WorkerLoad:
+        metrics = self._metrics
         load = registry_pb2.WorkerLoad()
         load.CopyFrom(self._load)
+        load.num_tokens_done = metrics.num_tokens
+        load.num_steps_done = metrics.num_steps
+        for peer, num_bytes in metrics.transfers.received().items():
+            load.received.add(peer=peer, num_bytes=num_bytes)
         return load
 
     async def _drain(self, deadline_s: float) -> None:

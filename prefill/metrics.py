@@ -22,6 +22,10 @@ _TOKENS_BUCKETS = tuple(float(1 << power) for power in range(6, 18))
 class PrefillMetrics:
     """Counters and histograms of one worker, on the registry that it is given."""
 
+    num_tokens = 0
+    """Of all steps so far, for the router."""
+    num_steps = 0
+
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(
             name: str, documentation: str, buckets: Sequence[float] = LATENCY_BUCKETS_S
@@ -119,6 +123,8 @@ class PrefillMetrics:
         """A step was run. Called on the engine loop's thread, as the next."""
         self._step.observe(seconds)
         self._step_tokens.observe(num_tokens)
+        self.num_tokens += num_tokens
+        self.num_steps += 1
 
     def step_waited(self, seconds: float) -> None:
         """The device idled so long between two steps."""

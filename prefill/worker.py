@@ -54,7 +54,8 @@ class PrefillDriver:
     def build(self, host: WorkerHost, closing: contextlib.AsyncExitStack) -> tuple[Loop, Endpoint]:
         """Make the service, the engine loop, and what carries between them."""
         options, send = self._options, self._parts.send
-        metrics, nonces = PrefillMetrics(host.registry), NonceMemory(time.monotonic)
+        self._metrics = metrics = PrefillMetrics(host.registry)
+        nonces = NonceMemory(time.monotonic)
         channels = ChannelCache(partial(open_channel, credentials=options.credentials))
         closing.push_async_callback(channels.close)
         self._closer = closer = TicketCloser(channels)
@@ -158,6 +159,8 @@ class PrefillDriver:
             num_tokens_waiting=load.num_tokens_waiting,
             num_free_blocks=load.num_free_blocks,
             num_total_blocks=load.num_total_blocks,
+            num_tokens_done=self._metrics.num_tokens,
+            num_steps_done=self._metrics.num_steps,
         )
 
     async def _close_tickets(self) -> None:

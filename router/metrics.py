@@ -99,6 +99,19 @@ class RouterMetrics:
         MultiProcessCollector(registry, self._shared_dir)  # type: ignore[no-untyped-call]
         return render_metrics(registry)
 
+    @property
+    def shared_dir(self) -> str | None:
+        """What several processes on one port share; None for one alone."""
+        return self._shared_dir
+
+    def errors(self) -> dict[str, int]:
+        """Failed requests of this process by code."""
+        return _totals(self._errors, "code")
+
+    def answers(self) -> dict[str, int]:
+        """Answers of this process's generation endpoints by HTTP status."""
+        return _totals(self._requests, "status")
+
     def set_workers(self, members: Iterable[Member]) -> None:
         """Count the pool's members by role and state."""
         counts = {(role.value, state): 0 for role in Role for state in ("ready", "draining")}
@@ -134,3 +147,14 @@ class RouterMetrics:
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, documentation, buckets=buckets, registry=self.registry)
+
+
+def _totals(counter: Counter, label: str) -> dict[str, int]:
+    """What ``counter`` has counted, by one of its labels."""
+    totals: dict[str, int] = {}
+    for family in counter.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_total"):
+                value = sample.labels[label]
+                totals[value] = totals.get(value, 0) + int(sample.value)
+    return totals

@@ -315,6 +315,7 @@ class _Lease:
         if not load.sequence:
             self._num_loads += 1
             load.sequence = self._num_loads
+        load.clock_s = time.monotonic()
         return load
 
     def _note_trouble(self, what: str, reason: str, kind: str = "") -> None:

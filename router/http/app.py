@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 import orjson
 from aiohttp import web
@@ -22,16 +22,19 @@ from runtime.trace import TRACEPARENT, TraceContext, set_trace
 
 logger = get_logger(__name__)
 
-NOT_OF_REQUESTS = frozenset({"unknown_url", "method_not_allowed"})
+NOT_OF_REQUESTS = frozenset({"unknown_url", "method_not_allowed", "too_many_viewers"})
 """Codes of what was never a request to a model: any scanner of ports makes these."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
 
-def create_app(serving: Serving, connections: Connections) -> web.Application:
+def create_app(
+    serving: Serving, connections: Connections, routes: Iterable[web.RouteDef] = ()
+) -> web.Application:
     """The application of one router process; run it with ``handler_cancellation=True``.
 
     A handler is then cancelled when its client goes away, which frees the request in the workers.
+    ``routes`` are served beside those of the API and of operations.
     """
     app = web.Application(middlewares=[_answer_failures(serving, connections)])
     endpoints = OpenAIEndpoints(serving)
@@ -44,6 +47,7 @@ def create_app(serving: Serving, connections: Connections) -> web.Application:
     app.router.add_get("/ready", operations.ready)
     app.router.add_get("/metrics", operations.metrics)
     app.router.add_get("/status", operations.status)
+    app.router.add_routes(routes)
     return app
 
 
@@ -201,7 +205,7 @@ def _unknown_url(request: web.Request) -> RequestError:
         resource.canonical
         for resource in request.app.router.resources()
         if isinstance(resource, web.PlainResource)
-    }
+    } - {"/"}
     path = request.path
     while path.startswith("/v1/v1/"):
         path = path.removeprefix("/v1")

@@ -149,6 +149,7 @@ class Attempt:
         generation, sink, decode = self._generation, self._sink, self._pair.decode
         stream = self._workers.frames.stream(decode)
         generation.phase = "connecting to decode"
+        generation.workers = self._pair.keys
         self.culprits = {decode.key}
         await stream.standing()
         stream.attach(self.worker_request_id, sink)

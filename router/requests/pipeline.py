@@ -58,12 +58,21 @@ class Pipeline:
         self._pairing = Pairing(workers.pool, policy, readiness, worker_wait_s=wait_s)
         self._rooms = Rooms(workers.pool, self._pairing.pick)
         self._section = section
+        self.live: set[Generation] = set()
+        """In the workers' hands, or on their way there."""
 
     async def run(self, generation: Generation) -> None:
         """Drive ``generation`` to its end; every failure but cancellation ends in its mailbox.
 
         Cancelling releases both legs.
         """
+        self.live.add(generation)
+        try:
+            await self._run(generation)
+        finally:
+            self.live.discard(generation)
+
+    async def _run(self, generation: Generation) -> None:
         section = self._section
         limits = TimeLimits(generation, section)
         course = _Course(

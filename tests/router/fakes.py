@@ -71,6 +71,9 @@ class FakeWorker:
     script: Script
     epoch: int = field(default_factory=lambda: secrets.randbits(60) + 1)
     address: str = ""
+    host: str = "127.0.0.1"
+    report: Callable[[], registry_pb2.WorkerLoad] | None = None
+    """Its load at each renewal; None: an empty one."""
     layout: str = LAYOUT
     max_num_requests: int = 0
     """As told to the registry; nothing bounds them here."""
@@ -109,6 +112,8 @@ class FakeWorker:
         await self.registration.start()
 
     def load(self) -> registry_pb2.WorkerLoad:
+        if self.report is not None:
+            return self.report()
         return registry_pb2.WorkerLoad(num_free_blocks=10, num_total_blocks=10)
 
     async def die(self) -> None:
@@ -245,14 +250,14 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     _dying: asyncio.Task[None] | None = None
 
     async def start(self, control: str, port: int = 0) -> None:
-        listen = Listen(bind="127.0.0.1", port=port)
+        listen = Listen(bind=self.host, port=port)
         self.server = create_server(CREDENTIALS)
         decode_pb2_grpc.add_DecodeServicer_to_server(self, self.server)
         port = bind_port(self.server, listen, CREDENTIALS)
         await self.server.start()
         if self.proxy is not None:
             port = await self.proxy.start(port)
-        self.address = f"127.0.0.1:{port}"
+        self.address = f"{self.host}:{port}"
         await self.join(control, common_pb2.ROLE_DECODE)
 
     async def Reserve(
@@ -465,7 +470,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     _pushes: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self, control: str, port: int = 0) -> None:
-        listen = Listen(bind="127.0.0.1", port=port)
+        listen = Listen(bind=self.host, port=port)
         self.server = create_server(CREDENTIALS)
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, self.server)
         self.address = listen.address(bind_port(self.server, listen, CREDENTIALS))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from router.pool.members import (
+    Departure,
     Member,
     Role,
     WorkerKey,
@@ -213,7 +214,7 @@ async def test_the_control_port_serves_watchers(start_router: StartRouter) -> No
     cluster = await start_router(lease_ttl_s=3.0)
     pools: list[list[str]] = []
 
-    def note(members: Sequence[Member]) -> None:
+    def note(members: Sequence[Member], departures: Sequence[Departure]) -> None:
         pools.append([str(member.key) for member in members])
 
     watcher = asyncio.create_task(watch_forever(cluster.control, CREDENTIALS, "w", note))
