@@ -37,6 +37,14 @@ SHUTDOWN_S = 2.0
 """Handlers get so long to end once the process shuts down."""
 
 
+def _limits_of(section: RouterSection) -> ConnectionLimits:
+    return ConnectionLimits(
+        max_connections=section.max_connections,
+        header_timeout_s=section.header_timeout_s,
+        stall_timeout_s=section.client_stall_timeout_s,
+    )
+
+
 class HttpServer:
     """Serves HTTP for the pool that ``update`` tells it of. Create it on the event loop."""
 
@@ -68,14 +76,7 @@ class HttpServer:
             max_queue_bytes=section.max_queue_bytes,
         )
         self._lanes = Lanes()
-        self._connections = Connections(
-            ConnectionLimits(
-                max_connections=section.max_connections,
-                header_timeout_s=section.header_timeout_s,
-                stall_timeout_s=section.client_stall_timeout_s,
-            ),
-            loop.time,
-        )
+        self._connections = Connections(_limits_of(section), loop.time)
         policy = PairingPolicy(section.policy)
         readiness = Readiness(self.pool)
         pipeline = Pipeline(self._workers, policy, section, readiness)
