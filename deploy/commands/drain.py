@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from deploy.commands.common import (
     add_cluster_arguments,
+    add_command,
     chosen_run_dir,
     run_credentials,
     running_state,
@@ -22,24 +23,23 @@ if TYPE_CHECKING:
 
 _POOL_TIMEOUT_S = 5.0
 _DEADLINE_S = 30.0
-_EXAMPLE = """\
-example, an update of decode-1 that no client notices; PID is its first in tandem status:
-  tandem drain decode-1 --deadline 60 && kill PID
-
-The instance ends in order, and the controller starts it again.
+_EXAMPLES = """
+tandem drain decode-1
+tandem drain decode-1 --deadline 60 && kill PID    # PID is its first in tandem status
 """
 
 
 def add_parser(commands: Subparsers) -> None:
     """Declare ``drain``."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "drain",
         help="empty an instance of a running cluster",
         description="All ranks of INSTANCE take nothing new, and let finish what ends within the "
         "deadline; the rest goes on at other instances. The processes run on, empty, until they "
-        "are told to stop. Ends with 0 when nothing is left, with 1 otherwise.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "are told to stop; one that ends in order is started again, so that no client notices an "
+        "update. Ends with 0 when nothing is left, with 1 otherwise.",
+        examples=_EXAMPLES,
     )
     parser.add_argument("instance", metavar="INSTANCE", help="its name, for example decode-0")
     parser.add_argument(
