@@ -68,14 +68,7 @@ class HttpServer:
             max_queue_bytes=section.max_queue_bytes,
         )
         self._lanes = Lanes()
-        self._connections = Connections(
-            ConnectionLimits(
-                max_connections=section.max_connections,
-                header_timeout_s=section.header_timeout_s,
-                stall_timeout_s=section.client_stall_timeout_s,
-            ),
-            loop.time,
-        )
+        self._connections = Connections(_limits_of(section), loop.time)
         policy = PairingPolicy(section.policy)
         readiness = Readiness(self.pool)
         pipeline = Pipeline(self._workers, policy, section, readiness)
@@ -162,6 +155,14 @@ class HttpServer:
         await self._runner.cleanup()
         self._lanes.close()
         await self._workers.close()
+
+
+def _limits_of(section: RouterSection) -> ConnectionLimits:
+    return ConnectionLimits(
+        max_connections=section.max_connections,
+        header_timeout_s=section.header_timeout_s,
+        stall_timeout_s=section.client_stall_timeout_s,
+    )
 
 
 def bind_http(host: str, port: int, *, shared: bool = False) -> socket.socket:
