@@ -165,6 +165,14 @@ class HttpServer:
         await self._workers.close()
 
 
+def _limits_of(section: RouterSection) -> ConnectionLimits:
+    return ConnectionLimits(
+        max_connections=section.max_connections,
+        header_timeout_s=section.header_timeout_s,
+        stall_timeout_s=section.client_stall_timeout_s,
+    )
+
+
 def bind_http(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """A socket bound to ``host:port`` (0: any free one), not listening yet.
 
