@@ -37,14 +37,6 @@ SHUTDOWN_S = 2.0
 """Handlers get so long to end once the process shuts down."""
 
 
-def _limits_of(section: RouterSection) -> ConnectionLimits:
-    return ConnectionLimits(
-        max_connections=section.max_connections,
-        header_timeout_s=section.header_timeout_s,
-        stall_timeout_s=section.client_stall_timeout_s,
-    )
-
-
 class HttpServer:
     """Serves HTTP for the pool that ``update`` tells it of. Create it on the event loop."""
 
