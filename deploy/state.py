@@ -76,6 +76,11 @@ class ClusterState:
     """File of the authority that signed the HTTP side's certificate; empty: plain text."""
     processes: tuple[ProcessState, ...] = field(default=())
 
+    def is_here(self, process: ProcessState) -> bool:
+        """Whether ``process`` runs on the controller's machine, where its pid means something."""
+        own = self.control_address.rpartition(":")[0].strip("[]")
+        return process.host in ("", own)
+
     def to_json(self) -> str:
         """One JSON object, fields named as here."""
         return json.dumps(dataclasses.asdict(self), indent=1)

@@ -77,7 +77,7 @@ def _describe(
         **dataclasses.asdict(process),
         "cluster": state.name,
         "endpoint": state.endpoint,
-        "memory_bytes": _memory_bytes(process.pid),
+        "memory_bytes": _memory_bytes(state, process),
         "load": dataclasses.asdict(member) if member else None,
     }
 
@@ -103,7 +103,7 @@ def _show(state: ClusterState, members: PoolMembers) -> None:
             process.name,
             _state_text(process, _member_of(process, members)),
             str(process.pid or "-"),
-            _megabytes(_memory_bytes(process.pid)),
+            _megabytes(_memory_bytes(state, process)),
             *_load_cells(_member_of(process, members)),
             str(process.num_restarts),
         )
@@ -133,11 +133,13 @@ def _member_of(process: ProcessState, members: PoolMembers) -> PoolMember | None
     return members.get((process.instance, process.rank))
 
 
-def _memory_bytes(pid: int) -> int:
-    """Proportional set size of a process and its children; 0 when it is gone."""
+def _memory_bytes(state: ClusterState, process: ProcessState) -> int:
+    """Proportional set size of a process and its children; 0 when it is gone or elsewhere."""
+    if not state.is_here(process):
+        return 0
     try:
-        process = psutil.Process(pid)
-        processes = [process, *process.children(recursive=True)]
+        parent = psutil.Process(process.pid)
+        processes = [parent, *parent.children(recursive=True)]
     except psutil.Error:
         return 0
     return memory_of(processes)[0]
