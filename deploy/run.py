@@ -51,14 +51,15 @@ def prepare(config: ClusterConfig, run_dir: RunDir) -> ClusterConfig:
         ConfigError: a value that cannot work, a port in use.
         ClusterError: the cluster runs already.
     """
+    if config.cluster.on_controller_loss == "keep" and run_dir.read_state() is not None:
+        with run_dir.locked():
+            former = find_former_run(run_dir)
+        if former is not None:
+            return former.config
+    resolved = resolve_config(config)
+    check_config(resolved, num_devices=_num_devices(resolved))
     run_dir.create()
     with run_dir.locked():
-        if config.cluster.on_controller_loss == "keep":
-            former = find_former_run(run_dir)
-            if former is not None:
-                return former.config
-        resolved = resolve_config(config)
-        check_config(resolved, num_devices=_num_devices(resolved))
         end_former_run(run_dir)
         check_ports(resolved)
     return resolved
