@@ -116,6 +116,13 @@ def check_ports(config: ClusterConfig) -> None:
             ) from error
 
 
+def count_devices_for(config: ClusterConfig) -> int:
+    """CUDA devices that can be counted on; those of other hosts Ray counts when it places."""
+    if config.cluster.spans_hosts:
+        return num_devices_needed(plan_instances(config))
+    return count_devices()
+
+
 def count_devices() -> int:
     """CUDA devices of this machine that we may use, without loading any CUDA library."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -14,7 +14,13 @@ from contextlib import contextmanager
 from types import FrameType
 
 from deploy.certificates import with_certificates
-from deploy.checks import check_config, check_ports, count_devices, resolve_config
+from deploy.checks import (
+    check_config,
+    check_ports,
+    count_devices,
+    count_devices_for,
+    resolve_config,
+)
 from deploy.controller import Controller
 from deploy.errors import ClusterError
 from deploy.former_run import FormerRun, end_former_run, find_former_run, settings_of
@@ -22,7 +28,6 @@ from deploy.plan import (
     Role,
     RunContext,
     default_entrypoints,
-    num_devices_needed,
     plan_instances,
     process_name,
 )
@@ -57,7 +62,7 @@ def prepare(config: ClusterConfig, run_dir: RunDir) -> ClusterConfig:
         if former is not None:
             return former.config
     resolved = resolve_config(config)
-    check_config(resolved, num_devices=_num_devices(resolved))
+    check_config(resolved, num_devices=count_devices_for(resolved))
     run_dir.create()
     with run_dir.locked():
         end_former_run(run_dir)
@@ -218,13 +223,6 @@ class _Run:
     def _publish(self) -> None:
         self._run_dir.write_state(self._state)
         self._on_state(self._state)
-
-
-def _num_devices(config: ClusterConfig) -> int:
-    """CUDA devices that can be counted on; those of other hosts Ray counts when it places."""
-    if config.cluster.spans_hosts:
-        return num_devices_needed(plan_instances(config))
-    return count_devices()
 
 
 def _tls_pem(config: ClusterConfig) -> dict[str, str]:

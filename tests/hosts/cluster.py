@@ -16,6 +16,8 @@ from typing import Any
 from tests.hosts.hosts import Hosts
 
 RAY_PORT = 6379
+NUM_TRIES = 3
+"""Of `ray start`, which gives up after 30 s; a machine that does much else may need longer."""
 TOKEN = "a token of tests, long enough for nobody to guess it"
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
@@ -57,21 +59,24 @@ class HostedCluster:
 
     def start_ray(self, host: str, num_cpus: int) -> None:
         """``ray start`` on a host; the first one is the head."""
-        own = self.hosts[host]
         place = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
         if host != "a":
             place = [f"--address={self.ray_address}"]
         temporary = self._temporary(host)
-        shutil.rmtree(temporary, ignore_errors=True)
-        result = self.hosts.run(
-            host,
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", *place),
-            *(f"--node-ip-address={own.address}", f"--num-cpus={num_cpus}", "--num-gpus=0"),
-            *(f"--temp-dir={temporary}", "--object-store-memory=80000000"),
-            "--disable-usage-stats",
-            environment=RAY_ENVIRONMENT,
-        )
-        assert result.returncode == 0, result.stdout
+        for _ in range(NUM_TRIES):
+            shutil.rmtree(temporary, ignore_errors=True)
+            result = self.hosts.run(
+                host,
+                *(sys.executable, "-m", "ray.scripts.scripts", "start", *place),
+                *(f"--node-ip-address={self.hosts[host].address}", f"--num-cpus={num_cpus}"),
+                *("--num-gpus=0", f"--temp-dir={temporary}", "--object-store-memory=80000000"),
+                "--disable-usage-stats",
+                environment=RAY_ENVIRONMENT,
+            )
+            if result.returncode == 0:
+                return
+            self.hosts.end_processes(host)
+        raise AssertionError(result.stdout)
 
     def configure(self, sections: str, cluster: str = "") -> None:
         """Write the configuration."""
