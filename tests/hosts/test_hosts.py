@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 AT_MOST_S = 150.0
-"""For a machine that does much else; alone it takes a sixth of that (docs/log.md)."""
+"""From the loss until the instance's next life serves, on a machine that does much else."""
 SECTIONS = """\
 [router]
 lease_ttl_s = 3.0
