@@ -76,6 +76,11 @@ class Controller:
         self.goes_on = self._phase is Phase.READY
         self.request_stop()
 
+    def request_abandon(self) -> None:
+        """End the controller alone, because nobody hears of what it wants done."""
+        self.goes_on = True
+        self.request_stop()
+
     async def run(self) -> None:
         """Run until ``request_stop``; on return every process is gone.
 

@@ -28,7 +28,7 @@ from runtime.net import join_address
 _PLACEMENT_TIMEOUT_S = 60.0
 _LOOK_AGAIN_S = 1.0
 _PROBE_S = 2.0
-RAY_GONE_S = 45.0
+RAY_GONE_S = 40.0
 """After a minute without its head Ray ends all processes on all hosts, and the controller's own."""
 _TINY = 0.001
 _ResultT = TypeVar("_ResultT")
@@ -72,6 +72,7 @@ class RayLauncher:
         self._cluster = cluster
         self._groups: dict[str, Any] = {}
         self._ray: Any = None
+        self._is_gone = False
 
     def open(self) -> None:
         """Start or join Ray: seconds.
@@ -86,9 +87,9 @@ class RayLauncher:
 
         Its files stay until ``deploy.sweep.clean_up``.
         """
-        if self._ray is not None:
+        if self._ray is not None and not self._is_gone:  # else it would wait for the head
             self._ray.shutdown()
-            self._ray = None
+        self._ray = None
 
     @property
     def address(self) -> str:
@@ -108,6 +109,7 @@ class RayLauncher:
             if await asyncio.to_thread(is_reachable, address):
                 answered = time.monotonic()
             elif (silence_s := time.monotonic() - answered) > RAY_GONE_S:
+                self._is_gone = True
                 raise ClusterError(
                     f"the head of Ray at {address} has not answered for {silence_s:.0f} s, and "
                     "without it Ray ends all processes. Fix: start Ray again, then `tandem up`"

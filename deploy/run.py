@@ -170,6 +170,7 @@ class _Run:
                 timeout_s=timeout_s,
                 former=self._former.state.processes if self._former else (),
             )
+            self.goes_on = False
             asyncio.run(_run_controller(controller, launcher, keeps=self._keeps))
             self.goes_on = controller.goes_on
         except KeyboardInterrupt:
@@ -267,9 +268,9 @@ async def _run_controller(controller: Controller, launcher: RayLauncher, *, keep
     watching = asyncio.create_task(launcher.watch())
     running = asyncio.create_task(controller.run())
     await asyncio.wait({watching, running}, return_when=asyncio.FIRST_COMPLETED)
-    if not running.done():  # and nothing can be done for the processes any more
-        controller.request_stop()
-        controller.request_stop()
+    if not running.done():
+        # Ray ends the processes, and us soon; a call to it would not return before that.
+        controller.request_abandon()
     await asyncio.wait({running})
     watching.cancel()
     with contextlib.suppress(asyncio.CancelledError):
