@@ -17,7 +17,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-b
 	$(PIP_ARGS) -c constraints-cpu.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test quick check lint types imports budgets proto proto-check format soak gpu-test \
+.PHONY: help up down test quick check lint types imports budgets proto proto-check chart-files format soak gpu-test \
 	install install-dev clean
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make check      lint, types, import direction, size budgets, generated stubs"
 	@echo "make format     rewrite the code in the common style"
 	@echo "make proto      generate runtime/pb from proto/"
+	@echo "make chart-files  write what the Helm chart has from elsewhere"
 	@echo "make soak       the long tests        make gpu-test   the tests that need a GPU"
 	@echo "make clean      remove .venv and caches"
 
@@ -73,6 +74,9 @@ proto: install-dev
 
 proto-check: install-dev
 	scripts/proto.sh --check
+
+chart-files: install-dev
+	$(BIN)/python scripts/chart_files.py
 
 install: $(VENV)/.installed
 

@@ -182,7 +182,9 @@ def build_transfer_side(
         settings.transport,
         local_name=peer_name(options.instance, side.epoch, options.rank),
         host=options.listen.reach,
-        options=transport_options(settings, tls_contexts(options.credentials)),
+        options=transport_options(
+            settings, tls_contexts(options.credentials), port=options.data_port
+        ),
     )
     slots = SlotArray(settings.num_metadata_slots, SlotLayout())
     region = MemoryRegion(

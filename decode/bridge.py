@@ -88,9 +88,15 @@ class RankBridge:
         """The receiver saw the last part of an allocation."""
         self._send(lambda: self._rank.hand_over.arrived(arrival))
 
-    async def abort(self, request_id: str, error: TandemError) -> bool:
-        """End a request; whether it was alive."""
-        return await self._call(lambda: self._rank.live.abort(request_id, error))
+    async def abort(
+        self, request_id: str, error: TandemError, *, only_without_ticket: bool = False
+    ) -> bool:
+        """End a request, or only one that has no ticket; whether it did."""
+        return await self._call(
+            lambda: self._rank.live.abort(
+                request_id, error, only_without_ticket=only_without_ticket
+            )
+        )
 
     async def close_tickets(self, message: decode_pb2.CloseTicketsRequest) -> list[int]:
         """Parts close their tickets; the nonces that are not ours."""

@@ -34,6 +34,9 @@ class WriterOrder:
     demand: WriterDemand
 
 
+_WITHOUT_TICKET = (DecodeStatus.RESERVED, DecodeStatus.CLAIMED)
+
+
 class LiveRequests:
     """Requests that are not answered yet, by id."""
 
@@ -69,12 +72,17 @@ class LiveRequests:
         assert request.request_id not in self._requests, request.request_id
         self._requests[request.request_id] = request
 
-    def abort(self, request_id: str, error: TandemError) -> bool:
-        """End a request, in whatever state it is; whether it was alive."""
+    def abort(
+        self, request_id: str, error: TandemError, *, only_without_ticket: bool = False
+    ) -> bool:
+        """End a request, in whatever state it is, or only before its ticket; whether it did."""
         request = self._requests.get(request_id)
-        if request is not None:
-            self.end(request, FinishReason.ABORT, error)
-        return request is not None
+        if request is None:
+            return False
+        if only_without_ticket and request.status not in _WITHOUT_TICKET:
+            return False
+        self.end(request, FinishReason.ABORT, error)
+        return True
 
     def abort_router(self, router_id: str) -> None:
         """End all requests of a router that has no stream any more."""
@@ -105,7 +113,7 @@ class LiveRequests:
     def end(self, request: DecodeRequest, reason: FinishReason, error: TandemError) -> None:
         """End a live request early, wherever it is, and answer it."""
         error.request_id = error.request_id or request.request_id
-        if request.status in (DecodeStatus.RESERVED, DecodeStatus.CLAIMED):
+        if request.status in _WITHOUT_TICKET:
             self._refuse(request, error)
         elif request.status is DecodeStatus.WAITING_FOR_KV:
             self.withdraw(request, revoke=True)

@@ -18,11 +18,11 @@ from engine.request import ScheduledRequest
 from engine.runner import PendingStep, StepResult
 from runtime.endings import RankName, failure_of_requests
 from runtime.errors import TandemError
-from runtime.pb import decode_pb2
+from runtime.pb import registry_pb2
 from worker.step_loop import StepLoop
 
 EngineLoop = StepLoop[StepPlan]
-Publish = Callable[[Mapping[str, list[Delta]], decode_pb2.LoadReport], None]
+Publish = Callable[[Mapping[str, list[Delta]], registry_pb2.WorkerLoad], None]
 """Takes a step's news without blocking; called on the loop's thread."""
 
 IDLE_WAIT_S = 0.05

@@ -10,18 +10,27 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from decode.transfer_metrics import TransferMetrics
-from runtime.errors import TandemError
+from runtime.errors import ErrorCode, TandemError
 from runtime.lifecycle import DecodeStatus
-from runtime.metrics import LATENCY_BUCKETS_S, SHORT_BUCKETS_S
-from runtime.pb import common_pb2, decode_pb2
+from runtime.metrics import (
+    LATENCY_BUCKETS_S,
+    REQUEST_BUCKETS_S,
+    SHORT_BUCKETS_S,
+    STEP_BUCKETS,
+    start_at_zero,
+)
+from runtime.pb import common_pb2, registry_pb2
 from runtime.sampling import FinishReason
 
 _STEP_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
-_BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class DecodeMetrics:
     """The `pd_decode_*` metrics of one process; `transfers` are those per prefill worker."""
+
+    num_tokens = 0
+    """Of all steps so far, for the router."""
+    num_steps = 0
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def latency(name: str, documentation: str) -> Histogram:
@@ -71,6 +80,21 @@ class DecodeMetrics:
         self._admission = latency(
             "pd_decode_admission_seconds", "From complete KV to the first step"
         )
+        self._add_steps(registry)
+        start_at_zero(self._finished, (reason.value for reason in FinishReason))
+        start_at_zero(self._rejected, (code.name.lower() for code in ErrorCode))
+        start_at_zero(
+            self._requests,
+            (status.value for status in DecodeStatus if status is not DecodeStatus.FINISHED),
+        )
+
+    def _add_steps(self, registry: CollectorRegistry) -> None:
+        self._decoding = Histogram(
+            "pd_decode_request_seconds",
+            "From the first step to the last token, of requests that ended by themselves",
+            buckets=REQUEST_BUCKETS_S,
+            registry=registry,
+        )
         self._step = Histogram(
             "pd_decode_step_seconds", "One step", buckets=_STEP_BUCKETS_S, registry=registry
         )
@@ -81,7 +105,7 @@ class DecodeMetrics:
             registry=registry,
         )
         self._batch = Histogram(
-            "pd_decode_batch_size", "Requests of a step", buckets=_BATCH_BUCKETS, registry=registry
+            "pd_decode_batch_size", "Requests of a step", buckets=STEP_BUCKETS, registry=registry
         )
 
     def rejected(self, error: TandemError) -> None:
@@ -107,6 +131,10 @@ class DecodeMetrics:
         self._reserve.observe(timings.decode_reserve_s)
         self._admission.observe(timings.decode_admission_s)
 
+    def decoded(self, seconds: float) -> None:
+        """A request had its last token, so long after its first step began."""
+        self._decoding.observe(seconds)
+
     def scheduled(self, num_preempted: int, num_resumed: int) -> None:
         """A step was planned."""
         self._preemptions.inc(num_preempted)
@@ -117,6 +145,8 @@ class DecodeMetrics:
         self._step.observe(seconds)
         self._batch.observe(num_requests)
         self._tokens.inc(num_tokens)
+        self.num_tokens += num_tokens
+        self.num_steps += 1
 
     def step_waited(self, seconds: float) -> None:
         """The device idled so long between two steps."""
@@ -130,7 +160,7 @@ class DecodeMetrics:
         """So many blocks of preempted requests are in host memory."""
         self._offloaded.set(num_blocks)
 
-    def set_load(self, counts: Mapping[DecodeStatus, int], load: decode_pb2.LoadReport) -> None:
+    def set_load(self, counts: Mapping[DecodeStatus, int], load: registry_pb2.WorkerLoad) -> None:
         """Mirror the books."""
         for status, count in counts.items():
             self._requests.labels(status.value).set(count)

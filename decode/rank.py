@@ -30,7 +30,7 @@ from runtime.errors import (
 )
 from runtime.lifecycle import DecodeStatus
 from runtime.logging import fields, get_logger
-from runtime.pb import decode_pb2
+from runtime.pb import registry_pb2
 from runtime.sampling import FinishReason
 
 logger = get_logger(__name__)
@@ -159,7 +159,8 @@ class DecodeRank:
             complete_launched()
         plan = self._scheduler.schedule()
         for request in plan.started:
-            request.timings.decode_admission_s = self._clock() - request.arrived_at
+            request.started_at = self._clock()
+            request.timings.decode_admission_s = request.started_at - request.arrived_at
             self._metrics.started(request.timings)
         for request in plan.preempted:
             logger.info("preempted %s", fields(request_id=request.request_id))
@@ -189,19 +190,21 @@ class DecodeRank:
             tell_token(self.news, request, token, reason)
             if reason is not None:
                 self._growth.observe(request.request.num_output_tokens, request.request.sampling)
+                self._metrics.decoded(self._clock() - request.started_at)
                 self._scheduler.finish(request)
                 self.live.forget(request, reason)
         return num_tokens
 
-    def load(self) -> decode_pb2.LoadReport:
+    def load(self) -> registry_pb2.WorkerLoad:
         """What the router should know of us; also mirrored into the metrics."""
         self._num_reports += 1
-        report = decode_pb2.LoadReport(
+        report = registry_pb2.WorkerLoad(
             num_requests_running=len(self._scheduler.running),
             num_requests_waiting=len(self.live) - len(self._scheduler.running),
             num_free_blocks=self._pool.num_free_blocks,
             num_total_blocks=self._pool.num_usable_blocks,
             num_quarantined_blocks=self.desk.num_quarantined_blocks,
+            num_requests_blocked=self._reservations.num_claimed + len(self._scheduler.preempted),
             sequence=self._num_reports,
         )
         self._metrics.set_load(self.counts(), report)

@@ -109,6 +109,7 @@ class DecodeRequest:
         allocated_at: when its blocks were allocated.
         transfer: when its KV must be complete; from the ticket on.
         arrived_at: when the KV was complete.
+        started_at: when its first step was planned.
         timings: seconds spent so far, for the router.
         has_news: whether a delta was emitted; the first and the last carry `timings`.
     """
@@ -126,6 +127,7 @@ class DecodeRequest:
     allocated_at: float = 0.0
     transfer: Budget | None = None
     arrived_at: float = 0.0
+    started_at: float = 0.0
     timings: common_pb2.Timings = field(default_factory=common_pb2.Timings)
     has_news: bool = False
 

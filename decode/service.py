@@ -24,7 +24,7 @@ from decode.places import Places
 from decode.requests import TicketUpdate, writer_key
 from runtime.errors import DrainingError, RequestCancelledError, TandemError
 from runtime.logging import fields, get_logger
-from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc
+from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc, registry_pb2
 from runtime.sampling import FinishReason
 from runtime.wire import error_to_proto
 
@@ -56,7 +56,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         *,
         places: Places,
         metrics: DecodeMetrics,
-        load: Callable[[], decode_pb2.LoadReport],
+        load: Callable[[], registry_pb2.WorkerLoad],
         on_drain: Callable[[], None],
     ) -> None:
         """`load` is the latest report; `on_drain` is called when draining begins."""
@@ -150,7 +150,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         """The router has no more use for the request."""
         error = RequestCancelledError(request.reason or "aborted by the router")
         try:
-            known = await self._bridge.abort(request.request_id, error)
+            known = await self._bridge.abort(
+                request.request_id, error, only_without_ticket=request.only_without_ticket
+            )
         except TandemError:
             known = False  # the loop is over, and has answered everything
         return decode_pb2.AbortResponse(known=known)

@@ -7,6 +7,7 @@ the same transfers under the same prefix.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -15,6 +16,9 @@ from decode.closings import PartEnd
 from runtime.metrics import LATENCY_BUCKETS_S
 from runtime.pb import decode_pb2
 from runtime.peer_series import PeerSeries
+
+MAX_TOLD_PEERS = 64
+"""Writers of which the router is told at each renewal."""
 
 
 class TransferMetrics:
@@ -57,6 +61,11 @@ class TransferMetrics:
             registry=registry,
         )
         self._in_quarantine: set[str] = set()
+        self._totals: OrderedDict[str, int] = OrderedDict()  # silent for longest first
+
+    def received(self) -> dict[str, int]:
+        """Bytes so far from each of the last writers; called on any thread."""
+        return dict(self._totals)
 
     def arrived(self, instance: str, waited_s: float) -> None:
         """All parts of a request of `instance` are here."""
@@ -65,6 +74,10 @@ class TransferMetrics:
     def part_closed(self, part: PartEnd) -> None:
         """A part is over, one way or another."""
         self._peers.of(self._received, part.peer).inc(part.num_bytes)
+        self._totals[part.peer] = self._totals.get(part.peer, 0) + part.num_bytes
+        self._totals.move_to_end(part.peer)
+        if len(self._totals) > MAX_TOLD_PEERS:
+            self._totals.popitem(last=False)
         if part.outcome == decode_pb2.TICKET_OUTCOME_SENT:
             self._peers.of(self._exposed, part.peer).observe(part.timings.kv_exposed_s)
         elif part.outcome == decode_pb2.TICKET_OUTCOME_FAILED:

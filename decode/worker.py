@@ -29,14 +29,12 @@ from decode.service import DecodeService
 from engine.boot import use_device
 from kv_transfer.receiver import Arrival
 from runtime.errors import DrainingError, PeerLostError
-from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc, registry_pb2
+from runtime.pb import common_pb2, decode_pb2_grpc, registry_pb2
 from runtime.worker import WorkerOptions
 from worker.health import thread_check
 from worker.host import Endpoint, HostedRank, Loop, WorkerHost
 from worker.step_driver import LoopOptions
 
-DRAIN_SHARE = 0.8
-"""Of the time to drain, what requests have to end by themselves; the rest is for moving them."""
 FLUSH_S = 2.0
 """How long routers may take to read their last frames when the process ends."""
 
@@ -146,18 +144,17 @@ class DecodeDriver:
         decode_pb2_grpc.add_DecodeServicer_to_server(self._service, server)
 
     def _worker_load(self) -> registry_pb2.WorkerLoad:
-        load = self._load
-        return registry_pb2.WorkerLoad(
-            num_requests_running=load.num_requests_running,
-            num_requests_waiting=load.num_requests_waiting,
-            num_free_blocks=load.num_free_blocks,
-            num_total_blocks=load.num_total_blocks,
-            num_quarantined_blocks=load.num_quarantined_blocks,
-            sequence=load.sequence,
-        )
+        metrics = self._metrics
+        load = registry_pb2.WorkerLoad()
+        load.CopyFrom(self._load)
+        load.num_tokens_done = metrics.num_tokens
+        load.num_steps_done = metrics.num_steps
+        for peer, num_bytes in metrics.transfers.received().items():
+            load.received.add(peer=peer, num_bytes=num_bytes)
+        return load
 
     async def _drain(self, deadline_s: float) -> None:
-        await self._service.start_drain(DRAIN_SHARE * deadline_s)
+        await self._service.start_drain(deadline_s)
         await self._service.wait_until_empty()
 
     async def _sweep(self) -> None:
@@ -185,7 +182,7 @@ class DecodeDriver:
         with contextlib.suppress(RuntimeError):  # the event loop is closed: so is the transport
             self._event_loop.call_soon_threadsafe(self._revoker.order, order)
 
-    def _publish(self, news: Mapping[str, list[Delta]], load: decode_pb2.LoadReport) -> None:
+    def _publish(self, news: Mapping[str, list[Delta]], load: registry_pb2.WorkerLoad) -> None:
         self._load = load
         if news:
             with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody reads

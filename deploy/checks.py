@@ -7,15 +7,16 @@ devices of this machine, or its ports. Everything wrong is a ConfigError with th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 from pathlib import Path
 
-import deploy
 from deploy.certificates import check_certificate
 from deploy.decode_memory import plan_decode_memory
+from deploy.model_folder import with_model
 from deploy.plan import num_devices_needed, plan_instances
-from deploy.ports import free_port, listen_at
+from deploy.ports import free_ports, listen_at
 from deploy.ray_connection import FAR_AWAY, ray_host
 from engine.config import ModelConfig
 from engine.parallel.dims import ParallelDims
@@ -26,7 +27,6 @@ from runtime.errors import ConfigError
 from runtime.net import is_loopback
 from runtime.network import address_towards, own_address
 
-BUNDLED_MODEL = Path(deploy.__file__).resolve().parent / "models" / "tandem-python"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -38,17 +38,12 @@ def resolve_config(config: ClusterConfig) -> ClusterConfig:
             machine has none in ``cluster.network``.
     """
     config = _with_own_address(config)
-    path = Path(config.model.path).expanduser() if config.model.path else BUNDLED_MODEL
-    path = path.resolve()
-    model = dataclasses.replace(config.model, path=str(path), name=config.model.name or path.name)
     field = "router.host" if config.router.host else "cluster.host"
-    free = free_port(config.http_host, field)
-    router = dataclasses.replace(
-        config.router,
-        port=config.router.port or free,
-        control_port=config.router.control_port or free_port(config.cluster.host),
-    )
-    return dataclasses.replace(config, model=model, router=router)
+    number = config.router.instances
+    port = config.router.port or free_ports(config.http_host, number, field)
+    control_port = config.router.control_port or free_ports(config.cluster.host, number)
+    router = dataclasses.replace(config.router, port=port, control_port=control_port)
+    return dataclasses.replace(with_model(config), router=router)
 
 
 def _with_own_address(config: ClusterConfig) -> ClusterConfig:
@@ -102,8 +97,8 @@ def check_ports(config: ClusterConfig) -> None:
         ConfigError: names the field and how to choose another.
     """
     hosts = {"port": config.http_host, "control_port": config.cluster.host}
-    for field, host in hosts.items():
-        port = getattr(config.router, field)
+    for index, (field, host) in itertools.product(range(config.router.instances), hosts.items()):
+        port = getattr(config.router.numbered(index), field)
         try:
             with listen_at(host, port):
                 pass

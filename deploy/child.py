@@ -14,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import deploy
 from deploy.plan import OWN_PYTHON, ProcessSpec
@@ -31,7 +32,8 @@ class ChildReport:
     exit_status: int | None
     """None while it runs; -N after signal N."""
     lines: tuple[str, ...]
-    """Whole log lines, oldest first; a burst beyond 256 KiB is cut to its end."""
+    """Whole log lines, oldest first; a burst beyond 256 KiB is cut to its end. None of a child that
+    writes where its parent does."""
     last_lines: tuple[str, ...] = ()
     """Once it has ended: the end of its log, also of what was reported before."""
 
@@ -55,20 +57,15 @@ class Child:
 
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec = spec
-        self._log_path = Path(spec.log_path)
+        self._log_path = Path(spec.log_path) if spec.log_path else None
+        self._offset = 0
+        if self._log_path is None:
+            self._process = _start(spec, None)
+            return
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("ab") as log:
             self._offset = log.tell()
-            self._process = subprocess.Popen(
-                dying_with_us(_own_command(spec.command)),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=spec.cwd or Path(deploy.__file__).resolve().parents[1],
-                env={**spec.default_env, **os.environ, **spec.env},
-                # Its own session: a terminal's Ctrl-C reaches the controller only.
-                start_new_session=True,
-            )
+            self._process = _start(spec, log)
 
     @property
     def pid(self) -> int:
@@ -79,7 +76,9 @@ class Child:
         """The news since the last call; never blocks."""
         exit_status = self._process.poll()
         lines = self._read_lines(final=exit_status is not None)
-        last_lines = () if exit_status is None else tuple(tail(self._log_path, _TAIL_LINES))
+        last_lines: tuple[str, ...] = ()
+        if exit_status is not None and self._log_path is not None:
+            last_lines = tuple(tail(self._log_path, _TAIL_LINES))
         return ChildReport(
             pid=self.pid, exit_status=exit_status, lines=lines, last_lines=last_lines
         )
@@ -97,6 +96,8 @@ class Child:
             self._process.wait()
 
     def _read_lines(self, *, final: bool) -> tuple[str, ...]:
+        if self._log_path is None:
+            return ()
         with self._log_path.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
             start = max(self._offset, end - _MAX_READ_BYTES)
@@ -105,6 +106,19 @@ class Child:
         complete = len(data) if final else data.rfind(b"\n") + 1
         self._offset = start + complete
         return tuple(data[:complete].decode(errors="replace").splitlines())
+
+
+def _start(spec: ProcessSpec, log: IO[bytes] | None) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        dying_with_us(_own_command(spec.command)),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=None if log is None else subprocess.STDOUT,
+        cwd=spec.cwd or Path(deploy.__file__).resolve().parents[1],
+        env={**spec.default_env, **os.environ, **spec.env},
+        # Its own session: a terminal's Ctrl-C reaches the controller only.
+        start_new_session=True,
+    )
 
 
 def _own_command(command: tuple[str, ...]) -> tuple[str, ...]:

@@ -11,7 +11,18 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from deploy.commands import bench, down, drain, generate, model, status, up, validate
+from deploy.commands import (
+    bench,
+    down,
+    drain,
+    generate,
+    model,
+    router,
+    status,
+    up,
+    validate,
+    worker,
+)
 from deploy.errors import ClusterError
 from runtime.errors import ConfigError
 
@@ -26,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tandem {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for group in (up, status, generate, drain, down, validate, model, bench):
+    for group in (up, status, generate, drain, down, validate, model, bench, worker, router):
         group.add_parser(commands)
     return parser
 

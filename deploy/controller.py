@@ -52,6 +52,7 @@ class Controller:
         self._instances = [
             Instance(plan, context, launcher) for plan in plan_instances(context.config)
         ]
+        self._context = context
         self._watch = PoolWatch(context.control_address, context.endpoint, context.credentials)
         self._on_change = on_change
         self._timeout_s = timeout_s
@@ -60,7 +61,6 @@ class Controller:
         self.goes_on = False
         """Whether ``run`` leaves the processes to themselves."""
         self._phase = Phase.STARTING
-        self._router_ready = False
         self._restarts: dict[str, asyncio.Task[None]] = {}
         self._hurry = asyncio.Event()
         self._stop = asyncio.Event()
@@ -160,12 +160,11 @@ class Controller:
 
     async def _poll(self, instances: Sequence[Instance]) -> list[tuple[Instance, Death]]:
         """Read all news, publish them, and return who died."""
-        if any(self._awaits_router(instance) for instance in instances):
-            self._router_ready = await self._watch.is_ready()
+        ready = await self._ready_routers(instances)
         deaths = await asyncio.gather(*(instance.poll() for instance in instances))
         for instance, death in zip(instances, deaths, strict=True):
             if death is None:
-                instance.update_phase(self._watch.members, router_ready=self._router_ready)
+                instance.update_phase(self._watch.members, router_ready=instance.plan.name in ready)
         self._publish()
         return [
             (instance, death)
@@ -173,8 +172,16 @@ class Controller:
             if death is not None
         ]
 
-    def _awaits_router(self, instance: Instance) -> bool:
-        return instance.plan.role is Role.ROUTER and instance.phase is not Phase.READY
+    async def _ready_routers(self, instances: Sequence[Instance]) -> set[str]:
+        """Of the routers that are awaited, those that answer."""
+        awaited = [
+            instance.plan
+            for instance in instances
+            if instance.plan.role is Role.ROUTER and instance.phase is not Phase.READY
+        ]
+        endpoints = [self._context.endpoints[plan.index] for plan in awaited]
+        answers = await asyncio.gather(*map(self._watch.is_ready, endpoints))
+        return {plan.name for plan, is_ready in zip(awaited, answers, strict=True) if is_ready}
 
     async def _restart(self, instance: Instance, death: Death | None, pause_s: float) -> None:
         if death is not None and death.is_orderly:

@@ -119,7 +119,7 @@ def ready_message(state: ClusterState) -> str:
     body = f'{{"model": "{state.model}", "prompt": "def fibonacci(n):", "max_tokens": 64}}'
     curl = f"curl --cacert {shlex.quote(state.ca)}" if state.ca else "curl"
     return (
-        f"Ready in {state.ready_s:.1f} s: {state.model} at {state.endpoint}\n\n"
+        f"Ready in {state.ready_s:.1f} s: {state.model} at {state.where}\n\n"
         f"  {curl} {state.endpoint}/completions -H 'Content-Type: application/json' -d '{body}'\n"
         f'  {own_command()} generate "def fibonacci(n):"\n'
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class InstancePlan:
     """Ranks that take requests of a router; 0 for the router itself."""
     ranks_per_host: int = 0
     """Consecutive ranks that share a host; 0: all do."""
+    index: int = 0
+    """Of the router, among the routers."""
 
     @property
     def num_ranks_by_host(self) -> tuple[int, ...]:
@@ -76,6 +78,7 @@ class ProcessSpec:
     command: tuple[str, ...]
     env: Mapping[str, str]
     log_path: str
+    """Empty: it writes where its parent does."""
     cwd: str = ""
     """Empty: the folder that holds our packages on that machine."""
     default_env: Mapping[str, str] = field(default_factory=dict)
@@ -102,13 +105,22 @@ class RunContext:
 
     @property
     def control_address(self) -> str:
-        """Where the router's registry listens."""
-        return join_address(self.config.cluster.reach, self.config.router.control_port)
+        """Where the registries of all routers listen, with commas between."""
+        router, host = self.config.router, self.config.cluster.reach
+        sections = [router.numbered(index) for index in range(router.instances)]
+        return ",".join(join_address(host, section.control_port) for section in sections)
 
     @property
     def endpoint(self) -> str:
-        """The OpenAI-compatible base address."""
-        return self.config.endpoint
+        """The OpenAI-compatible base address, of the first router."""
+        return self.endpoints[0]
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Those of all routers."""
+        config = self.config
+        sections = [config.router.numbered(index) for index in range(config.router.instances)]
+        return tuple(replace(config, router=section).endpoint for section in sections)
 
 
 def default_entrypoints() -> dict[Role, tuple[str, ...]]:
@@ -117,18 +129,22 @@ def default_entrypoints() -> dict[Role, tuple[str, ...]]:
 
 
 def plan_instances(config: ClusterConfig) -> tuple[InstancePlan, ...]:
-    """The instances of ``config``, the router first."""
-    router = InstancePlan(
-        name="router",
-        role=Role.ROUTER,
-        num_ranks=1,
-        device="cpu",
-        num_threads=1,
-        num_endpoints=0,
+    """The instances of ``config``, routers first."""
+    routers = tuple(
+        InstancePlan(
+            name=f"router-{index}" if index else "router",
+            index=index,
+            role=Role.ROUTER,
+            num_ranks=1,
+            device="cpu",
+            num_threads=1,
+            num_endpoints=0,
+        )
+        for index in range(config.router.instances)
     )
     prefill = _plan_workers(Role.PREFILL, config.prefill)
     decode = _plan_workers(Role.DECODE, config.decode)
-    return (router, *prefill, *decode)
+    return (*routers, *prefill, *decode)
 
 
 def _plan_workers(role: Role, section: PrefillSection | DecodeSection) -> tuple[InstancePlan, ...]:
@@ -217,7 +233,8 @@ def _command(plan: InstancePlan, rank: int, context: RunContext, places: Places)
         config_path = Path(place.folder) / _file_name(plan, rank) / _CONFIG_NAME
     command = (*context.entrypoints[plan.role], "--config", str(config_path))
     if plan.role is Role.ROUTER:
-        return (*command, "--grace", f"{ROUTER_GRACE_S:g}")
+        index = ("--index", str(plan.index)) if plan.index else ()
+        return (*command, "--grace", f"{ROUTER_GRACE_S:g}", *index)
     return (
         *command,
         *("--instance", plan.name),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -48,6 +49,7 @@ class PoolWatch:
     """Follows the registry's stream in the background from ``start`` to ``close``."""
 
     control_address: str
+    """Of several routers with commas between: while one is away, the next is followed."""
     endpoint: str
     credentials: Credentials
     members: PoolMembers = field(default_factory=dict)
@@ -64,29 +66,31 @@ class PoolWatch:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    async def is_ready(self) -> bool:
-        """Whether the router's HTTP side answers ready."""
-        return await asyncio.to_thread(_answers_ready, self.endpoint, self.credentials)
+    async def is_ready(self, endpoint: str = "") -> bool:
+        """Whether the HTTP side of the router, or of another one, answers ready."""
+        return await asyncio.to_thread(_answers_ready, endpoint or self.endpoint, self.credentials)
 
     async def _follow(self) -> None:
-        while True:
+        addresses = self.control_address.split(",")
+        for address in itertools.cycle(addresses):
             with contextlib.suppress(ConnectionError):
-                await self._follow_once()
+                await self._follow_once(address, waits=len(addresses) == 1)
             self.members = {}
             await asyncio.sleep(_RECONNECT_S)
 
-    async def _follow_once(self) -> None:
+    async def _follow_once(self, address: str, *, waits: bool) -> None:
+        """``waits`` for a router that is not up yet."""
         # Imported late: gRPC must not be loaded yet when Ray starts its daemons.
         from runtime.errors import TandemError
         from runtime.pb import registry_pb2, registry_pb2_grpc
         from runtime.rpc import map_rpc_errors, open_channel
 
-        channel = open_channel(self.control_address, self.credentials)
+        channel = open_channel(address, self.credentials)
         try:
-            with map_rpc_errors(f"registry {self.control_address}"):
+            with map_rpc_errors(f"registry {address}"):
                 stub = registry_pb2_grpc.RegistryStub(channel)
                 request = registry_pb2.WatchRequest(watcher="controller")
-                async for snapshot in stub.Watch(request, wait_for_ready=True):
+                async for snapshot in stub.Watch(request, wait_for_ready=waits):
                     self.members = _members_of(snapshot)
         except TandemError as error:
             raise ConnectionError(str(error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 from runtime.errors import ConfigError
@@ -26,6 +27,24 @@ def free_port(host: str, field: str = "cluster.host") -> int:
     except OSError as error:
         problem = f"is no address of this machine ({error.strerror})"
         raise ConfigError(field, host, problem, '"127.0.0.1", or another') from error
+
+
+def free_ports(host: str, number: int, field: str = "cluster.host") -> int:
+    """The first of ``number`` ports of ``host`` in a row; only that one is kept from others.
+
+    Raises:
+        ConfigError: ``host`` is no address of this machine.
+    """
+    while True:
+        first = free_port(host, field)
+        try:
+            with contextlib.ExitStack() as stack:
+                for port in range(first + 1, min(first + number, 2**16)):
+                    stack.enter_context(listen_at(host, port))
+        except OSError:
+            continue
+        if first + number <= 2**16:
+            return first
 
 
 def listen_at(host: str, port: int) -> socket.socket:

@@ -59,14 +59,14 @@ def _ports(config: ClusterConfig) -> Iterator[Port]:
     host, router = config.cluster.host, config.router
     yield Port(
         name="HTTP",
-        where=join_address(config.http_host, router.port),
+        where=_in_a_row(config.http_host, router.port, router.instances),
         host=config.http_host,
         protection=_http_protection(config),
         remedy='router.host = "127.0.0.1" and a gateway, or tls.http_mutual',
     )
     yield Port(
         name="control (gRPC)",
-        where=join_address(host, router.control_port),
+        where=_in_a_row(host, router.control_port, router.instances),
         host=host,
         protection=_grpc_protection(config),
         remedy=_encrypt(config),
@@ -106,6 +106,11 @@ def _ray_port(config: ClusterConfig) -> Port:
         protection="a token of the run",
         remedy="none needed",
     )
+
+
+def _in_a_row(host: str, port: int, number: int) -> str:
+    address = join_address(host, port)
+    return address if number == 1 else f"{address} to {port + number - 1}"
 
 
 def _transfer_ports(config: ClusterConfig) -> Iterator[Port]:

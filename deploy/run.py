@@ -137,6 +137,7 @@ class _Run:
             pid=os.getpid(),
             phase=Phase.STARTING,
             endpoint=self._context.endpoint,
+            further_endpoints=self._context.endpoints[1:],
             control_address=self._context.control_address,
             ca=config.tls.ca,
             model=config.model.name,

@@ -62,6 +62,7 @@ class ClusterState:
     phase: Phase
     endpoint: str
     control_address: str
+    """Of all routers, with commas between."""
     model: str
     started: float
     """Seconds since 1970."""
@@ -75,10 +76,18 @@ class ClusterState:
     ca: str = ""
     """File of the authority that signed the HTTP side's certificate; empty: plain text."""
     processes: tuple[ProcessState, ...] = field(default=())
+    further_endpoints: tuple[str, ...] = ()
+    """Of the routers beside the first."""
+
+    @property
+    def where(self) -> str:
+        """All endpoints, for people."""
+        return ", ".join((self.endpoint, *self.further_endpoints))
 
     def is_here(self, process: ProcessState) -> bool:
         """Whether ``process`` runs on the controller's machine, where its pid means something."""
-        own = self.control_address.rpartition(":")[0].strip("[]")
+        first = self.control_address.partition(",")[0]  # routers are on the controller's machine
+        own = first.rpartition(":")[0].strip("[]")
         return process.host in ("", own)
 
     def to_json(self) -> str:
@@ -90,6 +99,7 @@ class ClusterState:
         """The state that ``to_json`` wrote."""
         values: dict[str, Any] = json.loads(text)
         values["phase"] = Phase(values["phase"])
+        values["further_endpoints"] = tuple(values.get("further_endpoints", ()))
         values["processes"] = tuple(_process_from(entry) for entry in values["processes"])
         return cls(**values)
 

@@ -40,12 +40,13 @@ def tls_contexts(credentials: Credentials) -> TlsContexts | None:
 
 
 def transport_options(
-    section: KVTransferSection, tls: TlsContexts | None = None
+    section: KVTransferSection, tls: TlsContexts | None = None, *, port: int = 0
 ) -> TransportOptions:
-    """What the section says about single transports; ``tls`` is for our own sockets."""
+    """What the section says about single transports; ``tls`` and ``port`` are our own sockets'."""
     return TransportOptions(
         mooncake_protocol=section.mooncake_protocol,
         mooncake_devices=section.mooncake_devices,
+        port=port,
         tls=tls,
         faults=parse_faults(section.faults),
     )

@@ -78,7 +78,9 @@ def build_send_side(
         settings.transport,
         local_name=peer_name(options.instance, side.epoch, options.rank),
         host=options.listen.reach,
-        options=transport_options(settings, tls_contexts(options.credentials)),
+        options=transport_options(
+            settings, tls_contexts(options.credentials), port=options.data_port
+        ),
     )
     region = MemoryRegion(
         KV_REGION,

@@ -12,15 +12,26 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from prefill.messages import FirstTokenSampled, LoopLoad, PartClosed
 from prefill.transfer_metrics import TransferMetrics
-from runtime.errors import TandemError
-from runtime.metrics import LATENCY_BUCKETS_S, SHORT_BUCKETS_S, gauge_of
+from runtime.errors import ErrorCode, TandemError
+from runtime.metrics import (
+    LATENCY_BUCKETS_S,
+    REQUEST_BUCKETS_S,
+    SHORT_BUCKETS_S,
+    STEP_BUCKETS,
+    gauge_of,
+    start_at_zero,
+)
 from runtime.pb import decode_pb2
 
-_TOKENS_BUCKETS = tuple(float(1 << power) for power in range(6, 18))
+_PART_OUTCOMES = ("sent", "not_needed", "abandoned", "failed")
 
 
 class PrefillMetrics:
     """Counters and histograms of one worker, on the registry that it is given."""
+
+    num_tokens = 0
+    """Of all steps so far, for the router."""
+    num_steps = 0
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(
@@ -52,27 +63,45 @@ class PrefillMetrics:
             ["outcome"],
             registry=registry,
         )
-        self._queue = histogram("pd_prefill_queue_seconds", "From arrival to the first chunk")
-        self._compute = histogram("pd_prefill_compute_seconds", "In steps, summed over chunks")
+        self._queue = histogram(
+            "pd_prefill_queue_seconds", "From arrival to the first chunk", REQUEST_BUCKETS_S
+        )
+        self._compute = histogram(
+            "pd_prefill_compute_seconds", "In steps, summed over chunks", REQUEST_BUCKETS_S
+        )
         self._transfer = histogram(
             "pd_prefill_kv_transfer_seconds", "First post to last completion of a part"
         )
         self._exposed = histogram(
             "pd_prefill_kv_exposed_seconds", "From the first token to the end of a sent part"
         )
-        self._stall = histogram(
+        self._transfers = TransferMetrics(registry)
+        self._add_steps(registry)
+        codes = (code.name.lower() for code in ErrorCode)
+        start_at_zero(self._requests, ("first_token", *codes))
+        start_at_zero(self._parts, _PART_OUTCOMES)
+
+    def _add_steps(self, registry: CollectorRegistry) -> None:
+        self._stall = Histogram(
             "pd_prefill_kv_stall_seconds",
             "Of a step of the engine loop, in calls into the KV sender",
-            SHORT_BUCKETS_S,
+            buckets=SHORT_BUCKETS_S,
+            registry=registry,
         )
-        self._step = histogram("pd_prefill_step_seconds", "One step")
-        self._step_tokens = histogram(
-            "pd_prefill_step_tokens", "Prompt tokens of a step", _TOKENS_BUCKETS
+        self._step = Histogram(
+            "pd_prefill_step_seconds", "One step", buckets=LATENCY_BUCKETS_S, registry=registry
         )
-        self._gap = histogram(
+        self._step_tokens = Histogram(
+            "pd_prefill_step_tokens",
+            "Prompt tokens of a step",
+            buckets=STEP_BUCKETS,
+            registry=registry,
+        )
+        self._gap = Histogram(
             "pd_prefill_step_gap_seconds",
             "GPU idle between the end of a step and the start of the next",
-            SHORT_BUCKETS_S,
+            buckets=SHORT_BUCKETS_S,
+            registry=registry,
         )
         self._longest_stall_s = 0.0
         gauge_of(
@@ -81,7 +110,6 @@ class PrefillMetrics:
             "The longest of these",
             lambda: self._longest_stall_s,
         )
-        self._transfers = TransferMetrics(registry)
 
     def watch(self, load: Callable[[], LoopLoad], num_dropped: Callable[[], int]) -> None:
         """Export the engine loop's queues and pool, and the closures that decode never got."""
@@ -119,6 +147,8 @@ class PrefillMetrics:
         """A step was run. Called on the engine loop's thread, as the next."""
         self._step.observe(seconds)
         self._step_tokens.observe(num_tokens)
+        self.num_tokens += num_tokens
+        self.num_steps += 1
 
     def step_waited(self, seconds: float) -> None:
         """The device idled so long between two steps."""

@@ -44,7 +44,8 @@ class PrefillRequest:
         decode_goes_on: False where the first token is known to be the last, so that no KV is sent.
         grant: the ticket; None until decode answered the claim.
         status: the life cycle; changed by `move_to` only.
-        place: in the order of arrival; set by the scheduler, as the next.
+        waited_s: that it has waited before in a queue of prefill.
+        place: in the queue, by the time since when it waits; set by the scheduler, as the next.
         num_lacking_tokens: of its context, those that our prefix cache did not have on arrival.
         claimed_at: when decode was asked for the ticket; 0.0 before.
         started_at: when its first chunk was scheduled; 0.0 before.
@@ -64,7 +65,8 @@ class PrefillRequest:
     decode_goes_on: bool = True
     grant: Grant | None = None
     status: PrefillStatus = PrefillStatus.WAITING
-    place: int = 0
+    waited_s: float = 0.0
+    place: tuple[float, int] = (0.0, 0)
     num_lacking_tokens: int = 0
     claimed_at: float = 0.0
     started_at: float = 0.0

@@ -84,7 +84,7 @@ class Scheduler:
         yield from self.waiting
 
     def add(self, item: PrefillRequest) -> None:
-        """Queue a request.
+        """Queue a request, behind those that wait for as long.
 
         Raises:
             OutOfBlocksError: the whole pool is smaller than its context.
@@ -99,9 +99,12 @@ class Scheduler:
             )
         num_cached = self.pool.count_prefix(self._shareable(item.request)) * self.pool.block_size
         item.num_lacking_tokens = item.request.num_context_tokens - num_cached
-        item.place = self._num_arrived
+        item.place = item.arrived_at - item.waited_s, self._num_arrived
         self._num_arrived += 1
-        self.waiting.append(item)
+        position = len(self.waiting)
+        while position and self.waiting[position - 1].place > item.place:
+            position -= 1
+        self.waiting.insert(position, item)
 
     def claim(self, now: float) -> list[PrefillRequest]:
         """Give blocks to the requests that the next steps would have tokens for, oldest first.
@@ -127,7 +130,7 @@ class Scheduler:
         return claimed
 
     def grant(self, item: PrefillRequest, grant: Grant) -> None:
-        """Decode has room: the request is computed in its turn, by order of arrival."""
+        """Decode has room: the request is computed in its turn, by its place in the queue."""
         del self.claiming[item.nonce]
         item.take_grant(grant)
         item.move_to(PrefillStatus.RUNNING)

@@ -217,6 +217,7 @@ def make_item(
         nonce=request.reservation.nonce,
         budget=budget,
         arrived_at=arrived_at,
+        waited_s=request.waited_s,
         decode_goes_on=goes_on,
     )
 

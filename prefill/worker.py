@@ -38,8 +38,6 @@ from worker.health import thread_check
 from worker.host import Endpoint, HostedRank, Loop, WorkerHost
 
 FLUSH_TIMEOUT_S = 3.0
-DRAIN_SHARE = 0.8
-"""Of the time to drain, what requests have to end by themselves; the rest is for moving them."""
 
 
 class PrefillDriver:
@@ -56,7 +54,8 @@ class PrefillDriver:
     def build(self, host: WorkerHost, closing: contextlib.AsyncExitStack) -> tuple[Loop, Endpoint]:
         """Make the service, the engine loop, and what carries between them."""
         options, send = self._options, self._parts.send
-        metrics, nonces = PrefillMetrics(host.registry), NonceMemory(time.monotonic)
+        self._metrics = metrics = PrefillMetrics(host.registry)
+        nonces = NonceMemory(time.monotonic)
         channels = ChannelCache(partial(open_channel, credentials=options.credentials))
         closing.push_async_callback(channels.close)
         self._closer = closer = TicketCloser(channels)
@@ -160,6 +159,8 @@ class PrefillDriver:
             num_tokens_waiting=load.num_tokens_waiting,
             num_free_blocks=load.num_free_blocks,
             num_total_blocks=load.num_total_blocks,
+            num_tokens_done=self._metrics.num_tokens,
+            num_steps_done=self._metrics.num_steps,
         )
 
     async def _close_tickets(self) -> None:
@@ -181,8 +182,8 @@ class PrefillDriver:
 
 
 async def _drain(service: PrefillService, runs: LiveRuns, deadline_s: float) -> None:
-    """Give back what has not begun, at once, and what is left shortly before the time is over."""
-    service.start_draining(DRAIN_SHARE * deadline_s)
+    """Give back what has not begun, at once, and what is left when the time is over."""
+    service.start_draining(deadline_s)
     await runs.wait_empty()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import resource
 import sys
 from pathlib import Path
@@ -27,12 +28,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--grace", type=float, default=GRACE_S, help="seconds to drain")
     parser.add_argument("--control", help="HTTP child: gRPC host:port of the control process")
     parser.add_argument("--port", type=int, default=0, help="HTTP child: the shared HTTP port")
+    parser.add_argument("--index", type=int, default=0, help="of several routers: ports + index")
     options = parser.parse_args(arguments)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _open_more_files()
-    configure_logging("router", "router-http" if options.control else "")
+    name = f"router-{options.index}" if options.index else ""
+    configure_logging("router", "router-http" if options.control else name)
     try:
         config = load_own_config(options.config)
+        config = dataclasses.replace(config, router=config.router.numbered(options.index))
         service: Service
         if options.control:
             service = HttpWorkerService(config, options.control, options.port)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -10,13 +10,18 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from router.pool.members import Member, Role
 from runtime.errors import ErrorCode
-from runtime.metrics import LATENCY_BUCKETS_S, render_metrics
-
-ITL_BUCKETS_S = (
-    *(0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.08),
-    *(0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 8.0),
+from runtime.metrics import (
+    ITL_BUCKETS_S,
+    LATENCY_BUCKETS_S,
+    LENGTH_BUCKETS,
+    REQUEST_BUCKETS_S,
+    TTFT_BUCKETS_S,
+    render_metrics,
+    start_at_zero,
 )
-TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 163840)
+from runtime.process_metrics import ProcessMetrics
+from runtime.vllm_names import VllmNames
+
 STAGES = (
     "router",
     "reserve",
@@ -25,6 +30,7 @@ STAGES = (
     "kv_transfer",
     "decode_admission",
 )
+_BEFORE_INFERENCE = ("router_s", "reserve_s", "prefill_queue_s")
 
 
 class RouterMetrics:
@@ -34,6 +40,8 @@ class RouterMetrics:
         """``shared_dir``: PROMETHEUS_MULTIPROC_DIR of several processes on one port."""
         self._shared_dir = shared_dir
         self.registry = CollectorRegistry()
+        self._vllm: VllmNames | None = None
+        self.process = ProcessMetrics(self.registry)
         self._requests = self._counter(
             "pd_router_requests", "HTTP answers of the generation endpoints", "endpoint", "status"
         )
@@ -41,6 +49,14 @@ class RouterMetrics:
         self._migrations = self._counter(
             "pd_router_migrations", "Requests that went on at other workers", "reason"
         )
+        self.room_moves = self._counter(
+            "pd_router_room_moves", "Requests that left a full decode rank for one with room"
+        )
+        start_at_zero(self._migrations, (code.name.lower() for code in ErrorCode))
+        self._finished = self._counter(
+            "pd_router_choices_finished", "Choices that ended by themselves", "reason"
+        )
+        start_at_zero(self._finished, ("stop", "length"))
         self.lost_aborts = self._counter(
             "pd_router_lost_aborts", "Ends of requests that a living worker never heard of"
         )
@@ -52,21 +68,39 @@ class RouterMetrics:
             buckets=LATENCY_BUCKETS_S,
             registry=self.registry,
         )
-        self.ttft = self._histogram("pd_ttft_seconds", "Arrival to first token", LATENCY_BUCKETS_S)
+        self.ttft = self._histogram("pd_ttft_seconds", "Arrival to first token", TTFT_BUCKETS_S)
         self.itl = self._histogram("pd_itl_seconds", "Between deliveries of tokens", ITL_BUCKETS_S)
-        self.e2e = self._histogram("pd_e2e_seconds", "Arrival to last token", LATENCY_BUCKETS_S)
+        self.e2e = self._histogram("pd_e2e_seconds", "Arrival to last token", REQUEST_BUCKETS_S)
+        self.tpot = self._histogram(
+            "pd_tpot_seconds", "Of a choice, a token after its first, in the mean", ITL_BUCKETS_S
+        )
+        self.inference = self._histogram(
+            "pd_inference_seconds", "From the first chunk of prefill to the end", REQUEST_BUCKETS_S
+        )
         self.migration = self._histogram(
             "pd_router_migration_seconds",
             "From the loss of a request's workers to its next token",
             LATENCY_BUCKETS_S,
         )
-        self.prompt_lengths = self._histogram(
-            "pd_request_prompt_tokens", "Tokens of a prompt", TOKEN_BUCKETS
-        )
         self.prompt_tokens = self._tokens.labels("prompt")
         self.cached_tokens = self._tokens.labels("cached")
         self.output_tokens = self._tokens.labels("output")
         self._stage = {name: self._stages.labels(name) for name in STAGES}
+        self._add_lengths()
+        self._add_gauges()
+
+    def _add_lengths(self) -> None:
+        self.prompt_lengths = self._histogram(
+            "pd_request_prompt_tokens", "Tokens of a prompt", LENGTH_BUCKETS
+        )
+        self.output_lengths = self._histogram(
+            "pd_request_output_tokens", "Tokens of a choice", LENGTH_BUCKETS
+        )
+        self.max_lengths = self._histogram(
+            "pd_request_max_tokens", "Most tokens that a choice may have", LENGTH_BUCKETS
+        )
+
+    def _add_gauges(self) -> None:
         self.in_flight = self._gauge(
             "pd_router_requests_in_flight", "Choices in the workers' hands", "livesum"
         )
@@ -91,10 +125,35 @@ class RouterMetrics:
     def text(self) -> bytes:
         """All metrics in the text format; with a shared folder, the sums over all processes."""
         if self._shared_dir is None:
-            return render_metrics(self.registry)
+            return render_metrics(self.registry, self._vllm)
         registry = CollectorRegistry()
         MultiProcessCollector(registry, self._shared_dir)  # type: ignore[no-untyped-call]
-        return render_metrics(registry)
+        return render_metrics(registry, self._vllm)
+
+    def introduce(self, model: str) -> None:
+        """Say which model this router serves."""
+        self.process.tell(role="router", model=model)
+        self._vllm = VllmNames(role="router", model=model)
+
+    def expect(
+        self, endpoints: Iterable[str], statuses: Iterable[int], codes: Iterable[str]
+    ) -> None:
+        """Export these answers and failures before any of them has happened."""
+        start_at_zero(self._requests, endpoints, map(str, statuses))
+        start_at_zero(self._errors, codes)
+
+    @property
+    def shared_dir(self) -> str | None:
+        """What several processes on one port share; None for one alone."""
+        return self._shared_dir
+
+    def errors(self) -> dict[str, int]:
+        """Failed requests of this process by code."""
+        return _totals(self._errors, "code")
+
+    def answers(self) -> dict[str, int]:
+        """Answers of this process's generation endpoints by HTTP status."""
+        return _totals(self._requests, "status")
 
     def set_workers(self, members: Iterable[Member]) -> None:
         """Count the pool's members by role and state."""
@@ -116,8 +175,27 @@ class RouterMetrics:
         """One more attempt of a request."""
         self._migrations.labels(reason.name.lower()).inc()
 
-    def observe_stages(self, split: dict[str, float]) -> None:
-        """One finished choice's seconds by stage (keys end in ``_s``)."""
+    def choice_finished(
+        self, reason: str, split: Mapping[str, float], *, num_tokens: int, max_tokens: int
+    ) -> None:
+        """One choice that ended by itself.
+
+        Args:
+            reason: why.
+            split: its seconds by stage (keys end in ``_s``).
+            num_tokens: of its output.
+            max_tokens: that it might have had.
+        """
+        self._finished.labels(reason).inc()
+        self.output_lengths.observe(num_tokens)
+        self.max_lengths.observe(max_tokens)
+        total_s = split["total_s"]
+        self.e2e.observe(total_s)
+        if num_tokens > 1:
+            self.tpot.observe((total_s - split["ttft_s"]) / (num_tokens - 1))
+        if "prefill_queue_s" in split:
+            before_s = sum(split.get(stage, 0.0) for stage in _BEFORE_INFERENCE)
+            self.inference.observe(max(0.0, total_s - before_s))
         for name, stage in self._stage.items():
             value = split.get(f"{name}_s")
             if value is not None:
@@ -131,3 +209,14 @@ class RouterMetrics:
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, documentation, buckets=buckets, registry=self.registry)
+
+
+def _totals(counter: Counter, label: str) -> dict[str, int]:
+    """What ``counter`` has counted, by one of its labels."""
+    totals: dict[str, int] = {}
+    for family in counter.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_total"):
+                value = sample.labels[label]
+                totals[value] = totals.get(value, 0) + int(sample.value)
+    return totals

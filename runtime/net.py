@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.errors import ConfigError
+from runtime.renewal import Renewed
 
 _WILDCARDS = ("0.0.0.0", "::")
 
@@ -88,6 +89,11 @@ class TlsFiles:
     http_mutual: bool = False
     """So do HTTP clients."""
 
+    @property
+    def paths(self) -> tuple[str, str, str]:
+        """All of them."""
+        return self.cert, self.key, self.ca
+
     def read(self) -> TlsPem:
         """What is in the files now, for gRPC.
 
@@ -136,7 +142,7 @@ class Credentials:
         return accepted
 
     def server_ssl_context(self) -> ssl.SSLContext | None:
-        """For the listening end of our own sockets; None without TLS.
+        """For the listening end of our own sockets; None without TLS. It follows the files.
 
         Raises:
             ConfigError: a file cannot be used.
@@ -175,7 +181,7 @@ class Credentials:
             raise ConfigError("tls.cert", self.tls.cert, problem, fix) from error
 
     def http_ssl_context(self) -> ssl.SSLContext | None:
-        """For the listening end of HTTP; None without TLS.
+        """For the listening end of HTTP; None without TLS. It follows the files.
 
         Raises:
             ConfigError: a file cannot be used.
@@ -184,6 +190,19 @@ class Credentials:
 
 
 def _server_context(files: TlsFiles, *, ask: bool) -> ssl.SSLContext:
+    """A context that shows, at each handshake, the certificate that is in the files by then."""
+    context = _context_of_now(files, ask=ask)
+    renewed = Renewed(files.paths, lambda: _context_of_now(files, ask=ask))
+
+    # Called at every handshake, also where the client names no server.
+    def follow(connection: ssl.SSLObject | ssl.SSLSocket, _: object, __: object) -> None:
+        connection.context = renewed.current()
+
+    context.sni_callback = follow
+    return context
+
+
+def _context_of_now(files: TlsFiles, *, ask: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _load(context, files, trust=ask)
     if ask:

@@ -11,13 +11,23 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 
 import psutil
 
+from runtime.background import BackgroundTasks
 from runtime.errors import ConfigError, InternalError, TandemError
 from runtime.logging import get_logger
 from runtime.net import Credentials
 from runtime.pb import registry_pb2, registry_pb2_grpc
+from runtime.router_names import (
+    Resolve,
+    RouterAt,
+    RouterName,
+    follow,
+    parse_routers,
+    resolve_host,
+)
 from runtime.rpc import map_rpc_errors, open_channel
 from runtime.wire import error_from_proto
 
@@ -39,23 +49,38 @@ class RegistryClient:
         credentials: Credentials,
         record: registry_pb2.WorkerRecord,
         load: LoadSource,
+        *,
+        resolve: Resolve = resolve_host,
     ) -> None:
-        """``routers`` is the "host:port" of a registry, or several with commas between.
+        """``routers`` says where registries are, as in `runtime.router_names`.
 
         ``load`` is called on the event loop at each renewal, makes a new message and must not
         block. What it does not number is numbered here.
+
+        Raises:
+            ValueError: ``routers`` cannot be read.
         """
         mine = registry_pb2.WorkerRecord()
         mine.CopyFrom(record)
         mine.started_ms = record.started_ms or round(psutil.Process().create_time() * 1000)
-        self._leases = [
-            _Lease(address.strip(), credentials, mine, load) for address in routers.split(",")
-        ]
+        self._routers = parse_routers(routers)
+        self._open = partial(_Lease, credentials, mine, load, self._hear, num_held=self._num_held)
+        self._resolve = resolve
+        self._by_router: dict[RouterAt, _Lease] = {}
+        self._tasks = BackgroundTasks()
+        self._draining = False
+        loop = asyncio.get_running_loop()
+        self._first: asyncio.Future[None] = loop.create_future()
+        """What the first router that answered said."""
+        self._over: asyncio.Future[None] = loop.create_future()
+        """What ended the renewal; or the end of this client."""
+        for outcome in (self._first, self._over):
+            outcome.add_done_callback(_look_at)  # perhaps nobody waits for it
 
     @property
     def is_registered(self) -> bool:
         """Whether a router has this worker in its pool, as far as we know."""
-        return any(lease.is_held for lease in self._leases)
+        return self._num_held() > 0
 
     async def start(self) -> None:
         """Register, waiting for a router that is not up yet, and keep renewing.
@@ -65,31 +90,82 @@ class RegistryClient:
         Raises:
             ConfigError: that registry refuses this worker.
         """
-        begun = [asyncio.ensure_future(lease.begin()) for lease in self._leases]
-        try:
-            done, _ = await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in begun:
-                task.cancel()
-            await asyncio.gather(*begun, return_exceptions=True)
+        for router in self._routers:
+            if isinstance(router, RouterAt):
+                self._begin(router)
+            else:
+                task = self._tasks.start(self._follow(router), name=f"routers at {router.host}")
+                what = f"the list of routers at {router.host}"
+                task.add_done_callback(partial(self._hear_end, what))
+        await asyncio.wait({self._first, self._over}, return_when=asyncio.FIRST_COMPLETED)
+        await (self._first if self._first.done() else self.wait_failed())
 
     async def wait_failed(self) -> None:
         """Raise what ended the renewal, should anything: nothing keeps the worker in its pool then.
 
         Returns when the client was closed.
         """
-        await asyncio.gather(*(lease.wait_failed() for lease in self._leases))
+        await asyncio.shield(self._over)
 
     def set_draining(self) -> None:
         """Tell the routers at once that this worker takes nothing new."""
+        self._draining = True
         for lease in self._leases:
             lease.set_draining()
 
     async def close(self) -> None:
         """Leave the pools; an unreachable router is left to the lease."""
+        if not self._over.done():
+            self._over.set_result(None)
+        await self._tasks.close()
         await asyncio.gather(*(lease.close() for lease in self._leases))
+
+    def _num_held(self) -> int:
+        return sum(lease.is_held for lease in self._leases)
+
+    @property
+    def _leases(self) -> list[_Lease]:
+        return list(self._by_router.values())
+
+    async def _follow(self, name: RouterName) -> None:
+        """Hold a lease at all routers that ``name`` stands for, and at no others."""
+        mine: set[RouterAt] = set()
+        async with contextlib.aclosing(follow(name, self._resolve)) as answers:
+            async for answer in answers:
+                for router in mine - set(answer):
+                    lease = self._by_router.pop(router)
+                    logger.info("a router is gone name=%s address=%s", name.host, router.address)
+                    self._tasks.start(lease.close(), name=f"leave {router.address}")
+                for router in set(answer) - mine:
+                    self._begin(router)
+                mine = set(answer)
+
+    def _begin(self, router: RouterAt) -> None:
+        lease = self._by_router[router] = self._open(router)
+        if self._draining:
+            lease.set_draining()
+        lease.begin(partial(self._hear_end, f"the lease at {router.address}"))
+
+    def _hear(self, refusal: ConfigError | None) -> None:
+        if self._first.done():
+            return
+        if refusal is None:
+            self._first.set_result(None)
+        else:
+            self._first.set_exception(refusal)
+
+    def _hear_end(self, what: str, task: asyncio.Task[None]) -> None:
+        """A task has failed that only ``close`` may end: cancelled counts."""
+        if self._over.done() or (not task.cancelled() and task.exception() is None):
+            return
+        error = InternalError(f"{what} is not renewed any more")
+        error.__cause__ = None if task.cancelled() else task.exception()
+        self._over.set_exception(error)
+
+
+def _look_at(outcome: asyncio.Future[None]) -> None:
+    if not outcome.cancelled():
+        outcome.exception()
 
 
 class _Lease:
@@ -97,13 +173,17 @@ class _Lease:
 
     def __init__(
         self,
-        address: str,
         credentials: Credentials,
         record: registry_pb2.WorkerRecord,
         load: LoadSource,
+        tell: Callable[[ConfigError | None], None],
+        router: RouterAt,
+        *,
+        num_held: Callable[[], int],
     ) -> None:
-        self._peer = f"registry {address}"
-        self._channel = open_channel(address, credentials)
+        """``tell`` hears the first answer, None for a lease; ``num_held`` counts all leases."""
+        self._peer = f"registry {router.address}"
+        self._channel = open_channel(router.address, credentials, server_name=router.name)
         self._stub = registry_pb2_grpc.RegistryStub(self._channel)
         self._record = record
         self._load = load
@@ -116,29 +196,20 @@ class _Lease:
         self._draining = False
         self._closing = False
         self._changed = asyncio.Event()
-        self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """The outcome of the first registration that was answered."""
+        self._tell = tell
+        self._num_held = num_held
+        self._is_answered = False
         self._task: asyncio.Task[None] | None = None
 
     @property
     def is_held(self) -> bool:
         return bool(self._lease_id) and time.monotonic() < self._held_until
 
-    async def begin(self) -> None:
-        if self._task is None:
-            self._task = asyncio.create_task(self._keep(), name=f"lease at {self._peer}")
-        # Should the task end by a bug, nobody would ever answer.
-        await asyncio.wait({self._first, self._task}, return_when=asyncio.FIRST_COMPLETED)
-        if not self._first.done():
-            await self.wait_failed()
-        self._first.result()
-
-    async def wait_failed(self) -> None:
-        assert self._task is not None
-        await asyncio.wait({self._task})
-        if not self._closing:
-            cause = None if self._task.cancelled() else self._task.exception()
-            raise InternalError(f"the lease at {self._peer} is not renewed any more") from cause
+    def begin(self, on_end: Callable[[asyncio.Task[None]], None]) -> None:
+        """Keep it until ``close``; should the task end before, ``on_end`` hears of it."""
+        self._task = asyncio.create_task(self._keep(), name=f"lease at {self._peer}")
+        self._on_end = on_end
+        self._task.add_done_callback(on_end)
 
     def set_draining(self) -> None:
         self._draining = True
@@ -147,10 +218,9 @@ class _Lease:
     async def close(self) -> None:
         self._closing = True
         if self._task is not None:
+            self._task.remove_done_callback(self._on_end)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        if self._first.done():
-            self._first.exception()  # told to whoever waited; with several routers perhaps nobody
         if self._lease_id:
             try:
                 with map_rpc_errors(self._peer):
@@ -183,16 +253,17 @@ class _Lease:
                 return
             refusal = error_from_proto(response.error).message
             self._note_trouble(f"refused by {self._peer}, serving nothing", refusal, refusal)
-            if not response.superseded and not self._first.done():
+            if not response.superseded:
                 name = self._record.identity.instance
                 fix = "the router's model and settings"
-                self._first.set_exception(ConfigError("worker", name, refusal, fix))
+                self._answer(ConfigError("worker", name, refusal, fix))
             await asyncio.sleep(refused_s)
             refused_s = min(2 * refused_s, REFUSED_RETRY_MAX_S)
 
     def _registration(self) -> registry_pb2.RegisterRequest:
         request = registry_pb2.RegisterRequest(worker=self._record, load=self._numbered_load())
         request.worker.draining = self._draining
+        request.worker.num_routers = self._num_held() + (not self.is_held)
         return request
 
     def _take(self, response: registry_pb2.RegisterResponse) -> None:
@@ -201,8 +272,12 @@ class _Lease:
         self._trouble = ""
         self._hold()
         logger.info("registered lease_id=%s ttl_s=%g", self._lease_id, self._ttl_s)
-        if not self._first.done():
-            self._first.set_result(None)
+        self._answer(None)
+
+    def _answer(self, refusal: ConfigError | None) -> None:
+        if not self._is_answered:
+            self._is_answered = True
+            self._tell(refusal)
 
     async def _renew(self) -> None:
         """Wait until it is time, then renew; one lost call is repeated while the lease runs."""
@@ -211,7 +286,10 @@ class _Lease:
             await asyncio.wait_for(self._changed.wait(), pause_s)
         self._changed.clear()
         request = registry_pb2.RenewRequest(
-            lease_id=self._lease_id, load=self._numbered_load(), draining=self._draining
+            lease_id=self._lease_id,
+            load=self._numbered_load(),
+            draining=self._draining,
+            num_routers=self._num_held() + (not self.is_held),
         )
         timeout_s = max(MIN_RENEW_TIMEOUT_S, self._ttl_s / 4)
         try:
@@ -237,6 +315,7 @@ class _Lease:
         if not load.sequence:
             self._num_loads += 1
             load.sequence = self._num_loads
+        load.clock_s = time.monotonic()
         return load
 
     def _note_trouble(self, what: str, reason: str, kind: str = "") -> None:

@@ -27,6 +27,7 @@ from runtime.errors import (
     TandemError,
 )
 from runtime.net import Credentials, Listen, TlsFiles, join_address
+from runtime.renewal import Renewed
 from runtime.trace import TRACEPARENT, TraceContext, current_trace, set_trace
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -231,8 +232,13 @@ def bind_port(
     return bound
 
 
-def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
+def open_channel(
+    address: str, credentials: Credentials, *, server_name: str = ""
+) -> grpc.aio.Channel:
     """A channel whose calls carry the secret; connects when first used.
+
+    With TLS the peer shows a certificate for ``server_name``, or for the address where that is
+    empty.
 
     Raises:
         ConfigError: a file of TLS cannot be used.
@@ -241,7 +247,10 @@ def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
     if tls is None:
         channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
     else:
-        channel = grpc.aio.secure_channel(address, _channel_tls(tls), options=_CHANNEL_OPTIONS)
+        options: list[tuple[str, str | int]] = [*_CHANNEL_OPTIONS]
+        if server_name:
+            options.append(("grpc.ssl_target_name_override", server_name))
+        channel = grpc.aio.secure_channel(address, _channel_tls(tls), options=options)
     return _AuthorizedChannel(channel, credentials.secret)
 
 
@@ -250,11 +259,18 @@ def _cannot_listen(listen: Listen, field: str) -> ConfigError:
 
 
 def _server_tls(files: TlsFiles) -> grpc.ServerCredentials:
+    renewed = Renewed(files.paths, lambda: _server_certificate(files))
+    return grpc.dynamic_ssl_server_credentials(
+        renewed.current(),
+        renewed.current,  # asked for at every handshake
+        require_client_authentication=files.mutual,
+    )
+
+
+def _server_certificate(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
     pem = files.read()
-    return grpc.ssl_server_credentials(
-        [(pem.key, pem.cert)],
-        root_certificates=pem.ca if files.mutual else None,
-        require_client_auth=files.mutual,
+    return grpc.ssl_server_certificate_configuration(
+        [(pem.key, pem.cert)], root_certificates=pem.ca if files.mutual else None
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
@@ -12,9 +12,13 @@ from runtime.config_file import cluster_credentials, load_config, on_this_host
 from runtime.endings import RankName
 from runtime.errors import ConfigError
 from runtime.net import Credentials, Listen
+from runtime.router_names import PREFIX, parse_routers
 
 GRACE_S = 30.0
 """How long a rank that is told to stop may take to finish what it has, if nobody says otherwise."""
+ROUTER_HELP = (
+    f"host:port of a registry, or several: a,b; {PREFIX}host:port: all that host resolves to"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +31,10 @@ class WorkerOptions:
         instance: name of the instance, for example "decode-0".
         rank: within it.
         rendezvous: "host:port" where the ranks of the instance meet; unused with one rank.
-        router: gRPC "host:port" of the registry, several with commas between.
-        listen: where this process listens, and the host that peers are told.
+        router: where the registries are, as in `runtime.router_names`.
+        listen: where this process listens for calls, and the host that peers are told.
+        metrics_port: of `/metrics` and `/health`; 0: any free one.
+        data_port: of KV; 0: any free one. NIXL and Mooncake open further ones of their choice.
         credentials: of the cluster.
         grace_s: how long it may drain when it is told to stop.
     """
@@ -41,6 +47,8 @@ class WorkerOptions:
     router: str
     listen: Listen
     credentials: Credentials
+    metrics_port: int = 0
+    data_port: int = 0
     grace_s: float = GRACE_S
 
     def __post_init__(self) -> None:
@@ -55,9 +63,20 @@ class WorkerOptions:
             raise ConfigError(
                 "--grace", self.grace_s, "a rank must end some day", "0 or more seconds"
             )
+        self._check_ports()
         if not self.config.model.path:
             problem = "a worker needs to know its checkpoint"
             raise ConfigError("model.path", "", problem, "a folder with config.json")
+
+    def _check_ports(self) -> None:
+        flags = ("--port", "--metrics-port", "--data-port")
+        ports = (self.listen.port, self.metrics_port, self.data_port)
+        for flag, port in zip(flags, ports, strict=True):
+            if not 0 <= port < 2**16:
+                fix = "1 to 65535, or 0: any free one"
+                raise ConfigError(flag, port, "is no port", fix)
+            if port and ports.count(port) > 1:
+                raise ConfigError(flag, port, "is another one's, too", "three different ports")
 
     @property
     def section(self) -> PrefillSection | DecodeSection:
@@ -88,11 +107,17 @@ def parse_worker_options(role: str, arguments: Sequence[str]) -> WorkerOptions:
     parser.add_argument("--instance", required=True, help=f'its name, for example "{role}-0"')
     parser.add_argument("--rank", type=int, default=0, help="rank within the instance")
     parser.add_argument("--rendezvous", default="", help="host:port where its ranks meet")
-    parser.add_argument("--router", required=True, help="host:port of a registry, or several: a,b")
+    parser.add_argument("--router", required=True, help=ROUTER_HELP)
     parser.add_argument("--host", default="", help="interface to listen on")
     parser.add_argument("--advertise", default="", help="this host's address as peers are told")
+    for name, use in (("port", "gRPC"), ("metrics-port", "/metrics, /health"), ("data-port", "KV")):
+        parser.add_argument(f"--{name}", type=int, default=0, help=f"of {use}; 0: any free one")
     parser.add_argument("--grace", type=float, default=GRACE_S, help="seconds to drain")
     given = parser.parse_args(arguments)
+    try:
+        parse_routers(given.router)
+    except ValueError as error:
+        raise ConfigError("--router", given.router, str(error), ROUTER_HELP) from error
     config = load_config(given.config)
     config = config if given.host else on_this_host(config)
     return WorkerOptions(
@@ -102,8 +127,10 @@ def parse_worker_options(role: str, arguments: Sequence[str]) -> WorkerOptions:
         rank=given.rank,
         rendezvous=given.rendezvous,
         router=given.router,
-        listen=_listen_of(config, given.host, given.advertise),
+        listen=replace(_listen_of(config, given.host, given.advertise), port=given.port),
         credentials=cluster_credentials(config),
+        metrics_port=given.metrics_port,
+        data_port=given.data_port,
         grace_s=given.grace,
     )
 

@@ -8,14 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
+import yaml
 
-from decode.metrics import DecodeMetrics
-from prefill.messages import LoopLoad
-from prefill.metrics import PrefillMetrics
-from router.metrics import RouterMetrics
 from runtime.config import ClusterConfig
-from worker.health import Health
+from tests.runtime.exports import make_exports
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -29,24 +25,26 @@ OF_A_RUNNING_WORKER = {
 """Metrics that a rank adds when it opens its transport and joins the pool."""
 PACKAGES = ("deploy", "router", "prefill", "decode", "worker", "engine", "kv_transfer", "runtime")
 SECTIONS = tuple(field.name for field in dataclasses.fields(ClusterConfig))
+CHART_VALUES = yaml.safe_load((ROOT / "helm" / "tandem" / "values.yaml").read_text("utf-8"))
 
 
 def exported() -> set[str]:
     """The names of all metrics, as they are asked for: counters with `_total`."""
-    prefill, decode = CollectorRegistry(), CollectorRegistry()
-    empty = LoopLoad(**{field.name: 0 for field in dataclasses.fields(LoopLoad)})
-    PrefillMetrics(prefill).watch(lambda: empty, lambda: 0)
-    DecodeMetrics(decode)
-    Health(prefill)
-    registries = (RouterMetrics().registry, prefill, decode)
+    registries = make_exports().registries.values()
     families = [family for registry in registries for family in registry.collect()]
     names = {f.name + ("_total" if f.type == "counter" else "") for f in families}
     return {name for name in names if not name.endswith("_created")}
 
 
 def test_every_metric_is_documented_and_no_other() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert set(re.findall(r"`(pd_\w+)`", text)) == exported() | OF_A_RUNNING_WORKER
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_named_metrics_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    assert set(re.findall(r"`(pd_\w+)`", text)) <= exported() | OF_A_RUNNING_WORKER
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -64,7 +62,9 @@ def test_named_files_and_fields_exist(document: Path) -> None:
         assert (ROOT / path).exists(), path
     config = ClusterConfig()
     for section, field in re.findall(rf"`({'|'.join(SECTIONS)})\.([a-z_]+)`", text):
-        if field not in ("py", "md"):
+        # On Kubernetes the same words name values of the chart (tests/helm/test_values.py).
+        is_value = document.name == "kubernetes.md" and field in CHART_VALUES.get(section, {})
+        if field not in ("py", "md", "crt") and not is_value:
             assert hasattr(getattr(config, section), field), f"{section}.{field}"
 
 

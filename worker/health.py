@@ -14,7 +14,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from runtime.metrics import gauge_of
+from runtime.metrics import counter_of, gauge_of
+from runtime.process_metrics import ProcessMetrics
 from worker.step_loop import StepLoop
 
 PROBE_S = 0.5
@@ -34,7 +35,8 @@ class Health:
         self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Know the event loop only, which `watch_event_loop` measures."""
-        self._clock = clock
+        self._clock, self._registry = clock, registry
+        self.process = ProcessMetrics(registry)
         self._due_at: float | None = None
         self._lag_s = 0.0
         self._loop: StepLoop[Any] | None = None
@@ -70,12 +72,25 @@ class Health:
     def watch_loop(self, loop: StepLoop[Any]) -> None:
         """Watch the engine loop, and its steps with the other ranks."""
         self._loop = loop
+        counter_of(
+            self._registry,
+            "pd_worker_step_tokens",
+            "Tokens that this rank brought to the steps of its group",
+            lambda: loop.num_tokens,
+        )
+        counter_of(
+            self._registry,
+            "pd_worker_longest_step_tokens",
+            "In the same steps, tokens of the rank that brought most",
+            lambda: loop.num_tokens_of_most,
+        )
         self.add("engine_loop", lambda: _check_turns(loop))
         self.add("steps", lambda: "a step or a meeting was given up" if loop.is_overdue else "")
 
     async def watch_event_loop(self) -> None:
         """Probe the event loop until cancelled."""
         while True:
+            self.process.measure()
             self._due_at = self._clock() + PROBE_S
             await asyncio.sleep(PROBE_S)
             self._lag_s = max(0.0, self._clock() - self._due_at)

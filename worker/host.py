@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import grpc.aio
@@ -29,6 +29,7 @@ from runtime.metrics import MetricsServer, gauge_of
 from runtime.pb import common_pb2, registry_pb2
 from runtime.registration import RegistryClient
 from runtime.rpc import bind_port, create_server
+from runtime.vllm_names import VllmNames
 from runtime.wire import identity
 from runtime.worker import WorkerOptions
 from worker.health import Health
@@ -42,6 +43,8 @@ which the other ranks may need."""
 FOLLOW_GRACE_S = 10.0
 """How long a rank may drain that was not told to stop, but another one of its group was: that one
 waits for it as long as `STOP_TIMEOUT_S`."""
+DRAIN_SHARE = 0.8
+"""Of the time to drain, what requests have to end by themselves; the rest is for moving them."""
 ANSWER_GRACE_S = 1.0
 """How long calls that are answered may take to be read when the process ends."""
 
@@ -94,7 +97,8 @@ class Endpoint:
         record: what only the role knows of this worker.
         load: as of the last step, in a new message.
         refuse: takes nothing new from now on.
-        drain: after that, returns when nothing is left; given the seconds until it is cancelled.
+        drain: after that, returns when nothing is left; given the seconds that requests have to
+            end by themselves, before it gives them back.
         sweep: looks after what nobody tells it of; called every second.
         flush: the engine loop has answered everybody: lets them read it.
     """
@@ -144,6 +148,7 @@ class WorkerHost:
         self._endpoint: Endpoint | None = None
         self._ended: asyncio.Future[BaseException | None] | None = None
         self._membership: RegistryClient | None = None
+        self._is_draining = False
         self._drain_until = 0.0
         """When the grace period ends, which is that of the other ranks, too."""
         self._unknown: asyncio.Future[None] | None = None
@@ -211,7 +216,7 @@ class WorkerHost:
         try:
             if self._endpoint is not None:
                 self._endpoint.refuse()
-                await self._endpoint.drain(self.grace_s)
+                await self._endpoint.drain(DRAIN_SHARE * self.grace_s)
             elif self._ended is not None:
                 await asyncio.wait({self._ended})  # whoever schedules for this rank drains
         except asyncio.CancelledError:
@@ -228,7 +233,7 @@ class WorkerHost:
                 grace_s = min(self.grace_s, FOLLOW_GRACE_S)
                 self._endpoint.refuse()
                 async with asyncio.timeout(grace_s):
-                    await self._endpoint.drain(grace_s)
+                    await self._endpoint.drain(DRAIN_SHARE * grace_s)
 
     async def shutdown(self) -> None:
         """Undo `startup`, last things first."""
@@ -237,6 +242,7 @@ class WorkerHost:
     def tell_draining(self) -> None:
         """Have the router know that this rank takes nothing new."""
         logger.info("draining")
+        self._is_draining = True
         if self._membership is not None:
             self._membership.set_draining()
 
@@ -246,12 +252,15 @@ class WorkerHost:
         probing = asyncio.create_task(self.health.watch_event_loop(), name="health")
         probing.add_done_callback(tell_failure)
         self._exit.callback(probing.cancel)
-        metrics = MetricsServer(self.registry, self.health.report)
+        metrics = MetricsServer(
+            self.registry, self.health.report, self._is_ready, self._introduce()
+        )
         self._exit.push_async_callback(metrics.stop)
-        port = await metrics.start(listen, credentials.http_ssl_context())
+        scraped = replace(listen, port=self._options.metrics_port)
+        port = await metrics.start(scraped, credentials.http_ssl_context())
         metrics_address = listen.address(port)
         server = create_server(credentials)
-        address = listen.address(bind_port(server, listen, credentials))
+        address = listen.address(bind_port(server, listen, credentials, "--port"))
         endpoint.serve(server, address)
         await server.start()
         self._exit.push_async_callback(self._stop_serving, server, endpoint)
@@ -270,6 +279,19 @@ class WorkerHost:
         await membership.start()
         self.health.add("registration", self._check_registration)
         logger.info("ready %s", fields(address=address, epoch=f"{self._rank.epoch:016x}"))
+
+    def _introduce(self) -> VllmNames:
+        """Say who answers scrapes."""
+        options, model = self._options, self._options.served_name
+        role, rank = options.role, options.rank
+        self.health.process.tell(role=role, model=model, worker=options.instance, rank=rank)
+        gauge_of(
+            self.registry,
+            "pd_worker_kv_block_tokens",
+            "Tokens of a KV block",
+            lambda: options.section.block_size,
+        )
+        return VllmNames(role=role, model=model, rank=rank)
 
     def _record(
         self, endpoint: Endpoint, address: str, metrics_address: str
@@ -294,6 +316,11 @@ class WorkerHost:
         await self._stop_loop()
         await endpoint.flush()
         await server.stop(ANSWER_GRACE_S)
+
+    def _is_ready(self) -> bool:
+        """Whether routers send requests here: one has us in its pool, and we are not draining."""
+        membership = self._membership
+        return membership is not None and membership.is_registered and not self._is_draining
 
     def _check_registration(self) -> str:
         is_over = self._unknown is not None and self._unknown.done()

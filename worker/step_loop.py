@@ -70,6 +70,10 @@ class StepLoop(Generic[PlanT]):
         self._group = GroupState(has_work=False, max_num_tokens=0, all_leaving=False)
         self._leaving = self._is_checked = False
         self._turned_at: float | None = None  # since when a turn with work runs
+        self.num_tokens = 0
+        """Of our own in all steps of the group."""
+        self.num_tokens_of_most = 0
+        """In the same steps, of the rank that had most: the others waited for it."""
         self._thread = WatchedThread("engine-loop", self._run, self._end, options.watchdog)
         self.ended = self._thread.ended
         """Done last, with what ended the loop; None after `stop`."""
@@ -164,6 +168,8 @@ class StepLoop(Generic[PlanT]):
         least = group.max_num_tokens
         if not plan.num_tokens and not group.has_work:
             return False
+        self.num_tokens += plan.num_tokens
+        self.num_tokens_of_most += least
         launched_at = self._clock()
         after = self._in_flight[-1].pending if self._in_flight else None
         with self.watch(f"the launch of a {self._options.step} step", least):

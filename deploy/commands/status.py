@@ -77,6 +77,7 @@ def _describe(
         **dataclasses.asdict(process),
         "cluster": state.name,
         "endpoint": state.endpoint,
+        "endpoints": [state.endpoint, *state.further_endpoints],
         "memory_bytes": _memory_bytes(state, process),
         "load": dataclasses.asdict(member) if member else None,
     }
@@ -89,7 +90,7 @@ def _show(state: ClusterState, members: PoolMembers) -> None:
         (state.name, "bold"),
         " ",
         phase_text(phase_now(state)),
-        f"  {state.model} at {state.endpoint}",
+        f"  {state.model} at {state.where}",
     )
     console.print(head, soft_wrap=True)
     console.print(f"up {uptime_s:.0f} s, logs in {state.log_dir}", highlight=False, soft_wrap=True)

@@ -174,9 +174,11 @@ def _terminate(controller: subprocess.Popen[bytes]) -> None:
 
 def _starting_line(config: ClusterConfig) -> str:
     prefill, decode = config.prefill, config.decode
+    number = config.router.instances
+    routers = "router" if number == 1 else f"{number} routers"
     axis = prefill.ranks_field.removeprefix("prefill.")
     return (
-        f"starting {config.cluster.name}: router, {prefill.instances} prefill x "
+        f"starting {config.cluster.name}: {routers}, {prefill.instances} prefill x "
         f"{axis} {prefill.num_ranks} "
         f"({prefill.device}), {decode.instances} decode x dp {decode.dp} ({decode.device}), "
         f"model {config.model.name}"

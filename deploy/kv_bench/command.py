@@ -28,15 +28,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: all on the CPU, nixl on GPUs",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--prompts", type=int, default=20, help="sent one after the other")
-    parser.add_argument("--in-flight", type=int, default=8, help="of the sustained prompts")
-    parser.add_argument("--sustained", type=int, default=24, help="prompts")
-    parser.add_argument("--rails", type=int, nargs="+", default=[1], help="NIXL agents")
-    parser.add_argument("--post-mib", type=int, nargs="+", default=[64], help="bytes of a post")
-    parser.add_argument("--flight-mib", type=int, default=1024, help="bytes in flight")
+    parser.add_argument("--prompts", type=_positive, default=20, help="sent one after the other")
+    parser.add_argument("--in-flight", type=_positive, default=8, help="of the sustained prompts")
+    parser.add_argument("--sustained", type=_positive, default=24, help="prompts")
+    parser.add_argument("--rails", type=_positive, nargs="+", default=[1], help="NIXL agents")
+    parser.add_argument(
+        "--post-mib", type=_positive, nargs="+", default=[64], help="bytes of a post"
+    )
+    parser.add_argument("--flight-mib", type=_positive, default=1024, help="bytes in flight")
     parser.add_argument("--compute-s", type=float, default=0.5, help="of an overlapped prompt")
     parser.add_argument("--protocol", default="tcp", help="of Mooncake")
     parser.add_argument("--devices", default="", help="network cards of Mooncake, a comma list")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
@@ -73,6 +73,12 @@ class BenchTimes:
     """By which a 1 kHz thread of the sending process was late while prompts were sent."""
     longest_idle_tick: float
     """The same while nothing was sent."""
+
+
+def in_window(number: int, in_flight: int) -> Iterator[tuple[int, int | None]]:
+    """The numbers of what is sent, each with that of whom it has to wait for, if any."""
+    for index in range(number):
+        yield index, index - in_flight if index >= in_flight else None
 
 
 def run_decode(plan: BenchPlan, pipe: Connection) -> None:
@@ -210,12 +216,11 @@ class _Prefill:
         sources = [self._draw(ticket) for ticket in tickets]
         reported: set[str] = set()
         began = time.monotonic()
-        for index, ticket in enumerate(tickets):
-            # The blocks of a ticket are taken again ``num_sets`` tickets later, when it is over.
-            before = tickets[index - self._plan.in_flight].request_id
-            while index >= self._plan.in_flight and before not in reported:
+        # The blocks of a ticket are taken again ``num_sets`` tickets later, when it is over.
+        for index, before in in_window(len(tickets), self._plan.in_flight):
+            while before is not None and tickets[before].request_id not in reported:
                 reported.add(self._report().request_id)
-            self._send(ticket, sources[index])
+            self._send(tickets[index], sources[index])
         while len(reported) < len(tickets):
             reported.add(self._report().request_id)
         arrived = self._verify()

@@ -26,6 +26,8 @@ class TransportOptions:
     """Network cards, a comma list; empty is all."""
     fence_timeout_s: float = 5.0
     """How long a fence waits for the word of a writer that only its own word can stop."""
+    port: int = 0
+    """Of our own socket; 0: any free one. Those of a library are its own choice."""
     tls: TlsContexts | None = None
     """For our own sockets (loopback, and the control sockets of the others); None: plain. What a
     library moves itself is not covered."""
@@ -83,7 +85,7 @@ def _create(name: str, local_name: str, host: str, options: TransportOptions) ->
     if name == "loopback":
         from kv_transfer.transports.loopback import LoopbackTransport
 
-        return LoopbackTransport(local_name, host=host, tls=options.tls)
+        return LoopbackTransport(local_name, host=host, port=options.port, tls=options.tls)
     from kv_transfer.transports.paired import PairedTransport
 
     if name == "nixl":
@@ -94,6 +96,7 @@ def _create(name: str, local_name: str, host: str, options: TransportOptions) ->
             factory,
             local_name,
             host=host,
+            port=options.port,
             fence_timeout_s=options.fence_timeout_s,
             tls=options.tls,
         )
@@ -107,6 +110,7 @@ def _create(name: str, local_name: str, host: str, options: TransportOptions) ->
             mooncake,
             local_name,
             host=host,
+            port=options.port,
             fence_timeout_s=options.fence_timeout_s,
             tls=options.tls,
         )

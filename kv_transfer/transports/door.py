@@ -56,6 +56,7 @@ class Door:
         *,
         name: str,
         welcome: Callable[[ByteSocket, Hello], str],
+        port: int = 0,
         tls: ssl.SSLContext | None = None,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
     ) -> None:
@@ -66,7 +67,7 @@ class Door:
         self._num_cut_off = 0
         self._warn_again_at = 0.0
         self._is_closing = False
-        self._listener = open_listener(host)
+        self._listener = open_listener(host, port)
         self._listener.setblocking(False)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._selector = selectors.DefaultSelector()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kv_transfer.transports.tls import TlsSocket
-from runtime.errors import PeerLostError
+from runtime.errors import ConfigError, PeerLostError
 
 _BUFFER_BYTES = 4 << 20
 _CONNECT_TIMEOUT_S = 5.0
@@ -56,13 +56,27 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
-def open_listener(host: str) -> socket.socket:
-    """A listening socket on ``host``, at a port of the kernel's choice."""
+def open_listener(host: str, port: int = 0) -> socket.socket:
+    """A listening socket on ``host``; port 0: one of the kernel's choice.
+
+    Raises:
+        ConfigError: something else listens at ``port``.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     # Before listen, so that accepted sockets inherit it and scale their window to it.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
-    listener.bind((host, 0))
+    if port:
+        # Connections of a former life in TIME_WAIT do not make a port taken.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        if not port:
+            raise
+        problem = f"cannot listen on {host} ({error.strerror})"
+        raise ConfigError("--data-port", port, problem, "a free port") from error
     listener.listen(_BACKLOG)
     return listener
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 import orjson
 from aiohttp import web
@@ -13,7 +13,7 @@ from aiohttp import web
 from router.errors import RequestError, as_tandem_error
 from router.http.connections import Connections
 from router.http.endpoints import REQUEST_ID_KEY, OpenAIEndpoints, Serving, request_id_of
-from router.http.errors import CLIENT_CLOSED, Failure, failure_from
+from router.http.errors import CLIENT_CLOSED, LABELS, STATUSES, Failure, failure_from
 from router.pool.members import Member
 from runtime.errors import TandemError
 from runtime.logging import get_logger
@@ -22,16 +22,20 @@ from runtime.trace import TRACEPARENT, TraceContext, set_trace
 
 logger = get_logger(__name__)
 
-NOT_OF_REQUESTS = frozenset({"unknown_url", "method_not_allowed"})
+NOT_OF_REQUESTS = frozenset({"unknown_url", "method_not_allowed", "too_many_viewers"})
 """Codes of what was never a request to a model: any scanner of ports makes these."""
+GENERATION = ("/v1/chat/completions", "/v1/completions")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
 
-def create_app(serving: Serving, connections: Connections) -> web.Application:
+def create_app(
+    serving: Serving, connections: Connections, routes: Iterable[web.RouteDef] = ()
+) -> web.Application:
     """The application of one router process; run it with ``handler_cancellation=True``.
 
     A handler is then cancelled when its client goes away, which frees the request in the workers.
+    ``routes`` are served beside those of the API and of operations.
     """
     app = web.Application(middlewares=[_answer_failures(serving, connections)])
     endpoints = OpenAIEndpoints(serving)
@@ -44,6 +48,8 @@ def create_app(serving: Serving, connections: Connections) -> web.Application:
     app.router.add_get("/ready", operations.ready)
     app.router.add_get("/metrics", operations.metrics)
     app.router.add_get("/status", operations.status)
+    app.router.add_get("/targets", operations.targets)
+    app.router.add_routes(routes)
     return app
 
 
@@ -89,6 +95,22 @@ class Operations:
         }
         return web.Response(body=orjson.dumps(body), content_type="application/json")
 
+    async def targets(self, request: web.Request) -> web.Response:
+        """The workers' metrics for Prometheus, as its `http_sd_configs` wants them."""
+        groups = [
+            {
+                "targets": [member.metrics_address],
+                "labels": {
+                    "__meta_tandem_role": member.role.value,
+                    "__meta_tandem_worker": str(member.key.instance),
+                    "__meta_tandem_rank": str(member.key.rank),
+                },
+            }
+            for member in self._serving.pool.members()
+            if member.metrics_address
+        ]
+        return web.Response(body=orjson.dumps(groups), content_type="application/json")
+
     def _worker(self, member: Member) -> dict[str, object]:
         pool = self._serving.pool
         load = pool.reported_load(member.key)
@@ -133,6 +155,7 @@ def _answer_failures(
     serving: Serving, connections: Connections
 ) -> Callable[..., Awaitable[web.StreamResponse]]:
     metrics = serving.metrics
+    metrics.expect(GENERATION, (200, *STATUSES), LABELS)
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -156,7 +179,7 @@ def _answer_failures(
                 metrics.count_error(failure.label)
         finally:
             connections.ended(request.protocol)
-            if endpoint in ("/v1/chat/completions", "/v1/completions"):
+            if endpoint in GENERATION:
                 metrics.count_request(endpoint, status)
         if not response.prepared:
             response.headers["x-request-id"] = request_id
@@ -201,7 +224,7 @@ def _unknown_url(request: web.Request) -> RequestError:
         resource.canonical
         for resource in request.app.router.resources()
         if isinstance(resource, web.PlainResource)
-    }
+    } - {"/"}
     path = request.path
     while path.startswith("/v1/v1/"):
         path = path.removeprefix("/v1")

@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from aiohttp import web
@@ -20,6 +20,7 @@ from router.errors import NotReadyError, RequestError
 from router.http.body import read_body
 from router.http.chat import ChatBody, ChatStream
 from router.http.completions import CompletionBody, CompletionStream, CompletionText
+from router.http.console.finished import FinishedRequests
 from router.http.params import (
     choices_per_prompt,
     for_choice,
@@ -66,6 +67,7 @@ class Serving:
     admission: Admission
     lanes: Lanes
     metrics: RouterMetrics
+    finished: FinishedRequests = field(default_factory=FinishedRequests)
     keep_alive_s: float = KEEP_ALIVE_S
 
     def limits(self) -> ModelLimits:
@@ -265,6 +267,8 @@ class OpenAIEndpoints:
         except TimeoutError as error:
             _cut_off(call, "it did not take its answer within router.request_timeout_s")
             raise ConnectionAbortedError("the client was too slow") from error
+        finally:
+            serving.finished.add(info.choices[0].generation, time.time())
 
     def _add_choices(
         self,

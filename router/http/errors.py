@@ -43,6 +43,14 @@ _SPECIAL: dict[type[TandemError], _Answer] = {
 }
 
 
+STATUSES = (
+    *sorted({answer.status for answer in (*_ANSWERS.values(), *_SPECIAL.values())}),
+    CLIENT_CLOSED,
+)
+LABELS = tuple(sorted({answer.code for answer in (*_ANSWERS.values(), *_SPECIAL.values())}))
+"""Those of failures that any request may meet, for metrics that begin before the first of them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """One failure, ready to be sent as an HTTP answer or as an event in a stream."""

@@ -150,7 +150,7 @@ class Responder:
                 continue
             parts.append(self._form.piece(choice, piece))
             if piece.finish_reason is not None:
-                self._end(choice, output, now)
+                self._end(choice, output, piece.finish_reason, now)
         return b"".join(parts)
 
     def _measure(self, choice: Choice, output: Output, now: float) -> None:
@@ -170,11 +170,15 @@ class Responder:
         num_tokens, self._num_uncounted = self._num_uncounted, 0
         self._metrics.output_tokens.inc(num_tokens)
 
-    def _end(self, choice: Choice, output: Output, now: float) -> None:
+    def _end(self, choice: Choice, output: Output, reason: str, now: float) -> None:
         self._num_open -= 1
-        timings = choice.generation.timings
-        timings.ended = now
-        self._metrics.e2e.observe(now - timings.received)
-        self._metrics.observe_stages(timings.split())
+        generation = choice.generation
+        generation.timings.ended = now
+        self._metrics.choice_finished(
+            reason,
+            generation.timings.split(),
+            num_tokens=generation.num_tokens,
+            max_tokens=generation.sampling.max_tokens,
+        )
         if output.finish_reason is None:  # a stop string: decode does not know yet
             self._run.stop(choice.index)

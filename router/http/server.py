@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+import time
 from collections.abc import Sequence
 
 from aiohttp import web
 
 from router.http.app import create_app
 from router.http.connections import ConnectionLimits, Connections
+from router.http.console.console import Console
 from router.http.endpoints import Serving
 from router.metrics import RouterMetrics
 from router.model import ServedModel
-from router.pool.members import Member, Role
+from router.pool.journal import PoolJournal
+from router.pool.members import Departure, Member, Role
 from router.pool.readiness import Readiness
 from router.pool.view import PoolView
 from router.requests.admission import REQUESTS_OF_SILENT_RANK, Admission, limit_of
@@ -49,6 +52,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         router_id = f"router-{secrets.token_hex(6)}"
         self.metrics = metrics or RouterMetrics()
+        self.metrics.introduce(model.name)
         self.pool = PoolView(loop.time)
         clients = WorkerClients(credentials)
         frames = FrameStreams(
@@ -72,28 +76,36 @@ class HttpServer:
             loop.time,
         )
         policy = PairingPolicy(section.policy)
-        pipeline = Pipeline(self._workers, policy, section)
+        readiness = Readiness(self.pool)
+        pipeline = Pipeline(self._workers, policy, section, readiness)
         serving = Serving(
             section=section,
             model=model,
             pool=self.pool,
-            readiness=Readiness(self.pool),
+            readiness=readiness,
             pipeline=pipeline,
             admission=self._admission,
             lanes=self._lanes,
             metrics=self.metrics,
         )
+        self._journal = PoolJournal(time.time)
+        self.pool.on_failure(self._journal.note_failure)
+        self._pool_version = self.pool.version
+        self._console = Console(serving, self._connections, self._journal)
         self._runner = web.AppRunner(
-            create_app(serving, self._connections),
+            create_app(serving, self._connections, self._console.routes()),
             handler_cancellation=True,
             shutdown_timeout=SHUTDOWN_S,
         )
         self._server: asyncio.Server | None = None
         self.update([])
 
-    def update(self, members: Sequence[Member]) -> None:
-        """The pool changed."""
+    def update(self, members: Sequence[Member], departures: Sequence[Departure] = ()) -> None:
+        """The pool changed; ``departures`` are the last that its registry knows of."""
         self.pool.update(members)
+        if self.pool.version != self._pool_version:
+            self._pool_version = self.pool.version
+            self._journal.observe(members, departures)
         self.metrics.set_workers(members)
         if self._section.max_concurrent_requests:
             return
@@ -120,12 +132,15 @@ class HttpServer:
         while True:
             wanted = loop.time() + TICK_S
             await asyncio.sleep(TICK_S)
-            self.metrics.loop_lag.set(max(0.0, loop.time() - wanted))
+            lag_s = max(0.0, loop.time() - wanted)
+            self.metrics.loop_lag.set(lag_s)
+            self.metrics.process.measure()
             self.metrics.requests_waiting.set(self._admission.num_waiting)
             self.metrics.connections.set(len(self._connections))
             self.metrics.texts_pending.set(self._lanes.num_pending)
             self._workers.follow_pool()
             self._connections.sweep()
+            self._console.tick(lag_s)
 
     async def drain(self) -> None:
         """Admit nothing new and refuse who waits; return when nothing is in flight."""
@@ -137,6 +152,7 @@ class HttpServer:
         """End all requests, streams and channels."""
         if self._server is not None:
             self._server.close()
+        self._console.close()
         await self._runner.cleanup()
         self._lanes.close()
         await self._workers.close()

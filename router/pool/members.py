@@ -59,8 +59,18 @@ class WorkerLoad:
     num_free_blocks: int = 0
     num_total_blocks: int = 0
     num_quarantined_blocks: int = 0
+    num_requests_blocked: int = 0
+    """Of those that wait in decode: for blocks, which are not there."""
     sequence: int = field(default=0, compare=False)
     """Grows with every report of one life, whichever way it goes; 0: not numbered."""
+    num_tokens_done: int = 0
+    """Of this life: prompt tokens computed, or output tokens sampled. In renewals only, as what
+    follows."""
+    num_steps_done: int = 0
+    received: tuple[tuple[str, int], ...] = ()
+    """Bytes of KV that came to a decode rank, by the endpoint that sent them."""
+    clock_s: float = field(default=0.0, compare=False)
+    """The worker's own clock at this report; 0: not told."""
 
     @property
     def num_requests(self) -> int:
@@ -91,6 +101,8 @@ class Member:
     """Wall clock of its host at process start; 0: not told."""
     max_num_requests: int = 0
     """That a decode rank takes on at once; 0: no such limit."""
+    num_routers: int = 1
+    """That have it in their pools, this one included: each lets in its share of the places."""
     load: WorkerLoad = field(default_factory=WorkerLoad, compare=False)
     """Of its last renewal; two members are equal whatever their loads are."""
 
@@ -113,7 +125,7 @@ class Member:
 
 
 def load_from_proto(message: registry_pb2.WorkerLoad) -> WorkerLoad:
-    """A renewal's load."""
+    """What a renewal or a frame says."""
     return WorkerLoad(
         num_requests_running=message.num_requests_running,
         num_requests_waiting=message.num_requests_waiting,
@@ -121,7 +133,12 @@ def load_from_proto(message: registry_pb2.WorkerLoad) -> WorkerLoad:
         num_free_blocks=message.num_free_blocks,
         num_total_blocks=message.num_total_blocks,
         num_quarantined_blocks=message.num_quarantined_blocks,
+        num_requests_blocked=message.num_requests_blocked,
         sequence=message.sequence,
+        num_tokens_done=message.num_tokens_done,
+        num_steps_done=message.num_steps_done,
+        received=tuple((item.peer, item.num_bytes) for item in message.received),
+        clock_s=message.clock_s,
     )
 
 
@@ -157,6 +174,7 @@ def member_from_proto(
         num_parts=max(1, record.num_parts),
         started_ms=record.started_ms,
         max_num_requests=record.max_num_requests,
+        num_routers=max(1, record.num_routers),
         load=WorkerLoad() if load is None else load_from_proto(load),
     )
 
@@ -181,6 +199,7 @@ def member_to_proto(member: Member) -> registry_pb2.PoolMember:
             num_parts=member.num_parts,
             started_ms=member.started_ms,
             max_num_requests=member.max_num_requests,
+            num_routers=member.num_routers,
         ),
         load=registry_pb2.WorkerLoad(
             num_requests_running=load.num_requests_running,
@@ -189,6 +208,53 @@ def member_to_proto(member: Member) -> registry_pb2.PoolMember:
             num_free_blocks=load.num_free_blocks,
             num_total_blocks=load.num_total_blocks,
             num_quarantined_blocks=load.num_quarantined_blocks,
+            num_requests_blocked=load.num_requests_blocked,
             sequence=load.sequence,
+            num_tokens_done=load.num_tokens_done,
+            num_steps_done=load.num_steps_done,
+            received=[
+                registry_pb2.PeerBytes(peer=peer, num_bytes=num) for peer, num in load.received
+            ],
+            clock_s=load.clock_s,
         ),
+    )
+
+
+class DepartureReason(enum.Enum):
+    """Why a worker is in the pool no more."""
+
+    LEFT = registry_pb2.DEPARTURE_REASON_LEFT
+    """It said so."""
+    LOST = registry_pb2.DEPARTURE_REASON_LOST
+    """Its lease ran out."""
+    REPLACED = registry_pb2.DEPARTURE_REASON_REPLACED
+    """A later life has its place."""
+
+
+class Departure(NamedTuple):
+    """A worker that went."""
+
+    number: int
+    """Counts those of one registry, from 1."""
+    key: WorkerKey
+    reason: DepartureReason
+
+
+def departure_from_proto(message: registry_pb2.Departure) -> Departure:
+    """As another process's registry tells it."""
+    identity = message.identity
+    return Departure(
+        message.number,
+        WorkerKey(identity.instance, identity.epoch, identity.rank),
+        DepartureReason(message.reason),
+    )
+
+
+def departure_to_proto(departure: Departure) -> registry_pb2.Departure:
+    """The inverse of ``departure_from_proto``."""
+    instance, epoch, rank = departure.key
+    return registry_pb2.Departure(
+        number=departure.number,
+        identity=common_pb2.WorkerIdentity(instance=instance, epoch=epoch, rank=rank),
+        reason=departure.reason.value,
     )

@@ -7,6 +7,8 @@ may wait for them.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 from router.pool.members import Role
 from router.pool.view import PoolView
 
@@ -21,17 +23,35 @@ class Readiness:
 
     @property
     def was_ready(self) -> bool:
-        """Whether both roles were there at some time, now included."""
+        """Whether there was a pair at some time, now included."""
         self._observe()
         return self._was_ready
 
     def missing(self) -> list[str]:
         """What keeps a request from being served now; empty when nothing does."""
-        return [
-            f"no {role.value} worker is ready"
+        kinds = {
+            role: {
+                candidate.member.compatibility
+                for candidate in self._pool.candidates(role)
+                if candidate.whole and not candidate.member.draining
+            }
             for role in Role
-            if not any(c.whole and not c.member.draining for c in self._pool.candidates(role))
-        ]
+        }
+        missing = [f"no {role.value} worker is ready" for role in Role if not kinds[role]]
+        if not missing and kinds[Role.PREFILL].isdisjoint(kinds[Role.DECODE]):
+            missing = [mismatch(kinds)]
+        return missing
 
     def _observe(self) -> None:
         self._was_ready = self._was_ready or not self.missing()
+
+
+def mismatch(kinds: Mapping[Role, Collection[tuple[str, str, str]]]) -> str:
+    """That nobody of one role can be paired with the other, by ``Member.compatibility``."""
+    said = "; ".join(
+        f"{role.value}: layout {layout}, transport {transport}"
+        for role in Role
+        for _, layout, transport in sorted(kinds[role])
+    )
+    need = "they need the same model, kv_dtype, block_size and transport"
+    return f"no prefill worker matches a decode worker ({said}): {need}"

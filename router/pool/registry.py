@@ -8,14 +8,17 @@ whole pool.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from router.pool.lease_clock import LeaseClock
-from router.pool.members import Member, WorkerKey, WorkerLoad
+from router.pool.members import Departure, DepartureReason, Member, WorkerKey, WorkerLoad
 
 MAX_REPLACED = 1024
 """Lives that are remembered as replaced."""
+MAX_DEPARTURES = 128
+"""That are told to watchers: more than the ranks of one instance that ends."""
 
 
 class SupersededError(ValueError):
@@ -39,6 +42,8 @@ class Registry:
         self._leases: dict[str, _Lease] = {}
         self._replaced: dict[WorkerKey, None] = {}
         """Oldest first."""
+        self._departures: deque[Departure] = deque(maxlen=MAX_DEPARTURES)
+        self._num_departures = 0
         self._version = 1
 
     @property
@@ -61,6 +66,10 @@ class Registry:
         self.expire()
         return [lease.member for lease in self._leases.values()]
 
+    def departures(self) -> Sequence[Departure]:
+        """The last workers that went, oldest first."""
+        return tuple(self._departures)
+
     def register(self, member: Member) -> str:
         """Add ``member`` and return its lease id; an earlier life of the same endpoint leaves.
 
@@ -80,12 +89,15 @@ class Registry:
                 del self._leases[lease_id]
                 if lease.member.key != member.key:
                     self._remember_replaced(lease.member.key)
+                    self._note_departure(lease.member.key, DepartureReason.REPLACED)
         lease_id = secrets.token_hex(12)
         self._leases[lease_id] = _Lease(member, self._clock.now() + self._ttl_s)
         self._version += 1
         return lease_id
 
-    def renew(self, lease_id: str, load: WorkerLoad, *, draining: bool = False) -> bool:
+    def renew(
+        self, lease_id: str, load: WorkerLoad, *, draining: bool = False, num_routers: int = 0
+    ) -> bool:
         """Extend a lease with fresh load; False where it is unknown: the worker registers again.
 
         Draining never ends: a worker that said so once stays so until it registers anew.
@@ -95,11 +107,14 @@ class Registry:
         if lease is None:
             return False
         lease.expires_at = self._clock.now() + self._ttl_s
-        draining = draining or lease.member.draining
-        is_news = draining != lease.member.draining or load != lease.member.load
+        member = lease.member
+        draining = draining or member.draining
+        num_routers = num_routers or member.num_routers
+        is_same = (draining, num_routers) == (member.draining, member.num_routers)
+        is_news = not is_same or load != member.load
         # Where requests are there, watchers have to ask anew whose they are.
         if is_news or load.num_requests:
-            lease.member = replace(lease.member, load=load, draining=draining)
+            lease.member = replace(member, load=load, draining=draining, num_routers=num_routers)
             self._version += 1
         return True
 
@@ -109,6 +124,7 @@ class Registry:
         if lease is None:
             return None
         self._version += 1
+        self._note_departure(lease.member.key, DepartureReason.LEFT)
         return lease.member.key
 
     def tick(self) -> float:
@@ -121,6 +137,8 @@ class Registry:
         gone = [lease_id for lease_id, lease in self._leases.items() if lease.expires_at <= now]
         keys = [self._leases.pop(lease_id).member.key for lease_id in gone]
         self._version += bool(keys)
+        for key in keys:
+            self._note_departure(key, DepartureReason.LOST)
         return keys
 
     def _refuse_an_earlier_life(self, member: Member, holder: Member) -> None:
@@ -132,6 +150,10 @@ class Registry:
                 f"life of it serves at {holder.address}, epoch {holder.key.epoch:016x}, pid "
                 f"{holder.pid}. Fix: end the earlier one, or give each its own --instance"
             )
+
+    def _note_departure(self, key: WorkerKey, reason: DepartureReason) -> None:
+        self._num_departures += 1
+        self._departures.append(Departure(self._num_departures, key, reason))
 
     def _remember_replaced(self, key: WorkerKey) -> None:
         self._replaced[key] = None

@@ -6,7 +6,15 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from router.pool.members import Member, load_from_proto, member_from_proto, member_to_proto
+from router.pool.members import (
+    Departure,
+    Member,
+    departure_from_proto,
+    departure_to_proto,
+    load_from_proto,
+    member_from_proto,
+    member_to_proto,
+)
 from router.pool.registry import Registry, SupersededError
 from runtime.errors import InvalidRequestError, TandemError
 from runtime.logging import get_logger
@@ -20,14 +28,16 @@ logger = get_logger(__name__)
 MIN_SNAPSHOT_INTERVAL_S = 0.05
 RETRY_S = 0.5
 
-PoolListener = Callable[[Sequence[Member]], None]
+PoolListener = Callable[[Sequence[Member], Sequence[Departure]], None]
 
 
 class RegistryService(registry_pb2_grpc.RegistryServicer):
     """Serves ``Registry``; tells its listener and other processes' watchers of each change."""
 
     def __init__(self, registry: Registry, listener: PoolListener | None = None) -> None:
-        """``listener`` is called on the event loop with the whole pool after each change."""
+        """``listener`` is called on the event loop after each change, with the whole pool and the
+        last workers that went.
+        """
         self._registry = registry
         self._listener = listener
         self._changed: set[asyncio.Event] = set()
@@ -61,7 +71,9 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
     ) -> registry_pb2.RenewResponse:
         """A worker lives, with fresh load."""
         load = load_from_proto(request.load)
-        known = self._registry.renew(request.lease_id, load, draining=request.draining)
+        known = self._registry.renew(
+            request.lease_id, load, draining=request.draining, num_routers=request.num_routers
+        )
         self.announce()
         return registry_pb2.RenewResponse(known=known)
 
@@ -85,7 +97,9 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
             while not self._closed:
                 changed.clear()
                 members = [member_to_proto(member) for member in self._registry.members()]
-                yield registry_pb2.PoolSnapshot(version=self._registry.version, members=members)
+                gone = [departure_to_proto(gone) for gone in self._registry.departures()]
+                version = self._registry.version
+                yield registry_pb2.PoolSnapshot(version=version, members=members, departures=gone)
                 await changed.wait()
                 await asyncio.sleep(MIN_SNAPSHOT_INTERVAL_S)
         finally:
@@ -118,7 +132,7 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
             return
         self._announced = self._registry.version
         if self._listener is not None:
-            self._listener(self._registry.members())
+            self._listener(self._registry.members(), self._registry.departures())
         for changed in self._changed:
             changed.set()
 
@@ -136,5 +150,5 @@ async def watch_forever(
             with contextlib.suppress(TandemError), map_rpc_errors(f"registry {control_address}"):
                 async for snapshot in stub.Watch(registry_pb2.WatchRequest(watcher=watcher)):
                     members = [member_from_proto(m.worker, m.load) for m in snapshot.members]
-                    listener(members)
+                    listener(members, [departure_from_proto(gone) for gone in snapshot.departures])
             await asyncio.sleep(RETRY_S)

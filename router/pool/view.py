@@ -53,6 +53,7 @@ class PoolView:
         self._version = 0
         self._on_change: list[Callable[[], None]] = []
         self._on_load: list[Callable[[WorkerKey], None]] = []
+        self._on_failure: list[Callable[[WorkerKey, str], None]] = []
 
     @property
     def version(self) -> int:
@@ -66,6 +67,10 @@ class PoolView:
     def on_load(self, listener: Callable[[WorkerKey], None]) -> None:
         """Call ``listener`` with each member whose load has changed."""
         self._on_load.append(listener)
+
+    def on_failure(self, listener: Callable[[WorkerKey, str], None]) -> None:
+        """Call ``listener`` with each member that is avoided from now on, and why."""
+        self._on_failure.append(listener)
 
     def update(self, members: Sequence[Member]) -> None:
         """Replace the pool by ``members``."""
@@ -118,6 +123,8 @@ class PoolView:
             until = self._clock() + FAILURE_COOLDOWN_S
             ranks = [other for other in self._candidates if other.life == key.life]
             self._failed_until.update(dict.fromkeys(ranks, until))
+            for listener in self._on_failure:
+                listener(key, reason)
 
     def recently_failed(self, key: WorkerKey) -> bool:
         """Whether ``mark_failed`` was called a moment ago."""

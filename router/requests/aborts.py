@@ -57,6 +57,21 @@ class Aborts:
         work = self._until_heard(decode, request)
         self._tasks.start_for_request(work, name=f"abort-{worker_request_id}")
 
+    async def end_without_ticket(self, decode: Member, worker_request_id: str) -> bool:
+        """End a request that has no ticket yet, for a rank with room; whether that is certain."""
+        request = decode_pb2.AbortRequest(
+            request_id=worker_request_id,
+            reason="another decode rank has room for it",
+            only_without_ticket=True,
+        )
+        try:
+            with map_rpc_errors(f"decode {decode.key}"):
+                stub = self._clients.decode(decode)
+                response = await stub.Abort(request, timeout=CALL_TIMEOUT_S)
+        except TandemError:
+            return False  # where the worker is lost, its frames say so
+        return response.known
+
     async def close(self) -> None:
         """Wait for the calls under way; what waits to be repeated is tried once more."""
         self._closing.set()

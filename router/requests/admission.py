@@ -33,9 +33,14 @@ REQUESTS_OF_SILENT_RANK = 128
 
 
 def limit_of(decodes: Iterable[Member], num_processes: int) -> int:
-    """Choices that one of ``num_processes`` lets in, for these decode ranks; 0 without any."""
-    ranks = [rank.max_num_requests or REQUESTS_OF_SILENT_RANK for rank in decodes]
-    return math.ceil(LET_IN_SHARE * sum(ranks) / num_processes)
+    """Choices that one of ``num_processes`` lets in, for these decode ranks; 0 without any.
+
+    Where a rank is in the pools of several routers, each lets in its share.
+    """
+    shares = [
+        (rank.max_num_requests or REQUESTS_OF_SILENT_RANK) / rank.num_routers for rank in decodes
+    ]
+    return math.ceil(LET_IN_SHARE * sum(shares) / num_processes)
 
 
 class Place:
@@ -81,7 +86,9 @@ class _Waiter:
 
     def __init__(self, num_choices: int) -> None:
         self.num_choices = num_choices
-        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.since = loop.time()
+        self.turn: asyncio.Future[None] = loop.create_future()
 
     @property
     def has_place(self) -> bool:
@@ -121,6 +128,12 @@ class Admission:
     def num_waiting(self) -> int:
         """Requests in the queue."""
         return len(self._waiters)
+
+    @property
+    def oldest_wait_s(self) -> float:
+        """How long the first of them has waited; 0 where nobody does."""
+        first = next(iter(self._waiters), None)
+        return asyncio.get_running_loop().time() - first.since if first is not None else 0.0
 
     @property
     def body_bytes(self) -> int:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from router.metrics import RouterMetrics
 from router.pool.members import Member, Role, WorkerKey
@@ -50,6 +51,15 @@ OF_A_WORKER = frozenset({ErrorCode.OVERLOADED, ErrorCode.DRAINING})
 T = TypeVar("T")
 
 
+class RoomElsewhereError(Exception):
+    """The attempt has left its decode rank, which had no room for it; nothing else is wrong."""
+
+    def __init__(self, pair: Pair) -> None:
+        """``pair`` has room."""
+        super().__init__(str(pair.decode.key))
+        self.pair = pair
+
+
 class Workers:
     """How a router process reaches workers: its view of the pool, channels, token streams."""
 
@@ -79,6 +89,10 @@ class Workers:
         """Tell ``decode`` in the background that a request is over; idempotent there."""
         self._aborts.send(decode, worker_request_id, reason)
 
+    async def leave(self, decode: Member, worker_request_id: str) -> bool:
+        """End a request at ``decode``, unless it has its ticket; whether it did."""
+        return await self._aborts.end_without_ticket(decode, worker_request_id)
+
     async def close(self) -> None:
         """Wait for aborts under way, then end all streams and channels."""
         await self._aborts.close()
@@ -100,13 +114,21 @@ class Attempt:
         *,
         number: int,
         budget: Budget,
+        seek_room: Callable[[], AbstractContextManager[asyncio.Future[Pair]]],
+        queued_since: float | None = None,
     ) -> None:
-        """``budget`` is the request's in all; ``number`` counts the attempts from 0."""
+        """``number`` counts the attempts from 0; ``budget`` is the request's in all.
+
+        While ``seek_room`` is entered it looks for a pair with room, should this one have none;
+        ``queued_since``: when the request came into prefill's queue; None: not yet.
+        """
         self._workers = workers
         self._generation = generation
         self._sink = AttemptSink(generation)
         self._pair = pair
         self._budget = budget
+        self._seek_room = seek_room
+        self.queued_since = queued_since
         self._context = generation.context_token_ids
         self._num_output_tokens = generation.num_tokens
         # Another name per attempt: an abort of the first must not hit the second.
@@ -127,6 +149,7 @@ class Attempt:
         generation, sink, decode = self._generation, self._sink, self._pair.decode
         stream = self._workers.frames.stream(decode)
         generation.phase = "connecting to decode"
+        generation.workers = self._pair.keys
         self.culprits = {decode.key}
         await stream.standing()
         stream.attach(self.worker_request_id, sink)
@@ -185,8 +208,11 @@ class Attempt:
         generation.phase = "waiting for prefill"
         self.culprits = set()
         self.has_prefilled = True
+        now = asyncio.get_running_loop().time()
+        if self.queued_since is None:
+            self.queued_since = now
         if not self._num_output_tokens:
-            generation.timings.run_sent = asyncio.get_running_loop().time()
+            generation.timings.run_sent = now
         request = prefill_pb2.RunRequest(
             request_id=self.worker_request_id,
             expected=prefill.identity,
@@ -196,14 +222,18 @@ class Attempt:
             reservation=reservation,
             timeout_s=self._time_left(),
             cache_salt=generation.cache_salt,
+            waited_s=now - self.queued_since,
         )
         call = self._workers.clients.prefill(prefill).Run(request)
 
         async def answer() -> prefill_pb2.RunResponse:
             return await call
 
-        with self._workers.pool.in_flight(prefill.key, len(self._context)):
-            response = await self._watch(answer(), call.cancel, Role.PREFILL)
+        with (
+            self._workers.pool.in_flight(prefill.key, len(self._context)),
+            self._seek_room() as roomy,
+        ):
+            response = await self._watch(answer(), call.cancel, Role.PREFILL, roomy)
         if response.WhichOneof("result") != "first_token":
             error = error_from_proto(response.error)
             if error.code in OF_A_WORKER or error.worker_ended:
@@ -237,15 +267,10 @@ class Attempt:
         if timings.lost:
             seconds = timings.migrated(asyncio.get_running_loop().time())
             self._workers.metrics.migration.observe(seconds)
-            logger.info(
-                "a request goes on request_id=%s prefill=%s decode=%s seconds=%.3f "
-                "context_tokens=%d cached_tokens=%d",
-                self.worker_request_id,
-                *self._pair.keys,
-                seconds,
-                len(self._context),
-                first.num_cached_tokens,
-            )
+            text = "a request goes on request_id=%s prefill=%s decode=%s seconds=%.3f "
+            text += "context_tokens=%d cached_tokens=%d"
+            sizes = len(self._context), first.num_cached_tokens
+            logger.info(text, self.worker_request_id, *self._pair.keys, seconds, *sizes)
 
     async def _reason_of_revocation(self) -> None:
         """Raise why decode revoked the ticket, if its frames say so in a moment.
@@ -257,13 +282,25 @@ class Attempt:
         if ended.done():
             await self._decode()
 
-    async def _watch(self, work: Awaitable[T], cancel: Callable[[], object], leg: Role) -> T:
-        """The result of a call to ``leg``, unless decode's frames end the attempt before."""
+    async def _watch(
+        self,
+        work: Awaitable[T],
+        cancel: Callable[[], object],
+        leg: Role,
+        roomy: asyncio.Future[Pair] | None = None,
+    ) -> T:
+        """The result of a call to ``leg``, unless decode's frames or ``roomy`` end the attempt."""
         task = asyncio.ensure_future(work)
         ended = self._sink.ended
         try:
-            watched: set[asyncio.Future[T] | asyncio.Future[None]] = {task, ended}
-            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            watched: set[asyncio.Future[Any]] = {task, ended}
+            seen = watched if roomy is None else watched | {roomy}
+            await asyncio.wait(seen, return_when=asyncio.FIRST_COMPLETED)
+            if roomy is not None and not task.done() and not ended.done():
+                if await self._workers.leave(self._pair.decode, self.worker_request_id):
+                    self._generation.phase = "moving to a decode rank with room"
+                    raise RoomElsewhereError(roomy.result())
+                await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 await self._decode()
                 raise InternalError(f"decode finished the request before {leg.value} answered")

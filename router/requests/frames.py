@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from router.errors import as_tandem_error
-from router.pool.members import Member, Role, WorkerKey, WorkerLoad
+from router.pool.members import Member, Role, WorkerKey, WorkerLoad, load_from_proto
 from router.pool.view import PoolView
 from router.requests.clients import DecodeStub, WorkerClients
 from runtime.background import BackgroundTasks, tell_failure
@@ -196,18 +196,7 @@ class FrameStream:
                 logger.exception("a delta was not understood request_id=%s", delta.request_id)
                 self._lose(delta.request_id, as_tandem_error(error))
         if frame.HasField("load"):
-            load = frame.load
-            self._on_load(
-                self.key,
-                WorkerLoad(
-                    num_requests_running=load.num_requests_running,
-                    num_requests_waiting=load.num_requests_waiting,
-                    num_free_blocks=load.num_free_blocks,
-                    num_total_blocks=load.num_total_blocks,
-                    num_quarantined_blocks=load.num_quarantined_blocks,
-                    sequence=load.sequence,
-                ),
-            )
+            self._on_load(self.key, load_from_proto(frame.load))
 
     def _note_break(self, error: Exception) -> None:
         """The stream broke, or did not come to stand."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from router.pool.members import WorkerKey
 from runtime.errors import TandemError
 from runtime.pb import common_pb2, prefill_pb2
 from runtime.sampling import FinishReason, SamplingParams, finish_reason_after
@@ -164,6 +165,8 @@ class Generation:
         self.cache_salt = cache_salt
         self.timings = RequestTimings(received)
         self.phase = "waiting for a worker"
+        self.workers: tuple[WorkerKey, WorkerKey] | None = None
+        """(prefill, decode) of the latest attempt."""
         self.num_cached_tokens = 0
         self.output_token_ids: list[int] = []
         """Handed over so far, in order."""

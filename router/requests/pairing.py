@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Collection
 
 from router.pool.members import WorkerKey
+from router.pool.readiness import Readiness
 from router.pool.view import FAILURE_COOLDOWN_S, PoolView
 from router.requests.generation import Generation
 from router.routing.policy import NoWorkersError, Pair, PairingPolicy
@@ -24,15 +25,26 @@ LOOK_AGAIN_S = 0.5
 class Pairing:
     """What all choices of a router process pick from. One event loop owns it."""
 
-    def __init__(self, pool: PoolView, policy: PairingPolicy, *, worker_wait_s: float) -> None:
+    def __init__(
+        self,
+        pool: PoolView,
+        policy: PairingPolicy,
+        readiness: Readiness,
+        *,
+        worker_wait_s: float,
+    ) -> None:
         """``worker_wait_s``: how long one waits for a worker that may come back."""
         self._pool = pool
         self._policy = policy
+        self._readiness = readiness
         self.worker_wait_s = worker_wait_s
-        self.was_ready = False
-        """Whether there was ever a pair: then those that are missing may come back."""
         self._changed = asyncio.Event()
         pool.on_change(self._wake)
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether there was ever a pair: then those that are missing may come back."""
+        return self._readiness.was_ready
 
     def pick(self, shape: RequestShape) -> Pair:
         """The best pair now.
@@ -40,9 +52,7 @@ class Pairing:
         Raises:
             NoWorkersError: there is none.
         """
-        pair = self._policy.pick(shape, self._pool)
-        self.was_ready = True
-        return pair
+        return self._policy.pick(shape, self._pool)
 
     async def change(self, timeout_s: float) -> None:
         """Return when a member comes or goes, at the latest after ``timeout_s``."""
@@ -54,9 +64,6 @@ class Pairing:
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-        if not self.was_ready:
-            with contextlib.suppress(NoWorkersError):
-                self.pick(RequestShape())
 
 
 class PairFinder:
@@ -109,14 +116,15 @@ class PairFinder:
         until = self._loop.time() + (pairing.worker_wait_s if waits else 0.0)
         while True:
             try:
-                return pairing.pick(self._shape())
+                return pairing.pick(self.shape())
             except NoWorkersError:
                 left = until - self._loop.time()
                 if left <= 0.0:
                     raise
             await pairing.change(min(left, LOOK_AGAIN_S))
 
-    def _shape(self) -> RequestShape:
+    def shape(self) -> RequestShape:
+        """The request as it is now, with what its attempts say of workers."""
         now, generation = self._loop.time(), self._generation
         return RequestShape(
             num_context_tokens=len(generation.prompt_token_ids) + generation.num_tokens,

@@ -9,11 +9,14 @@ not arrive) moves a request; what was the request's own ends it. See docs/adr/00
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from router.errors import as_tandem_error
-from router.requests.attempt import Attempt, Workers
+from router.pool.readiness import Readiness
+from router.requests.attempt import Attempt, RoomElsewhereError, Workers
 from router.requests.generation import Generation
 from router.requests.pairing import PairFinder, Pairing
+from router.requests.rooms import PATIENCE_GROWTH, PATIENCE_S, Rooms
 from router.requests.time_limits import TimeLimits
 from router.routing.policy import NoWorkersError, Pair, PairingPolicy
 from runtime.budget import Budget
@@ -43,21 +46,39 @@ BACK_OFF_MAX_S = 2.0
 class Pipeline:
     """Drives generations; one per router process."""
 
-    def __init__(self, workers: Workers, policy: PairingPolicy, section: RouterSection) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        policy: PairingPolicy,
+        section: RouterSection,
+        readiness: Readiness,
+    ) -> None:
         self._workers = workers
-        self._pairing = Pairing(workers.pool, policy, worker_wait_s=section.worker_wait_s)
+        wait_s = section.worker_wait_s
+        self._pairing = Pairing(workers.pool, policy, readiness, worker_wait_s=wait_s)
+        self._rooms = Rooms(workers.pool, self._pairing.pick)
         self._section = section
+        self.live: set[Generation] = set()
+        """In the workers' hands, or on their way there."""
 
     async def run(self, generation: Generation) -> None:
         """Drive ``generation`` to its end; every failure but cancellation ends in its mailbox.
 
         Cancelling releases both legs.
         """
+        self.live.add(generation)
+        try:
+            await self._run(generation)
+        finally:
+            self.live.discard(generation)
+
+    async def _run(self, generation: Generation) -> None:
         section = self._section
         limits = TimeLimits(generation, section)
         course = _Course(
             self._workers,
             PairFinder(self._pairing, generation),
+            self._rooms,
             generation,
             budget=limits.request,
             max_migrations=section.max_migrations,
@@ -81,6 +102,7 @@ class _Course:
         self,
         workers: Workers,
         finder: PairFinder,
+        rooms: Rooms,
         generation: Generation,
         *,
         budget: Budget,
@@ -89,6 +111,7 @@ class _Course:
         """``budget`` is the request's in all."""
         self._workers = workers
         self._finder = finder
+        self._rooms = rooms
         self._generation = generation
         self._budget = budget
         self._max_migrations = max_migrations
@@ -96,23 +119,26 @@ class _Course:
         self._num_ended_workers = 0
         self._num_fruitless = 0
         """Attempts in a row in which decode never began."""
+        self._num_attempts = 0
+        self._patience_s = PATIENCE_S
+        self._queued_since: float | None = None
+        """Since when it waits for its prompt's turn, moves to ranks with room included."""
 
     async def run(self) -> None:
         """Return when the last token was handed over; raise what cannot be moved."""
         generation = self._generation
         failure: TandemError | None = None
+        roomy: Pair | None = None
         while True:
-            pair = await self._next_pair(failure)
-            attempt = Attempt(
-                self._workers,
-                generation,
-                pair,
-                number=self._num_migrations,
-                budget=self._budget,
-            )
+            pair, roomy = roomy or await self._next_pair(failure), None
+            attempt = self._attempt(pair)
             try:
                 await attempt.run()
                 return
+            except RoomElsewhereError as move:
+                roomy = move.pair
+                self._note_room(attempt, pair, roomy)
+                continue
             except TandemError as error:
                 if not self._may_move(error):
                     raise
@@ -123,6 +149,19 @@ class _Course:
             if finish is not None:  # all is there, only the word of its end was lost
                 generation.hand_over((), (), finish)
                 return
+
+    def _attempt(self, pair: Pair) -> Attempt:
+        number = self._num_attempts
+        self._num_attempts += 1
+        return Attempt(
+            self._workers,
+            self._generation,
+            pair,
+            number=number,
+            budget=self._budget,
+            seek_room=partial(self._rooms.seek, pair, self._finder.shape, self._patience_s),
+            queued_since=self._queued_since,
+        )
 
     async def _next_pair(self, failure: TandemError | None) -> Pair:
         generation = self._generation
@@ -137,6 +176,7 @@ class _Course:
         except NoWorkersError:
             raise failure from None
         self._num_migrations += 1
+        self._queued_since = None
         generation.timings.num_migrations += 1
         self._workers.metrics.count_migration(failure.code)
         return pair
@@ -148,6 +188,18 @@ class _Course:
             self._num_ended_workers += 1
             return self._num_ended_workers <= MAX_ENDED_WORKERS
         return error.code in OF_THE_PAIR
+
+    def _note_room(self, attempt: Attempt, pair: Pair, roomy: Pair) -> None:
+        """Nobody is to blame, and nothing is counted against the request but its next patience."""
+        self._queued_since = attempt.queued_since
+        self._patience_s *= PATIENCE_GROWTH
+        self._workers.metrics.room_moves.inc()
+        logger.info(
+            "a request moves to a rank with room request_id=%s prefill=%s decode=%s to=%s",
+            attempt.worker_request_id,
+            *pair.keys,
+            roomy.decode.key,
+        )
 
     def _note_loss(self, attempt: Attempt, pair: Pair, error: TandemError) -> None:
         generation = self._generation

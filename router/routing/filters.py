@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from router.pool.members import Role, WorkerKey
+from router.pool.readiness import mismatch
 from router.pool.view import Candidate, PoolView
 from router.routing.request_shape import RequestShape
 
@@ -58,9 +59,5 @@ def why_none(pool: PoolView, shape: RequestShape) -> str:
         left[role] = [c for c in candidates if c.member.key not in avoided]
         if not left[role]:
             return f"every {role.value} worker was tried. Fix: retry in a moment"
-    kinds = {(role.value, *c.member.compatibility[1:]): None for role in Role for c in left[role]}
-    said = "; ".join(f"{role}: layout {layout}, transport {name}" for role, layout, name in kinds)
-    return (
-        f"no prefill worker matches a decode worker ({said}). "
-        "Fix: run both with the same model, kv_dtype, block_size and transport"
-    )
+    kinds = {role: {c.member.compatibility for c in left[role]} for role in Role}
+    return f"{mismatch(kinds)}. Fix: start those that differ with the settings of the others"

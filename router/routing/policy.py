@@ -113,7 +113,7 @@ class PairingPolicy:
 
     def _with_room(self, side: Side, ranks: Sequence[Rank], shape: RequestShape) -> Sequence[Rank]:
         """Of the least suspect ranks those with room for the request at once."""
-        needed = shape.num_context_tokens + shape.expected_output_tokens + 1
+        needed = shape.num_tokens_needed
         best, rooms = min(ranks), side.rooms
         if self._scorer.separable and rooms[best.position] >= needed:
             return [best]  # nobody will ask for another

@@ -32,3 +32,8 @@ class RequestShape:
     excluded: Set[WorkerKey] = frozenset()
     suspects: Set[WorkerKey] = frozenset()
     preferred_prefill: WorkerKey | None = None
+
+    @property
+    def num_tokens_needed(self) -> int:
+        """That a decode rank has to have room for."""
+        return self.num_context_tokens + self.expected_output_tokens + 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime.config.checks import at_least, check_port, one_of
+from runtime.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,10 +18,12 @@ class RouterSection:
     """OpenAI-compatible HTTP; 0: any free port."""
     control_port: int = 8100
     """gRPC registry of workers; 0: any free port."""
+    instances: int = 1
+    """Routers that ``tandem up`` starts, of which any may die; further ones at the next ports."""
     http_processes: int = 1
     max_concurrent_requests: int = 0
     """Choices in flight at once, further requests wait; 0: three quarters of what the decode ranks
-    take on."""
+    take on, divided by the routers that they are registered at."""
     max_choices_per_request: int = 1024
     """Prompts of one request times its ``n``."""
     queue_timeout_s: float = 900.0
@@ -60,6 +63,8 @@ class RouterSection:
     def __post_init__(self) -> None:
         check_port("router.port", self.port)
         check_port("router.control_port", self.control_port)
+        at_least("router.instances", self.instances, 1)
+        self._check_ports_of_all()
         at_least("router.http_processes", self.http_processes, 1)
         at_least("router.max_concurrent_requests", self.max_concurrent_requests, 0)
         at_least("router.max_choices_per_request", self.max_choices_per_request, 1)
@@ -79,3 +84,21 @@ class RouterSection:
         at_least("router.max_mailbox_bytes", self.max_mailbox_bytes, 1024)
         one_of("router.policy", self.policy, ("least-loaded", "round-robin"))
         at_least("router.lease_ttl_s", self.lease_ttl_s, 0.1)
+
+    def numbered(self, index: int) -> RouterSection:
+        """Of router ``index`` of several, from 0."""
+        port = self.port and self.port + index
+        control_port = self.control_port and self.control_port + index
+        return replace(self, port=port, control_port=control_port)
+
+    def _check_ports_of_all(self) -> None:
+        for name in ("port", "control_port"):
+            port = getattr(self, name)
+            if port and port + self.instances - 1 > 65535:
+                problem = f"is followed by too few ports for router.instances = {self.instances}"
+                raise ConfigError(f"router.{name}", port, problem, "a lower one, or 0 for any")
+        distance = abs(self.port - self.control_port)
+        if self.port and self.control_port and 0 < distance < self.instances:
+            problem = f"is within router.instances = {self.instances} of router.port = {self.port}"
+            fix = f"ports that are at least {self.instances} apart"
+            raise ConfigError("router.control_port", self.control_port, problem, fix)

@@ -23,9 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from runtime.pb import common_pb2 as runtime_dot_pb_dot_common__pb2
+from runtime.pb import registry_pb2 as runtime_dot_pb_dot_registry__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17runtime/pb/decode.proto\x12\ttandem.v1\x1a\x17runtime/pb/common.proto\"\xcd\x01\n\x0cPeerEndpoint\x12)\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\x0c\x12\x17\n\x0fkv_region_bytes\x18\x04 \x01(\x04\x12\x1d\n\x15metadata_region_bytes\x18\x05 \x01(\x04\x12\x1b\n\x13metadata_slot_bytes\x18\x06 \x01(\r\x12\x18\n\x10\x66\x65nce_generation\x18\x07 \x01(\x04\"\xa5\x02\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x1d\n\x11\x63ontext_token_ids\x18\x03 \x03(\x05\x42\x02\x10\x01\x12\x19\n\x11num_output_tokens\x18\x04 \x01(\r\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12*\n\x07prefill\x18\x07 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x17\n\x0fprefill_address\x18\x08 \x01(\t\x12\x19\n\x11num_prefill_ranks\x18\t \x01(\r\x12\x12\n\ncache_salt\x18\n \x01(\t\"m\n\x0fReserveResponse\x12-\n\x0breservation\x18\x01 \x01(\x0b\x32\x16.tandem.v1.ReservationH\x00\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tandem.v1.ErrorH\x00\x42\x08\n\x06result\"s\n\x0bReservation\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x03 \x01(\t\x12\r\n\x05nonce\x18\x04 \x01(\x06\"\xbb\x02\n\x0c\x43laimRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x06\x12)\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12*\n\x07prefill\x18\x04 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x19\n\x11num_prefill_ranks\x18\x05 \x01(\r\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x07 \x01(\t\x12\x1a\n\x12layout_description\x18\x08 \x01(\t\x12\x1b\n\x13metadata_slot_bytes\x18\t \x01(\r\x12\x14\n\x0chas_endpoint\x18\n \x01(\x08\x12\x18\n\x10\x66\x65nce_generation\x18\x0b \x01(\x04\"\x94\x01\n\rClaimResponse\x12+\n\x06ticket\x18\x01 \x01(\x0b\x32\x19.tandem.v1.TransferTicketH\x00\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tandem.v1.ErrorH\x00\x12)\n\x08\x65ndpoint\x18\x03 \x01(\x0b\x32\x17.tandem.v1.PeerEndpointB\x08\n\x06result\"\xd4\x01\n\x0eTransferTicket\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\r\n\x05nonce\x18\x03 \x01(\x06\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x15\n\tblock_ids\x18\x05 \x03(\rB\x02\x10\x01\x12\x15\n\rmetadata_slot\x18\x06 \x01(\r\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x12\x18\n\x10\x66\x65nce_generation\x18\x08 \x01(\x04\"g\n\x13RenewTicketsRequest\x12*\n\x07prefill\x18\x01 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x02 \x01(\x04\x12\x0e\n\x06nonces\x18\x03 \x03(\x06\"\'\n\x14RenewTicketsResponse\x12\x0f\n\x07unknown\x18\x01 \x03(\x06\"\x83\x01\n\x13\x43loseTicketsRequest\x12*\n\x07prefill\x18\x01 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x02 \x01(\x04\x12*\n\x08\x63losures\x18\x03 \x03(\x0b\x32\x18.tandem.v1.TicketClosure\"Y\n\rTicketClosure\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x06\x12%\n\x05parts\x18\x03 \x03(\x0b\x32\x16.tandem.v1.PartClosure\"\xb0\x01\n\x0bPartClosure\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12)\n\x07outcome\x18\x02 \x01(\x0e\x32\x18.tandem.v1.TicketOutcome\x12\x1f\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Error\x12#\n\x07timings\x18\x04 \x01(\x0b\x32\x12.tandem.v1.Timings\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07\x64rained\x18\x06 \x01(\x08\"H\n\x14\x43loseTicketsResponse\x12\x1f\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Error\x12\x0f\n\x07unknown\x18\x02 \x03(\x06\"2\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05known\x18\x01 \x01(\x08\"J\n\rFramesRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12&\n\x06resume\x18\x02 \x03(\x0b\x32\x16.tandem.v1.ResumePoint\"5\n\x0bResumePoint\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnext_index\x18\x02 \x01(\r\"~\n\x05\x46rame\x12)\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12%\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x15.tandem.v1.TokenDelta\x12#\n\x04load\x18\x03 \x01(\x0b\x32\x15.tandem.v1.LoadReport\"\x8c\x02\n\nTokenDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0bstart_index\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\x05\x42\x02\x10\x01\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.tandem.v1.PositionLogprobs\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x10.tandem.v1.Error\x12#\n\x07timings\x18\x07 \x01(\x0b\x32\x12.tandem.v1.Timings\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\r\"\xad\x01\n\nLoadReport\x12\x1c\n\x14num_requests_running\x18\x01 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x03 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x04 \x01(\r\x12\x1e\n\x16num_quarantined_blocks\x18\x05 \x01(\r\x12\x10\n\x08sequence\x18\x06 \x01(\x04*\xa0\x01\n\rTicketOutcome\x12\x1e\n\x1aTICKET_OUTCOME_UNSPECIFIED\x10\x00\x12\x17\n\x13TICKET_OUTCOME_SENT\x10\x01\x12\x1d\n\x19TICKET_OUTCOME_NOT_NEEDED\x10\x02\x12\x1c\n\x18TICKET_OUTCOME_ABANDONED\x10\x03\x12\x19\n\x15TICKET_OUTCOME_FAILED\x10\x04\x32\xd8\x03\n\x06\x44\x65\x63ode\x12@\n\x07Reserve\x12\x19.tandem.v1.ReserveRequest\x1a\x1a.tandem.v1.ReserveResponse\x12:\n\x05\x43laim\x12\x17.tandem.v1.ClaimRequest\x1a\x18.tandem.v1.ClaimResponse\x12O\n\x0cRenewTickets\x12\x1e.tandem.v1.RenewTicketsRequest\x1a\x1f.tandem.v1.RenewTicketsResponse\x12O\n\x0c\x43loseTickets\x12\x1e.tandem.v1.CloseTicketsRequest\x1a\x1f.tandem.v1.CloseTicketsResponse\x12:\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x18.tandem.v1.AbortResponse\x12\x36\n\x06\x46rames\x12\x18.tandem.v1.FramesRequest\x1a\x10.tandem.v1.Frame0\x01\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17runtime/pb/decode.proto\x12\ttandem.v1\x1a\x17runtime/pb/common.proto\x1a\x19runtime/pb/registry.proto\"\xcd\x01\n\x0cPeerEndpoint\x12)\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\x0c\x12\x17\n\x0fkv_region_bytes\x18\x04 \x01(\x04\x12\x1d\n\x15metadata_region_bytes\x18\x05 \x01(\x04\x12\x1b\n\x13metadata_slot_bytes\x18\x06 \x01(\r\x12\x18\n\x10\x66\x65nce_generation\x18\x07 \x01(\x04\"\xa5\x02\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x1d\n\x11\x63ontext_token_ids\x18\x03 \x03(\x05\x42\x02\x10\x01\x12\x19\n\x11num_output_tokens\x18\x04 \x01(\r\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12*\n\x07prefill\x18\x07 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x17\n\x0fprefill_address\x18\x08 \x01(\t\x12\x19\n\x11num_prefill_ranks\x18\t \x01(\r\x12\x12\n\ncache_salt\x18\n \x01(\t\"m\n\x0fReserveResponse\x12-\n\x0breservation\x18\x01 \x01(\x0b\x32\x16.tandem.v1.ReservationH\x00\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tandem.v1.ErrorH\x00\x42\x08\n\x06result\"s\n\x0bReservation\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x03 \x01(\t\x12\r\n\x05nonce\x18\x04 \x01(\x06\"\xbb\x02\n\x0c\x43laimRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x06\x12)\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12*\n\x07prefill\x18\x04 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x19\n\x11num_prefill_ranks\x18\x05 \x01(\r\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x07 \x01(\t\x12\x1a\n\x12layout_description\x18\x08 \x01(\t\x12\x1b\n\x13metadata_slot_bytes\x18\t \x01(\r\x12\x14\n\x0chas_endpoint\x18\n \x01(\x08\x12\x18\n\x10\x66\x65nce_generation\x18\x0b \x01(\x04\"\x94\x01\n\rClaimResponse\x12+\n\x06ticket\x18\x01 \x01(\x0b\x32\x19.tandem.v1.TransferTicketH\x00\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tandem.v1.ErrorH\x00\x12)\n\x08\x65ndpoint\x18\x03 \x01(\x0b\x32\x17.tandem.v1.PeerEndpointB\x08\n\x06result\"\xd4\x01\n\x0eTransferTicket\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\r\n\x05nonce\x18\x03 \x01(\x06\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x15\n\tblock_ids\x18\x05 \x03(\rB\x02\x10\x01\x12\x15\n\rmetadata_slot\x18\x06 \x01(\r\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x12\x18\n\x10\x66\x65nce_generation\x18\x08 \x01(\x04\"g\n\x13RenewTicketsRequest\x12*\n\x07prefill\x18\x01 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x02 \x01(\x04\x12\x0e\n\x06nonces\x18\x03 \x03(\x06\"\'\n\x14RenewTicketsResponse\x12\x0f\n\x07unknown\x18\x01 \x03(\x06\"\x83\x01\n\x13\x43loseTicketsRequest\x12*\n\x07prefill\x18\x01 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x02 \x01(\x04\x12*\n\x08\x63losures\x18\x03 \x03(\x0b\x32\x18.tandem.v1.TicketClosure\"Y\n\rTicketClosure\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x06\x12%\n\x05parts\x18\x03 \x03(\x0b\x32\x16.tandem.v1.PartClosure\"\xb0\x01\n\x0bPartClosure\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12)\n\x07outcome\x18\x02 \x01(\x0e\x32\x18.tandem.v1.TicketOutcome\x12\x1f\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Error\x12#\n\x07timings\x18\x04 \x01(\x0b\x32\x12.tandem.v1.Timings\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07\x64rained\x18\x06 \x01(\x08\"H\n\x14\x43loseTicketsResponse\x12\x1f\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Error\x12\x0f\n\x07unknown\x18\x02 \x03(\x06\"O\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x1b\n\x13only_without_ticket\x18\x03 \x01(\x08\"\x1e\n\rAbortResponse\x12\r\n\x05known\x18\x01 \x01(\x08\"J\n\rFramesRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12&\n\x06resume\x18\x02 \x03(\x0b\x32\x16.tandem.v1.ResumePoint\"5\n\x0bResumePoint\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnext_index\x18\x02 \x01(\r\"\x84\x01\n\x05\x46rame\x12)\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12%\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x15.tandem.v1.TokenDelta\x12#\n\x04load\x18\x04 \x01(\x0b\x32\x15.tandem.v1.WorkerLoadJ\x04\x08\x03\x10\x04\"\x8c\x02\n\nTokenDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0bstart_index\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\x05\x42\x02\x10\x01\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.tandem.v1.PositionLogprobs\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x10.tandem.v1.Error\x12#\n\x07timings\x18\x07 \x01(\x0b\x32\x12.tandem.v1.Timings\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\r*\xa0\x01\n\rTicketOutcome\x12\x1e\n\x1aTICKET_OUTCOME_UNSPECIFIED\x10\x00\x12\x17\n\x13TICKET_OUTCOME_SENT\x10\x01\x12\x1d\n\x19TICKET_OUTCOME_NOT_NEEDED\x10\x02\x12\x1c\n\x18TICKET_OUTCOME_ABANDONED\x10\x03\x12\x19\n\x15TICKET_OUTCOME_FAILED\x10\x04\x32\xd8\x03\n\x06\x44\x65\x63ode\x12@\n\x07Reserve\x12\x19.tandem.v1.ReserveRequest\x1a\x1a.tandem.v1.ReserveResponse\x12:\n\x05\x43laim\x12\x17.tandem.v1.ClaimRequest\x1a\x18.tandem.v1.ClaimResponse\x12O\n\x0cRenewTickets\x12\x1e.tandem.v1.RenewTicketsRequest\x1a\x1f.tandem.v1.RenewTicketsResponse\x12O\n\x0c\x43loseTickets\x12\x1e.tandem.v1.CloseTicketsRequest\x1a\x1f.tandem.v1.CloseTicketsResponse\x12:\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x18.tandem.v1.AbortResponse\x12\x36\n\x06\x46rames\x12\x18.tandem.v1.FramesRequest\x1a\x10.tandem.v1.Frame0\x01\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,48 +39,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRANSFERTICKET'].fields_by_name['block_ids']._serialized_options = b'\020\001'
   _globals['_TOKENDELTA'].fields_by_name['token_ids']._loaded_options = None
   _globals['_TOKENDELTA'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_TICKETOUTCOME']._serialized_start=2894
-  _globals['_TICKETOUTCOME']._serialized_end=3054
-  _globals['_PEERENDPOINT']._serialized_start=64
-  _globals['_PEERENDPOINT']._serialized_end=269
-  _globals['_RESERVEREQUEST']._serialized_start=272
-  _globals['_RESERVEREQUEST']._serialized_end=565
-  _globals['_RESERVERESPONSE']._serialized_start=567
-  _globals['_RESERVERESPONSE']._serialized_end=676
-  _globals['_RESERVATION']._serialized_start=678
-  _globals['_RESERVATION']._serialized_end=793
-  _globals['_CLAIMREQUEST']._serialized_start=796
-  _globals['_CLAIMREQUEST']._serialized_end=1111
-  _globals['_CLAIMRESPONSE']._serialized_start=1114
-  _globals['_CLAIMRESPONSE']._serialized_end=1262
-  _globals['_TRANSFERTICKET']._serialized_start=1265
-  _globals['_TRANSFERTICKET']._serialized_end=1477
-  _globals['_RENEWTICKETSREQUEST']._serialized_start=1479
-  _globals['_RENEWTICKETSREQUEST']._serialized_end=1582
-  _globals['_RENEWTICKETSRESPONSE']._serialized_start=1584
-  _globals['_RENEWTICKETSRESPONSE']._serialized_end=1623
-  _globals['_CLOSETICKETSREQUEST']._serialized_start=1626
-  _globals['_CLOSETICKETSREQUEST']._serialized_end=1757
-  _globals['_TICKETCLOSURE']._serialized_start=1759
-  _globals['_TICKETCLOSURE']._serialized_end=1848
-  _globals['_PARTCLOSURE']._serialized_start=1851
-  _globals['_PARTCLOSURE']._serialized_end=2027
-  _globals['_CLOSETICKETSRESPONSE']._serialized_start=2029
-  _globals['_CLOSETICKETSRESPONSE']._serialized_end=2101
-  _globals['_ABORTREQUEST']._serialized_start=2103
-  _globals['_ABORTREQUEST']._serialized_end=2153
-  _globals['_ABORTRESPONSE']._serialized_start=2155
-  _globals['_ABORTRESPONSE']._serialized_end=2185
-  _globals['_FRAMESREQUEST']._serialized_start=2187
-  _globals['_FRAMESREQUEST']._serialized_end=2261
-  _globals['_RESUMEPOINT']._serialized_start=2263
-  _globals['_RESUMEPOINT']._serialized_end=2316
-  _globals['_FRAME']._serialized_start=2318
-  _globals['_FRAME']._serialized_end=2444
-  _globals['_TOKENDELTA']._serialized_start=2447
-  _globals['_TOKENDELTA']._serialized_end=2715
-  _globals['_LOADREPORT']._serialized_start=2718
-  _globals['_LOADREPORT']._serialized_end=2891
-  _globals['_DECODE']._serialized_start=3057
-  _globals['_DECODE']._serialized_end=3529
+  _globals['_TICKETOUTCOME']._serialized_start=2781
+  _globals['_TICKETOUTCOME']._serialized_end=2941
+  _globals['_PEERENDPOINT']._serialized_start=91
+  _globals['_PEERENDPOINT']._serialized_end=296
+  _globals['_RESERVEREQUEST']._serialized_start=299
+  _globals['_RESERVEREQUEST']._serialized_end=592
+  _globals['_RESERVERESPONSE']._serialized_start=594
+  _globals['_RESERVERESPONSE']._serialized_end=703
+  _globals['_RESERVATION']._serialized_start=705
+  _globals['_RESERVATION']._serialized_end=820
+  _globals['_CLAIMREQUEST']._serialized_start=823
+  _globals['_CLAIMREQUEST']._serialized_end=1138
+  _globals['_CLAIMRESPONSE']._serialized_start=1141
+  _globals['_CLAIMRESPONSE']._serialized_end=1289
+  _globals['_TRANSFERTICKET']._serialized_start=1292
+  _globals['_TRANSFERTICKET']._serialized_end=1504
+  _globals['_RENEWTICKETSREQUEST']._serialized_start=1506
+  _globals['_RENEWTICKETSREQUEST']._serialized_end=1609
+  _globals['_RENEWTICKETSRESPONSE']._serialized_start=1611
+  _globals['_RENEWTICKETSRESPONSE']._serialized_end=1650
+  _globals['_CLOSETICKETSREQUEST']._serialized_start=1653
+  _globals['_CLOSETICKETSREQUEST']._serialized_end=1784
+  _globals['_TICKETCLOSURE']._serialized_start=1786
+  _globals['_TICKETCLOSURE']._serialized_end=1875
+  _globals['_PARTCLOSURE']._serialized_start=1878
+  _globals['_PARTCLOSURE']._serialized_end=2054
+  _globals['_CLOSETICKETSRESPONSE']._serialized_start=2056
+  _globals['_CLOSETICKETSRESPONSE']._serialized_end=2128
+  _globals['_ABORTREQUEST']._serialized_start=2130
+  _globals['_ABORTREQUEST']._serialized_end=2209
+  _globals['_ABORTRESPONSE']._serialized_start=2211
+  _globals['_ABORTRESPONSE']._serialized_end=2241
+  _globals['_FRAMESREQUEST']._serialized_start=2243
+  _globals['_FRAMESREQUEST']._serialized_end=2317
+  _globals['_RESUMEPOINT']._serialized_start=2319
+  _globals['_RESUMEPOINT']._serialized_end=2372
+  _globals['_FRAME']._serialized_start=2375
+  _globals['_FRAME']._serialized_end=2507
+  _globals['_TOKENDELTA']._serialized_start=2510
+  _globals['_TOKENDELTA']._serialized_end=2778
+  _globals['_DECODE']._serialized_start=2944
+  _globals['_DECODE']._serialized_end=3416
 # @@protoc_insertion_point(module_scope)

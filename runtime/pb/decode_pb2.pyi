@@ -1,4 +1,5 @@
 from runtime.pb import common_pb2 as _common_pb2
+from runtime.pb import registry_pb2 as _registry_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -200,12 +201,14 @@ class CloseTicketsResponse(_message.Message):
     def __init__(self, error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., unknown: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("request_id", "reason")
+    __slots__ = ("request_id", "reason", "only_without_ticket")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    ONLY_WITHOUT_TICKET_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     reason: str
-    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    only_without_ticket: bool
+    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ..., only_without_ticket: bool = ...) -> None: ...
 
 class AbortResponse(_message.Message):
     __slots__ = ("known",)
@@ -236,8 +239,8 @@ class Frame(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     decode: _common_pb2.WorkerIdentity
     deltas: _containers.RepeatedCompositeFieldContainer[TokenDelta]
-    load: LoadReport
-    def __init__(self, decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ...) -> None: ...
+    load: _registry_pb2.WorkerLoad
+    def __init__(self, decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., load: _Optional[_Union[_registry_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
     __slots__ = ("request_id", "start_index", "token_ids", "logprobs", "finish_reason", "error", "timings", "num_cached_tokens")
@@ -258,19 +261,3 @@ class TokenDelta(_message.Message):
     timings: _common_pb2.Timings
     num_cached_tokens: int
     def __init__(self, request_id: _Optional[str] = ..., start_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
-
-class LoadReport(_message.Message):
-    __slots__ = ("num_requests_running", "num_requests_waiting", "num_free_blocks", "num_total_blocks", "num_quarantined_blocks", "sequence")
-    NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
-    NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
-    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    num_requests_running: int
-    num_requests_waiting: int
-    num_free_blocks: int
-    num_total_blocks: int
-    num_quarantined_blocks: int
-    sequence: int
-    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...

@@ -1,5 +1,6 @@
 from runtime.pb import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -7,8 +8,19 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class DepartureReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DEPARTURE_REASON_UNSPECIFIED: _ClassVar[DepartureReason]
+    DEPARTURE_REASON_LEFT: _ClassVar[DepartureReason]
+    DEPARTURE_REASON_LOST: _ClassVar[DepartureReason]
+    DEPARTURE_REASON_REPLACED: _ClassVar[DepartureReason]
+DEPARTURE_REASON_UNSPECIFIED: DepartureReason
+DEPARTURE_REASON_LEFT: DepartureReason
+DEPARTURE_REASON_LOST: DepartureReason
+DEPARTURE_REASON_REPLACED: DepartureReason
+
 class WorkerRecord(_message.Message):
-    __slots__ = ("identity", "role", "address", "num_ranks", "model", "max_model_len", "layout_fingerprint", "transport", "block_size", "draining", "metrics_address", "pid", "num_parts", "started_ms", "max_num_requests")
+    __slots__ = ("identity", "role", "address", "num_ranks", "model", "max_model_len", "layout_fingerprint", "transport", "block_size", "draining", "metrics_address", "pid", "num_parts", "started_ms", "max_num_requests", "num_routers")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +36,7 @@ class WorkerRecord(_message.Message):
     NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
     STARTED_MS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
     identity: _common_pb2.WorkerIdentity
     role: _common_pb2.Role
     address: str
@@ -39,10 +52,11 @@ class WorkerRecord(_message.Message):
     num_parts: int
     started_ms: int
     max_num_requests: int
-    def __init__(self, identity: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., layout_fingerprint: _Optional[str] = ..., transport: _Optional[str] = ..., block_size: _Optional[int] = ..., draining: bool = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., num_parts: _Optional[int] = ..., started_ms: _Optional[int] = ..., max_num_requests: _Optional[int] = ...) -> None: ...
+    num_routers: int
+    def __init__(self, identity: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., layout_fingerprint: _Optional[str] = ..., transport: _Optional[str] = ..., block_size: _Optional[int] = ..., draining: bool = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., num_parts: _Optional[int] = ..., started_ms: _Optional[int] = ..., max_num_requests: _Optional[int] = ..., num_routers: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_requests_running", "num_requests_waiting", "num_tokens_waiting", "num_free_blocks", "num_total_blocks", "num_quarantined_blocks", "sequence")
+    __slots__ = ("num_requests_running", "num_requests_waiting", "num_tokens_waiting", "num_free_blocks", "num_total_blocks", "num_quarantined_blocks", "sequence", "num_requests_blocked", "num_tokens_done", "num_steps_done", "received", "clock_s")
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +64,11 @@ class WorkerLoad(_message.Message):
     NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_BLOCKED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_DONE_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_DONE_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_S_FIELD_NUMBER: _ClassVar[int]
     num_requests_running: int
     num_requests_waiting: int
     num_tokens_waiting: int
@@ -57,7 +76,20 @@ class WorkerLoad(_message.Message):
     num_total_blocks: int
     num_quarantined_blocks: int
     sequence: int
-    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_tokens_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
+    num_requests_blocked: int
+    num_tokens_done: int
+    num_steps_done: int
+    received: _containers.RepeatedCompositeFieldContainer[PeerBytes]
+    clock_s: float
+    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_tokens_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., sequence: _Optional[int] = ..., num_requests_blocked: _Optional[int] = ..., num_tokens_done: _Optional[int] = ..., num_steps_done: _Optional[int] = ..., received: _Optional[_Iterable[_Union[PeerBytes, _Mapping]]] = ..., clock_s: _Optional[float] = ...) -> None: ...
+
+class PeerBytes(_message.Message):
+    __slots__ = ("peer", "num_bytes")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    num_bytes: int
+    def __init__(self, peer: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("worker", "load")
@@ -80,14 +112,16 @@ class RegisterResponse(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., lease_ttl_s: _Optional[float] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., superseded: bool = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("lease_id", "load", "draining")
+    __slots__ = ("lease_id", "load", "draining", "num_routers")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     load: WorkerLoad
     draining: bool
-    def __init__(self, lease_id: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: bool = ...) -> None: ...
+    num_routers: int
+    def __init__(self, lease_id: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: bool = ..., num_routers: _Optional[int] = ...) -> None: ...
 
 class RenewResponse(_message.Message):
     __slots__ = ("known",)
@@ -120,9 +154,21 @@ class PoolMember(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerRecord, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class PoolSnapshot(_message.Message):
-    __slots__ = ("version", "members")
+    __slots__ = ("version", "members", "departures")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    DEPARTURES_FIELD_NUMBER: _ClassVar[int]
     version: int
     members: _containers.RepeatedCompositeFieldContainer[PoolMember]
-    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[PoolMember, _Mapping]]] = ...) -> None: ...
+    departures: _containers.RepeatedCompositeFieldContainer[Departure]
+    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[PoolMember, _Mapping]]] = ..., departures: _Optional[_Iterable[_Union[Departure, _Mapping]]] = ...) -> None: ...
+
+class Departure(_message.Message):
+    __slots__ = ("number", "identity", "reason")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    identity: _common_pb2.WorkerIdentity
+    reason: DepartureReason
+    def __init__(self, number: _Optional[int] = ..., identity: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., reason: _Optional[_Union[DepartureReason, str]] = ...) -> None: ...

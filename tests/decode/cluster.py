@@ -406,7 +406,7 @@ class DecodeCluster:
             while (await self.counts()).get(status.value) != count:
                 await asyncio.sleep(0.005)
 
-    async def load(self) -> decode_pb2.LoadReport:
+    async def load(self) -> registry_pb2.WorkerLoad:
         """As the worker's latest step left it."""
         await self.driver._bridge.num_live()
         await asyncio.sleep(0.002)

@@ -24,7 +24,7 @@ from engine.runner import StepResult
 from engine.sampling.inputs import SampledToken
 from runtime.endings import RankName
 from runtime.lifecycle import DecodeStatus
-from runtime.pb import decode_pb2
+from runtime.pb import registry_pb2
 from runtime.sampling import FinishReason, SamplingParams, finish_reason_after
 from tests.decode.helpers import BLOCK_SIZE
 from tests.decode.test_rank import Bench
@@ -211,7 +211,7 @@ class OverlapBench:
         options = LoopOptions(name=name, step="decode", max_ahead=max_ahead)
         self.loop = EngineLoop(steps, lockstep or SoloLockstep(), options)
 
-    def _publish(self, news: Mapping[str, list[Delta]], load: decode_pb2.LoadReport) -> None:
+    def _publish(self, news: Mapping[str, list[Delta]], load: registry_pb2.WorkerLoad) -> None:
         for deltas in news.values():
             for delta in deltas:
                 if not delta.is_silent:

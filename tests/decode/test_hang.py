@@ -17,7 +17,7 @@ from engine.request import ScheduledRequest
 from engine.runner import StepResult
 from runtime.endings import RankName
 from runtime.errors import DrainingError, InternalError, PeerLostError
-from runtime.pb import decode_pb2
+from runtime.pb import registry_pb2
 from runtime.sampling import FinishReason
 from runtime.watchdog import StepOverdueError, WatchdogOptions
 from tests.decode.test_loop import FakePending, FakeRunner
@@ -87,7 +87,7 @@ def test_a_step_that_never_ends_is_given_up(where: str, is_group: bool) -> None:
     deltas: list[Delta] = []
     aborted = threading.Event()
 
-    def publish(news: Mapping[str, list[Delta]], load: decode_pb2.LoadReport) -> None:
+    def publish(news: Mapping[str, list[Delta]], load: registry_pb2.WorkerLoad) -> None:
         deltas.extend(delta for some in news.values() for delta in some)
 
     name = RankName(instance="decode-0", num_ranks=2 if is_group else 1)

@@ -25,7 +25,7 @@ from runtime.errors import (
     PeerLostError,
     TandemError,
 )
-from runtime.pb import decode_pb2
+from runtime.pb import registry_pb2
 from runtime.sampling import FinishReason
 from tests.decode.test_rank import Bench
 from worker.step_driver import LoopOptions
@@ -114,7 +114,7 @@ class Driver:
         )
         self.ended = self.loop.ended
 
-    def _publish(self, news: Mapping[str, list[Delta]], load: decode_pb2.LoadReport) -> None:
+    def _publish(self, news: Mapping[str, list[Delta]], load: registry_pb2.WorkerLoad) -> None:
         assert threading.current_thread().name == "engine-loop"
         assert load.num_total_blocks == 12
         self.deltas += [delta for deltas in news.values() for delta in deltas]

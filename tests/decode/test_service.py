@@ -152,6 +152,30 @@ async def test_a_claim_waits_for_blocks() -> None:
         await cluster.wait_empty()
 
 
+async def test_a_request_without_ticket_can_leave_and_one_with_ticket_stays() -> None:
+    async with run_cluster(num_blocks=6) as cluster:
+
+        async def leaves(request_id: str) -> bool:
+            request = decode_pb2.AbortRequest(request_id=request_id, only_without_ticket=True)
+            return (await cluster.stub.Abort(request)).known
+
+        holder = await cluster.reserve("holder", PROMPT)
+        assert (await cluster.load()).num_requests_blocked == 0
+        claim = await cluster.claim("late", PROMPT)
+        await cluster.wait_for(DecodeStatus.CLAIMED)
+        await cluster.place(cluster.request("reserved", PROMPT))
+        assert (await cluster.load()).num_requests_blocked == 1
+        assert not await leaves("holder")
+        assert await leaves("reserved")
+        assert await leaves("late")
+        assert not await leaves("late"), "it has left"
+        assert (await claim).error.code == common_pb2.ERROR_CODE_CANCELLED
+        assert (await cluster.load()).num_requests_blocked == 0
+        token = cluster.prefill.run(holder, PROMPT)
+        assert [token, *await cluster.router.tokens_of("holder")] == expected_output(PROMPT, 8)
+        await cluster.wait_empty()
+
+
 async def test_a_cancelled_claim_gives_back_its_turn_and_can_be_made_again() -> None:
     async with run_cluster(num_blocks=6) as cluster:
         holder = await cluster.reserve("holder", PROMPT)

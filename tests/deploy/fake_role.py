@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import os
 import secrets
 import signal
@@ -158,6 +159,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=0)
     for name in ("--rendezvous", "--router", "--host", "--advertise", "--grace"):
         parser.add_argument(name, default="")
+    parser.add_argument("--index", type=int, default=0)
     return parser.parse_args()
 
 
@@ -169,6 +171,7 @@ async def main() -> None:
         logger.error("this device is on fire")
         sys.exit(3)
     config = load_config(arguments.config)
+    config = dataclasses.replace(config, router=config.router.numbered(arguments.index))
     arguments.is_late = fault == "last-rank-is-late" and arguments.rank > 0
     stop = asyncio.Event()
     act = (lambda: None) if fault == "ignore-sigterm" else stop.set

@@ -49,12 +49,14 @@ def fake_entrypoints() -> dict[Role, tuple[str, ...]]:
     return {role: (sys.executable, "-m", module, role.value) for role in Role}
 
 
-def fake_config(folder: Path, *, prefill_tp: int = 1, decode_dp: int = 1) -> ClusterConfig:
+def fake_config(
+    folder: Path, *, prefill_tp: int = 1, decode_dp: int = 1, routers: int = 1
+) -> ClusterConfig:
     """A resolved configuration with free ports; its run directory is in ``folder``."""
     base = ClusterConfig(
         cluster=ClusterSection(name="fake", run_dir=str(folder)),
         model=ModelSection(path=str(write_model(folder)), name="fake-model"),
-        router=RouterSection(port=0, control_port=0),
+        router=RouterSection(port=0, control_port=0, instances=routers),
     )
     return resolve_config(
         dataclasses.replace(

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from deploy.checks import (
-    BUNDLED_MODEL,
     check_config,
     check_ports,
     count_devices,
     resolve_config,
 )
+from deploy.model_folder import BUNDLED_MODEL
 from deploy.ports import free_port
 from runtime.config import ClusterConfig
 from runtime.errors import ConfigError

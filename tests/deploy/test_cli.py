@@ -45,7 +45,10 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_commands_are_these() -> None:
     text = build_parser().format_help()
-    for command in ("up", "status", "generate", "drain", "down", "validate", "model", "bench"):
+    for command in (
+        *("up", "status", "generate", "drain", "down", "validate", "model", "bench"),
+        *("worker", "router"),
+    ):
         assert f"\n    {command} " in text
 
 

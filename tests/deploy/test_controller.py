@@ -131,6 +131,19 @@ async def test_a_killed_process_comes_back_with_its_instance(tmp_path: Path, vic
     assert find_processes(run.context.run_id) == []
 
 
+async def test_a_router_that_is_killed_comes_back_beside_the_other(tmp_path: Path) -> None:
+    run = Run(tmp_path, routers=2)
+    async with run.running():
+        for victim in ("router-1", "router"):
+            before = dict(run.processes)
+            os.kill(before[victim].pid, signal.SIGKILL)
+            await until(lambda before=before, victim=victim: _is_back(run, before, victim))
+            others = set(before) - {victim}
+            assert all(run.processes[name].pid == before[name].pid for name in others)
+        assert {process.num_restarts for process in run.processes.values()} == {0, 1}
+    assert find_processes(run.context.run_id) == []
+
+
 async def test_an_instance_that_others_stop_may_finish_and_comes_back_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

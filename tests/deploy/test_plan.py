@@ -99,6 +99,22 @@ def test_ranks_are_counted_by_host() -> None:
     assert local_ranks(("b", "b", "a", "b", "a")) == (0, 1, 0, 2, 1)
 
 
+def test_further_routers_are_at_the_next_ports_and_workers_know_all(tmp_path: Path) -> None:
+    config = fake_config(tmp_path, routers=2)
+    context = fake_context(config, tmp_path)
+    first, second, prefill, _ = plan_instances(config)
+    assert (first.name, second.name) == ("router", "router-1")
+    port, control_port = config.router.port, config.router.control_port
+    assert context.endpoints == tuple(f"http://127.0.0.1:{port + n}/v1" for n in (0, 1))
+    assert context.endpoint == context.endpoints[0]
+    routers = ",".join(f"127.0.0.1:{control_port + n}" for n in (0, 1))
+    (worker,) = process_specs(prefill, context, places("127.0.0.1"))
+    assert f"--router {routers} " in " ".join(worker.command)
+    (router,) = process_specs(second, context, places("127.0.0.1"))
+    assert router.command[-2:] == ("--index", "1")
+    assert config.router.numbered(1).port == port + 1
+
+
 def test_registered_ranks() -> None:
     config = ClusterConfig(prefill=PrefillSection(tp=4), decode=DecodeSection(dp=2))
     router, prefill, decode = plan_instances(config)

@@ -23,7 +23,7 @@ from typing import Any
 
 from deploy.engine_bench.launcher import NO_MULTICAST
 from deploy.pair_bench.cluster import rotate, visible_devices
-from deploy.ports import free_port
+from deploy.ports import free_port, free_ports
 from runtime.config import ClusterConfig
 from runtime.config_file import dump_config
 from runtime.net import Credentials
@@ -67,8 +67,11 @@ class Cluster:
             modules: run in the place of a role's own, by role.
             grace_s: `--grace` of the workers; None for their own.
         """
+        number = config.router.instances
         router = dataclasses.replace(
-            config.router, port=free_port("127.0.0.1"), control_port=free_port("127.0.0.1")
+            config.router,
+            port=free_ports("127.0.0.1", number),
+            control_port=free_ports("127.0.0.1", number),
         )
         self.config = dataclasses.replace(config, router=router)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -96,8 +99,9 @@ class Cluster:
 
     @property
     def control_address(self) -> str:
-        """Of the router's registry."""
-        return f"{self.address_of('router')}:{self.config.router.control_port}"
+        """Of the routers' registries, with commas between."""
+        host, first = self.address_of("router"), self.config.router.control_port
+        return ",".join(f"{host}:{first + n}" for n in range(self.config.router.instances))
 
     @property
     def credentials(self) -> Credentials:
@@ -106,15 +110,22 @@ class Cluster:
 
     @property
     def base_url(self) -> str:
-        """Of the router's HTTP."""
-        return f"http://{self.address_of('router')}:{self.config.router.port}"
+        """Of the first router's HTTP."""
+        return self.base_urls[0]
+
+    @property
+    def base_urls(self) -> list[str]:
+        """Of all routers."""
+        host, first = self.address_of("router"), self.config.router.port
+        return [f"http://{host}:{first + n}" for n in range(self.config.router.instances)]
 
     def __enter__(self) -> Cluster:
         self._folder.mkdir(parents=True, exist_ok=True)
         cluster = dataclasses.replace(self.config.cluster, host=self.address_of("router"))
         self._file.write_text(dump_config(dataclasses.replace(self.config, cluster=cluster)))
         try:
-            self._start("router", ["router", "--config", str(self._file)])
+            for index in range(self.config.router.instances):
+                self.start_router(index)
             for index in range(self.config.prefill.instances):
                 self.start_instance("prefill", index)
             for index in range(self.config.decode.instances):
@@ -127,6 +138,11 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def start_router(self, index: int) -> None:
+        """Start one of the routers."""
+        command = ["router", "--config", str(self._file), "--index", str(index)]
+        self._start(f"router-{index}" if index else "router", command)
 
     def start_instance(self, role: str, index: int) -> None:
         """Start all ranks of one instance."""
@@ -177,18 +193,19 @@ class Cluster:
                 raise AssertionError(f"{name} exited {process.returncode}:\n{self.log_tail(name)}")
         sections = (self.config.prefill, self.config.decode)
         expected = sum(section.instances * section.num_endpoints for section in sections)
-        status = self.status()
-        return status is not None and len(status["workers"]) >= expected
+        statuses = [self.status(url) for url in self.base_urls]
+        return all(s is not None and len(s["workers"]) >= expected for s in statuses)
 
     def log_tail(self, name: str, num_bytes: int = 4000) -> str:
         """The end of a process's output."""
         path = self._folder / f"{name.replace('/', '-')}.log"
         return path.read_bytes()[-num_bytes:].decode(errors="replace")
 
-    def status(self) -> dict[str, Any] | None:
-        """The router's ``/status``, or None while it does not answer."""
+    def status(self, base_url: str = "") -> dict[str, Any] | None:
+        """The ``/status`` of the first router, or of another; None while it does not answer."""
+        url = f"{base_url or self.base_url}/status"
         try:
-            with urllib.request.urlopen(f"{self.base_url}/status", timeout=60) as response:
+            with urllib.request.urlopen(url, timeout=60) as response:
                 answer: dict[str, Any] = json.load(response)
                 return answer
         except (urllib.error.URLError, OSError):
@@ -244,23 +261,7 @@ class Cluster:
     def busy(self) -> list[str]:
         """What is not back to zero, one line each."""
         status = self.status()
-        if status is None:
-            return ["the router does not answer"]
-        lines = []
-        if status["num_requests_in_flight"]:
-            lines.append(f"router in_flight={status['num_requests_in_flight']}")
-        for worker in status["workers"]:
-            load = worker["load"]
-            held = load["num_total_blocks"] - load["num_free_blocks"]
-            counts = {
-                "running": load["num_requests_running"],
-                "waiting": load["num_requests_waiting"],
-                "quarantined": load["num_quarantined_blocks"],
-                "held": held,
-            }
-            if any(counts.values()):
-                lines.append(f"{worker['instance']}/{worker['rank']} {counts}")
-        return lines
+        return ["the router does not answer"] if status is None else _busy_lines(status)
 
     def stop(self) -> None:
         """SIGTERM everything, then check that all ended by themselves and nothing is left."""
@@ -289,6 +290,24 @@ class Cluster:
     def marked_processes(self) -> list[int]:
         """The pids of all living processes that descend from this cluster."""
         return list(_marked(f"{MARK}={self._mark}".encode()))
+
+
+def _busy_lines(status: Mapping[str, Any]) -> list[str]:
+    lines = []
+    if status["num_requests_in_flight"]:
+        lines.append(f"router in_flight={status['num_requests_in_flight']}")
+    for worker in status["workers"]:
+        load = worker["load"]
+        held = load["num_total_blocks"] - load["num_free_blocks"]
+        counts = {
+            "running": load["num_requests_running"],
+            "waiting": load["num_requests_waiting"],
+            "quarantined": load["num_quarantined_blocks"],
+            "held": held,
+        }
+        if any(counts.values()):
+            lines.append(f"{worker['instance']}/{worker['rank']} {counts}")
+    return lines
 
 
 def _sum_samples(text: str, name: str) -> float:

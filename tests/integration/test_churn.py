@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
 import urllib.request
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import aiohttp
 import pytest
 
-from engine.generate import generate
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from runtime.config import (
     ClusterConfig,
@@ -27,10 +23,9 @@ from runtime.config import (
     PrefillSection,
     RouterSection,
 )
-from runtime.sampling import SamplingParams
 from tests.integration.churn import Churn, LinkedCluster, linked_cluster, why_no_network
-from tests.integration.client import stream
 from tests.integration.conftest import MODEL_DIR
+from tests.integration.oracle_load import make_loads
 
 NUM_DISTINCT = 32
 NUM_TOKENS = 48
@@ -45,62 +40,6 @@ def churn_config() -> ClusterConfig:
         decode=DecodeSection(instances=2, num_blocks=192),
         kv_transfer=KVTransferSection(transport="loopback"),
     )
-
-
-@dataclass(slots=True)
-class Load:
-    """Greedy streams against a cluster, judged against the oracle."""
-
-    base_url: str
-    prompts: list[list[int]]
-    expected: list[list[int]]
-    seconds: list[float] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    different: list[str] = field(default_factory=list)
-
-    async def run(self, num_requests: int) -> None:
-        draw = random.Random(num_requests)
-        gate = asyncio.Semaphore(CONCURRENCY)
-        connector = aiohttp.TCPConnector(limit=0)
-        timeout = aiohttp.ClientTimeout(total=600)
-        async with (
-            aiohttp.ClientSession(self.base_url, connector=connector, timeout=timeout) as session,
-            asyncio.TaskGroup() as group,
-        ):
-            for _ in range(num_requests):
-                await gate.acquire()
-                task = group.create_task(self._one(session, draw.randrange(len(self.prompts))))
-                task.add_done_callback(lambda _: gate.release())
-
-    async def _one(self, session: aiohttp.ClientSession, which: int) -> None:
-        begun = time.monotonic()
-        answer = await stream(
-            session,
-            self.prompts[which],
-            model="tandem-python",
-            max_tokens=NUM_TOKENS,
-            ignore_eos=True,
-            temperature=0,
-        )
-        self.seconds.append(time.monotonic() - begun)
-        if answer.error is not None:
-            self.lost.append(f"{answer.request_id}: {answer.error}")
-        elif answer.token_ids != self.expected[which]:
-            self.different.append(
-                f"{answer.request_id}: {answer.token_ids} instead of {self.expected[which]}"
-            )
-
-    def quantile(self, share: float) -> float:
-        return sorted(self.seconds)[int(share * (len(self.seconds) - 1))]
-
-
-def make_load(cluster: LinkedCluster, oracle: DeepseekV3ForCausalLM) -> Load:
-    draw = random.Random(41)
-    lengths = [draw.randrange(1, 200) for _ in range(NUM_DISTINCT)]
-    prompts = [[draw.randrange(300, 4000) for _ in range(n)] for n in lengths]
-    greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
-    outputs = generate(oracle, prompts, [greedy] * len(prompts))
-    return Load(cluster.base_url, prompts, [output.token_ids for output in outputs])
 
 
 def router_samples(base_url: str, prefix: str) -> dict[str, float]:
@@ -123,9 +62,10 @@ def run_churn(
 ) -> None:
     cluster = LinkedCluster(churn_config(), folder)
     with linked_cluster(cluster) as link:
-        idle = make_load(cluster, oracle)
-        asyncio.run(idle.run(num_undisturbed))
-        load = make_load(cluster, oracle)
+        idle, load = make_loads(
+            [cluster.base_url] * 2, oracle, num_prompts=NUM_DISTINCT, num_tokens=NUM_TOKENS
+        )
+        asyncio.run(idle.run(num_undisturbed, CONCURRENCY))
         begun = time.monotonic()
         with Churn(
             cluster,
@@ -134,7 +74,7 @@ def run_churn(
             prefill_every_s=prefill_every_s,
             cut_every_s=cut_every_s,
         ) as churn:
-            asyncio.run(load.run(num_requests))
+            asyncio.run(load.run(num_requests, CONCURRENCY))
         elapsed_s = time.monotonic() - begun
         cluster.wait_idle(120.0)
         samples = router_samples(cluster.base_url, "pd_router_migration")
@@ -150,7 +90,7 @@ def run_churn(
             "migrations": {k: v for k, v in samples.items() if "_bucket" not in k},
         }
         print(f"\nchurn: {json.dumps(figures, indent=1)}\n")
-        assert idle.lost == idle.different == []
+        assert idle.wrong == []
         assert load.lost == []
         assert load.different == []
         assert churn.counts["decode killed"] >= 1

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from deploy.drain import drain_ranks, ranks_of
 from deploy.pool_watch import fetch_members
-from engine.generate import generate
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from runtime.config import (
     ClusterConfig,
@@ -24,10 +19,9 @@ from runtime.config import (
     PrefillSection,
     RouterSection,
 )
-from runtime.sampling import SamplingParams
-from tests.integration.client import stream
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
+from tests.integration.oracle_load import OracleLoad, make_loads
 from tests.integration.test_faults import num_migrations
 
 NUM_TOKENS = 64
@@ -36,71 +30,6 @@ NUM_STREAMS = 8
 """At any time."""
 GRACE_S = 1.0
 """Steps of 40 ms need 2.5 s for 64 tokens: a stream that is not in its last third has to move."""
-
-
-@dataclass(slots=True)
-class Streams:
-    """Greedy streams, one after the other in each of several lanes, judged against the oracle."""
-
-    base_url: str
-    prompts: list[list[int]]
-    expected: list[list[int]]
-    num_begun: int = 0
-    num_whole: int = 0
-    wrong: list[str] = field(default_factory=list)
-    _is_over: bool = False
-
-    @contextlib.asynccontextmanager
-    async def under_way(self) -> AsyncIterator[None]:
-        """Streams come and go in the block; on its end all are over."""
-        async with (
-            aiohttp.ClientSession(
-                self.base_url,
-                connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=600),
-            ) as session,
-            asyncio.TaskGroup() as group,
-        ):
-            for lane in range(NUM_STREAMS):
-                group.create_task(self._lane(session, lane))
-            try:
-                yield
-            finally:
-                self._is_over = True
-
-    async def some_more(self, count: int) -> None:
-        """Wait until so many streams more are over."""
-        target = self.num_whole + len(self.wrong) + count
-        async with asyncio.timeout(120):
-            while self.num_whole + len(self.wrong) < target:
-                await asyncio.sleep(0.05)
-
-    async def _lane(self, session: aiohttp.ClientSession, lane: int) -> None:
-        await asyncio.sleep(0.3 * lane)  # so that they are not all at the same token
-        while not self._is_over:
-            which = self.num_begun % len(self.prompts)
-            self.num_begun += 1
-            answer = await stream(
-                session,
-                self.prompts[which],
-                model="tandem-python",
-                max_tokens=NUM_TOKENS,
-                ignore_eos=True,
-                temperature=0,
-            )
-            if answer.error is None and answer.token_ids == self.expected[which]:
-                self.num_whole += 1
-            else:
-                self.wrong.append(f"{answer.request_id}: {answer.error} {answer.token_ids}")
-
-
-def make_streams(base_url: str, oracle: DeepseekV3ForCausalLM) -> Streams:
-    draw = random.Random(23)
-    lengths = [draw.randrange(1, 200) for _ in range(NUM_PROMPTS)]
-    prompts = [[draw.randrange(300, 4000) for _ in range(n)] for n in lengths]
-    greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
-    outputs = generate(oracle, prompts, [greedy] * len(prompts))
-    return Streams(base_url, prompts, [output.token_ids for output in outputs])
 
 
 def drain_config() -> ClusterConfig:
@@ -144,8 +73,8 @@ def states_of(cluster: Cluster, instance: str) -> set[str]:
 def test_no_stream_notices_a_rolling_update_and_a_drain(
     tmp_path: Path, oracle: DeepseekV3ForCausalLM
 ) -> None:
-    async def roll(cluster: Cluster, streams: Streams) -> None:
-        async with streams.under_way():
+    async def roll(cluster: Cluster, streams: OracleLoad) -> None:
+        async with streams.under_way(NUM_STREAMS):
             await streams.some_more(NUM_STREAMS)
             for role in ("decode", "prefill"):
                 await in_thread(cluster.terminate, f"{role}-0")
@@ -158,7 +87,9 @@ def test_no_stream_notices_a_rolling_update_and_a_drain(
             assert cluster.metric("decode-1", "pd_decode_num_requests") == 0
 
     with slow_cluster(drain_config(), tmp_path) as cluster:
-        streams = make_streams(cluster.base_url, oracle)
+        (streams,) = make_loads(
+            [cluster.base_url], oracle, num_prompts=NUM_PROMPTS, num_tokens=NUM_TOKENS
+        )
         asyncio.run(roll(cluster, streams))
         assert streams.wrong == []
         assert num_migrations(cluster, "draining") > 0

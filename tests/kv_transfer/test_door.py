@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from deploy.ports import free_port
 from kv_transfer.transport import KV_REGION, MemoryRegion, RegionWrite, TransferState, Transport
 from kv_transfer.transports.door import MAX_STRANGERS, Door
 from kv_transfer.transports.gate import MAX_CONNECTIONS_PER_PEER
@@ -25,7 +26,7 @@ from kv_transfer.transports.paired.engine import (
     WriteEngine,
 )
 from kv_transfer.transports.paired.transport import PairedTransport
-from runtime.errors import StaleTicketError
+from runtime.errors import ConfigError, StaleTicketError
 from tests.kv_transfer.helpers import HOST, LAYOUT, Pool, wait_until
 
 NUM_STRANGERS = 1100
@@ -81,10 +82,10 @@ class MemoryFactory:
         return MemoryEngine()
 
 
-def make_transport(kind: str, name: str) -> Transport:
+def make_transport(kind: str, name: str, port: int = 0) -> Transport:
     if kind == "paired":
-        return PairedTransport(MemoryFactory(), name, host=HOST)
-    return LoopbackTransport(name, host=HOST)
+        return PairedTransport(MemoryFactory(), name, host=HOST, port=port)
+    return LoopbackTransport(name, host=HOST, port=port)
 
 
 KINDS = pytest.mark.parametrize("kind", ["loopback", "paired"])
@@ -167,6 +168,18 @@ def test_strangers_that_drip_make_no_threads_and_keep_nobody_out(
         time.sleep(0.1)
     wait_until(lambda: set(threading.enumerate()) <= threads)
     assert pair.transfers()
+
+
+@KINDS
+def test_it_listens_where_it_is_told_and_says_what_it_cannot(kind: str) -> None:
+    port = free_port(HOST)
+    make = PairedEndpoint.decode if kind == "paired" else LoopbackEndpoint.decode
+    for _ in range(2):  # the second time right after the first
+        transport = make_transport(kind, "reader", port)
+        assert make(transport.endpoint("writer")).port == port
+        with pytest.raises(ConfigError, match=f"--data-port = {port}: cannot listen"):
+            make_transport(kind, "second", port)
+        transport.close()
 
 
 class Welcomes:

@@ -94,6 +94,21 @@ def test_short_prompts_are_claimed_past_long_ones_whose_turn_is_far() -> None:
     assert run_step(scheduler) == [(1, 4, 10), (5, 1, 3)]
 
 
+def test_who_has_waited_before_is_queued_by_its_whole_wait() -> None:
+    scheduler = make_scheduler(num_blocks=200, max_num_seqs=1, max_num_batched_tokens=8)
+    for nonce, arrived_at, waited_s in (
+        (1, 10.0, 0.0),
+        (2, 11.0, 0.0),
+        (3, 12.0, 1.5),
+        (4, 13.0, 9.0),
+    ):
+        item = make_item(nonce, 8)
+        item.arrived_at, item.waited_s = arrived_at, waited_s
+        scheduler.add(item)
+    assert [item.nonce for item in scheduler.waiting] == [4, 1, 3, 2]
+    assert [span[0] for _ in range(4) for span in run_step(scheduler)] == [4, 1, 3, 2]
+
+
 def test_a_long_prompt_whose_prefix_is_cached_is_a_short_one() -> None:
     scheduler = make_scheduler(num_blocks=200)
     prefix = list(range(40))

@@ -49,9 +49,8 @@ def train_tokenizer() -> tokenizers.Tokenizer:
     return backend
 
 
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
+def write_model(folder: Path) -> None:
+    """A checkpoint's folder without weights."""
     backend = train_tokenizer()
     backend.save(str(folder / "tokenizer.json"))
     eos = backend.token_to_id("<eos>")
@@ -70,6 +69,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder)
     return folder
 
 

@@ -42,6 +42,7 @@ from runtime.wire import (
     finish_reason_to_proto,
     sampling_from_proto,
 )
+from tests.router.deltas import delta_of, error_delta, position_logprobs, since
 from tests.router.proxy import Proxy
 
 SECRET = "test-secret"
@@ -70,6 +71,9 @@ class FakeWorker:
     script: Script
     epoch: int = field(default_factory=lambda: secrets.randbits(60) + 1)
     address: str = ""
+    host: str = "127.0.0.1"
+    report: Callable[[], registry_pb2.WorkerLoad] | None = None
+    """Its load at each renewal; None: an empty one."""
     layout: str = LAYOUT
     max_num_requests: int = 0
     """As told to the registry; nothing bounds them here."""
@@ -108,6 +112,8 @@ class FakeWorker:
         await self.registration.start()
 
     def load(self) -> registry_pb2.WorkerLoad:
+        if self.report is not None:
+            return self.report()
         return registry_pb2.WorkerLoad(num_free_blocks=10, num_total_blocks=10)
 
     async def die(self) -> None:
@@ -182,6 +188,7 @@ class Reserved:
     request: decode_pb2.ReserveRequest
     nonce: int
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    has_ticket: bool = False
     task: asyncio.Task[None] | None = None
     sent: list[decode_pb2.TokenDelta] = field(default_factory=list)
     """All news of it, for a stream that comes after one that broke."""
@@ -198,6 +205,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     claim_error: TandemError | None = None
     claim_s: float = 0.0
     """How long a claim waits for blocks."""
+    blocks: asyncio.Event | None = None  # a claim waits until it is set, too
     fail_after: int = 0
     """Send an error instead of this output token; 0: never."""
     fail_error: TandemError = field(
@@ -234,20 +242,22 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     seen: list[decode_pb2.ReserveRequest] = field(default_factory=list)
     resumed: list[decode_pb2.ResumePoint] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    """That were to be ended if they had no ticket, and have one."""
     num_streams: int = 0
     num_streams_ever: int = 0
     _streams: dict[str, asyncio.Queue[decode_pb2.Frame | None]] = field(default_factory=dict)
     _dying: asyncio.Task[None] | None = None
 
     async def start(self, control: str, port: int = 0) -> None:
-        listen = Listen(bind="127.0.0.1", port=port)
+        listen = Listen(bind=self.host, port=port)
         self.server = create_server(CREDENTIALS)
         decode_pb2_grpc.add_DecodeServicer_to_server(self, self.server)
         port = bind_port(self.server, listen, CREDENTIALS)
         await self.server.start()
         if self.proxy is not None:
             port = await self.proxy.start(port)
-        self.address = f"127.0.0.1:{port}"
+        self.address = f"{self.host}:{port}"
         await self.join(control, common_pb2.ROLE_DECODE)
 
     async def Reserve(
@@ -280,6 +290,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         if error is not None:
             return decode_pb2.ClaimResponse(error=error_to_proto(error, request.request_id))
         await asyncio.sleep(self.claim_s)
+        if self.blocks is not None:
+            await self.blocks.wait()
+        reserved.has_ticket = True
         ticket = decode_pb2.TransferTicket(
             request_id=request.request_id,
             decode=self.identity,
@@ -303,7 +316,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 reserved.arrived.set()
                 continue
             if part.outcome == decode_pb2.TICKET_OUTCOME_FAILED:
-                self._say(reserved, [self.error_delta(closure.request_id, part.error)])
+                self._say(reserved, [error_delta(closure.request_id, part.error)])
             self._free(closure.request_id)
         return response
 
@@ -314,6 +327,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         if self.abort_failures:
             self.abort_failures -= 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the abort is lost")
+        if request.only_without_ticket and self.requests[request.request_id].has_ticket:
+            self.kept.append(request.request_id)
+            return decode_pb2.AbortResponse(known=False)
         self.aborted.append(request.request_id)
         self.finished.pop(request.request_id, None)
         return decode_pb2.AbortResponse(known=self._free(request.request_id))
@@ -356,30 +372,26 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
     def send(self, router_id: str, deltas: Iterable[decode_pb2.TokenDelta]) -> None:
         """One frame, where somebody reads."""
-        load = decode_pb2.LoadReport(num_requests_running=len(self.requests), num_total_blocks=10)
+        load = registry_pb2.WorkerLoad(num_requests_running=len(self.requests), num_total_blocks=10)
         frame = decode_pb2.Frame(decode=self.identity, deltas=deltas, load=load)
         if router_id in self._streams:
             self._streams[router_id].put_nowait(frame)
 
     def fail(self, error: TandemError) -> str:
         """End the only request so; returns its id."""
-        ((request_id, reserved),) = self.requests.items()
-        self._say(reserved, [self.error_delta(request_id, error_to_proto(error, request_id))])
-        self._free(request_id)
+        (request_id,) = self.requests
+        self._give_back(error)
         return request_id
 
     def drain(self, error: TandemError) -> None:
         """Take nothing new and give all requests back."""
         self.reserve_error = self.claim_error = error
-        for request_id, reserved in list(self.requests.items()):
-            self._say(reserved, [self.error_delta(request_id, error_to_proto(error, request_id))])
-            self._free(request_id)
+        self._give_back(error)
 
-    @staticmethod
-    def error_delta(request_id: str, error: common_pb2.Error) -> decode_pb2.TokenDelta:
-        return decode_pb2.TokenDelta(
-            request_id=request_id, finish_reason=common_pb2.FINISH_REASON_ERROR, error=error
-        )
+    def _give_back(self, error: TandemError) -> None:
+        for request_id, reserved in list(self.requests.items()):
+            self._say(reserved, [error_delta(request_id, error_to_proto(error, request_id))])
+            self._free(request_id)
 
     def _say(self, reserved: Reserved, deltas: list[decode_pb2.TokenDelta]) -> None:
         reserved.sent += deltas
@@ -389,12 +401,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         reserved = self.requests.get(point.request_id) or self.finished.get(point.request_id)
         if reserved is None:
             error = error_to_proto(StaleTicketError("the request is not known"), point.request_id)
-            return [self.error_delta(point.request_id, error)]
-        return [
-            delta
-            for delta in reserved.sent
-            if delta.start_index + len(delta.token_ids) > point.next_index or delta.finish_reason
-        ]
+            return [error_delta(point.request_id, error)]
+        return since(reserved.sent, point.next_index)
 
     async def _decode(self, reserved: Reserved) -> None:
         request = reserved.request
@@ -426,7 +434,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 break
         if self.loses_finish:
             error = error_to_proto(self.fail_error)
-            self._say(reserved, [self.error_delta(request.request_id, error)])
+            self._say(reserved, [error_delta(request.request_id, error)])
         self.finished[request.request_id] = reserved
         self.requests.pop(request.request_id, None)
 
@@ -435,33 +443,6 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         if reserved is not None and reserved.task is not None:
             reserved.task.cancel()
         return reserved is not None
-
-
-def delta_of(
-    decode: FakeDecode, request: decode_pb2.ReserveRequest, tokens: Tokens, index: int
-) -> decode_pb2.TokenDelta:
-    """The news of one step."""
-    if index == decode.fail_after or decode.fails_always:
-        error = error_to_proto(decode.fail_error, request.request_id)
-        delta = decode.error_delta(request.request_id, error)
-        delta.start_index = index
-        return delta
-    first = index - 1 if decode.repeat_tokens else index
-    token_ids = tokens.until(index + 1)[first:]
-    delta = decode_pb2.TokenDelta(
-        request_id=request.request_id,
-        start_index=first,
-        token_ids=token_ids,
-        finish_reason=decode.finish_reason or tokens.finish_at(index),  # type: ignore[arg-type]
-    )
-    if decode.loses_finish:
-        delta.finish_reason = common_pb2.FINISH_REASON_UNSPECIFIED
-    num_logprobs = request.sampling.num_logprobs
-    if num_logprobs >= 0:
-        delta.logprobs.extend(position_logprobs(token, num_logprobs) for token in token_ids)
-    if index == request.num_output_tokens + 1:
-        delta.timings.kv_transfer_s = 0.002
-    return delta
 
 
 @dataclass
@@ -489,7 +470,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     _pushes: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self, control: str, port: int = 0) -> None:
-        listen = Listen(bind="127.0.0.1", port=port)
+        listen = Listen(bind=self.host, port=port)
         self.server = create_server(CREDENTIALS)
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, self.server)
         self.address = listen.address(bind_port(self.server, listen, CREDENTIALS))
@@ -580,12 +561,3 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         with contextlib.suppress(TandemError), map_rpc_errors("decode"):
             async with open_channel(reservation.decode_address, CREDENTIALS) as channel:
                 await decode_pb2_grpc.DecodeStub(channel).CloseTickets(request)
-
-
-def position_logprobs(token_id: int, count: int) -> common_pb2.PositionLogprobs:
-    """A made-up distribution in which ``token_id`` is the best."""
-    return common_pb2.PositionLogprobs(
-        logprob=-0.5,
-        top_ids=[token_id + i for i in range(count)],
-        top_logprobs=[-0.5 - i for i in range(count)],
-    )

@@ -52,6 +52,12 @@ def test_values_round_trip(name: str, port: int, timeout_s: float) -> None:
         ("[prefill]\ntp = true", "prefill.tp", "type int"),
         ("[prefill]\ntp = 0", "prefill.tp", "1 or more"),
         ("[prefill]\ndp = 0", "prefill.dp", "1 or more"),
+        (
+            "[router]\ninstances = 3\nport = 8098\ncontrol_port = 8100",
+            "router.control_port",
+            "at least 3 apart",
+        ),
+        ("[router]\ninstances = 3\nport = 65534", "router.port", "0 for any"),
         ("[prefill]\ndp = 2\ntp = 2", "prefill.dp", "prefill.tp = 1"),
         (
             "[prefill]\ndp = 2\nexpert_parallel = false",

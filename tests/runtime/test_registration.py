@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
+from deploy.certificates import make_certificates
+from runtime import router_names
 from runtime.errors import ConfigError, InternalError, InvalidRequestError
 from runtime.pb import registry_pb2
 from runtime.registration import RegistryClient
+from runtime.router_names import RouterName, follow, parse_routers, resolve_host
 from runtime.wire import error_to_proto
 from tests.runtime.fake_registry import RIGHT, FakeRegistry, serve, until
 
@@ -164,3 +170,142 @@ async def test_a_worker_holds_a_lease_at_each_router(registry: FakeRegistry) -> 
     assert not late.leases
     assert not registry.leases
     await server.stop(None)
+
+
+class Names:
+    """A resolver whose answers the test writes."""
+
+    def __init__(self, *ports: int) -> None:
+        self.addresses = [f"127.0.0.1:{port}" for port in ports]
+        self.error: OSError | None = None
+        self.num_asked = 0
+
+    async def __call__(self, host: str, port: int) -> list[str]:
+        assert (host, port) == ("routers.example", 8100)
+        self.num_asked += 1
+        if self.error is not None:
+            raise self.error
+        return list(self.addresses)
+
+    async def look(self, times: int = 1) -> None:
+        asked = self.num_asked
+        await until(lambda: self.num_asked > asked + times)
+
+
+@pytest.fixture
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_names, "RESOLVE_S", 0.01)
+
+
+def named_client(names: Names, routers: str = "dns+routers.example:8100") -> RegistryClient:
+    record = registry_pb2.WorkerRecord()
+    record.identity.instance = "decode-0"
+    return RegistryClient(routers, RIGHT, record, registry_pb2.WorkerLoad, resolve=names)
+
+
+@pytest.mark.usefixtures("_often")
+async def test_a_name_stands_for_all_routers_that_it_resolves_to(registry: FakeRegistry) -> None:
+    names = Names()
+    client = named_client(names)
+    start = asyncio.create_task(client.start())
+    await names.look()
+    assert not start.done(), "there is no router yet"
+    names.addresses = [f"127.0.0.1:{registry.port}"]
+    await asyncio.wait_for(start, 60)
+    assert client.is_registered
+    client.set_draining()
+    late = FakeRegistry()
+    server, port = await serve(late)
+    names.addresses.append(f"127.0.0.1:{port}")
+    await until(lambda: bool(late.leases))
+    assert next(iter(late.leases.values())).worker.draining, "it was said before it was there"
+    assert registry.num_registrations == 1, "and who was there is not asked again"
+    del names.addresses[0]
+    await until(lambda: not registry.leases)
+    failed = asyncio.create_task(client.wait_failed())
+    await names.look()
+    assert not failed.done()
+    await until(lambda: client.is_registered)
+    assert late.leases
+    await client.close()
+    assert not late.leases
+    await asyncio.wait_for(failed, 60)
+    await server.stop(None)
+
+
+@pytest.mark.usefixtures("_often")
+async def test_names_that_cannot_be_looked_up_for_a_while_close_nothing(
+    registry: FakeRegistry,
+) -> None:
+    names = Names(registry.port)
+    client = named_client(names)
+    await client.start()
+    names.error = OSError("no answer")
+    await names.look(5)
+    assert len(registry.leases) == 1
+    names.error = None
+    await names.look(5)
+    assert registry.num_registrations == 1
+    await client.close()
+
+
+async def test_one_answer_that_lacks_a_router_closes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(router_names, "RESOLVE_S", 0.0)
+    answers = [["a:1", "b:1"], ["a:1"], ["a:1"], ["a:1", "b:1"], *[["a:1"]] * 3]
+
+    async def resolve(host: str, port: int) -> list[str]:
+        return answers.pop(0)
+
+    seen = []
+    async with contextlib.aclosing(follow(RouterName("x", 1), resolve)) as looks:
+        async for routers in looks:
+            seen.append("".join(sorted(router.address[0] for router in routers)))
+            if not answers:
+                break
+    assert seen == [*["ab"] * 6, "a"]
+
+
+async def test_a_name_and_addresses_in_one_list(registry: FakeRegistry) -> None:
+    other = FakeRegistry()
+    server, port = await serve(other)
+    names = Names(port)
+    client = named_client(names, f"127.0.0.1:{registry.port}, dns+routers.example:8100")
+    await client.start()
+    await until(lambda: client._num_held() == 2)
+    assert registry.leases
+    assert other.leases
+    await client.close()
+    assert not registry.leases
+    assert not other.leases
+    await server.stop(None)
+
+
+async def test_with_tls_the_certificate_is_for_the_name(tmp_path: Path) -> None:
+    files = make_certificates(tmp_path / "tls", ("routers.example",))
+    credentials = dataclasses.replace(RIGHT, tls=files)
+    registry = FakeRegistry()
+    server, port = await serve(registry, credentials=credentials)
+    record = registry_pb2.WorkerRecord()
+    record.identity.instance = "decode-0"
+    client = RegistryClient(
+        "dns+routers.example:8100",
+        credentials,
+        record,
+        registry_pb2.WorkerLoad,
+        resolve=Names(port),
+    )
+    await asyncio.wait_for(client.start(), 60)
+    await client.close()
+    await server.stop(None)
+
+
+@pytest.mark.parametrize("routers", ["", "nowhere", "dns+host", "a:1,dns+:8100", "host:port"])
+def test_what_names_no_router_is_refused(routers: str) -> None:
+    with pytest.raises(ValueError, match="host:port"):
+        parse_routers(routers)
+
+
+async def test_the_system_resolves_to_all_addresses() -> None:
+    assert "127.0.0.1:80" in await resolve_host("127.0.0.1", 80)

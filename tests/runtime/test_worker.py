@@ -33,6 +33,17 @@ def test_a_rank_knows_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert parse_worker_options("decode", elsewhere).listen.address(80) == "node-3:80"
 
 
+def test_a_rank_takes_any_free_ports_unless_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, "s")
+    options = parse_worker_options("decode", arguments(tmp_path))
+    assert (options.listen.port, options.metrics_port, options.data_port) == (0, 0, 0)
+    ports = {"port": "9000", "metrics-port": "9100", "data-port": "9200"}
+    options = parse_worker_options("decode", arguments(tmp_path, **ports))
+    assert (options.listen.port, options.metrics_port, options.data_port) == (9000, 9100, 9200)
+
+
 def test_a_rank_on_all_interfaces_must_be_told_its_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +75,9 @@ def test_or_against_dp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (CONFIG, {"rendezvous": ""}, "--rendezvous"),
         (CONFIG, {"grace": "-1"}, "--grace"),
         (CONFIG, {"grace": "inf"}, "--grace"),
+        (CONFIG, {"port": "65536"}, "--port"),
+        (CONFIG, {"metrics-port": "-1"}, "--metrics-port"),
+        (CONFIG, {"port": "9000", "data-port": "9000"}, "--port"),
         ("[decode]\ndp = 2\n", {}, "model.path"),
     ],
 )

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
 
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups
@@ -81,13 +83,15 @@ class FakeDriver:
 
 
 @contextlib.asynccontextmanager
-async def hosted(driver: FakeDriver) -> AsyncIterator[tuple[WorkerHost, FakeRegistry]]:
+async def hosted(
+    driver: FakeDriver, **options: Any
+) -> AsyncIterator[tuple[WorkerHost, FakeRegistry]]:
     """A host that has started up, and the registry that it is in."""
     registry, router = FakeRegistry(), create_server(CREDENTIALS)
     registry_pb2_grpc.add_RegistryServicer_to_server(registry, router)
     address = f"{HOST}:{bind_port(router, Listen(bind=HOST), CREDENTIALS)}"
     await router.start()
-    host = WorkerHost(make_options(address), driver)
+    host = WorkerHost(replace(make_options(address), **options), driver)
     try:
         await host.startup()
         yield host, registry

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import aiohttp
 import pytest
 
-from runtime.errors import InternalError, PeerLostError
+from deploy.ports import free_port
+from runtime.errors import ConfigError, InternalError, PeerLostError
+from runtime.net import Listen
 from runtime.pb import registry_pb2
+from tests.decode.cluster import HOST
 from tests.worker.fakes import FakeDriver, hosted
-from worker.host import FOLLOW_GRACE_S, STOP_TIMEOUT_S
+from worker.host import DRAIN_SHARE, FOLLOW_GRACE_S, STOP_TIMEOUT_S
 
 
 async def test_what_it_opened_is_closed_last_things_first() -> None:
@@ -20,11 +24,37 @@ async def test_what_it_opened_is_closed_last_things_first() -> None:
         assert (record.identity.epoch, record.max_model_len, record.num_parts) == (5, 64, 3)
         driver.log.clear()
         await host.drain()
-        assert driver.log == ["refuse", f"drain {host.grace_s:g}"]
+        assert driver.log == ["refuse", f"drain {DRAIN_SHARE * host.grace_s:g}"]
         driver.log.clear()
     assert driver.log[:3] == ["refuse", "stop", "flush"]
     assert driver.log[-3:] == ["close role", "close transfer", "close model"]
     assert not host.is_stuck
+
+
+async def test_a_rank_is_ready_until_it_drains() -> None:
+    driver = FakeDriver()
+    async with hosted(driver) as (host, registry), aiohttp.ClientSession() as session:
+        url = f"http://{registry.records[0].metrics_address}/ready"
+        async with session.get(url) as response:
+            assert response.status == 200
+        host.tell_draining()
+        async with session.get(url) as response:
+            assert response.status == 503
+
+
+async def test_a_rank_listens_where_it_is_told() -> None:
+    port, metrics_port = free_port(HOST), free_port(HOST)
+    options = {"listen": Listen(bind=HOST, port=port), "metrics_port": metrics_port}
+    async with hosted(FakeDriver(), **options) as (_, registry):
+        (record,) = registry.records
+        assert record.address == f"{HOST}:{port}"
+        assert record.metrics_address == f"{HOST}:{metrics_port}"
+        with pytest.raises(ConfigError, match=f"--metrics-port = {metrics_port}"):
+            async with hosted(FakeDriver(), metrics_port=metrics_port):
+                pass
+        with pytest.raises(ConfigError, match=f"--port = {port}"):
+            async with hosted(FakeDriver(), listen=Listen(bind=HOST, port=port)):
+                pass
 
 
 async def test_what_ends_the_engine_loop_ends_the_worker() -> None:
@@ -68,7 +98,7 @@ async def test_a_rank_follows_another_of_its_group_that_was_told_to_stop() -> No
         assert not main.done(), "it has requests"
         driver.may_drain.set()
         await asyncio.wait_for(main, 60)
-        assert driver.log == ["refuse", f"drain {FOLLOW_GRACE_S:g}"]
+        assert driver.log == ["refuse", f"drain {DRAIN_SHARE * FOLLOW_GRACE_S:g}"]
     assert not host.is_stuck
 
 

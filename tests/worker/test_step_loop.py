@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from engine.parallel.lockstep import GroupState, Lockstep, RankState, SoloLockstep
 from engine.runner import StepResult
 from runtime.endings import RankName
 from runtime.errors import DrainingError, InternalError, InvalidRequestError, TandemError
+from worker.health import Health
 from worker.step_driver import LoopOptions
 from worker.step_loop import StepLoop
 
@@ -47,6 +49,7 @@ class CountingDriver:
         self.num_rests = 0
         self.on_launch: Callable[[], None] = lambda: None
         self.is_broken = False
+        self.is_alone = True
 
     @property
     def is_empty(self) -> bool:
@@ -63,8 +66,10 @@ class CountingDriver:
     def plan(self, complete_launched: Callable[[], None]) -> Work:
         return Work(self.work[0] if self.work else 0)
 
-    def launch(self, plan: Work, after: Done | None, least: int) -> Done:
-        assert plan.num_tokens == least > 0, "it is alone"
+    def launch(self, plan: Work, after: Done | None, least: int) -> Done | None:
+        assert plan.num_tokens == least > 0 or not self.is_alone
+        if not plan.num_tokens:
+            return None
         self.on_launch()
         return Done()
 
@@ -131,6 +136,26 @@ def test_a_rank_hears_that_another_one_leaves_and_goes_on_with_its_work() -> Non
         time.sleep(0.001)
     assert loop.stop(TIMEOUT_S)
     assert loop.ended.result(TIMEOUT_S) is None
+
+
+class FullerGroup(LeavingGroup):
+    """Another rank brings ten tokens to every step."""
+
+    def exchange(self, state: RankState) -> GroupState:
+        return replace(super().exchange(state), has_work=True, max_num_tokens=10)
+
+
+def test_it_counts_its_own_tokens_and_those_that_it_waited_for() -> None:
+    loop, driver = make_loop(FullerGroup())
+    driver.is_alone = False
+    driver.work = [3, 1]
+    for _ in range(3):
+        loop.step()
+    assert (loop.num_tokens, loop.num_tokens_of_most) == (4, 30)
+    registry = CollectorRegistry()
+    Health(registry).watch_loop(loop)
+    assert registry.get_sample_value("pd_worker_step_tokens_total") == 4
+    assert registry.get_sample_value("pd_worker_longest_step_tokens_total") == 30
 
 
 def test_what_a_posted_command_raises_ends_the_loop() -> None:

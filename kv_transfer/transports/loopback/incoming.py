@@ -50,6 +50,7 @@ class IncomingConnections:
         regions: RegionTable,
         *,
         on_notify: Callable[[str, bytes], None],
+        port: int = 0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._gate = Gate(name)
@@ -58,7 +59,7 @@ class IncomingConnections:
         self._lock = threading.Lock()
         self._connections: set[_Connection] = set()
         self._is_closing = False
-        self._door = Door(host, name="kv-loopback-door", welcome=self._let_in, tls=tls)
+        self._door = Door(host, name="kv-loopback-door", welcome=self._let_in, port=port, tls=tls)
         self.address = self._door.address
 
     @property

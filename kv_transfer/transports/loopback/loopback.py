@@ -34,7 +34,12 @@ class LoopbackTransport:
     """
 
     def __init__(
-        self, local_name: str, *, host: str = "127.0.0.1", tls: TlsContexts | None = None
+        self,
+        local_name: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: TlsContexts | None = None,
     ) -> None:
         self._local_name = local_name
         self._host = host
@@ -51,6 +56,7 @@ class LoopbackTransport:
             host,
             self._regions,
             on_notify=self._events.notified,
+            port=port,
             tls=tls.server if tls else None,
         )
 

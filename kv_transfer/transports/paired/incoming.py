@@ -47,6 +47,7 @@ class IncomingPeers:
         *,
         on_notify: Callable[[str, bytes], None],
         fence_timeout_s: float,
+        port: int = 0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._name = name
@@ -61,7 +62,7 @@ class IncomingPeers:
         self._suspects: dict[str, list[ProcessIdentity]] = {}  # by peer: may still write
         self._num_created = 0
         self._is_closing = False
-        self._door = Door(host, name="kv-paired-door", welcome=self._let_in, tls=tls)
+        self._door = Door(host, name="kv-paired-door", welcome=self._let_in, port=port, tls=tls)
         self.port: int = self._door.address[1]
 
     @property

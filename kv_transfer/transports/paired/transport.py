@@ -52,6 +52,7 @@ class PairedTransport:
         local_name: str,
         *,
         host: str = "127.0.0.1",
+        port: int = 0,
         fence_timeout_s: float = 5.0,
         tls: TlsContexts | None = None,
     ) -> None:
@@ -73,6 +74,7 @@ class PairedTransport:
             self._regions,
             on_notify=self._events.notified,
             fence_timeout_s=fence_timeout_s,
+            port=port,
             tls=tls.server if tls else None,
         )
 

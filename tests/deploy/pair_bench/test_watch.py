@@ -16,7 +16,7 @@ from prefill.metrics import PrefillMetrics
 from runtime.lifecycle import DecodeStatus
 from runtime.metrics import MetricsServer, render_metrics
 from runtime.net import Listen
-from runtime.pb import decode_pb2
+from runtime.pb import registry_pb2
 
 
 class Workers:
@@ -40,7 +40,7 @@ class Workers:
         """Have each decode rank run so many requests."""
         for rank in self.decode:
             rank.set_load(
-                {DecodeStatus.RUNNING: running}, decode_pb2.LoadReport(num_free_blocks=free)
+                {DecodeStatus.RUNNING: running}, registry_pb2.WorkerLoad(num_free_blocks=free)
             )
 
     def snapshot(self, moment: float) -> Snapshot:

@@ -60,6 +60,33 @@ async def test_metrics_count_what_happened(http, cluster: Cluster) -> None:
     assert values["pd_router_requests_in_flight"] == 0
 
 
+async def test_failures_have_series_before_the_first_of_them(http, cluster: Cluster) -> None:
+    values = await metric_values(http)
+    assert values["pd_router_requests_total{endpoint=/v1/chat/completions,status=502}"] == 0
+    assert values["pd_router_request_errors_total{code=worker_lost}"] == 0
+    assert values["pd_router_migrations_total{reason=peer_lost}"] == 0
+
+
+async def test_the_router_takes_cpu_time_and_memory(http, cluster: Cluster) -> None:
+    async with asyncio.timeout(60):
+        while not (values := await metric_values(http))["pd_process_cpu_seconds_total"]:
+            await asyncio.sleep(0.1)
+    assert values["pd_process_resident_bytes"] > 10 * 2**20
+
+
+async def test_prometheus_is_told_where_the_workers_answer(http, cluster: Cluster) -> None:
+    async with http.get("/targets") as response:
+        assert response.content_type == "application/json"
+        groups = await response.json()
+    async with http.get("/status") as response:
+        workers = (await response.json())["workers"]
+    expected = {w["metrics_address"]: w["instance"] for w in workers if w["metrics_address"]}
+    found = {group["targets"][0]: group["labels"]["__meta_tandem_worker"] for group in groups}
+    assert found == expected
+    roles = {group["labels"]["__meta_tandem_role"] for group in groups}
+    assert roles == {w["role"] for w in workers if w["metrics_address"]}
+
+
 async def status_when(
     http: aiohttp.ClientSession, condition: Callable[[dict[str, Any]], object]
 ) -> dict[str, Any]:
@@ -199,6 +226,10 @@ async def test_several_http_processes_share_port_pool_and_metrics(
             values = await metric_values(http)
         requests = "pd_router_requests_total{endpoint=/v1/completions,status=200}"
         assert values[requests] == 12
+        vllm = f"{{engine=0,finished_reason=stop,model_name={MODEL},role=router}}"
+        assert values[f"vllm:request_success_total{vllm}"] == 12
+        assert values[f"pd_process_info{{model={MODEL},rank=0,role=router,worker=router}}"] == 1
+        assert values["pd_process_cpu_seconds_total"] > 0
         assert values["pd_router_workers{role=prefill,state=ready}"] == 1
         os.kill(victim := min(pids), signal.SIGKILL)
         pids.clear()

@@ -8,6 +8,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.router.conftest import MODEL, Cluster, StartRouter
+from tests.router.fakes import FakeDecode
 
 COMPLETION = {"model": MODEL, "prompt": "hi", "max_tokens": 8}
 
@@ -92,6 +93,19 @@ async def test_the_limit_follows_the_decode_ranks(start_router: StartRouter) -> 
         assert await limit(http) == 30
 
 
+async def test_routers_share_the_decode_ranks_and_the_last_one_has_them_alone(
+    start_router: StartRouter,
+) -> None:
+    clusters = [await start_router(lease_ttl_s=3.0) for _ in range(2)]
+    decode = FakeDecode("decode-0", MODEL, clusters[0].script, max_num_requests=40)
+    clusters[0].decodes.append(decode)
+    await decode.start(",".join(cluster.control for cluster in clusters))
+    admissions = [cluster.service._http._admission for cluster in clusters]  # type: ignore[union-attr]
+    await clusters[0].until(lambda: [one.limit for one in admissions] == [15, 15])
+    await clusters[1].service.shutdown()
+    await clusters[0].until(lambda: admissions[0].limit == 30)
+
+
 async def test_draining_answers_who_waits_in_the_queue(start_router: StartRouter) -> None:
     cluster = await start_router(max_concurrent_requests=1)
     await cluster.add_prefill()
@@ -112,6 +126,7 @@ async def test_draining_answers_who_waits_in_the_queue(start_router: StartRouter
 
 
 async def error_counts(http: aiohttp.ClientSession) -> dict[str, float]:
+    """Of errors that happened."""
     async with http.get("/metrics") as response:
         text = await response.text()
     (family,) = [
@@ -122,7 +137,7 @@ async def error_counts(http: aiohttp.ClientSession) -> dict[str, float]:
     return {
         sample.labels["code"]: sample.value
         for sample in family.samples
-        if sample.name.endswith("_total")
+        if sample.name.endswith("_total") and sample.value
     }
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from router.pool.members import (
+    Departure,
     Member,
     Role,
     WorkerKey,
@@ -193,10 +194,17 @@ def test_a_member_survives_the_wire() -> None:
         num_free_blocks=4,
         num_total_blocks=5,
         num_quarantined_blocks=6,
+        num_requests_blocked=2,
         sequence=7,
     )
     original = member(
-        load=load, draining=True, block_size=64, started_ms=8, max_num_requests=9, num_parts=2
+        load=load,
+        draining=True,
+        block_size=64,
+        started_ms=8,
+        max_num_requests=9,
+        num_parts=2,
+        num_routers=3,
     )
     message = member_to_proto(original)
     assert member_from_proto(message.worker, message.load) == original
@@ -206,7 +214,7 @@ async def test_the_control_port_serves_watchers(start_router: StartRouter) -> No
     cluster = await start_router(lease_ttl_s=3.0)
     pools: list[list[str]] = []
 
-    def note(members: Sequence[Member]) -> None:
+    def note(members: Sequence[Member], departures: Sequence[Departure]) -> None:
         pools.append([str(member.key) for member in members])
 
     watcher = asyncio.create_task(watch_forever(cluster.control, CREDENTIALS, "w", note))

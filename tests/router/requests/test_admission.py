@@ -16,6 +16,7 @@ from router.requests.time_limits import limits_from_arrival
 from runtime.config import RouterSection
 from runtime.errors import DeadlineExceededError, DrainingError
 from runtime.pb import common_pb2, registry_pb2
+from tests.router.routing.pools import decode
 
 
 @dataclass
@@ -213,3 +214,10 @@ def test_what_decode_takes_on_is_shared_by_processes(
         for index, num_requests in enumerate(ranks)
     ]
     assert limit_of(members, num_processes) == expected
+
+
+def test_what_decode_takes_on_is_shared_by_routers() -> None:
+    ranks = [decode(0, max_num_requests=40, num_routers=2), decode(1, max_num_requests=40)]
+    assert limit_of(ranks[:1], 1) == 15
+    assert limit_of(ranks, 1) == 45, "the second one is not at the other router yet"
+    assert limit_of(ranks[:1], 3) == 5

@@ -35,7 +35,8 @@ async def test_a_call_that_fails_as_its_client_leaves_is_not_lost() -> None:
     loop.set_exception_handler(lambda _, context: unseen.append(context))
     budget = Budget.start(BudgetKind.REQUEST, 1.0, loop.time())
     generation = generation_of()
-    attempt = Attempt(cast(Any, None), generation, cast(Any, None), number=0, budget=budget)
+    nothing = cast(Any, None)
+    attempt = Attempt(nothing, generation, nothing, number=0, budget=budget, seek_room=nothing)
     answered: asyncio.Future[None] = loop.create_future()
 
     async def answer() -> None:

@@ -13,7 +13,7 @@ import pytest
 from router.pool.members import Member, Role, WorkerKey, WorkerLoad
 from router.requests.frames import FrameStream
 from runtime.errors import ErrorCode, TandemError
-from runtime.pb import common_pb2, decode_pb2
+from runtime.pb import common_pb2, decode_pb2, registry_pb2
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
 from tests.router.proxy import Proxy
 
@@ -171,7 +171,7 @@ async def standing_forever() -> AsyncIterator[decode_pb2.Frame]:
 def frame_of(*request_ids: str, epoch: int = 1) -> decode_pb2.Frame:
     identity = common_pb2.WorkerIdentity(instance="decode-0", epoch=epoch)
     deltas = [decode_pb2.TokenDelta(request_id=request_id) for request_id in request_ids]
-    return decode_pb2.Frame(decode=identity, deltas=deltas, load=decode_pb2.LoadReport())
+    return decode_pb2.Frame(decode=identity, deltas=deltas, load=registry_pb2.WorkerLoad())
 
 
 class Sink:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from router.pool.members import Member, Role, WorkerKey
+from router.pool.readiness import Readiness
 from router.pool.view import PoolView
 from router.requests import pairing as pairing_module
 from router.requests.generation import Generation, Mailbox
@@ -42,7 +44,8 @@ def members(num_prefills: int, num_decodes: int) -> list[Member]:
 def pairing_of(found: Sequence[Member], wait_s: float = 0.0) -> tuple[PoolView, Pairing]:
     pool = PoolView(asyncio.get_running_loop().time)
     pool.update(found)
-    return pool, Pairing(pool, PairingPolicy("round-robin"), worker_wait_s=wait_s)
+    policy, readiness = PairingPolicy("round-robin"), Readiness(pool)
+    return pool, Pairing(pool, policy, readiness, worker_wait_s=wait_s)
 
 
 def finder_of(pairing: Pairing) -> PairFinder:
@@ -81,7 +84,7 @@ async def test_a_prefill_at_fault_is_left_and_decode_is_not_suspected() -> None:
     finder.note_failure(pair, {pair.decode.key}, has_prefilled=True)
     finder = finder_of(pairing)
     finder.note_failure(pair, {pair.prefill.key}, has_prefilled=True)
-    assert finder._shape().suspects == set()
+    assert finder.shape().suspects == set()
     after = await find(finder)
     assert after.prefill.key != pair.prefill.key
     assert after.decode.key == pair.decode.key
@@ -131,6 +134,9 @@ async def test_who_does_not_wait() -> None:
         with pytest.raises(NoWorkersError):  # never ready
             await finder.find(None, is_under_way=False)
         assert not pairing.was_ready
+        stranger = replace(member(Role.DECODE, 9), layout_fingerprint="another")
+        pool.update([*members(1, 0), stranger])
+        assert not pairing.was_ready, "no two of them are a pair"
         pool.update(members(1, 1))
         assert pairing.was_ready  # before anybody asked
         pair = await finder.find(None, is_under_way=False)

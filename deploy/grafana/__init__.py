@@ -1,0 +1,1 @@
+"""Grafana dashboards: `panels.toml` is their table, `build` makes the JSON files of it."""

@@ -1,0 +1,138 @@
+{{/* The TOML file, and what follows from it. */}}
+
+{{- define "tandem.modelPath" -}}
+{{- if eq .Values.model.source "bundled" -}}
+{{- .Values.model.bundledPath -}}
+{{- else -}}
+{{- .Values.model.path -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What the chart decides itself; it wins over `config`, whose schema does not let it be set. */}}
+{{- define "tandem.ownConfig" -}}
+cluster:
+  name: {{ include "tandem.fullname" . | quote }}
+  {{- if eq .Values.mode "ray" }}
+  ray_address: auto
+  {{- else }}
+  host: {{ .Values.listen | quote }}
+  # Workers get theirs on the command line. A router's own HTTP processes call it here.
+  advertise: localhost
+  {{- end }}
+model:
+  path: {{ include "tandem.modelPath" . | quote }}
+router:
+  {{- if eq .Values.mode "ray" }}
+  host: {{ .Values.listen | quote }}
+  {{- end }}
+  port: {{ .Values.router.ports.http }}
+  control_port: {{ .Values.router.ports.control }}
+{{- if .Values.tls.enabled }}
+tls:
+  mode: files
+  cert: /etc/tandem-tls/tls.crt
+  key: /etc/tandem-tls/tls.key
+  ca: /etc/tandem-tls/ca.crt
+  mutual: {{ .Values.tls.mutual }}
+{{- end }}
+{{- if eq .Values.mode "ray" }}
+prefill:
+  instances: {{ .Values.prefill.replicas }}
+decode:
+  instances: {{ .Values.decode.replicas }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.toml" -}}
+{{- $own := include "tandem.ownConfig" . | fromYaml -}}
+{{- $config := mergeOverwrite (deepCopy .Values.config) $own -}}
+{{- range $section := keys $config | sortAlpha }}
+[{{ $section }}]
+{{- range $key := keys (index $config $section) | sortAlpha }}
+{{- /* A JSON string, number or boolean is one of TOML, too. */}}
+{{ $key }} = {{ index $config $section $key | toJson }}
+{{- end }}
+{{ end }}
+{{- end -}}
+
+{{/* Ranks of one worker: (dict "root" $ "role" "decode"). */}}
+{{- define "tandem.ranks" -}}
+{{- $section := default dict (index .root.Values.config .role) -}}
+{{- mul (default 1 $section.dp | int) (default 1 (ternary $section.tp 1 (eq .role "prefill")) | int) -}}
+{{- end -}}
+
+{{- define "tandem.ranksPerHost" -}}
+{{- $ranks := include "tandem.ranks" . | int -}}
+{{- $hosts := (index .root.Values .role).hosts | int -}}
+{{- if mod $ranks $hosts -}}
+{{- fail (printf "%s.hosts = %d: the %d ranks of one worker (config.%s) are not shared out evenly. Fix: a divisor of %d" .role $hosts $ranks .role $ranks) -}}
+{{- end -}}
+{{- div $ranks $hosts -}}
+{{- end -}}
+
+{{/* Ranks of one host that take requests, and so serve gRPC and metrics: with prefill.tp one for all. */}}
+{{- define "tandem.endpointsPerHost" -}}
+{{- $section := default dict (index .root.Values.config .role) -}}
+{{- if and (eq .role "prefill") (gt (default 1 $section.tp | int) 1) -}}
+1
+{{- else -}}
+{{- include "tandem.ranksPerHost" . -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.device" -}}
+{{- $section := default dict (index .root.Values.config .role) -}}
+{{- default "cpu" $section.device -}}
+{{- end -}}
+
+{{/* What the schema cannot say because it takes two values. */}}
+{{- define "tandem.check" -}}
+{{- $values := .Values -}}
+{{- if and (ne $values.model.source "bundled") (not $values.model.path) -}}
+{{- fail (printf "model.path = \"\": model.source is %s. Fix: the checkpoint's folder, below %s" $values.model.source $values.model.mountPath) -}}
+{{- end -}}
+{{- if and (ne $values.model.source "bundled") (ne $values.model.path $values.model.mountPath) (not (hasPrefix (printf "%s/" $values.model.mountPath) $values.model.path)) -}}
+{{- fail (printf "model.path = %q: is not in the volume. Fix: a folder below model.mountPath, %s" $values.model.path $values.model.mountPath) -}}
+{{- end -}}
+{{- if and (eq $values.model.source "existingClaim") (not $values.model.existingClaim) -}}
+{{- fail "model.existingClaim = \"\": model.source is existingClaim. Fix: the claim's name" -}}
+{{- end -}}
+{{- if and (eq $values.model.source "hostPath") (not $values.model.hostPath) -}}
+{{- fail "model.hostPath = \"\": model.source is hostPath. Fix: a folder of the nodes" -}}
+{{- end -}}
+{{- if and $values.tls.enabled (not $values.tls.existingSecret) (not $values.tls.certManager.enabled) -}}
+{{- fail "tls.existingSecret = \"\": nobody makes the certificate. Fix: a Secret's name, or tls.certManager.enabled" -}}
+{{- end -}}
+{{- if and $values.tls.certManager.enabled (not $values.tls.certManager.issuerRef.name) -}}
+{{- fail "tls.certManager.issuerRef.name = \"\": cert-manager needs an issuer. Fix: its name" -}}
+{{- end -}}
+{{- if and $values.tls.certManager.enabled (not $values.tls.enabled) -}}
+{{- fail "tls.certManager.enabled = true: the certificate would not be used. Fix: tls.enabled" -}}
+{{- end -}}
+{{- if and $values.inferencePool.enabled (not $values.inferencePool.endpointPicker.name) -}}
+{{- fail "inferencePool.endpointPicker.name = \"\": a pool needs one. Fix: the Service of the endpoint picker" -}}
+{{- end -}}
+{{- if and $values.httpRoute.enabled (not $values.httpRoute.parentRefs) -}}
+{{- fail "httpRoute.parentRefs = []: the route is nobody's. Fix: the gateways" -}}
+{{- end -}}
+{{- if and $values.httpRoute.toInferencePool (not $values.inferencePool.enabled) -}}
+{{- fail "httpRoute.toInferencePool = true: there is no pool. Fix: inferencePool.enabled" -}}
+{{- end -}}
+{{- if and $values.tls.enabled (eq $values.mode "ray") -}}
+{{- fail "tls.enabled = true: with mode ray workers are called by the addresses of pods, which no certificate can name. Fix: false, and a network that encrypts; or mode pods" -}}
+{{- end -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $scaling := (index $values $role).autoscaling -}}
+{{- if gt ($scaling.minReplicas | int) ($scaling.maxReplicas | int) -}}
+{{- fail (printf "%s.autoscaling.minReplicas = %v: above maxReplicas, %v. Fix: %v or less" $role $scaling.minReplicas $scaling.maxReplicas $scaling.maxReplicas) -}}
+{{- end -}}
+{{- if and (eq $values.mode "ray") (ne $scaling.mode "none") -}}
+{{- fail (printf "%s.autoscaling.mode = %q: with mode ray there is no object to scale. Fix: none, and tandem scale" $role $scaling.mode) -}}
+{{- end -}}
+{{- $ranks := include "tandem.ranksPerHost" (dict "root" $ "role" $role) -}}
+{{- end -}}
+{{- $section := default dict $values.config.prefill -}}
+{{- if and (gt (default 1 $section.tp | int) 1) (gt (default 1 $section.dp | int) 1) -}}
+{{- fail (printf "config.prefill.dp = %v: config.prefill.tp is %v. Fix: 1 in one of them" $section.dp $section.tp) -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,84 @@
+{{/* Names and labels. */}}
+
+{{- define "tandem.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* Short: pods of a group add a role and two numbers, and a label has at most 63 characters. */}}
+{{- define "tandem.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (include "tandem.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "tandem.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.selector" -}}
+app.kubernetes.io/name: {{ include "tandem.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "tandem.labels" -}}
+{{ include "tandem.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{/* Labels of one part: (dict "root" $ "part" "router"). */}}
+{{- define "tandem.partSelector" -}}
+{{ include "tandem.selector" .root }}
+app.kubernetes.io/component: {{ .part }}
+{{- end -}}
+
+{{- define "tandem.partLabels" -}}
+{{ include "tandem.labels" .root }}
+app.kubernetes.io/component: {{ .part }}
+{{- end -}}
+
+{{- define "tandem.serviceAccount" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "tandem.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.secretName" -}}
+{{- default (printf "%s-secret" (include "tandem.fullname" .)) .Values.secret.existing -}}
+{{- end -}}
+
+{{- define "tandem.tlsSecretName" -}}
+{{- default (printf "%s-tls" (include "tandem.fullname" .)) .Values.tls.existingSecret -}}
+{{- end -}}
+
+{{- define "tandem.modelClaim" -}}
+{{- if eq .Values.model.source "claim" -}}
+{{- printf "%s-model" (include "tandem.fullname" .) -}}
+{{- else -}}
+{{- .Values.model.existingClaim -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A name of this release as other pods call it: (dict "root" $ "name" "x"). */}}
+{{- define "tandem.dns" -}}
+{{- printf "%s.%s.svc.%s" .name .root.Release.Namespace .root.Values.clusterDomain -}}
+{{- end -}}
+
+{{- define "tandem.endpoint" -}}
+{{- $host := include "tandem.dns" (dict "root" . "name" (printf "%s-router" (include "tandem.fullname" .))) -}}
+{{- printf "%s://%s:%v" (ternary "https" "http" .Values.tls.enabled) $host .Values.router.service.port -}}
+{{- end -}}
+
+{{/* The image of one part: (dict "root" $ "device" "cpu"). */}}
+{{- define "tandem.image" -}}
+{{- $image := .root.Values.image -}}
+{{- if $image.digest -}}
+{{- printf "%s@%s" $image.repository $image.digest -}}
+{{- else -}}
+{{- $suffix := ternary "gpu" "cpu" (eq .device "cuda") -}}
+{{- printf "%s:%s" $image.repository (default (printf "%s-%s" .root.Chart.AppVersion $suffix) $image.tag) -}}
+{{- end -}}
+{{- end -}}

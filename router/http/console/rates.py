@@ -1,0 +1,96 @@
+"""Rates of workers, from the counters in their renewals: tokens, steps, bytes of KV by pair.
+
+A renewal carries the worker's own clock, so a rate does not depend on when its report arrived. What
+has not changed is not announced: a worker without news for longer than a renewal takes is idle.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from router.pool.members import Member, WorkerKey, WorkerLoad
+
+SPAN_S = 4.0
+"""Rates are over at least so long, as far as there are reports."""
+MAX_REPORTS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRates:
+    """Each a second."""
+
+    tokens: float = 0.0
+    steps: float = 0.0
+    received: dict[str, float] = field(default_factory=dict)
+    """Bytes of KV by the endpoint that sends them."""
+
+
+IDLE = WorkerRates()
+
+
+@dataclass(slots=True)
+class _Reports:
+    seen_at: float
+    loads: deque[WorkerLoad]
+
+
+class RateMeter:
+    """Follows the counters of all members. One event loop owns it."""
+
+    def __init__(self, lease_ttl_s: float) -> None:
+        """``lease_ttl_s``: renewals come three times as often."""
+        self._interval_s = lease_ttl_s / 3
+        self._silent_s = max(2.0, lease_ttl_s)
+        self._reports: dict[WorkerKey, _Reports] = {}
+        self._observed_at = 0.0
+
+    def observe(self, members: Iterable[Member], now: float) -> None:
+        """Take in what members have told since the last time; ``now`` is monotonic."""
+        former, self._reports = self._reports, {}
+        for member in members:
+            key, load = member.key, member.load
+            reports = former.get(key)
+            if reports is None:
+                reports = _Reports(now, deque([load], maxlen=MAX_REPORTS))
+            elif load is not reports.loads[-1] and load.clock_s > reports.loads[-1].clock_s:
+                self._take(reports, load, now)
+            self._reports[key] = reports
+        self._observed_at = now
+
+    def rates(self, key: WorkerKey, now: float) -> WorkerRates:
+        """Of one member."""
+        reports = self._reports.get(key)
+        if reports is None or now - reports.seen_at > self._silent_s:
+            return IDLE
+        last = reports.loads[-1]
+        first = reports.loads[0]
+        for load in reports.loads:
+            if last.clock_s - load.clock_s >= SPAN_S:
+                first = load
+        return _rates_between(first, last)
+
+    def _take(self, reports: _Reports, load: WorkerLoad, now: float) -> None:
+        last = reports.loads[-1]
+        if self._observed_at - reports.seen_at > self._silent_s:  # it was idle until about now
+            since_s = max(self._interval_s, now - self._observed_at)
+            reports.loads.clear()
+            reports.loads.append(replace(last, clock_s=load.clock_s - since_s))
+        reports.loads.append(load)
+        reports.seen_at = now
+
+
+def _rates_between(first: WorkerLoad, last: WorkerLoad) -> WorkerRates:
+    seconds = last.clock_s - first.clock_s
+    if seconds <= 0.0 or first.clock_s <= 0.0:
+        return IDLE
+    before = dict(first.received)
+    received = {
+        peer: max(0, num_bytes - before.get(peer, 0)) / seconds for peer, num_bytes in last.received
+    }
+    return WorkerRates(
+        tokens=max(0, last.num_tokens_done - first.num_tokens_done) / seconds,
+        steps=max(0, last.num_steps_done - first.num_steps_done) / seconds,
+        received={peer: rate for peer, rate in received.items() if rate},
+    )

@@ -1,0 +1,147 @@
+"""Requests that wait for a decode rank without room, while another one has room for them.
+
+A reservation binds a request to one rank. Who waits for his prompt's turn while that rank has
+claims that wait for blocks is shown to another rank, the oldest first; the tokens of all requests
+of this process that are on their way to a rank, and may not be in its reports yet, are taken off
+its room, so that one free place does not draw a crowd. See docs/adr/0012-room-elsewhere.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from router.pool.members import Role, WorkerKey
+from router.pool.view import Candidate, PoolView
+from router.routing.policy import NoWorkersError, Pair
+from router.routing.request_shape import RequestShape
+
+LOOK_S = 0.5
+PATIENCE_S = 2.0
+"""A rank without room for so long is left, where another has some: longer than reports take."""
+PATIENCE_GROWTH = 4.0
+"""By how much longer a request waits after each move: it must not swing between ranks."""
+
+
+@dataclass(slots=True, eq=False)
+class _Seeker:
+    """One attempt that waits for its prompt's turn."""
+
+    pair: Pair
+    shape: Callable[[], RequestShape]
+    patience_s: float
+    num_tokens: int
+    roomy: asyncio.Future[Pair]
+    on_way_to: list[WorkerKey] = field(default_factory=list)
+    blocked_since: float | None = None
+
+
+class Rooms:
+    """All seekers of a router process. One event loop owns it."""
+
+    def __init__(self, pool: PoolView, pick: Callable[[RequestShape], Pair]) -> None:
+        """``pick``: the best pair for a request, or NoWorkersError."""
+        self._pool = pool
+        self._pick = pick
+        self._seekers: dict[_Seeker, None] = {}  # in the order in which they came
+        self._on_way: Counter[WorkerKey] = Counter()
+        """Tokens of requests that may not be in a rank's reports yet."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextmanager
+    def seek(
+        self, pair: Pair, shape: Callable[[], RequestShape], patience_s: float
+    ) -> Iterator[asyncio.Future[Pair]]:
+        """While entered, look for room; the future is a pair that has some.
+
+        Args:
+            pair: whose decode rank may have none.
+            shape: the request, and whom it must not be given to.
+            patience_s: how long its rank must have no room before.
+        """
+        loop = asyncio.get_running_loop()
+        num_tokens = shape().num_tokens_needed
+        seeker = _Seeker(pair, shape, patience_s, num_tokens, loop.create_future())
+        self._seekers[seeker] = None
+        self._send(seeker, pair.decode.key)
+        self._look_later()
+        try:
+            yield seeker.roomy
+        finally:
+            del self._seekers[seeker]
+            for key in seeker.on_way_to:
+                self._on_way[key] -= num_tokens
+                if not self._on_way[key]:
+                    del self._on_way[key]
+            if not self._seekers and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def look(self) -> None:
+        """Show who has waited for long enough to a rank with room."""
+        now = asyncio.get_running_loop().time()
+        too_many: float | None = None
+        for seeker in self._seekers:
+            if seeker.roomy.done() or not self._is_blocked(seeker, now):
+                continue
+            if too_many is not None and seeker.num_tokens >= too_many:
+                continue  # nobody has room for fewer
+            pair = self._with_room(seeker)
+            if pair is None:
+                too_many = seeker.num_tokens
+            else:
+                self._send(seeker, pair.decode.key)
+                seeker.roomy.set_result(pair)
+
+    def _is_blocked(self, seeker: _Seeker, now: float) -> bool:
+        key = seeker.pair.decode.key
+        is_there = self._pool.member(key) is not None  # else it is lost, and others say so
+        if not is_there or not self._pool.reported_load(key).num_requests_blocked:
+            seeker.blocked_since = None
+            return False
+        if seeker.blocked_since is None:
+            seeker.blocked_since = now
+        return now - seeker.blocked_since >= seeker.patience_s
+
+    def _with_room(self, seeker: _Seeker) -> Pair | None:
+        candidates = self._pool.candidates(Role.DECODE)
+        full = {c.member.key for c in candidates if self._room(c) < seeker.num_tokens}
+        full.add(seeker.pair.decode.key)
+        if len(full) == len(candidates):
+            return None
+        shape = seeker.shape()
+        shape = replace(
+            shape,
+            excluded=shape.excluded | full,
+            preferred_prefill=seeker.pair.prefill.key,
+        )
+        try:
+            return self._pick(shape)
+        except NoWorkersError:
+            return None
+
+    def _room(self, candidate: Candidate) -> int:
+        """Tokens that a decode rank could take at once, as far as it says."""
+        report, member = candidate.load.report, candidate.member
+        is_full = 0 < member.max_num_requests <= candidate.num_requests
+        if is_full or report.num_requests_blocked:
+            return 0
+        return report.num_free_blocks * member.block_size - self._on_way[member.key]
+
+    def _send(self, seeker: _Seeker, key: WorkerKey) -> None:
+        seeker.on_way_to.append(key)
+        self._on_way[key] += seeker.num_tokens
+
+    def _look_later(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look_and_go_on)
+
+    def _look_and_go_on(self) -> None:
+        self._timer = None
+        try:
+            self.look()
+        finally:
+            self._look_later()

@@ -1,0 +1,1 @@
+"""The console: its numbers, its endpoints, the page in a browser."""

@@ -1,0 +1,183 @@
+"""The page in a headless Chromium, in front of a real router with a hundred fake workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.router.conftest import Cluster, StartRouter
+from tests.router.fakes import FakeDecode
+from tests.router.http.console.browser import Tab, chromium, open_tab
+from tests.router.http.console.crowd import Crowd, ask
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(chromium() is None, reason="no chromium: apt-get install chromium"),
+]
+HOSTILE = "<img src=x onerror=alert(1)>"
+ROWS = "document.querySelectorAll('[data-name]').length"
+CHOSEN = "document.querySelector('.chosen').dataset.name"
+ACTIVE = "document.activeElement.dataset.name"
+
+
+@pytest.fixture
+async def tab() -> AsyncIterator[Tab]:
+    async with open_tab() as (tab, _):
+        await tab.resize(1280, 900)
+        yield tab
+        assert tab.complaints == []
+
+
+async def text_of(tab: Tab, selector: str) -> str:
+    text = await tab.evaluate(f"document.querySelector({json.dumps(selector)}).textContent")
+    assert isinstance(text, str)
+    return text
+
+
+async def open_page(tab: Tab, cluster: Cluster, num_workers: int) -> None:
+    await tab.goto(f"{cluster.url}/console")
+    await tab.until(f"{ROWS} === {num_workers}")
+
+
+async def boxes(tab: Tab) -> str:
+    """Where every panel and tile stands."""
+    return await tab.evaluate(
+        "JSON.stringify([...document.querySelectorAll('.panel, .tile, thead th')].map((node) => {"
+        "const box = node.getBoundingClientRect();"
+        "return [box.left, box.top, box.width, box.height].map(Math.round); }))"
+    )
+
+
+async def test_few_workers_are_a_table_that_follows_the_pool(cluster: Cluster, tab: Tab) -> None:
+    await open_page(tab, cluster, 2)
+    before = await boxes(tab)
+    assert "2 workers" in await text_of(tab, "#covers")
+    assert await tab.evaluate("document.querySelector('#grid').hidden")
+    await ask(cluster.url, 5)
+    await tab.until("document.querySelector('#slow tbody').textContent.includes('req-')")
+    assert "5 requests" in await text_of(tab, "#ttft-note")
+    assert "ms" in await text_of(tab, "#bars b")
+    await cluster.add_decode("decode-1")
+    await tab.until(f"{ROWS} === 3")
+    cluster.decode.set_draining()
+    await tab.until("document.querySelector('#counts').textContent.includes('1 draining')")
+    assert "draining" in await text_of(tab, "#events ol")
+    assert await boxes(tab) == before, "nothing has moved"
+
+
+async def test_keys_move_choose_open_filter_and_close(cluster: Cluster, tab: Tab) -> None:
+    for number in (1, 2):
+        await cluster.add_decode(f"decode-{number}")
+    await open_page(tab, cluster, 4)
+    await tab.press("ArrowDown")
+    await tab.press("ArrowDown")
+    await tab.press("ArrowDown")
+    assert await tab.evaluate(ACTIVE) == "decode-1/0"
+    await tab.press("Enter")
+    assert await tab.evaluate("document.querySelector('#drawer').open")
+    assert await text_of(tab, "#drawer-title") == "decode-1/0"
+    assert "127.0.0.1:" in await text_of(tab, "#drawer-body")
+    await tab.press("Escape")
+    await tab.until("!document.querySelector('#drawer').open")
+    await tab.press("/")
+    assert await tab.evaluate("document.activeElement.id") == "filter"
+    for key in "prefill":
+        await tab.press(key)
+    await tab.until(f"{ROWS} === 1")
+    await tab.press("Escape")
+    await tab.until(f"{ROWS} === 4")
+    await tab.press("g")
+    await tab.until("!document.querySelector('#grid').hidden")
+    await tab.press("?")
+    assert await tab.evaluate("document.querySelector('#keys').open")
+
+
+async def test_the_theme_follows_the_system_until_it_is_chosen(cluster: Cluster, tab: Tab) -> None:
+    background = "getComputedStyle(document.documentElement).backgroundColor"
+    seen = {}
+    for scheme in ("dark", "light"):
+        await tab.prefer(scheme)
+        await open_page(tab, cluster, 2)
+        seen[scheme] = await tab.evaluate(background)
+    assert seen["dark"] != seen["light"]
+    await tab.press("t")
+    assert await tab.evaluate(background) == seen["dark"]
+    await open_page(tab, cluster, 2)
+    assert await tab.evaluate(background) == seen["dark"], "it is remembered"
+    await tab.press("t")
+    await tab.press("t")
+    assert await tab.evaluate(background) == seen["light"]
+
+
+async def test_names_and_ids_are_text_and_never_markup(cluster: Cluster, tab: Tab) -> None:
+    decode = FakeDecode(HOSTILE, cluster.decode.model, cluster.script)
+    cluster.decodes.append(decode)
+    await decode.start(cluster.control)
+    await open_page(tab, cluster, 3)
+    assert HOSTILE in await text_of(tab, "#table")
+    await tab.until("document.querySelector('#events ol').textContent.includes('onerror')")
+    assert await tab.evaluate("document.querySelectorAll('img').length") == 0
+
+
+async def test_a_lost_stream_is_said_and_taken_up_again(cluster: Cluster, tab: Tab) -> None:
+    await open_page(tab, cluster, 2)
+    await tab.call("Network.enable")
+    offline = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    await tab.call("Network.emulateNetworkConditions", offline=True, **offline)
+    await tab.evaluate("source.close()")
+    await tab.until("document.body.classList.contains('stale')")
+    assert "no word for" in await text_of(tab, "#status")
+    await tab.call("Network.emulateNetworkConditions", offline=False, **offline)
+    await tab.evaluate("connect()")
+    await tab.until("!document.body.classList.contains('stale')")
+    assert await text_of(tab, "#status") == "ready"
+
+
+async def test_a_hundred_workers_are_a_grid_and_nothing_jumps(
+    start_router: StartRouter, tab: Tab
+) -> None:
+    cluster = await start_router(lease_ttl_s=5.0)
+    crowd = Crowd(cluster.control, cluster.tokenizer)
+    try:
+        await crowd.start(20, 80)
+        await open_page(tab, cluster, 100)
+        assert not await tab.evaluate("document.querySelector('#grid').hidden")
+        before = await boxes(tab)
+        await tab.until("document.querySelector('#pairs tbody').textContent.includes('B/s')")
+        crowd.decodes[7].fall_silent()
+        await tab.until("document.querySelectorAll('[data-state=lost].cell').length === 1")
+        assert await boxes(tab) == before
+        assert "1 in trouble" in await text_of(tab, "#status")
+        await tab.press("ArrowRight")
+        first = await tab.evaluate(CHOSEN)
+        await tab.press("ArrowRight")
+        await tab.press("ArrowDown")
+        assert await tab.evaluate(CHOSEN) not in ("", first)
+        await tab.press("g")
+        await tab.until("!document.querySelector('#table').hidden")
+        rows = await tab.evaluate("document.querySelectorAll('#table tr[data-name]').length")
+        assert rows == 100
+        for width in (1920, 1280, 390):
+            await tab.resize(width, 844)
+            await asyncio.sleep(0.2)
+            overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+            assert await tab.evaluate(overflow) == 0, width
+    finally:
+        await crowd.close()
+
+
+async def test_everything_that_can_be_used_has_a_name(cluster: Cluster, tab: Tab) -> None:
+    await open_page(tab, cluster, 2)
+    tree = await tab.call("Accessibility.getFullAXTree")
+    named = {"button", "searchbox", "combobox", "table", "region", "dialog", "list", "img"}
+    nameless = [
+        node["role"]["value"]
+        for node in tree["nodes"]
+        if not node.get("ignored")
+        and node.get("role", {}).get("value") in named
+        and not node.get("name", {}).get("value")
+    ]
+    assert nameless == []
