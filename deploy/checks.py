@@ -40,9 +40,14 @@ def resolve_config(config: ClusterConfig) -> ClusterConfig:
     config = _with_own_address(config)
     field = "router.host" if config.router.host else "cluster.host"
     number = config.router.instances
-    port = config.router.port or free_ports(config.http_host, number, field)
-    control_port = config.router.control_port or free_ports(config.cluster.host, number)
-    router = dataclasses.replace(config.router, port=port, control_port=control_port)
+    # Drawn also where they are given: it shows whether the address is one of this machine.
+    free = free_ports(config.http_host, number, field)
+    control = free_ports(config.cluster.host, number)
+    router = dataclasses.replace(
+        config.router,
+        port=config.router.port or free,
+        control_port=config.router.control_port or control,
+    )
     return dataclasses.replace(with_model(config), router=router)
 
 
