@@ -169,7 +169,7 @@ def look_at(state: ClusterState, credentials: Credentials | None) -> ClusterView
         (worker["instance"], worker["rank"]): worker["metrics_address"]
         for worker in router.get("workers", ())
     }
-    memory = memory_of_trees([process.pid for process in state.processes if process.pid])
+    memory = memory_of_trees([one.pid for one in state.processes if one.pid and state.is_here(one)])
     views = []
     for process in state.processes:
         key = (process.instance, process.rank)
@@ -178,7 +178,7 @@ def look_at(state: ClusterState, credentials: Credentials | None) -> ClusterView
             ProcessView(
                 state=process,
                 member=members.get(key) if serves else None,
-                memory_bytes=memory.get(process.pid, 0),
+                memory_bytes=memory.get(process.pid, 0) if state.is_here(process) else 0,
                 metrics_address=addresses.get(key, "") if serves else "",
             )
         )

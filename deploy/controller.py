@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 
+from deploy.child import LogPiece
 from deploy.errors import ClusterError, ProcessDiedError
 from deploy.instance import Death, Instance
 from deploy.launcher import Launcher
@@ -38,8 +39,12 @@ class Controller:
         on_change: OnChange,
         timeout_s: float,
         grace_s: float = _KILL_AFTER_S,
+        former: Sequence[ProcessState] = (),
     ) -> None:
         """``on_change`` hears of every tick.
+
+        ``former`` are the processes of a controller that is gone: those that still run are taken
+        over, the others start anew.
 
         The start may take ``timeout_s`` seconds, the end ``grace_s`` for the router and as much
         again for the workers.
@@ -52,6 +57,9 @@ class Controller:
         self._on_change = on_change
         self._timeout_s = timeout_s
         self._grace_s = grace_s
+        self._former = {process.instance: process.num_restarts for process in former}
+        self.goes_on = False
+        """Whether ``run`` leaves the processes to themselves."""
         self._phase = Phase.STARTING
         self._restarts: dict[str, asyncio.Task[None]] = {}
         self._hurry = asyncio.Event()
@@ -63,6 +71,16 @@ class Controller:
             self._hurry.set()
         self._stop.set()
 
+    def request_leave(self) -> None:
+        """End the controller alone, for another one to take over; before it is ready: all."""
+        self.goes_on = self._phase is Phase.READY
+        self.request_stop()
+
+    def request_abandon(self) -> None:
+        """End the controller alone, because nobody hears of what it wants done."""
+        self.goes_on = True
+        self.request_stop()
+
     async def run(self) -> None:
         """Run until ``request_stop``; on return every process is gone.
 
@@ -72,12 +90,38 @@ class Controller:
         try:
             await self._until_stopped(self._start_and_serve())
         finally:
-            await self._stop_all()
+            await self._watch.close()
+            await self._end_restarts()
+            if not self.goes_on:
+                await self._stop_all()
 
     async def _start_and_serve(self) -> None:
         logger.info("starting %s", fields(num_instances=len(self._instances)))
         self._watch.start()
-        await asyncio.gather(*(instance.start() for instance in self._instances))
+        if self._former:
+            await self._take_over()
+        else:
+            await self._start()
+        while True:
+            await self._serve_tick()
+            await asyncio.sleep(_SERVING_TICK_S)
+
+    async def _take_over(self) -> None:
+        """Adopt what runs; what does not is restarted while the rest serves."""
+        self._phase = Phase.READY
+        for instance in self._instances:
+            name = instance.plan.name
+            if await instance.adopt(self._former.get(name, 0)):
+                logger.info("took over %s", fields(instance=name))
+            else:
+                pause_s = instance.pause_before_restart(self._watch.members)
+                task = asyncio.create_task(self._restart(instance, None, pause_s))
+                self._restarts[name] = task
+
+    async def _start(self) -> None:
+        # Room is asked for in this order: what needs most of one host, while hosts are empty.
+        by_size = sorted(self._instances, key=lambda one: -max(one.plan.num_ranks_by_host))
+        await asyncio.gather(*(instance.start() for instance in by_size))
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not await self._start_tick():
@@ -86,9 +130,6 @@ class Controller:
             raise ClusterError(self._describe_late()) from None
         self._set_phase(Phase.READY)
         logger.info("ready")
-        while True:
-            await self._serve_tick()
-            await asyncio.sleep(_SERVING_TICK_S)
 
     async def _until_stopped(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -142,8 +183,9 @@ class Controller:
         answers = await asyncio.gather(*map(self._watch.is_ready, endpoints))
         return {plan.name for plan, is_ready in zip(awaited, answers, strict=True) if is_ready}
 
-    async def _restart(self, instance: Instance, death: Death, pause_s: float) -> None:
-        if death.is_orderly:  # the other ranks leave with it, and have answers to deliver
+    async def _restart(self, instance: Instance, death: Death | None, pause_s: float) -> None:
+        if death is not None and death.is_orderly:
+            # The other ranks leave with it, and have answers to deliver.
             await instance.wait_ended(self._grace_s, self._hurry)
         await instance.kill()
         self._publish()
@@ -157,20 +199,34 @@ class Controller:
                 logger.warning("%s", error)
         logger.info("restarted %s", fields(instance=instance.plan.name))
 
+    async def _end_restarts(self) -> None:
+        for task in self._restarts.values():
+            task.cancel()
+        await asyncio.gather(*self._restarts.values(), return_exceptions=True)
+
     async def _stop_all(self) -> None:
         if self._phase is Phase.STARTING:
             self._hurry.set()  # Nothing was served yet: there is nothing to drain.
         self._set_phase(Phase.STOPPING)
-        await self._watch.close()
-        for task in self._restarts.values():
-            task.cancel()
-        await asyncio.gather(*self._restarts.values(), return_exceptions=True)
         # The router first: its requests can only end while the workers still serve.
         routers = [one for one in self._instances if one.plan.role is Role.ROUTER]
         workers = [one for one in self._instances if one.plan.role is not Role.ROUTER]
         for group in (routers, workers):
             await asyncio.gather(*(one.stop(self._grace_s, self._hurry) for one in group))
             self._publish()
+
+    async def read_log(self, name: str, offset: int, limit: int) -> LogPiece:
+        """Part of the log of process ``name``, on whatever host; see ``child.read_log``.
+
+        Raises:
+            ClusterError: there is no such process, or its host does not answer.
+        """
+        for instance in self._instances:
+            for state in instance.process_states():
+                if state.name == name:
+                    return await instance.read_log(state.rank, offset, limit)
+        names = [state.name for one in self._instances for state in one.process_states()]
+        raise ClusterError(f"no process is called {name!r}; there are {', '.join(names)}")
 
     def _describe_late(self) -> str:
         late = [

@@ -48,6 +48,8 @@ class ProcessState:
     """The last thing it said."""
     num_restarts: int = 0
     log_path: str = ""
+    host: str = ""
+    """Where it runs, and its log is; empty: the controller's machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,8 @@ class ClusterState:
     log_dir: str = ""
     error: str = ""
     """Why the phase is FAILED."""
+    ray_address: str = ""
+    """Of a Ray that a later controller finds it by; empty: Ray ends with the controller."""
     ca: str = ""
     """File of the authority that signed the HTTP side's certificate; empty: plain text."""
     processes: tuple[ProcessState, ...] = field(default=())
@@ -80,6 +84,12 @@ class ClusterState:
     def where(self) -> str:
         """All endpoints, for people."""
         return ", ".join((self.endpoint, *self.further_endpoints))
+
+    def is_here(self, process: ProcessState) -> bool:
+        """Whether ``process`` runs on the controller's machine, where its pid means something."""
+        first = self.control_address.partition(",")[0]  # routers are on the controller's machine
+        own = first.rpartition(":")[0].strip("[]")
+        return process.host in ("", own)
 
     def to_json(self) -> str:
         """One JSON object, fields named as here."""

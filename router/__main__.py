@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from router.service import HttpWorkerService, RouterService
-from runtime.config_file import load_config
+from runtime.config_file import load_own_config
 from runtime.errors import ConfigError
 from runtime.logging import configure_logging, get_logger
 from runtime.service import Service, run_service
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     name = f"router-{options.index}" if options.index else ""
     configure_logging("router", "router-http" if options.control else name)
     try:
-        config = load_config(options.config)
+        config = load_own_config(options.config)
         config = dataclasses.replace(config, router=config.router.numbered(options.index))
         service: Service
         if options.control:
