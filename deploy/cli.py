@@ -11,8 +11,21 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from deploy.commands import bench, down, drain, generate, model, status, up, validate
-from deploy.errors import ClusterError
+from deploy.commands import (
+    apply,
+    bench,
+    down,
+    drain,
+    events,
+    generate,
+    model,
+    restart,
+    scale,
+    status,
+    up,
+    validate,
+)
+from deploy.errors import ClusterError, RefusedError, WrongArgumentError
 from runtime.errors import ConfigError
 
 Command = Callable[[argparse.Namespace], int]
@@ -26,7 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tandem {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for group in (up, status, generate, drain, down, validate, model, bench):
+    groups = (up, status, events, generate, scale, drain, restart, apply, down)
+    for group in (*groups, validate, model, bench):
         group.add_parser(commands)
     return parser
 
@@ -39,14 +53,21 @@ def _version() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0, 1 for a failure, 2 for a wrong argument or setting, 130 for Ctrl-C."""
+    """Run one command.
+
+    Returns 0, 1 for a failure, 2 for a wrong argument or setting, 3 for what the cluster refuses
+    now without having changed anything, 130 for Ctrl-C.
+    """
     arguments = build_parser().parse_args(argv)
     command: Command = arguments.command
     try:
         return command(arguments)
-    except ConfigError as error:
+    except (ConfigError, WrongArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RefusedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -6,10 +6,20 @@ that places them with Ray. One supervisor looks after one process.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from deploy.child import ChildReport
 from deploy.plan import InstancePlan, ProcessSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What is free."""
+
+    num_instances: int
+    why: str
+    """What there is, for people: "4 of 8 GPUs are free"."""
 
 
 class Supervisor(Protocol):
@@ -40,6 +50,12 @@ class Launcher(Protocol):
         Raises:
             ClusterError: there is no place for them, or the first of them cannot be executed.
         """
+
+    async def release(self, plan: InstancePlan) -> None:
+        """Give back the place of an instance that has ended for good, if it had one."""
+
+    async def room_for(self, plan: InstancePlan) -> Room:
+        """How many more instances like ``plan`` have a place now."""
 
 
 class SupervisorLostError(Exception):

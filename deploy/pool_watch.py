@@ -51,6 +51,8 @@ class PoolWatch:
     endpoint: str
     credentials: Credentials
     members: PoolMembers = field(default_factory=dict)
+    is_connected: bool = False
+    """Whether ``members`` is what the registry says now."""
     _task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -72,6 +74,7 @@ class PoolWatch:
         while True:
             with contextlib.suppress(ConnectionError):
                 await self._follow_once()
+            self.is_connected = False
             self.members = {}
             await asyncio.sleep(_RECONNECT_S)
 
@@ -88,6 +91,7 @@ class PoolWatch:
                 request = registry_pb2.WatchRequest(watcher="controller")
                 async for snapshot in stub.Watch(request, wait_for_ready=True):
                     self.members = _members_of(snapshot)
+                    self.is_connected = True
         except TandemError as error:
             raise ConnectionError(str(error)) from error
         finally:

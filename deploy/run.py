@@ -133,7 +133,12 @@ class _Run:
                 launcher.open()
             logger.info("ray is up %s", fields(seconds=round(time.monotonic() - self._began, 2)))
             controller = Controller(
-                context, launcher, on_change=self._take_change, timeout_s=timeout_s
+                context,
+                launcher,
+                on_change=self._take_change,
+                timeout_s=timeout_s,
+                on_listening=self._take_address,
+                events_path=self._run_dir.events_path,
             )
             asyncio.run(_run_controller(controller))
         except KeyboardInterrupt:
@@ -159,6 +164,10 @@ class _Run:
         if state != self._state:
             self._state = state
             self._publish()
+
+    def _take_address(self, address: str) -> None:
+        self._state = dataclasses.replace(self._state, controller_address=address)
+        self._publish()
 
     def _publish(self) -> None:
         self._run_dir.write_state(self._state)

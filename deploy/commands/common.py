@@ -15,6 +15,20 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
+def add_command(
+    commands: Subparsers, name: str, *, help: str, examples: str, description: str = ""
+) -> argparse.ArgumentParser:
+    """Declare a command; ``examples`` are whole command lines, explanations after ``#``."""
+    lines = [f"  {line.strip()}" for line in examples.strip().splitlines()]
+    return commands.add_parser(
+        name,
+        help=help,
+        description=description or f"{help[0].upper()}{help[1:]}.",
+        epilog="\n".join(["examples:", *lines]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """``--name`` and ``--config``: which running cluster is meant."""
     parser.add_argument("--name", default="", help="cluster.name (default: the one that runs)")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from deploy.checks import resolve_config
 from deploy.child import Child, ChildReport
+from deploy.launcher import Room
 from deploy.plan import InstancePlan, ProcessSpec, Role, RunContext
 from deploy.state import RunDir
 from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection
@@ -105,11 +106,21 @@ class LocalSupervisor:
 class LocalLauncher:
     """A ``Launcher`` that starts processes from this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: int = 100) -> None:
         self.launched: list[str] = []
+        self.released: list[str] = []
+        self.room = room
+        """Instances that can be added to those of the start."""
 
     async def launch(
         self, plan: InstancePlan, specs: tuple[ProcessSpec, ...]
     ) -> tuple[LocalSupervisor, ...]:
         self.launched.append(plan.name)
         return tuple(LocalSupervisor(spec) for spec in specs)
+
+    async def release(self, plan: InstancePlan) -> None:
+        self.released.append(plan.name)
+        self.room += 1
+
+    async def room_for(self, plan: InstancePlan) -> Room:
+        return Room(num_instances=self.room, why=f"{self.room} places are free")

@@ -45,7 +45,8 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_commands_are_these() -> None:
     text = build_parser().format_help()
-    for command in ("up", "status", "generate", "drain", "down", "validate", "model", "bench"):
+    names = "up status events generate scale drain restart apply down validate model bench"
+    for command in names.split():
         assert f"\n    {command} " in text
 
 
@@ -112,7 +113,16 @@ def test_up_refuses_a_port_in_use_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    "command", [["status"], ["down"], ["generate", "x"], ["drain", "decode-0"]]
+    "command",
+    [
+        ["status"],
+        ["down"],
+        ["generate", "x"],
+        ["drain", "decode-0"],
+        ["scale", "decode", "2"],
+        ["restart", "--rolling"],
+        ["events"],
+    ],
 )
 def test_commands_without_a_cluster_say_so(
     command: list[str], capsys: pytest.CaptureFixture[str]

@@ -1,0 +1,307 @@
+"""The instances of a cluster: which there are, who is at work on each, and what becomes of it.
+
+An instance is either settled, and then the controller starts it again when it dies; or it comes
+back from a death; or an operation holds it (``held``), and nobody else touches it. Members come and
+go while the cluster serves; none of that disturbs the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from deploy.control.events import EventKind, EventLog
+from deploy.errors import ClusterError, ProcessDiedError, WrongArgumentError
+from deploy.instance import Death, Instance
+from deploy.launcher import Launcher
+from deploy.plan import InstancePlan, Role, RunContext, plan_instances
+from deploy.pool_watch import PoolMember, PoolWatch
+from deploy.state import Phase, ProcessState
+from runtime.logging import fields, get_logger
+
+logger = get_logger(__name__)
+
+_START_POLL_S = 0.1
+
+OnStage = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetTimes:
+    """How long members may take, in seconds."""
+
+    start_s: float
+    """Until an instance serves that joins a cluster which serves."""
+    grace_s: float
+    """For processes that were told to end, before they are killed."""
+
+
+@dataclass(slots=True)
+class Fleet:
+    """All instances of one run. One event loop owns it."""
+
+    context: RunContext
+    """Of what starts from now on; an instance keeps its own until it is restarted on purpose."""
+    launcher: Launcher
+    watch: PoolWatch
+    events: EventLog
+    times: FleetTimes
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set: nobody is waited for any more."""
+    instances: list[Instance] = field(default_factory=list)
+    _revivals: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _held: set[str] = field(default_factory=set)
+    _launching: set[str] = field(default_factory=set)
+    _router_ready: bool = False
+
+    def __post_init__(self) -> None:
+        plans = plan_instances(self.context.config)
+        self.instances = [Instance(plan, self.context, self.launcher) for plan in plans]
+
+    @property
+    def settled(self) -> list[Instance]:
+        """Those that nobody is at work on."""
+        busy = self._held | set(self._revivals)
+        return [one for one in self.instances if one.plan.name not in busy]
+
+    def of_role(self, role: Role) -> list[Instance]:
+        """The instances of ``role``, oldest first."""
+        return [one for one in self.instances if one.plan.role is role]
+
+    def serving(self, role: Role) -> list[Instance]:
+        """Those of ``role`` that take requests."""
+        return [
+            one
+            for one in self.of_role(role)
+            if one.phase is Phase.READY and not one.is_set_aside and not self._is_draining(one)
+        ]
+
+    def find(self, name: str) -> Instance:
+        """The instance of that name.
+
+        Raises:
+            WrongArgumentError: there is none.
+        """
+        for instance in self.instances:
+            if instance.plan.name == name:
+                return instance
+        guests = sorted({owner for owner, _ in self.watch.members})
+        known = dict.fromkeys([*(one.plan.name for one in self.instances), *guests])
+        names = ", ".join(known) or "none"
+        raise WrongArgumentError(f"there is no instance {name!r}. Fix: one of {names}")
+
+    def process_states(self) -> list[ProcessState]:
+        """All processes as people see them."""
+        return [state for one in self.instances for state in one.process_states()]
+
+    def plan_of(self, role: Role, name: str) -> InstancePlan:
+        """What an instance of ``role`` is in the present configuration."""
+        plans = plan_instances(self.context.config)
+        plan = next(plan for plan in plans if plan.role is role)
+        return dataclasses.replace(plan, name=name)
+
+    def free_names(self, role: Role, count: int) -> list[str]:
+        """The next ``count`` names that nobody has, here or in the router's pool."""
+        taken = {one.plan.name for one in self.instances}
+        taken |= {name for name, _ in self.watch.members}
+        names: list[str] = []
+        index = 0
+        while len(names) < count:
+            name = f"{role.value}-{index}"
+            if name not in taken:
+                names.append(name)
+            index += 1
+        return names
+
+    # While the cluster serves by itself.
+
+    async def start_all(self) -> None:
+        """Start every instance, all at once."""
+        await asyncio.gather(*(instance.start() for instance in self.instances))
+
+    async def poll(self) -> list[tuple[Instance, Death]]:
+        """Read the news of all that are settled, and return who died."""
+        instances = self.settled
+        if any(_awaits_router(instance) for instance in instances):
+            self._router_ready = await self.watch.is_ready()
+        deaths = await asyncio.gather(*(instance.poll() for instance in instances))
+        died = []
+        for instance, death in zip(instances, deaths, strict=True):
+            if instance.plan.name in self._held:  # since we asked: its holder sees for itself
+                continue
+            if death is None:
+                instance.update_phase(self.watch.members, router_ready=self._router_ready)
+            else:
+                died.append((instance, death))
+        return died
+
+    def revive(self, instance: Instance, death: Death | None = None) -> None:
+        """Start again what died, after a pause; what was set aside stays down."""
+        name = instance.plan.name
+        if death is not None:
+            self.events.add(EventKind.DEATH, str(death), instance=name)
+        if instance.is_set_aside:
+            logger.warning("%s; it was drained, and stays down", death)
+            self._revivals[name] = asyncio.create_task(self._lay_down(instance))
+            return
+        pause_s = instance.pause_before_restart(self.watch.members, death)
+        if death is not None:
+            logger.warning("%s; restarting %s", death, fields(pause_s=pause_s))
+        self._revivals[name] = asyncio.create_task(self._bring_back(instance, death, pause_s))
+
+    def reap(self) -> None:
+        """Take note of revivals that have ended."""
+        for name in [name for name, task in self._revivals.items() if task.done()]:
+            self._revivals.pop(name).result()
+
+    async def close(self) -> None:
+        """Stop bringing anything back."""
+        for task in self._revivals.values():
+            task.cancel()
+        await asyncio.gather(*self._revivals.values(), return_exceptions=True)
+
+    async def stop_all(self, roles: frozenset[Role]) -> None:
+        """End the instances of ``roles``, all at once."""
+        instances = [one for one in self.instances if one.plan.role in roles]
+        await asyncio.gather(*(one.stop(self.times.grace_s, self.hurry) for one in instances))
+
+    # For operations.
+
+    @asynccontextmanager
+    async def held(self, instances: Sequence[Instance]) -> AsyncIterator[None]:
+        """In the block only the caller touches ``instances``; afterwards they are settled."""
+        names = {one.plan.name for one in instances}
+        self._held |= names
+        try:
+            for name in names:
+                if (task := self._revivals.pop(name, None)) is not None:
+                    if name not in self._launching:  # a launch that is broken off leaves half
+                        task.cancel()
+                    await asyncio.wait({task})
+            yield
+        finally:
+            self._held -= names
+
+    async def add(self, role: Role, name: str, on_stage: OnStage) -> Instance:
+        """Start one more instance, and return when it serves; one that does not is gone again.
+
+        Raises:
+            ClusterError: there is no place, it died, or took too long.
+        """
+        instance = Instance(self.plan_of(role, name), self.context, self.launcher)
+        self.instances.append(instance)
+        async with self.held([instance]):
+            try:
+                await self._start(instance, on_stage)
+            except BaseException:
+                self.instances.remove(instance)
+                await instance.kill()
+                await self.launcher.release(instance.plan)
+                raise
+        return instance
+
+    async def remove(self, instance: Instance) -> None:
+        """End an instance, which the caller holds and has drained, and free its place."""
+        await instance.stop(self.times.grace_s, self.hurry)
+        self.instances.remove(instance)
+        await self.launcher.release(instance.plan)
+
+    async def restart(self, instance: Instance, on_stage: OnStage) -> Instance:
+        """End an instance, which the caller holds and has drained; start it under its name with
+        the present configuration; return when it serves. One that does not is brought back later.
+
+        Raises:
+            ClusterError: see ``add``.
+        """
+        plan = self.plan_of(instance.plan.role, instance.plan.name)
+        members = self.watch.members
+        await instance.stop(self.times.grace_s, self.hurry)
+        if plan != instance.plan:
+            await self.launcher.release(instance.plan)
+        successor = instance.successor(plan, self.context, members)
+        self.instances[self.instances.index(instance)] = successor
+        try:
+            await self._start(successor, on_stage)
+        except ClusterError:
+            await successor.kill()
+            self.revive(successor)
+            raise
+        return successor
+
+    async def _start(self, instance: Instance, on_stage: OnStage) -> None:
+        began = time.monotonic()
+        await instance.start()
+        await self._until_ready(instance, on_stage)
+        logger.info(
+            "serves %s",
+            fields(instance=instance.plan.name, seconds=round(time.monotonic() - began, 2)),
+        )
+
+    async def _until_ready(self, instance: Instance, on_stage: OnStage) -> None:
+        told = ""
+        try:
+            async with asyncio.timeout(self.times.start_s):
+                while instance.phase is not Phase.READY:
+                    await asyncio.sleep(_START_POLL_S)
+                    death = await instance.poll()
+                    if death is not None:
+                        self.events.add(EventKind.DEATH, str(death), instance=instance.plan.name)
+                        raise died_while_starting(death)
+                    is_ready = _awaits_router(instance) and await self.watch.is_ready()
+                    instance.update_phase(self.watch.members, router_ready=is_ready)
+                    stage = instance.process_states()[0].stage
+                    if stage != told:
+                        told = stage
+                        on_stage(stage)
+        except TimeoutError:
+            raise ClusterError(
+                f"{instance.plan.name} does not serve after {self.times.start_s:g} s "
+                f"({told or 'silent'}). Fix: see `tandem logs {instance.plan.name}`"
+            ) from None
+
+    async def _bring_back(self, instance: Instance, death: Death | None, pause_s: float) -> None:
+        if death is not None and death.is_orderly:
+            # The other ranks leave with it, and have answers to deliver.
+            await instance.wait_ended(self.times.grace_s, self.hurry)
+        await instance.kill()
+        name = instance.plan.name
+        while True:
+            await asyncio.sleep(pause_s)
+            self._launching.add(name)
+            try:
+                await instance.start()
+                break
+            except ClusterError as error:
+                logger.warning("%s", error)
+            finally:
+                self._launching.discard(name)
+            if name in self._held:
+                return
+            pause_s = instance.pause_before_restart(self.watch.members)
+        logger.info("restarted %s", fields(instance=name))
+        self.events.add(EventKind.RESTARTED, f"started again after {pause_s:g} s", instance=name)
+
+    async def _lay_down(self, instance: Instance) -> None:
+        await instance.wait_ended(self.times.grace_s, self.hurry)
+        await instance.kill()
+        instance.phase = Phase.STOPPED
+
+    def _is_draining(self, instance: Instance) -> bool:
+        return any(member.draining for member in self._members_of(instance))
+
+    def _members_of(self, instance: Instance) -> list[PoolMember]:
+        name = instance.plan.name
+        return [member for (owner, _), member in self.watch.members.items() if owner == name]
+
+
+def died_while_starting(death: Death) -> ProcessDiedError:
+    """With the end of its log."""
+    return ProcessDiedError(f"{death}:\n{death.log_tail()}\nwhole log: {death.log_path}")
+
+
+def _awaits_router(instance: Instance) -> bool:
+    return instance.plan.role is Role.ROUTER and instance.phase is not Phase.READY
