@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from deploy.checks import free_port, resolve_config
+from deploy.checks import resolve_config
+from deploy.ports import free_port
 from runtime.config import ClusterConfig
 from runtime.config_file import SECRET_VARIABLE, dump_config
 

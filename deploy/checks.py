@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import socket
 from pathlib import Path
 
 import deploy
 from deploy.certificates import check_certificate
 from deploy.decode_memory import plan_decode_memory
 from deploy.plan import num_devices_needed, plan_instances
+from deploy.ports import free_port, listen_at
 from engine.config import ModelConfig
 from engine.parallel.dims import ParallelDims
 from kv_transfer.transports import expected_transport
@@ -76,7 +76,7 @@ def check_ports(config: ClusterConfig) -> None:
     for field, host in hosts.items():
         port = getattr(config.router, field)
         try:
-            with _listener(host, port):
+            with listen_at(host, port):
                 pass
         except OSError as error:
             raise ConfigError(
@@ -87,27 +87,6 @@ def check_ports(config: ClusterConfig) -> None:
             ) from error
 
 
-def free_port(host: str, field: str = "cluster.host") -> int:
-    """A TCP port of ``host``, the value of ``field``, that the system gives to nobody else.
-
-    One minute long (the TIME_WAIT of a connection that was closed on its side): whoever binds it
-    by number meanwhile gets it, provided that it sets SO_REUSEADDR, as servers do.
-
-    Raises:
-        ConfigError: ``host`` is no address of this machine.
-    """
-    try:
-        with _listener(host, 0) as listener:
-            address = listener.getsockname()
-            with socket.create_connection(address[:2]) as client:
-                listener.accept()[0].close()
-                client.recv(1)  # the end: from here on TIME_WAIT is the port's, not the client's
-            return int(address[1])
-    except OSError as error:
-        problem = f"is no address of this machine ({error.strerror})"
-        raise ConfigError(field, host, problem, '"127.0.0.1", or another') from error
-
-
 def count_devices() -> int:
     """CUDA devices of this machine that we may use, without loading any CUDA library."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -115,20 +94,6 @@ def count_devices() -> int:
     if visible is None:
         return present
     return min(present, len([entry for entry in visible.split(",") if entry.strip()]))
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        # Connections of a former run in TIME_WAIT do not make a port taken.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(1)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def read_model(config: ClusterConfig) -> ModelConfig:

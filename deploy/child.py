@@ -11,10 +11,12 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.plan import ProcessSpec
+import deploy
+from deploy.plan import OWN_PYTHON, ProcessSpec
 from runtime.process import dying_with_us
 
 _MAX_READ_BYTES = 256 * 1024
@@ -41,12 +43,12 @@ class Child:
         with self._log_path.open("ab") as log:
             self._offset = log.tell()
             self._process = subprocess.Popen(
-                dying_with_us(spec.command),
+                dying_with_us(_own_command(spec.command)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                cwd=spec.cwd,
-                env={**os.environ, **spec.env},
+                cwd=spec.cwd or Path(deploy.__file__).resolve().parents[1],
+                env={**spec.default_env, **os.environ, **spec.env},
                 # Its own session: a terminal's Ctrl-C reaches the controller only.
                 start_new_session=True,
             )
@@ -83,6 +85,10 @@ class Child:
         complete = len(data) if final else data.rfind(b"\n") + 1
         self._offset = start + complete
         return tuple(data[:complete].decode(errors="replace").splitlines())
+
+
+def _own_command(command: tuple[str, ...]) -> tuple[str, ...]:
+    return (sys.executable, *command[1:]) if command[0] == OWN_PYTHON else command
 
 
 def tail(path: Path, num_lines: int) -> list[str]:

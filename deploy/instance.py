@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy.checks import free_port
 from deploy.child import tail
 from deploy.launcher import Launcher, Supervisor, SupervisorLostError
 from deploy.plan import (
@@ -28,7 +27,6 @@ from deploy.plan import (
 )
 from deploy.pool_watch import PoolMembers
 from deploy.state import Phase, ProcessState
-from runtime.net import join_address
 
 _LOG_HEAD = re.compile(r"^\S+ (?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \S+ [\w.]+: ")
 _WARNING = re.compile(r"^\S+:\d+: \w*Warning: ")
@@ -97,12 +95,11 @@ class Instance:
         """Start every rank.
 
         Raises:
-            ClusterError: they cannot be started.
+            ClusterError: there is no room for them, or they cannot be started.
         """
-        cluster = self.context.config.cluster
-        rendezvous = join_address(cluster.reach, free_port(cluster.host))
-        specs = process_specs(self.plan, self.context, rendezvous)
-        supervisors = await self.launcher.launch(self.plan, specs)
+        placement = await self.launcher.place(self.plan)
+        specs = process_specs(self.plan, self.context, placement.places)
+        supervisors = await placement.start(specs)
         self._ranks = [
             _Rank(spec, supervisor) for spec, supervisor in zip(specs, supervisors, strict=True)
         ]

@@ -1,7 +1,8 @@
 """The seam between the controller and whatever puts processes on machines.
 
 The controller knows instances and their supervisors; ``deploy.ray_launcher`` is the implementation
-that places them with Ray. One supervisor looks after one process.
+that places them with Ray. An instance is placed first; the command lines of its processes follow
+from where they run. One supervisor looks after one process.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from deploy.child import ChildReport
+from deploy.places import Place, Places
 from deploy.plan import InstancePlan, ProcessSpec
+from deploy.ports import free_port
+from runtime.net import join_address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +43,29 @@ class Supervisor(Protocol):
         """End the process at once and release its place. A lost supervisor is no error."""
 
 
-class Launcher(Protocol):
-    """Starts instances."""
+class Placement(Protocol):
+    """The room that one instance has, and has for itself until it is released."""
 
-    async def launch(
-        self, plan: InstancePlan, specs: tuple[ProcessSpec, ...]
-    ) -> tuple[Supervisor, ...]:
-        """Start all ranks of an instance, in parallel; one supervisor per spec, in their order.
+    @property
+    def places(self) -> Places:
+        """Where each rank is to run."""
+
+    async def start(self, specs: tuple[ProcessSpec, ...]) -> tuple[Supervisor, ...]:
+        """Start all ranks, in parallel; one supervisor per spec, in their order.
 
         Raises:
-            ClusterError: there is no place for them, or the first of them cannot be executed.
+            ClusterError: the first of them that cannot be executed.
+        """
+
+
+class Launcher(Protocol):
+    """Finds places for instances and starts them there."""
+
+    async def place(self, plan: InstancePlan) -> Placement:
+        """Find room for all ranks of an instance; what it had before, where it still has that.
+
+        Raises:
+            ClusterError: there is none.
         """
 
     async def release(self, plan: InstancePlan) -> None:
@@ -60,3 +77,15 @@ class Launcher(Protocol):
 
 class SupervisorLostError(Exception):
     """A supervisor does not answer any more; the kernel has ended its process."""
+
+
+def places_here(plan: InstancePlan, host: str, advertise: str = "") -> Places:
+    """Places for all ranks of ``plan`` on this machine, at its address ``host``.
+
+    Raises:
+        ConfigError: ``host`` is no address of this machine.
+    """
+    ranks = tuple(
+        Place(bind=host, advertise=advertise, local_rank=rank) for rank in range(plan.num_ranks)
+    )
+    return Places(ranks=ranks, rendezvous=join_address(advertise or host, free_port(host)))

@@ -6,19 +6,19 @@ Pure: a ``ClusterConfig`` goes in, plans come out. Nothing here starts anything.
 from __future__ import annotations
 
 import enum
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import deploy
+from deploy.places import Place, Places
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 from runtime.config_file import secret_variables
 from runtime.net import Credentials, join_address
 
 RUN_ID_VARIABLE = "TANDEM_CLUSTER"
 """Environment variable that marks every process of one run, Ray's own included."""
-
+OWN_PYTHON = "{python}"
+"""In a command: the interpreter of whoever starts it, which has another path on another host."""
 
 ROUTER_GRACE_S = 10.0
 """How long the router lets its requests finish when it is asked to end."""
@@ -46,6 +46,15 @@ class InstancePlan:
     num_threads: int
     num_endpoints: int
     """Ranks that take requests of a router; 0 for the router itself."""
+    ranks_per_host: int = 0
+    """Consecutive ranks that share a host; 0: all do."""
+
+    @property
+    def num_ranks_by_host(self) -> tuple[int, ...]:
+        """How many ranks each host takes, hosts in the order of their ranks."""
+        most = self.ranks_per_host or self.num_ranks
+        full, rest = divmod(self.num_ranks, most)
+        return (most,) * full + ((rest,) if rest else ())
 
     @property
     def registering_ranks(self) -> tuple[int, ...]:
@@ -60,8 +69,11 @@ class ProcessSpec:
     name: str
     command: tuple[str, ...]
     env: Mapping[str, str]
-    cwd: str
     log_path: str
+    cwd: str = ""
+    """Empty: the folder that holds our packages on that machine."""
+    default_env: Mapping[str, str] = field(default_factory=dict)
+    """For variables that the machine does not set by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +100,8 @@ class RunContext:
 
 
 def default_entrypoints() -> dict[Role, tuple[str, ...]]:
-    """``python -m ROLE`` with the interpreter that runs the controller."""
-    return {role: (sys.executable, "-m", role.value) for role in Role}
+    """``python -m ROLE`` with the interpreter that Tandem is installed for."""
+    return {role: (OWN_PYTHON, "-m", role.value) for role in Role}
 
 
 def plan_instances(config: ClusterConfig) -> tuple[InstancePlan, ...]:
@@ -116,6 +128,7 @@ def _plan_workers(role: Role, section: PrefillSection | DecodeSection) -> tuple[
             device=section.device,
             num_threads=section.num_threads,
             num_endpoints=section.num_endpoints,
+            ranks_per_host=section.ranks_per_host if isinstance(section, DecodeSection) else 0,
         )
         for index in range(section.instances)
     )
@@ -137,45 +150,43 @@ def log_path(plan: InstancePlan, rank: int, context: RunContext) -> Path:
 
 
 def process_specs(
-    plan: InstancePlan, context: RunContext, rendezvous: str
+    plan: InstancePlan, context: RunContext, places: Places
 ) -> tuple[ProcessSpec, ...]:
-    """One spec per rank of ``plan``; its ranks find each other at ``rendezvous`` (host:port)."""
+    """One spec per rank of ``plan``, for its place."""
     return tuple(
         ProcessSpec(
             name=process_name(plan, rank),
-            command=_command(plan, rank, context, rendezvous),
-            env=_environment(plan, context),
-            cwd=str(Path(deploy.__file__).resolve().parents[1]),
+            command=_command(plan, rank, context, places),
+            env=_environment(plan, context, place),
             log_path=str(log_path(plan, rank, context)),
         )
-        for rank in range(plan.num_ranks)
+        for rank, place in enumerate(places.ranks)
     )
 
 
-def _command(
-    plan: InstancePlan, rank: int, context: RunContext, rendezvous: str
-) -> tuple[str, ...]:
+def _command(plan: InstancePlan, rank: int, context: RunContext, places: Places) -> tuple[str, ...]:
     command = (*context.entrypoints[plan.role], "--config", str(context.config_path))
     if plan.role is Role.ROUTER:
         return (*command, "--grace", f"{ROUTER_GRACE_S:g}")
-    advertise = context.config.cluster.advertise
+    place = places.ranks[rank]
     return (
         *command,
         *("--instance", plan.name),
         *("--rank", str(rank)),
         *("--grace", f"{WORKER_GRACE_S:g}"),
-        *("--rendezvous", rendezvous),
+        *("--rendezvous", places.rendezvous),
         *("--router", context.control_address),
-        *("--host", context.config.cluster.host),
-        *(("--advertise", advertise) if advertise else ()),
+        *("--host", place.bind),
+        *(("--advertise", place.advertise) if place.advertise else ()),
     )
 
 
-def _environment(plan: InstancePlan, context: RunContext) -> dict[str, str]:
+def _environment(plan: InstancePlan, context: RunContext, place: Place) -> dict[str, str]:
     threads = str(plan.num_threads)
     return {
         **secret_variables(context.credentials),
         RUN_ID_VARIABLE: context.run_id,
+        "LOCAL_RANK": str(place.local_rank),
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": threads,

@@ -1,103 +1,46 @@
-"""Ray, in this one file: a private Ray on this machine, and one actor per rank.
+"""Finds places with Ray: a private Ray on this machine, and one actor per rank.
 
-Every instance is a placement group with a bundle per rank: a prefill instance on one machine
-(STRICT_PACK), a decode instance close together (PACK). The actor supervises one child process; Ray
-carries specs and reports, never requests or tensors. Errors of Ray become ours here.
+Every instance is a placement group with a bundle per host, because Ray splits no bundle: the ranks
+of a prefill instance are on one machine, those of a large decode instance on as few as hold them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-from typing import Any
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
 
-from deploy.child import Child, ChildReport
 from deploy.errors import ClusterError
-from deploy.launcher import SupervisorLostError
-from deploy.plan import RUN_ID_VARIABLE, InstancePlan, ProcessSpec, Role
+from deploy.places import Place, Places, local_ranks
+from deploy.plan import RUN_ID_VARIABLE, InstancePlan, ProcessSpec
+from deploy.ray_actor import ActorFacts, ChildActor, RaySupervisor
 from deploy.sweep import ray_folder
+from runtime.net import Listen, join_address
 
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least: nothing of ours goes through it.
 _PLACEMENT_TIMEOUT_S = 60.0
+_ResultT = TypeVar("_ResultT")
 
 
-class ChildActor:
-    """The body of the actor: a ``Child`` behind calls.
+class RayPlacement:
+    """Actors in the places that Ray found for one instance."""
 
-    Ray runs the methods of such an actor on its main thread, which ends with the actor, and the
-    child with it.
-    """
+    def __init__(self, places: Places, supervisors: tuple[RaySupervisor, ...]) -> None:
+        self._places = places
+        self._supervisors = supervisors
 
-    def __init__(self) -> None:
-        self._child: Child | None = None
+    @property
+    def places(self) -> Places:
+        """See ``Placement.places``."""
+        return self._places
 
-    def start(self, spec: ProcessSpec) -> int:
-        """Start the process; its pid."""
-        self._child = Child(spec)
-        return self._child.pid
-
-    def poll(self) -> ChildReport:
-        """See ``Child.poll``."""
-        assert self._child is not None
-        return self._child.poll()
-
-    def terminate(self) -> None:
-        """See ``Child.terminate``."""
-        if self._child is not None:
-            self._child.terminate()
-
-    def kill(self) -> None:
-        """See ``Child.kill``."""
-        if self._child is not None:
-            self._child.kill()
-
-
-class RaySupervisor:
-    """Calls one ``ChildActor``."""
-
-    def __init__(self, ray: Any, actor: Any) -> None:
-        self._ray = ray
-        self._actor = actor
-
-    async def start(self, spec: ProcessSpec) -> None:
-        """Wait for the actor's place and start the process in it.
-
-        Raises:
-            ClusterError: no place, or the command cannot be executed.
-        """
-        ray = self._ray
-        try:
-            await asyncio.wait_for(self._actor.start.remote(spec), _PLACEMENT_TIMEOUT_S)
-        except TimeoutError:
-            raise ClusterError(
-                f"Ray found no place for {spec.name} within {_PLACEMENT_TIMEOUT_S:g} s; "
-                "ask for fewer instances or ranks"
-            ) from None
-        except ray.exceptions.RayTaskError as error:
-            raise ClusterError(f"cannot execute {spec.name}: {error.cause}") from error
-        except ray.exceptions.RayError as error:
-            raise ClusterError(f"Ray could not start {spec.name}: {error}") from error
-
-    async def poll(self) -> ChildReport:
-        """See ``Supervisor.poll``."""
-        try:
-            report: ChildReport = await self._actor.poll.remote()
-        except self._ray.exceptions.RayError as error:
-            raise SupervisorLostError(str(error)) from error
-        return report
-
-    async def terminate(self) -> None:
-        """See ``Supervisor.terminate``."""
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            await self._actor.terminate.remote()
-
-    async def kill(self) -> None:
-        """See ``Supervisor.kill``."""
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            await self._actor.kill.remote()
-            self._ray.kill(self._actor)
+    async def start(self, specs: tuple[ProcessSpec, ...]) -> tuple[RaySupervisor, ...]:
+        """See ``Placement.start``."""
+        starts = [one.start(spec) for one, spec in zip(self._supervisors, specs, strict=True)]
+        await _all_or_none(starts, self._supervisors)
+        return self._supervisors
 
 
 class RayLauncher:
@@ -108,9 +51,17 @@ class RayLauncher:
     """
 
     def __init__(
-        self, *, run_id: str, secret: str, namespace: str, num_slots: int, num_devices: int
+        self,
+        *,
+        run_id: str,
+        secret: str,
+        namespace: str,
+        listen: Listen,
+        num_slots: int,
+        num_devices: int,
     ) -> None:
         """``num_slots`` processes can be placed, whatever the number of cores of this machine."""
+        self._listen = listen
         self._run_id = run_id
         self._secret = secret
         self._namespace = namespace
@@ -167,47 +118,88 @@ class RayLauncher:
             self._ray.shutdown()
             self._ray = None
 
-    async def launch(
-        self, plan: InstancePlan, specs: tuple[ProcessSpec, ...]
-    ) -> tuple[RaySupervisor, ...]:
-        """See ``Launcher.launch``."""
+    async def place(self, plan: InstancePlan) -> RayPlacement:
+        """See ``Launcher.place``."""
+        group = self._group_of(plan)
+        try:
+            await asyncio.wait_for(group.ready(), _PLACEMENT_TIMEOUT_S)
+        except TimeoutError:
+            raise ClusterError(
+                f"Ray found no place for {plan.name} within {_PLACEMENT_TIMEOUT_S:g} s; "
+                "ask for fewer instances or ranks"
+            ) from None
+        except self._ray.exceptions.RayError as error:
+            raise ClusterError(f"Ray found no place for {plan.name}: {error}") from error
+        supervisors = tuple(
+            self._new_supervisor(plan, group, index)
+            for index, num_ranks in enumerate(plan.num_ranks_by_host)
+            for _ in range(num_ranks)
+        )
+        facts = await _all_or_none([one.look_around() for one in supervisors], supervisors)
+        (port,) = await _all_or_none([supervisors[0].free_port(self._listen.bind)], supervisors)
+        return RayPlacement(self._places_of(facts, port), supervisors)
+
+    def _places_of(self, facts: Sequence[ActorFacts], port: int) -> Places:
+        ranks = tuple(
+            Place(
+                bind=self._listen.bind,
+                advertise=self._listen.advertise,
+                local_rank=local_rank,
+                devices=fact.devices,
+                node=fact.node,
+            )
+            for fact, local_rank in zip(
+                facts, local_ranks(tuple(fact.node for fact in facts)), strict=True
+            )
+        )
+        return Places(ranks=ranks, rendezvous=join_address(ranks[0].host, port))
+
+    def _new_supervisor(self, plan: InstancePlan, group: Any, index: int) -> RaySupervisor:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        group = self._group_of(plan)
         actor_class = self._ray.remote(ChildActor)
-        supervisors = []
-        for rank in range(len(specs)):
-            actor = actor_class.options(
-                num_cpus=1,
-                num_gpus=_devices_per_rank(plan),
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=group, placement_group_bundle_index=rank
-                ),
-            ).remote()
-            supervisors.append(RaySupervisor(self._ray, actor))
-        starts = [one.start(spec) for one, spec in zip(supervisors, specs, strict=True)]
-        results = await asyncio.gather(*starts, return_exceptions=True)
-        failures = [result for result in results if isinstance(result, BaseException)]
-        if failures:
-            await asyncio.gather(*(one.kill() for one in supervisors))
-            raise failures[0]
-        return tuple(supervisors)
+        actor = actor_class.options(
+            num_cpus=1,
+            num_gpus=_devices_per_rank(plan),
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=index
+            ),
+        ).remote()
+        return RaySupervisor(self._ray, actor)
 
     def _group_of(self, plan: InstancePlan) -> Any:
+        """A bundle for each host: what is in one bundle Ray puts on one host."""
         if plan.name not in self._groups:
             from ray.util.placement_group import placement_group
 
-            bundle = {"CPU": 1.0}
-            if plan.device == "cuda":
-                bundle["GPU"] = 1.0
             self._groups[plan.name] = placement_group(
-                [bundle] * plan.num_ranks,
-                strategy="PACK" if plan.role is Role.DECODE else "STRICT_PACK",
+                [_bundle(plan, num_ranks) for num_ranks in plan.num_ranks_by_host],
+                strategy="PACK",
                 name=plan.name,
             )
         return self._groups[plan.name]
 
 
+def _bundle(plan: InstancePlan, num_ranks: int) -> dict[str, float]:
+    bundle = {"CPU": float(num_ranks)}
+    if plan.device == "cuda":
+        bundle["GPU"] = float(num_ranks)
+    return bundle
+
+
 def _devices_per_rank(plan: InstancePlan) -> int:
     return 1 if plan.device == "cuda" else 0
+
+
+async def _all_or_none(
+    work: Sequence[Awaitable[_ResultT]], supervisors: Sequence[RaySupervisor]
+) -> list[_ResultT]:
+    """The results of all of ``work``; its first failure, with all of ``supervisors`` ended."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    done = [result for result in results if not isinstance(result, BaseException)]
+    failures = [result for result in results if isinstance(result, BaseException)]
+    if failures:
+        await asyncio.gather(*(one.kill() for one in supervisors))
+        raise failures[0]
+    return done

@@ -24,7 +24,7 @@ from runtime.config import ClusterConfig
 from runtime.config_file import SECRET_VARIABLE, cluster_credentials, dump_config
 from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
-from runtime.net import Credentials
+from runtime.net import Credentials, Listen
 
 logger = get_logger(__name__)
 
@@ -125,6 +125,7 @@ class _Run:
             run_id=context.run_id,
             secret=context.credentials.secret,
             namespace=config.cluster.name,
+            listen=Listen(bind=config.cluster.host, advertise=config.cluster.advertise),
             num_slots=sum(plan.num_ranks for plan in plans),
             num_devices=count_devices(),
         )

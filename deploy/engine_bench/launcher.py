@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Generic, TypeVar, cast
 
-from deploy.checks import free_port
 from deploy.errors import ClusterError
+from deploy.ports import free_port
 from engine.jit_cache import use_jit_cache
 from runtime.errors import ConfigError, TandemError
 from runtime.process import die_with_parent

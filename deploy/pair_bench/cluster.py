@@ -19,12 +19,13 @@ from typing import Any
 
 import psutil
 
-from deploy.checks import check_config, count_devices, free_port, resolve_config
+from deploy.checks import check_config, count_devices, resolve_config
 from deploy.child import Child, ChildReport
 from deploy.engine_bench.launcher import NO_MULTICAST
 from deploy.engine_bench.report import say
 from deploy.errors import ClusterError, ProcessDiedError
 from deploy.instance import Death, last_stage
+from deploy.launcher import places_here
 from deploy.plan import (
     InstancePlan,
     Role,
@@ -149,7 +150,7 @@ class PairCluster:
     def _start(self) -> None:
         host, first_device = self.config.cluster.host, 0
         for plan in plan_instances(self.config):
-            specs = process_specs(plan, self._context, f"{host}:{free_port(host)}")
+            specs = process_specs(plan, self._context, places_here(plan, host))
             added = {**self._environments.get(plan.role, {}), **_devices(plan, first_device)}
             for spec in specs:
                 child = Child(dataclasses.replace(spec, env={**spec.env, **added}))

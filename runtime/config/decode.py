@@ -18,6 +18,8 @@ class DecodeSection:
     instances: int = 1
     dp: int = 1
     """Ranks of one instance: each attends to its own requests, experts are split over all."""
+    ranks_per_host: int = 8
+    """Most ranks of one instance on one host; the others follow on further hosts."""
     device: str = "cpu"
     num_threads: int = 1
     max_num_seqs: int = 32
@@ -96,6 +98,7 @@ class DecodeSection:
         one_of("decode.dependent_launches", self.dependent_launches, ("auto", "on", "off"))
         one_of("decode.dispatcher", self.dispatcher, ("auto", "nvlink", "deep-ep", "gathered"))
         at_least("decode.dp", self.dp, 1)
+        at_least("decode.ranks_per_host", self.ranks_per_host, 1)
         if self.two_batch_overlap == "on" and self.dp == 1:
             problem = "the tokens of one rank do not travel"
             fix = '"auto", or decode.dp above 1'

@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from deploy.checks import free_port
+from deploy.ports import free_port
 from engine.build import build_model
 from engine.generate import generate
 from engine.memory.kv_pool import KVPool

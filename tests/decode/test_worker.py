@@ -13,7 +13,7 @@ import pytest
 
 from decode.assembly import ModelSide
 from decode.worker import DecodeDriver
-from deploy.checks import free_port
+from deploy.ports import free_port
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.parallel.lockstep import SoloLockstep

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from deploy.checks import resolve_config
 from deploy.child import Child, ChildReport
-from deploy.launcher import Room
+from deploy.launcher import Room, places_here
+from deploy.places import Places
 from deploy.plan import InstancePlan, ProcessSpec, Role, RunContext
 from deploy.state import RunDir
 from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection
@@ -103,8 +104,18 @@ class LocalSupervisor:
         self._child.kill()
 
 
+class LocalPlacement:
+    """A ``Placement`` on this machine, with processes started from this one."""
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+
+    async def start(self, specs: tuple[ProcessSpec, ...]) -> tuple[LocalSupervisor, ...]:
+        return tuple(LocalSupervisor(spec) for spec in specs)
+
+
 class LocalLauncher:
-    """A ``Launcher`` that starts processes from this one."""
+    """A ``Launcher`` without Ray."""
 
     def __init__(self, room: int = 100) -> None:
         self.launched: list[str] = []
@@ -112,11 +123,9 @@ class LocalLauncher:
         self.room = room
         """Instances that can be added to those of the start."""
 
-    async def launch(
-        self, plan: InstancePlan, specs: tuple[ProcessSpec, ...]
-    ) -> tuple[LocalSupervisor, ...]:
+    async def place(self, plan: InstancePlan) -> LocalPlacement:
         self.launched.append(plan.name)
-        return tuple(LocalSupervisor(spec) for spec in specs)
+        return LocalPlacement(places_here(plan, "127.0.0.1"))
 
     async def release(self, plan: InstancePlan) -> None:
         self.released.append(plan.name)

@@ -13,9 +13,9 @@ from deploy.checks import (
     check_config,
     check_ports,
     count_devices,
-    free_port,
     resolve_config,
 )
+from deploy.ports import free_port
 from runtime.config import ClusterConfig
 from runtime.errors import ConfigError
 from tests.deploy.fakes import fake_config, write_model

@@ -8,6 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deploy.places import Place, Places, local_ranks
 from deploy.plan import Role, num_devices_needed, plan_instances, process_specs
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 from tests.deploy.fakes import fake_config, fake_context
@@ -37,12 +38,17 @@ def test_every_rank_is_planned_once(prefill: PrefillSection, decode: DecodeSecti
     assert num_devices_needed(plans) == expected
 
 
+def places(*hosts: str, advertise: str = "") -> Places:
+    ranks = tuple(Place(bind=host, advertise=advertise) for host in hosts)
+    return Places(ranks=ranks, rendezvous=f"{ranks[0].host}:999")
+
+
 def test_a_process_is_told_who_it_is(tmp_path: Path) -> None:
     config = fake_config(tmp_path, decode_dp=2)
     config = dataclasses.replace(config, decode=dataclasses.replace(config.decode, num_threads=3))
     context = fake_context(config, tmp_path)
     router, _, decode = plan_instances(config)
-    first, second = process_specs(decode, context, "127.0.0.1:999")
+    first, second = process_specs(decode, context, places("127.0.0.1", "127.0.0.1"))
     assert (first.name, second.name) == ("decode-0/0", "decode-0/1")
     assert first.log_path != second.log_path
     assert " ".join(second.command).endswith(
@@ -51,8 +57,19 @@ def test_a_process_is_told_who_it_is(tmp_path: Path) -> None:
     )
     assert second.env["OMP_NUM_THREADS"] == "3"
     assert second.env["TANDEM_CLUSTER"] == context.run_id
-    (only,) = process_specs(router, context, "")
+    (only,) = process_specs(router, context, places("127.0.0.1"))
     assert only.command[-4:] == ("--config", str(context.config_path), "--grace", "10")
+
+
+def test_each_process_is_told_the_address_of_its_own_host(tmp_path: Path) -> None:
+    config = fake_config(tmp_path, decode_dp=2)
+    context = fake_context(config, tmp_path)
+    decode = plan_instances(config)[2]
+    first, second = process_specs(decode, context, places("10.0.0.3", "10.0.0.4"))
+    assert first.command[-2:] == ("--host", "10.0.0.3")
+    assert second.command[-2:] == ("--host", "10.0.0.4")
+    for spec in (first, second):
+        assert "--rendezvous 10.0.0.3:999" in " ".join(spec.command)
 
 
 def test_a_process_is_told_the_address_that_it_tells_others(tmp_path: Path) -> None:
@@ -61,10 +78,25 @@ def test_a_process_is_told_the_address_that_it_tells_others(tmp_path: Path) -> N
     section = dataclasses.replace(config.kv_transfer, transport="loopback")
     config = dataclasses.replace(config, cluster=cluster, kv_transfer=section)
     context = fake_context(config, tmp_path)
-    (worker, *_) = process_specs(plan_instances(config)[1], context, "node-1:999")
+    told_places = places("0.0.0.0", advertise="node-1")
+    (worker, *_) = process_specs(plan_instances(config)[1], context, told_places)
     assert context.control_address == f"node-1:{config.router.control_port}"
     told = f"--router {context.control_address} --host 0.0.0.0 --advertise node-1"
     assert " ".join(worker.command).endswith(told)
+
+
+def test_a_prefill_worker_stays_on_one_host_and_decode_takes_as_few_as_hold_it() -> None:
+    config = ClusterConfig(prefill=PrefillSection(tp=16), decode=DecodeSection(dp=72))
+    router, prefill, decode = plan_instances(config)
+    assert router.num_ranks_by_host == (1,)
+    assert prefill.num_ranks_by_host == (16,)
+    assert decode.num_ranks_by_host == (8,) * 9
+    small = plan_instances(ClusterConfig(decode=DecodeSection(dp=3, ranks_per_host=2)))[2]
+    assert small.num_ranks_by_host == (2, 1)
+
+
+def test_ranks_are_counted_by_host() -> None:
+    assert local_ranks(("b", "b", "a", "b", "a")) == (0, 1, 0, 2, 1)
 
 
 def test_registered_ranks() -> None:

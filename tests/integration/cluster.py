@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy.checks import free_port
 from deploy.engine_bench.launcher import NO_MULTICAST
 from deploy.pair_bench.cluster import rotate, visible_devices
+from deploy.ports import free_port
 from runtime.config import ClusterConfig
 from runtime.config_file import dump_config
 from runtime.net import Credentials

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import torch
 
-from deploy.checks import free_port
+from deploy.ports import free_port
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import SlotArray, SlotLayout
 from kv_transfer.receiver import Arrival, KVReceiver

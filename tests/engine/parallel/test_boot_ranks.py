@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from deploy.checks import free_port
+from deploy.ports import free_port
 
 pytestmark = pytest.mark.slow
 

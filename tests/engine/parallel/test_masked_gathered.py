@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.checks import free_port
+from deploy.ports import free_port
 from tests.engine.parallel.processes import run_rank_processes
 
 

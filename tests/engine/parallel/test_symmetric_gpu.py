@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy.checks import free_port
+from deploy.ports import free_port
 from tests.engine.parallel.processes import run_rank_processes
 
 pytestmark = [
