@@ -8,7 +8,6 @@ after a pause that doubles with every failure and is forgotten after a minute of
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from deploy.child import tail
 from deploy.launcher import Launcher, Supervisor, SupervisorLostError
+from deploy.log_lines import last_stage
 from deploy.plan import (
     InstancePlan,
     ProcessSpec,
@@ -28,14 +28,11 @@ from deploy.plan import (
 from deploy.pool_watch import PoolMembers
 from deploy.state import Phase, ProcessState
 
-_LOG_HEAD = re.compile(r"^\S+ (?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \S+ [\w.]+: ")
-_WARNING = re.compile(r"^\S+:\d+: \w*Warning: ")
 _CHAINS = ("The above exception was", "During handling of the above")
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _STABLE_AFTER_S = 60.0
 _STOP_POLL_S = 0.1
-_MAX_STAGE_CHARS = 100
 _TAIL_LINES = 300
 
 
@@ -225,17 +222,3 @@ def without_tracebacks(lines: Sequence[str]) -> list[str]:
             inside = False
             kept.append(line)
     return kept
-
-
-def last_stage(lines: tuple[str, ...]) -> str:
-    """What the last of ``lines`` says, without time, level and speaker; empty: nothing.
-
-    Warnings of libraries, and the code that Python shows below them, are no stages.
-    """
-    for line in reversed(lines):
-        if _WARNING.match(line) or (line[:1] == " " and "\r" not in line):
-            continue
-        text = _LOG_HEAD.sub("", line.rsplit("\r", 1)[-1]).strip()
-        if text:
-            return text[:_MAX_STAGE_CHARS]
-    return ""

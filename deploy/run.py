@@ -121,6 +121,7 @@ class _Run:
             if log != self._run_dir.controller_log_path:
                 log.unlink(missing_ok=True)
         self._publish()
+        self._run_dir.be_found()
         launcher = RayLauncher(
             run_id=context.run_id,
             secret=context.credentials.secret,

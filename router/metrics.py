@@ -90,11 +90,15 @@ class RouterMetrics:
 
     def text(self) -> bytes:
         """All metrics in the text format; with a shared folder, the sums over all processes."""
+        return render_metrics(self.sums())
+
+    def sums(self) -> CollectorRegistry:
+        """What to read all metrics of; with a shared folder, the sums over all processes."""
         if self._shared_dir is None:
-            return render_metrics(self.registry)
+            return self.registry
         registry = CollectorRegistry()
         MultiProcessCollector(registry, self._shared_dir)  # type: ignore[no-untyped-call]
-        return render_metrics(registry)
+        return registry
 
     def set_workers(self, members: Iterable[Member]) -> None:
         """Count the pool's members by role and state."""

@@ -36,6 +36,7 @@ from router.metrics import RouterMetrics
 from router.model import ModelLimits, ServedModel
 from router.pool.readiness import Readiness
 from router.pool.view import PoolView
+from router.recent import Recent
 from router.requests.admission import Admission, BodyBytes
 from router.requests.generation import Generation, Mailbox
 from router.requests.pipeline import Pipeline
@@ -66,6 +67,7 @@ class Serving:
     admission: Admission
     lanes: Lanes
     metrics: RouterMetrics
+    recent: Callable[[], Recent]
     keep_alive_s: float = KEEP_ALIVE_S
 
     def limits(self) -> ModelLimits:

@@ -17,6 +17,7 @@ from router.model import ServedModel
 from router.pool.members import Member, Role
 from router.pool.readiness import Readiness
 from router.pool.view import PoolView
+from router.recent import LoadLines, RecentWindow, Totals
 from router.requests.admission import REQUESTS_OF_SILENT_RANK, Admission, limit_of
 from router.requests.attempt import Workers
 from router.requests.clients import WorkerClients
@@ -73,6 +74,8 @@ class HttpServer:
         )
         policy = PairingPolicy(section.policy)
         pipeline = Pipeline(self._workers, policy, section)
+        self._recent = RecentWindow(lambda: Totals.of(self.metrics.sums().collect()), loop.time)
+        self._load_lines = LoadLines(lambda: Totals.of(self.metrics.registry.collect()), loop.time)
         serving = Serving(
             section=section,
             model=model,
@@ -82,6 +85,7 @@ class HttpServer:
             admission=self._admission,
             lanes=self._lanes,
             metrics=self.metrics,
+            recent=self._recent.recent,
         )
         self._runner = web.AppRunner(
             create_app(serving, self._connections),
@@ -124,6 +128,8 @@ class HttpServer:
             self.metrics.requests_waiting.set(self._admission.num_waiting)
             self.metrics.connections.set(len(self._connections))
             self.metrics.texts_pending.set(self._lanes.num_pending)
+            self._recent.tick()
+            self._load_lines.tick(self._admission.num_in_flight, self._admission.num_waiting)
             self._workers.follow_pool()
             self._connections.sweep()
 

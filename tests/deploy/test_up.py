@@ -55,7 +55,8 @@ class Cluster:
 
     def process(self, name: str) -> dict[str, Any]:
         result = self.tandem("status", "--json", "--config", str(self.config_path))
-        (process,) = [entry for entry in json.loads(result.stdout) if entry["name"] == name]
+        processes = json.loads(result.stdout)["processes"]
+        (process,) = [entry for entry in processes if entry["name"] == name]
         return dict(process)
 
     def generate(self) -> str:
