@@ -66,6 +66,7 @@ class Controller:
             self._watch,
             self._events,
             FleetTimes(start_s=timeout_s, grace_s=grace_s),
+            self._publish,
         )
         self._on_change = on_change
         self._on_listening = on_listening

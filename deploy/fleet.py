@@ -50,6 +50,8 @@ class Fleet:
     watch: PoolWatch
     events: EventLog
     times: FleetTimes
+    publish: Callable[[], None] = lambda: None
+    """Called when an operation begins or ends its work on an instance."""
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
     """Set: nobody is waited for any more."""
     instances: list[Instance] = field(default_factory=list)
@@ -185,6 +187,7 @@ class Fleet:
             yield
         finally:
             self._held -= names
+            self.publish()
 
     async def add(self, role: Role, name: str, on_stage: OnStage) -> Instance:
         """Start one more instance, and return when it serves; one that does not is gone again.
@@ -194,6 +197,7 @@ class Fleet:
         """
         instance = Instance(self.plan_of(role, name), self.context, self.launcher)
         self.instances.append(instance)
+        self.publish()
         async with self.held([instance]):
             try:
                 await self._start(instance, on_stage)

@@ -7,15 +7,18 @@ of a prefill instance are on one machine, those of a large decode instance on as
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 from deploy.errors import ClusterError
+from deploy.launcher import Room
 from deploy.places import Place, Places, local_ranks
 from deploy.plan import RUN_ID_VARIABLE, InstancePlan, ProcessSpec
 from deploy.ray_actor import ActorFacts, ChildActor, RaySupervisor
+from deploy.room import count_fitting
 from deploy.sweep import ray_folder
 from runtime.net import Listen, join_address
 
@@ -138,6 +141,31 @@ class RayLauncher:
         facts = await _all_or_none([one.look_around() for one in supervisors], supervisors)
         (port,) = await _all_or_none([supervisors[0].free_port(self._listen.bind)], supervisors)
         return RayPlacement(self._places_of(facts, port), supervisors)
+
+    async def release(self, plan: InstancePlan) -> None:
+        """See ``Launcher.release``."""
+        group = self._groups.pop(plan.name, None)
+        if group is not None and self._ray is not None:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.util.remove_placement_group(group)
+
+    async def room_for(self, plan: InstancePlan) -> Room:
+        """See ``Launcher.room_for``."""
+        hosts = await asyncio.to_thread(self._free_by_host)
+        bundles = [_bundle(plan, num_ranks) for num_ranks in plan.num_ranks_by_host]
+        kind, name = ("GPU", "GPUs") if plan.device == "cuda" else ("CPU", "places for processes")
+        free = sum(int(host.get(kind, 0.0)) for host in hosts)
+        return Room(
+            num_instances=count_fitting(bundles, hosts),
+            why=f"each takes {plan.num_ranks} and {free} {name} are free on {len(hosts)} hosts"
+            if len(hosts) > 1
+            else f"each takes {plan.num_ranks} and {free} {name} are free",
+        )
+
+    def _free_by_host(self) -> list[dict[str, float]]:
+        from ray._private import state
+
+        return list(state.available_resources_per_node().values())
 
     def _places_of(self, facts: Sequence[ActorFacts], port: int) -> Places:
         ranks = tuple(

@@ -28,6 +28,10 @@ from runtime.net import Credentials, Listen
 
 logger = get_logger(__name__)
 
+_SPARE_SLOTS = 64
+"""Of a Ray of our own: processes that `tandem scale` may add. They cost nothing; on CPUs it is
+memory and patience that end first."""
+
 OnState = Callable[[ClusterState], None]
 
 
@@ -127,7 +131,7 @@ class _Run:
             secret=context.credentials.secret,
             namespace=config.cluster.name,
             listen=Listen(bind=config.cluster.host, advertise=config.cluster.advertise),
-            num_slots=sum(plan.num_ranks for plan in plans),
+            num_slots=sum(plan.num_ranks for plan in plans) + _SPARE_SLOTS,
             num_devices=count_devices(),
         )
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -68,9 +69,10 @@ async def test_a_cluster_starts_and_leaves_nothing(tmp_path: Path) -> None:
         assert all(process.phase is Phase.READY for process in run.processes.values())
         pids = {process.pid for process in run.processes.values()}
         assert {found.pid for found in find_processes(run.context.run_id)} == pids
-        rendezvous = {run.processes[name].stage for name in ("decode-0/0", "decode-0/1")}
-        assert len(rendezvous) == 1
-        assert rendezvous.pop().startswith("serving rendezvous=127.0.0.1:")
+        logs = [Path(run.processes[f"decode-0/{rank}"].log_path).read_text() for rank in (0, 1)]
+        found = [re.findall(r"serving rendezvous=(127\.0\.0\.1:\d+)", log) for log in logs]
+        assert len(found[0]) == 1
+        assert found[0] == found[1]
     assert run.phase is Phase.STOPPING
     assert find_processes(run.context.run_id) == []
 
