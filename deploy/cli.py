@@ -72,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tandem {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    running = (status, events, logs, generate, chat, scale, drain, restart, apply, down)
+    running = (status, logs, events, generate, chat, scale, drain, restart, apply, down)
     for group in (up, *running, validate, doctor, model, bench, completion):
         group.add_parser(commands)
     return parser

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from deploy.errors import ClusterError
@@ -165,7 +165,8 @@ class RayLauncher:
     def _free_by_host(self) -> list[dict[str, float]]:
         from ray._private import state
 
-        return list(state.available_resources_per_node().values())
+        ask: Callable[[], dict[str, dict[str, float]]] = state.available_resources_per_node
+        return list(ask().values())
 
     def _places_of(self, facts: Sequence[ActorFacts], port: int) -> Places:
         ranks = tuple(

@@ -47,6 +47,7 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
     def __init__(self) -> None:
         self._members: dict[str, registry_pb2.PoolMember] = {}
         self._changed = asyncio.Condition()
+        self._version = 0
 
     @property
     def roles(self) -> set[int]:
@@ -81,11 +82,13 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
         self, request: registry_pb2.WatchRequest, context: Context
     ) -> AsyncIterator[registry_pb2.PoolSnapshot]:
         while True:
+            version = self._version
             yield registry_pb2.PoolSnapshot(members=list(self._members.values()))
             async with self._changed:
-                await self._changed.wait()
+                await self._changed.wait_for(lambda version=version: self._version != version)
 
     async def _tell(self) -> None:
+        self._version += 1
         async with self._changed:
             self._changed.notify_all()
 
