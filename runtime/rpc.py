@@ -138,35 +138,58 @@ class _TakeTrace(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return await continuation(handler_call_details)
 
 
-def _with_metadata(details: Any, secret: str) -> Any:
-    """With the secret, and the trace of the request that makes the call."""
-    metadata = grpc.aio.Metadata(*(details.metadata or ()))
-    metadata.add(_AUTHORIZATION, f"Bearer {secret}")
-    trace = current_trace()
-    if trace is not None:
-        metadata.add(TRACEPARENT, trace.header)
-    return details._replace(metadata=metadata)
+class _AuthorizedChannel(grpc.aio.Channel):
+    """A channel whose calls carry the secret, and the trace of the request that makes the call.
 
+    Client interceptors would do the same with a task for every call. The calls that take a stream
+    of messages are not in our protocols.
+    """
 
-# Two classes: grpc.aio files an interceptor under the first kind that it implements.
-class _AddMetadataToUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
-    def __init__(self, secret: str) -> None:
-        self._secret = secret
+    def __init__(self, channel: grpc.aio.Channel, secret: str) -> None:
+        self._channel = channel
+        self._authorization = (_AUTHORIZATION, f"Bearer {secret}")
 
-    async def intercept_unary_unary(
-        self, continuation: Any, client_call_details: Any, request: Any
-    ) -> Any:
-        return await continuation(_with_metadata(client_call_details, self._secret), request)
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._authorized(self._channel.unary_unary(*args, **kwargs))
 
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._authorized(self._channel.unary_stream(*args, **kwargs))
 
-class _AddMetadataToStream(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
-    def __init__(self, secret: str) -> None:
-        self._secret = secret
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(args[0])
 
-    async def intercept_unary_stream(
-        self, continuation: Any, client_call_details: Any, request: Any
-    ) -> Any:
-        return await continuation(_with_metadata(client_call_details, self._secret), request)
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(args[0])
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    async def __aenter__(self) -> grpc.aio.Channel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close(None)
+
+    def _authorized(self, multi_callable: Callable[..., Any]) -> Callable[..., Any]:
+        authorization = self._authorization
+
+        def call(request: object, **kwargs: Any) -> Any:
+            trace = current_trace()
+            metadata = (
+                (authorization,) if trace is None else (authorization, (TRACEPARENT, trace.header))
+            )
+            return multi_callable(request, metadata=metadata, **kwargs)
+
+        return call
 
 
 def create_server(
@@ -214,15 +237,12 @@ def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
     Raises:
         ConfigError: a file of TLS cannot be used.
     """
-    secret, tls = credentials.secret, credentials.tls
-    interceptors: list[Any] = [_AddMetadataToUnary(secret), _AddMetadataToStream(secret)]
+    tls = credentials.tls
     if tls is None:
-        return grpc.aio.insecure_channel(
-            address, options=_CHANNEL_OPTIONS, interceptors=interceptors
-        )
-    return grpc.aio.secure_channel(
-        address, _channel_tls(tls), options=_CHANNEL_OPTIONS, interceptors=interceptors
-    )
+        channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    else:
+        channel = grpc.aio.secure_channel(address, _channel_tls(tls), options=_CHANNEL_OPTIONS)
+    return _AuthorizedChannel(channel, credentials.secret)
 
 
 def _cannot_listen(listen: Listen, field: str) -> ConfigError:

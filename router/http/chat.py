@@ -22,6 +22,7 @@ class ChatStream:
 
     def __init__(self, info: ResponseInfo) -> None:
         self._info = info
+        self._fills_templates = info.plain_text_only
         self._templates: dict[int, TextEvent] = {}
 
     def opening(self, choice: Choice, first: prefill_pb2.FirstToken) -> bytes:
@@ -33,10 +34,9 @@ class ChatStream:
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:
         """Text, and the end."""
-        info = self._info
         data = b""
         if piece.text or piece.token_ids:
-            if info.plain_text_only:
+            if self._fills_templates:
                 data = self._template(choice).fill(piece.text)
             else:
                 data = self._detailed(choice, piece)

@@ -57,6 +57,7 @@ class CompletionStream:
     def __init__(self, info: ResponseInfo, text: CompletionText) -> None:
         self._info = info
         self._text = text
+        self._fills_templates = info.plain_text_only
         self._templates: dict[int, TextEvent] = {}
 
     def opening(self, choice: Choice, first: prefill_pb2.FirstToken) -> bytes:
@@ -72,7 +73,7 @@ class CompletionStream:
         """Text, and the end."""
         data = b""
         if piece.text or piece.token_ids:
-            if self._info.plain_text_only:
+            if self._fills_templates:
                 data = self._template(choice).fill(piece.text)
             else:
                 wants_ids = self._info.wants_token_ids

@@ -26,6 +26,8 @@ from runtime.logging import get_logger
 logger = get_logger(__name__)
 
 KEEP_ALIVE_S = 10.0
+COUNT_S = 0.5
+"""Output tokens reach the counter so late at most: adding them one by one costs a lock each."""
 TIMINGS_HEADER = "x-tandem-timings"
 
 
@@ -53,12 +55,17 @@ class Responder:
         self._error: TandemError | None = None
         self._num_open = len(info.choices)
         self._last_delivery = [0.0] * len(info.choices)
+        self._num_uncounted = 0
+        self._counted_at = self._loop.time()
 
     async def body(self) -> web.Response:
         """The whole answer at once."""
-        while self._num_open:
-            self._absorb(await self._run.take())
-            self._raise_failure()
+        try:
+            while self._num_open:
+                self._absorb(await self._run.mailbox.take())
+                self._raise_failure()
+        finally:
+            self._count_tokens()
         headers = self._headers
         if self._info.wants_timings:
             headers[TIMINGS_HEADER] = orjson.dumps(self._info.timings()).decode()
@@ -71,9 +78,10 @@ class Responder:
         response = web.StreamResponse(
             headers={**self._headers, **sse.HEADERS, "x-request-id": request_id}
         )
+        take = self._run.mailbox.take
         self._wake_later()
         try:
-            outputs = await self._run.take()
+            outputs = await take()
             data = self._absorb(outputs)
             self._raise_failure()
             await response.prepare(request)
@@ -86,7 +94,7 @@ class Responder:
                     if data:
                         await response.write(data)
                     self._raise_failure()
-                    outputs = await self._run.take()
+                    outputs = await take()
                     data = self._absorb(outputs)
                 data += self._form.closing()
             except (asyncio.CancelledError, ConnectionError):
@@ -97,6 +105,7 @@ class Responder:
             await response.write_eof()
         finally:
             self._timer.cancel()
+            self._count_tokens()
         return response
 
     def _raise_failure(self) -> None:
@@ -146,13 +155,20 @@ class Responder:
 
     def _measure(self, choice: Choice, output: Output, now: float) -> None:
         metrics = self._metrics
-        metrics.output_tokens.inc(len(output.token_ids))
+        self._num_uncounted += len(output.token_ids)
+        if now - self._counted_at >= COUNT_S:
+            self._count_tokens()
+            self._counted_at = now
         if output.first is not None:
             metrics.ttft.observe(now - choice.generation.timings.received)
             metrics.cached_tokens.inc(output.first.num_cached_tokens)
         elif output.token_ids:
             metrics.itl.observe(now - self._last_delivery[choice.index])
         self._last_delivery[choice.index] = now
+
+    def _count_tokens(self) -> None:
+        num_tokens, self._num_uncounted = self._num_uncounted, 0
+        self._metrics.output_tokens.inc(num_tokens)
 
     def _end(self, choice: Choice, output: Output, now: float) -> None:
         self._num_open -= 1

@@ -53,15 +53,22 @@ class PrefillStub:
 
 
 class _Line:
-    """A channel and the number of calls on it."""
+    """A channel, its stubs, and the number of calls on it."""
 
     def __init__(self, channel: grpc.aio.Channel, on_idle: Callable[[], None]) -> None:
         """``on_idle`` is called when the last of the calls has ended."""
         self.channel = channel
         self.num_calls = 0
         self._on_idle = on_idle
+        decode = decode_pb2_grpc.DecodeStub(channel)
+        self.decode = DecodeStub(
+            Reserve=self._counted(decode.Reserve),
+            Frames=self._counted(decode.Frames),
+            Abort=self._counted(decode.Abort),
+        )
+        self.prefill = PrefillStub(Run=self._counted(prefill_pb2_grpc.PrefillStub(channel).Run))
 
-    def counted(self, call: Callable[P, C]) -> Callable[P, C]:
+    def _counted(self, call: Callable[P, C]) -> Callable[P, C]:
         """``call``, such that it counts from its start to its end."""
 
         def start(*args: P.args, **kwargs: P.kwargs) -> C:
@@ -95,18 +102,11 @@ class WorkerClients:
 
     def decode(self, member: Member) -> DecodeStub:
         """The stub of a decode rank."""
-        line = self._line(member)
-        stub = decode_pb2_grpc.DecodeStub(line.channel)
-        return DecodeStub(
-            Reserve=line.counted(stub.Reserve),
-            Frames=line.counted(stub.Frames),
-            Abort=line.counted(stub.Abort),
-        )
+        return self._line(member).decode
 
     def prefill(self, member: Member) -> PrefillStub:
         """The stub of a prefill worker."""
-        line = self._line(member)
-        return PrefillStub(Run=line.counted(prefill_pb2_grpc.PrefillStub(line.channel).Run))
+        return self._line(member).prefill
 
     def retain(self, keys: Collection[WorkerKey]) -> None:
         """Close the channels of all other workers, each when no call is on it any more."""

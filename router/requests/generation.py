@@ -61,13 +61,15 @@ class Mailbox:
 
     def put(self, output: Output) -> None:
         """Add ``output`` and wake the consumer."""
-        if self._num_bytes > self._max_bytes:
+        num_bytes = self._num_bytes
+        if num_bytes > self._max_bytes:
             return
         self._items.append(output)
-        self._num_bytes += _OUTPUT_BYTES + _TOKEN_BYTES * len(output.token_ids)
+        num_bytes += _OUTPUT_BYTES + _TOKEN_BYTES * len(output.token_ids)
         if output.logprobs or output.first is not None:
-            self._num_bytes += _size_of_logprobs(output)
-        if self._num_bytes > self._max_bytes:
+            num_bytes += _size_of_logprobs(output)
+        self._num_bytes = num_bytes
+        if num_bytes > self._max_bytes:
             self._on_full()
         waiter = self._waiter
         if waiter is not None and not waiter.done():

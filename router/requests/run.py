@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from router.requests.generation import Generation, Mailbox, Output
+from router.requests.generation import Generation, Mailbox
 from router.requests.pipeline import Pipeline
 from runtime.background import tell_failure
 
@@ -31,6 +31,7 @@ class RequestRun:
         """
         self._on_ended = on_ended
         self.mailbox = mailbox
+        """New outputs of any of the choices."""
         self.generations = generations
         self._pipeline = pipeline
         self._gate = asyncio.Semaphore(MAX_PARALLEL)
@@ -60,10 +61,6 @@ class RequestRun:
         # would be cancelled here, as if the answer had not arrived.
         if exc_type is not None:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def take(self) -> list[Output]:
-        """New outputs, of any choices; empty after ``mailbox.wake``."""
-        return await self.mailbox.take()
 
     def stop(self, index: int) -> None:
         """End one choice whose text is complete."""

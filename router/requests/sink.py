@@ -15,6 +15,8 @@ from runtime.pb import common_pb2, decode_pb2, prefill_pb2
 from runtime.sampling import FinishReason
 from runtime.wire import error_from_proto, finish_reason_from_proto
 
+_FAILURES = (FinishReason.ERROR, FinishReason.ABORT)
+
 
 class AttemptSink:
     """A ``TokenSink`` that hands tokens over to its generation, each one once and in order."""
@@ -95,8 +97,10 @@ class AttemptSink:
             return
         if delta.HasField("timings"):
             self._merge(delta.timings)
-        finish = finish_reason_from_proto(delta.finish_reason)
-        if finish in (FinishReason.ERROR, FinishReason.ABORT) or delta.HasField("error"):
+        finish = None
+        if delta.finish_reason:  # rare: nearly every delta is one token in the middle of a stream
+            finish = finish_reason_from_proto(delta.finish_reason)
+        if finish in _FAILURES or delta.HasField("error"):
             self._break(_error_of(delta))
             return
         self.has_decode_tokens = True

@@ -48,6 +48,7 @@ class ChoiceText:
     __slots__ = (
         "_detokenizer",
         "_ids",
+        "_is_plain",
         "_logprobs",
         "_options",
         "_stops",
@@ -60,6 +61,8 @@ class ChoiceText:
         self._detokenizer = Detokenizer(vocabulary.visible_pieces if skip else vocabulary.pieces)
         self._stops = StopStrings(options.stops, include=options.include_stop)
         self._options = options
+        self._is_plain = not (options.stops or options.keep_tokens)
+        """Every token's text goes out at once, and nothing but the text."""
         self._ids: list[int] = []
         self._logprobs: list[common_pb2.PositionLogprobs] = []
         self.num_tokens = 0
@@ -74,6 +77,10 @@ class ChoiceText:
     ) -> Piece | None:
         """Add tokens; None where nothing can be said yet. Not to be called once ``finished``."""
         assert not self.finished
+        if self._is_plain and finish is None:  # nearly every token of a stream
+            self.num_tokens += len(token_ids)
+            text = "".join([self._detokenizer.feed(token_id) for token_id in token_ids])
+            return Piece(text, self._ids, self._logprobs, None) if text else None
         text = ""
         last = len(token_ids) - 1
         for position, token_id in enumerate(token_ids):
