@@ -16,11 +16,15 @@ from deploy.certificates import check_certificate
 from deploy.decode_memory import plan_decode_memory
 from deploy.plan import num_devices_needed, plan_instances
 from deploy.ports import free_port, listen_at
+from deploy.ray_connection import FAR_AWAY, ray_host
 from engine.config import ModelConfig
 from engine.parallel.dims import ParallelDims
 from kv_transfer.transports import expected_transport
-from runtime.config import ClusterConfig
+from runtime.config import ClusterConfig, ClusterSection
+from runtime.config_file import on_this_host
 from runtime.errors import ConfigError
+from runtime.net import is_loopback
+from runtime.network import address_towards, own_address
 
 BUNDLED_MODEL = Path(deploy.__file__).resolve().parent / "models" / "tandem-python"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -30,8 +34,10 @@ def resolve_config(config: ClusterConfig) -> ClusterConfig:
     """``config`` with the model's folder and name, and free ports where it leaves them open.
 
     Raises:
-        ConfigError: ``cluster.host`` or ``router.host`` is no address of this machine.
+        ConfigError: ``cluster.host`` or ``router.host`` is no address of this machine, or this
+            machine has none in ``cluster.network``.
     """
+    config = _with_own_address(config)
     path = Path(config.model.path).expanduser() if config.model.path else BUNDLED_MODEL
     path = path.resolve()
     model = dataclasses.replace(config.model, path=str(path), name=config.model.name or path.name)
@@ -43,6 +49,29 @@ def resolve_config(config: ClusterConfig) -> ClusterConfig:
         control_port=config.router.control_port or free_port(config.cluster.host),
     )
     return dataclasses.replace(config, model=model, router=router)
+
+
+def _with_own_address(config: ClusterConfig) -> ClusterConfig:
+    """``config`` as this machine's processes, the router first, see it."""
+    cluster = config.cluster
+    if not cluster.spans_hosts:
+        return on_this_host(config)
+    for field in ("host", "advertise"):
+        given, usual = getattr(cluster, field), getattr(ClusterSection(), field)
+        if given != usual:
+            problem = "is one address, and on the hosts of a Ray cluster each listens at its own"
+            fix = "leave it out, and set cluster.network where Ray's address is the wrong one"
+            raise ConfigError(f"cluster.{field}", given, problem, fix)
+    if cluster.network:
+        host = own_address(cluster.network).address
+    else:
+        # A loopback address in it says only that this is the head's machine.
+        towards = ray_host(cluster.ray_address)
+        host = address_towards(FAR_AWAY if is_loopback(towards) else towards)
+        if not host:
+            problem = f"is needed: no way leads from here to {towards}"
+            raise ConfigError("cluster.network", "", problem, "a CIDR or an interface of this host")
+    return dataclasses.replace(config, cluster=dataclasses.replace(cluster, host=host))
 
 
 def check_config(config: ClusterConfig, *, num_devices: int) -> None:
@@ -87,6 +116,13 @@ def check_ports(config: ClusterConfig) -> None:
             ) from error
 
 
+def count_devices_for(config: ClusterConfig) -> int:
+    """CUDA devices that can be counted on; those of other hosts Ray counts when it places."""
+    if config.cluster.spans_hosts:
+        return num_devices_needed(plan_instances(config))
+    return count_devices()
+
+
 def count_devices() -> int:
     """CUDA devices of this machine that we may use, without loading any CUDA library."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -113,6 +149,10 @@ def read_model(config: ClusterConfig) -> ModelConfig:
 
 
 def _check_certificate(config: ClusterConfig) -> None:
+    if config.tls.mode == "auto" and config.cluster.spans_hosts:
+        problem = "makes certificates for this machine only, and cluster.ray_address has others"
+        fix = '"files", with a certificate for the addresses of all hosts'
+        raise ConfigError("tls.mode", "auto", problem, fix)
     files = config.tls.files
     if files is not None:
         reached = dict.fromkeys((config.cluster.reach, config.http_reach))

@@ -20,6 +20,7 @@ from deploy.plan import OWN_PYTHON, ProcessSpec
 from runtime.process import dying_with_us
 
 _MAX_READ_BYTES = 256 * 1024
+_TAIL_LINES = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,22 @@ class ChildReport:
     """None while it runs; -N after signal N."""
     lines: tuple[str, ...]
     """Whole log lines, oldest first; a burst beyond 256 KiB is cut to its end."""
+    last_lines: tuple[str, ...] = ()
+    """Once it has ended: the end of its log, also of what was reported before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogPiece:
+    """Part of a log file."""
+
+    offset: int
+    """Of ``data`` in the file; what follows begins at ``end``."""
+    data: bytes
+
+    @property
+    def end(self) -> int:
+        """Where to read on."""
+        return self.offset + len(self.data)
 
 
 class Child:
@@ -62,7 +79,10 @@ class Child:
         """The news since the last call; never blocks."""
         exit_status = self._process.poll()
         lines = self._read_lines(final=exit_status is not None)
-        return ChildReport(pid=self.pid, exit_status=exit_status, lines=lines)
+        last_lines = () if exit_status is None else tuple(tail(self._log_path, _TAIL_LINES))
+        return ChildReport(
+            pid=self.pid, exit_status=exit_status, lines=lines, last_lines=last_lines
+        )
 
     def terminate(self) -> None:
         """Ask the child to drain and end (SIGTERM)."""
@@ -89,6 +109,21 @@ class Child:
 
 def _own_command(command: tuple[str, ...]) -> tuple[str, ...]:
     return (sys.executable, *command[1:]) if command[0] == OWN_PYTHON else command
+
+
+def read_log(path: Path, offset: int, limit: int = _MAX_READ_BYTES) -> LogPiece:
+    """At most ``limit`` bytes from ``offset`` on; a negative one counts from the end.
+
+    Nothing, at the file's end, where the file is shorter than that; nothing where there is none.
+    """
+    try:
+        with path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            start = min(size, offset) if offset >= 0 else max(0, size + offset)
+            log.seek(start)
+            return LogPiece(offset=start, data=log.read(limit))
+    except FileNotFoundError:
+        return LogPiece(offset=0, data=b"")
 
 
 def tail(path: Path, num_lines: int) -> list[str]:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.control.events import EventKind, EventLog
+from deploy.control.membership import died_while_starting
 from deploy.control.pool_events import PoolEvents
 from deploy.errors import ClusterError
-from deploy.fleet import Fleet, FleetTimes, died_while_starting
+from deploy.fleet import Fleet, FleetTimes
 from deploy.launcher import Launcher
 from deploy.plan import Role, RunContext
 from deploy.pool_watch import PoolWatch
@@ -51,8 +52,12 @@ class Controller:
         grace_s: float = _KILL_AFTER_S,
         on_listening: OnListening = lambda address: None,
         events_path: Path | None = None,
+        former: Sequence[ProcessState] = (),
     ) -> None:
         """``on_change`` hears of every tick.
+
+        ``former`` are the processes of a controller that is gone: those that still run are taken
+        over, the others start anew.
 
         The start may take ``timeout_s`` seconds, the end ``grace_s`` for the router and as much
         again for the workers. Events go to ``events_path``.
@@ -71,6 +76,9 @@ class Controller:
         self._on_change = on_change
         self._on_listening = on_listening
         self._timeout_s = timeout_s
+        self._former = tuple(former)
+        self.goes_on = False
+        """Whether ``run`` leaves the processes to themselves."""
         self._phase = Phase.STARTING
         self._server: ControllerServer | None = None
         self._stop = asyncio.Event()
@@ -81,6 +89,11 @@ class Controller:
             self._fleet.hurry.set()
         self._stop.set()
 
+    def request_leave(self) -> None:
+        """End the controller alone, for another one to take over; before it is ready: all."""
+        self.goes_on = self._phase is Phase.READY
+        self.request_stop()
+
     async def run(self) -> None:
         """Run until ``request_stop``; on return every process is gone.
 
@@ -90,12 +103,32 @@ class Controller:
         try:
             await self._until_stopped(self._start_and_serve())
         finally:
-            await self._stop_all()
+            if self._server is not None:
+                await self._server.close()
+            await self._watch.close()
+            await self._fleet.close()
+            if not self.goes_on:
+                await self._stop_all()
 
     async def _start_and_serve(self) -> None:
         logger.info("starting %s", fields(num_instances=len(self._fleet.instances)))
         self._events.add(EventKind.STARTED, f"starting {self._fleet.context.config.cluster.name}")
         self._watch.start()
+        if self._former:
+            await self._take_over()
+        else:
+            await self._start()
+        while True:
+            await self._serve_tick()
+            await asyncio.sleep(_SERVING_TICK_S)
+
+    async def _take_over(self) -> None:
+        """Adopt what runs; what does not is restarted while the rest serves."""
+        self._phase = Phase.READY
+        await self._fleet.take_over(self._former)
+        await self._listen()
+
+    async def _start(self) -> None:
         await self._fleet.start_all()
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -107,9 +140,6 @@ class Controller:
         self._set_phase(Phase.READY)
         logger.info("ready")
         self._events.add(EventKind.READY, "everything serves")
-        while True:
-            await self._serve_tick()
-            await asyncio.sleep(_SERVING_TICK_S)
 
     async def _listen(self) -> None:
         # Imported late: gRPC must not be loaded yet when Ray starts its daemons.
@@ -148,11 +178,7 @@ class Controller:
         if self._phase is Phase.STARTING:
             self._fleet.hurry.set()  # Nothing was served yet: there is nothing to drain.
         self._events.add(EventKind.STOPPING, "the cluster stops")
-        if self._server is not None:
-            await self._server.close()
         self._set_phase(Phase.STOPPING)
-        await self._watch.close()
-        await self._fleet.close()
         # The router first: its requests can only end while the workers still serve.
         for roles in (frozenset({Role.ROUTER}), _WORKERS):
             await self._fleet.stop_all(roles)

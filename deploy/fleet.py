@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from deploy.child import LogPiece
 from deploy.control.events import EventKind, EventLog
-from deploy.errors import ClusterError, ProcessDiedError, WrongArgumentError
+from deploy.errors import ClusterError, WrongArgumentError
 from deploy.instance import Death, Instance
 from deploy.launcher import Launcher
 from deploy.plan import InstancePlan, Role, RunContext, plan_instances
@@ -24,10 +24,6 @@ from deploy.state import Phase, ProcessState
 from runtime.logging import fields, get_logger
 
 logger = get_logger(__name__)
-
-_START_POLL_S = 0.1
-
-OnStage = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +96,20 @@ class Fleet:
         """All processes as people see them."""
         return [state for one in self.instances for state in one.process_states()]
 
+    async def read_log(self, process: str, offset: int, limit: int) -> LogPiece:
+        """Part of the log of a process, on whatever host; see ``child.read_log``.
+
+        Raises:
+            WrongArgumentError: there is no such process.
+            ClusterError: its host does not answer.
+        """
+        for instance in self.instances:
+            for state in instance.process_states():
+                if state.name == process:
+                    return await instance.read_log(state.rank, offset, limit)
+        names = ", ".join(state.name for state in self.process_states())
+        raise WrongArgumentError(f"there is no process {process!r}. Fix: one of {names}")
+
     def plan_of(self, role: Role, name: str) -> InstancePlan:
         """What an instance of ``role`` is in the present configuration."""
         plans = plan_instances(self.context.config)
@@ -123,12 +133,30 @@ class Fleet:
 
     async def start_all(self) -> None:
         """Start every instance, all at once."""
-        await asyncio.gather(*(instance.start() for instance in self.instances))
+        # Room is asked for in this order: what needs most of one host, while hosts are empty.
+        by_size = sorted(self.instances, key=lambda one: -max(one.plan.num_ranks_by_host))
+        await asyncio.gather(*(instance.start() for instance in by_size))
+
+    async def take_over(self, former: Sequence[ProcessState]) -> None:
+        """Be the instances of a controller that is gone, which may have other names than planned;
+        adopt those that run, and bring back the others.
+        """
+        found = {one.instance: one for one in former}
+        self.instances = [
+            Instance(self.plan_of(Role(one.role), name), self.context, self.launcher)
+            for name, one in found.items()
+        ]
+        for instance in self.instances:
+            name = instance.plan.name
+            if await instance.adopt(found[name].num_restarts):
+                logger.info("took over %s", fields(instance=name))
+            else:
+                self.revive(instance)
 
     async def poll(self) -> list[tuple[Instance, Death]]:
         """Read the news of all that are settled, and return who died."""
         instances = self.settled
-        if any(_awaits_router(instance) for instance in instances):
+        if any(awaits_router(instance) for instance in instances):
             self._router_ready = await self.watch.is_ready()
         deaths = await asyncio.gather(*(instance.poll() for instance in instances))
         died = []
@@ -189,84 +217,6 @@ class Fleet:
             self._held -= names
             self.publish()
 
-    async def add(self, role: Role, name: str, on_stage: OnStage) -> Instance:
-        """Start one more instance, and return when it serves; one that does not is gone again.
-
-        Raises:
-            ClusterError: there is no place, it died, or took too long.
-        """
-        instance = Instance(self.plan_of(role, name), self.context, self.launcher)
-        self.instances.append(instance)
-        self.publish()
-        async with self.held([instance]):
-            try:
-                await self._start(instance, on_stage)
-            except BaseException:
-                self.instances.remove(instance)
-                await instance.kill()
-                await self.launcher.release(instance.plan)
-                raise
-        return instance
-
-    async def remove(self, instance: Instance) -> None:
-        """End an instance, which the caller holds and has drained, and free its place."""
-        await instance.stop(self.times.grace_s, self.hurry)
-        self.instances.remove(instance)
-        await self.launcher.release(instance.plan)
-
-    async def restart(self, instance: Instance, on_stage: OnStage) -> Instance:
-        """End an instance, which the caller holds and has drained; start it under its name with
-        the present configuration; return when it serves. One that does not is brought back later.
-
-        Raises:
-            ClusterError: see ``add``.
-        """
-        plan = self.plan_of(instance.plan.role, instance.plan.name)
-        members = self.watch.members
-        await instance.stop(self.times.grace_s, self.hurry)
-        if plan != instance.plan:
-            await self.launcher.release(instance.plan)
-        successor = instance.successor(plan, self.context, members)
-        self.instances[self.instances.index(instance)] = successor
-        try:
-            await self._start(successor, on_stage)
-        except ClusterError:
-            await successor.kill()
-            self.revive(successor)
-            raise
-        return successor
-
-    async def _start(self, instance: Instance, on_stage: OnStage) -> None:
-        began = time.monotonic()
-        await instance.start()
-        await self._until_ready(instance, on_stage)
-        logger.info(
-            "serves %s",
-            fields(instance=instance.plan.name, seconds=round(time.monotonic() - began, 2)),
-        )
-
-    async def _until_ready(self, instance: Instance, on_stage: OnStage) -> None:
-        told = ""
-        try:
-            async with asyncio.timeout(self.times.start_s):
-                while instance.phase is not Phase.READY:
-                    await asyncio.sleep(_START_POLL_S)
-                    death = await instance.poll()
-                    if death is not None:
-                        self.events.add(EventKind.DEATH, str(death), instance=instance.plan.name)
-                        raise died_while_starting(death)
-                    is_ready = _awaits_router(instance) and await self.watch.is_ready()
-                    instance.update_phase(self.watch.members, router_ready=is_ready)
-                    stage = instance.process_states()[0].stage
-                    if stage != told:
-                        told = stage
-                        on_stage(stage)
-        except TimeoutError:
-            raise ClusterError(
-                f"{instance.plan.name} does not serve after {self.times.start_s:g} s "
-                f"({told or 'silent'}). Fix: see `tandem logs {instance.plan.name}`"
-            ) from None
-
     async def _bring_back(self, instance: Instance, death: Death | None, pause_s: float) -> None:
         if death is not None and death.is_orderly:
             # The other ranks leave with it, and have answers to deliver.
@@ -302,10 +252,6 @@ class Fleet:
         return [member for (owner, _), member in self.watch.members.items() if owner == name]
 
 
-def died_while_starting(death: Death) -> ProcessDiedError:
-    """With the end of its log."""
-    return ProcessDiedError(f"{death}:\n{death.log_tail()}\nwhole log: {death.log_path}")
-
-
-def _awaits_router(instance: Instance) -> bool:
+def awaits_router(instance: Instance) -> bool:
+    """Whether only the router's HTTP side can say that it serves."""
     return instance.plan.role is Role.ROUTER and instance.phase is not Phase.READY

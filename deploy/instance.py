@@ -11,11 +11,12 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from deploy.child import tail
-from deploy.launcher import Launcher, Supervisor, SupervisorLostError
+from deploy.child import LogPiece, read_log
+from deploy.errors import ClusterError
+from deploy.launcher import Launcher, Supervisor, SupervisorLostError, Waiting
 from deploy.log_lines import last_stage
+from deploy.places import Place
 from deploy.plan import (
     InstancePlan,
     ProcessSpec,
@@ -33,7 +34,6 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _STABLE_AFTER_S = 60.0
 _STOP_POLL_S = 0.1
-_TAIL_LINES = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,12 @@ class Death:
     process: str
     exit_status: int | None
     """None: its supervisor was lost with it."""
-    log_path: Path
+    log_path: str
+    """With the host, where that is another one."""
+    last_lines: tuple[str, ...] = ()
+    """The end of its log; empty where nobody is left to read it."""
+    why: str = ""
+    """What is known of the loss of its supervisor."""
 
     @property
     def is_orderly(self) -> bool:
@@ -52,14 +57,15 @@ class Death:
 
     def __str__(self) -> str:
         if self.exit_status is None:
-            return f"{self.process} was lost with its supervisor"
+            reason = f" ({self.why.partition(chr(10))[0]})" if self.why else ""
+            return f"{self.process} was lost with its supervisor{reason}"
         if self.exit_status < 0:
             return f"{self.process} was ended by signal {-self.exit_status}"
         return f"{self.process} ended with status {self.exit_status}"
 
     def log_tail(self, num_lines: int = 8) -> str:
         """The end of its log, indented, for a person: tracebacks are left to the log itself."""
-        lines = without_tracebacks(tail(self.log_path, _TAIL_LINES))[-num_lines:]
+        lines = without_tracebacks(self.last_lines)[-num_lines:]
         return "\n".join(f"    {line}" for line in lines) or "    (its log is empty)"
 
 
@@ -67,6 +73,7 @@ class Death:
 class _Rank:
     spec: ProcessSpec
     supervisor: Supervisor
+    place: Place
     pid: int = 0
     exit_status: int | None = None
     stage: str = ""
@@ -85,6 +92,9 @@ class Instance:
     """Somebody drained it: it takes nothing, and is not started again when it ends."""
     _ranks: list[_Rank] = field(default_factory=list)
     _former_epochs: set[int] = field(default_factory=set)
+    _waiting: str = ""
+    """What it waits for while it has no room."""
+    _gives_back_room: bool = False
     _num_failures: int = 0
     _ready_since: float = 0.0
 
@@ -94,12 +104,25 @@ class Instance:
         Raises:
             ClusterError: there is no room for them, or they cannot be started.
         """
-        placement = await self.launcher.place(self.plan)
-        specs = process_specs(self.plan, self.context, placement.places)
+        # What served before comes back as soon as there is room, whoever makes it.
+        wait = Waiting(tell=self._tell_waiting, is_patient=self.num_restarts > 0)
+        placement = await self.launcher.place(self.plan, wait)
+        places = placement.places
+        specs = process_specs(self.plan, self.context, places)
         supervisors = await placement.start(specs)
-        self._ranks = [
-            _Rank(spec, supervisor) for spec, supervisor in zip(specs, supervisors, strict=True)
-        ]
+        started = zip(specs, supervisors, places.ranks, strict=True)
+        self._ranks = [_Rank(*one) for one in started]
+        self._waiting = ""
+
+    async def adopt(self, num_restarts: int) -> bool:
+        """Take over the processes of a controller that is gone; whether all of them run.
+
+        ``num_restarts`` is what that controller had counted.
+        """
+        running = await self.launcher.adopt(self.plan)
+        self._ranks = [_Rank(one.spec, one.supervisor, one.place) for one in running]
+        self.num_restarts = num_restarts
+        return bool(running)
 
     async def poll(self) -> Death | None:
         """Take in what the processes said; the first that died, if any."""
@@ -136,6 +159,23 @@ class Instance:
             _former_epochs=self._former_epochs | set(_epochs_of(members, plan.name).values()),
         )
 
+    async def read_log(self, rank: int, offset: int, limit: int) -> LogPiece:
+        """Part of the log of a rank, wherever it runs; see ``child.read_log``.
+
+        Raises:
+            ClusterError: it does not run now, and its log is on another host.
+        """
+        if not self._ranks:
+            return read_log(log_path(self.plan, rank, self.context), offset, limit)
+        one = self._ranks[rank]
+        try:
+            return await one.supervisor.read_log(offset, limit)
+        except SupervisorLostError as error:
+            where = f"{one.place.host}:{one.spec.log_path}"
+            raise ClusterError(
+                f"cannot read {where}: {error}. It is there when the host is back"
+            ) from error
+
     async def wait_ended(self, timeout_s: float, hurry: asyncio.Event) -> None:
         """Let the ranks end by themselves, less long when ``hurry`` is set."""
         deadline = time.monotonic() + timeout_s
@@ -149,12 +189,16 @@ class Instance:
         """End what still runs, at once."""
         ranks, self._ranks = self._ranks, []
         await asyncio.gather(*(rank.supervisor.kill() for rank in ranks))
+        if self._gives_back_room:
+            self._gives_back_room = False
+            await self.launcher.release(self.plan)
 
     async def stop(self, grace_s: float, hurry: asyncio.Event) -> None:
         """Let the processes drain for at most ``grace_s`` seconds, less when ``hurry`` is set."""
         self.phase = Phase.STOPPING
         await asyncio.gather(*(rank.supervisor.terminate() for rank in self._ranks))
         await self.wait_ended(grace_s, hurry)
+        self._gives_back_room = True  # nobody else of it needs that
         await self.kill()
         self.phase = Phase.STOPPED
 
@@ -171,9 +215,10 @@ class Instance:
             rank=index,
             phase=self.phase,
             pid=rank.pid if rank is not None and rank.exit_status is None else 0,
-            stage=rank.stage if rank is not None else "",
+            stage=rank.stage if rank is not None else self._waiting,
             num_restarts=self.num_restarts,
-            log_path=str(log_path(self.plan, index, self.context)),
+            log_path=rank.spec.log_path if rank else str(log_path(self.plan, index, self.context)),
+            host=rank.place.host if rank is not None and rank.place.folder else "",
         )
 
     def _serves(self, members: PoolMembers, *, router_ready: bool) -> bool:
@@ -190,19 +235,36 @@ class Instance:
             return None
         try:
             report = await rank.supervisor.poll()
-        except SupervisorLostError:
+        except SupervisorLostError as error:
             rank.exit_status = -9
-            return self._death(rank, None)
+            self._gives_back_room = True
+            return self._death(rank, None, why=str(error))
         rank.pid = report.pid
         rank.stage = last_stage(report.lines) or rank.stage
         if report.exit_status is None:
             return None
         rank.exit_status = report.exit_status
-        return self._death(rank, report.exit_status)
+        return self._death(rank, report.exit_status, last_lines=report.last_lines)
 
-    def _death(self, rank: _Rank, exit_status: int | None) -> Death:
-        path = Path(rank.spec.log_path)
-        return Death(process=rank.spec.name, exit_status=exit_status, log_path=path)
+    def _death(
+        self,
+        rank: _Rank,
+        exit_status: int | None,
+        *,
+        last_lines: tuple[str, ...] = (),
+        why: str = "",
+    ) -> Death:
+        place = rank.place
+        return Death(
+            process=rank.spec.name,
+            exit_status=exit_status,
+            log_path=f"{place.host}:{rank.spec.log_path}" if place.folder else rank.spec.log_path,
+            last_lines=last_lines,
+            why=why,
+        )
+
+    def _tell_waiting(self, what: str) -> None:
+        self._waiting = what
 
 
 def _epochs_of(members: PoolMembers, instance: str) -> Mapping[int, int]:

@@ -7,10 +7,11 @@ from where they run. One supervisor looks after one process.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from deploy.child import ChildReport
+from deploy.child import ChildReport, LogPiece
 from deploy.places import Place, Places
 from deploy.plan import InstancePlan, ProcessSpec
 from deploy.ports import free_port
@@ -36,6 +37,13 @@ class Supervisor(Protocol):
             SupervisorLostError: the supervisor itself is gone, and its process with it.
         """
 
+    async def read_log(self, offset: int, limit: int) -> LogPiece:
+        """Part of the process's log, from the machine where it runs; see ``child.read_log``.
+
+        Raises:
+            SupervisorLostError: the supervisor does not answer.
+        """
+
     async def terminate(self) -> None:
         """Ask the process to drain and end; returns at once. A lost supervisor is no error."""
 
@@ -58,21 +66,43 @@ class Placement(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A process that runs already, started for a controller that is gone."""
+
+    spec: ProcessSpec
+    place: Place
+    supervisor: Supervisor
+
+
 class Launcher(Protocol):
     """Finds places for instances and starts them there."""
 
-    async def place(self, plan: InstancePlan) -> Placement:
-        """Find room for all ranks of an instance; what it had before, where it still has that.
+    async def place(self, plan: InstancePlan, wait: Waiting) -> Placement:
+        """Find room for all ranks of an instance; what it had before, unless that was released.
 
         Raises:
-            ClusterError: there is none.
+            ClusterError: there is none, for longer than ``wait`` has patience.
         """
 
     async def release(self, plan: InstancePlan) -> None:
-        """Give back the place of an instance that has ended for good, if it had one."""
+        """Give back the room of an instance, whose processes have ended or are lost."""
 
     async def room_for(self, plan: InstancePlan) -> Room:
         """How many more instances like ``plan`` have a place now."""
+
+    async def adopt(self, plan: InstancePlan) -> tuple[Running, ...]:
+        """All ranks of an instance that runs already; empty where not all of them do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """How to wait for room."""
+
+    tell: Callable[[str], None]
+    """Hears what is lacking."""
+    is_patient: bool = False
+    """Until there is room, however long that takes."""
 
 
 class SupervisorLostError(Exception):

@@ -5,20 +5,26 @@ Pure: a ``ClusterConfig`` goes in, plans come out. Nothing here starts anything.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from deploy.places import Place, Places
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
-from runtime.config_file import secret_variables
+from runtime.config.cluster import LOCAL_RAY
+from runtime.config_file import dump_config, secret_variables
 from runtime.net import Credentials, join_address
 
 RUN_ID_VARIABLE = "TANDEM_CLUSTER"
 """Environment variable that marks every process of one run, Ray's own included."""
 OWN_PYTHON = "{python}"
 """In a command: the interpreter of whoever starts it, which has another path on another host."""
+
+_CONFIG_NAME = "config.toml"
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 ROUTER_GRACE_S = 10.0
 """How long the router lets its requests finish when it is asked to end."""
@@ -74,6 +80,10 @@ class ProcessSpec:
     """Empty: the folder that holds our packages on that machine."""
     default_env: Mapping[str, str] = field(default_factory=dict)
     """For variables that the machine does not set by itself."""
+    folder: str = ""
+    """Of this process alone, for ``files``; private to the user, and gone with the process."""
+    files: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """What is to lie in ``folder``, by relative path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +97,8 @@ class RunContext:
     log_dir: Path
     credentials: Credentials
     entrypoints: Mapping[Role, tuple[str, ...]]
+    tls_pem: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Contents of the files of ``config.tls`` by field, for hosts that do not have them."""
 
     @property
     def control_address(self) -> str:
@@ -144,31 +156,68 @@ def process_name(plan: InstancePlan, rank: int) -> str:
     return plan.name if plan.num_ranks == 1 else f"{plan.name}/{rank}"
 
 
-def log_path(plan: InstancePlan, rank: int, context: RunContext) -> Path:
-    """The file that holds what a process says."""
-    return context.log_dir / f"{process_name(plan, rank).replace('/', '-')}.log"
+def log_path(
+    plan: InstancePlan, rank: int, context: RunContext, place: Place | None = None
+) -> Path:
+    """The file, on the host of its place, that holds what a process says."""
+    folder = Path(place.folder) / "logs" if place and place.folder else context.log_dir
+    return folder / f"{_file_name(plan, rank)}.log"
 
 
 def process_specs(
     plan: InstancePlan, context: RunContext, places: Places
 ) -> tuple[ProcessSpec, ...]:
     """One spec per rank of ``plan``, for its place."""
-    return tuple(
-        ProcessSpec(
-            name=process_name(plan, rank),
-            command=_command(plan, rank, context, places),
-            env=_environment(plan, context, place),
-            log_path=str(log_path(plan, rank, context)),
-        )
-        for rank, place in enumerate(places.ranks)
+    return tuple(_process_spec(plan, rank, context, places) for rank in range(plan.num_ranks))
+
+
+def _process_spec(
+    plan: InstancePlan, rank: int, context: RunContext, places: Places
+) -> ProcessSpec:
+    place = places.ranks[rank]
+    folder = Path(place.folder) / _file_name(plan, rank) if place.folder else None
+    interface = place.interface
+    return ProcessSpec(
+        name=process_name(plan, rank),
+        command=_command(plan, rank, context, places),
+        env=_environment(plan, context, place),
+        # By themselves both libraries go by the host's name, which may mean another interface.
+        default_env=dict.fromkeys(_INTERFACE_VARIABLES, interface) if interface else {},
+        log_path=str(log_path(plan, rank, context, place)),
+        folder=str(folder or ""),
+        files={} if folder is None else _host_files(folder, context, place),
     )
 
 
+def _host_files(folder: Path, context: RunContext, place: Place) -> dict[str, str]:
+    """The configuration as processes of that host read it, and what it names."""
+    config = context.config
+    cluster = dataclasses.replace(
+        config.cluster,
+        host=place.bind,
+        advertise=place.advertise,
+        network="",
+        ray_address=LOCAL_RAY,
+    )
+    paths: dict[str, Any] = {name: str(folder / f"{name}.pem") for name in context.tls_pem}
+    tls = dataclasses.replace(config.tls, **paths)
+    config = dataclasses.replace(config, cluster=cluster, tls=tls)
+    pem = {f"{name}.pem": text for name, text in context.tls_pem.items()}
+    return {_CONFIG_NAME: dump_config(config), **pem}
+
+
+def _file_name(plan: InstancePlan, rank: int) -> str:
+    return process_name(plan, rank).replace("/", "-")
+
+
 def _command(plan: InstancePlan, rank: int, context: RunContext, places: Places) -> tuple[str, ...]:
-    command = (*context.entrypoints[plan.role], "--config", str(context.config_path))
+    place = places.ranks[rank]
+    config_path = context.config_path
+    if place.folder:
+        config_path = Path(place.folder) / _file_name(plan, rank) / _CONFIG_NAME
+    command = (*context.entrypoints[plan.role], "--config", str(config_path))
     if plan.role is Role.ROUTER:
         return (*command, "--grace", f"{ROUTER_GRACE_S:g}")
-    place = places.ranks[rank]
     return (
         *command,
         *("--instance", plan.name),

@@ -94,7 +94,19 @@ def _ports(config: ClusterConfig) -> Iterator[Port]:
     )
     yield from _transfer_ports(config)
     yield from _rank_ports(config)
-    yield Port(
+    yield _ray_port(config)
+
+
+def _ray_port(config: ClusterConfig) -> Port:
+    if config.cluster.spans_hosts:
+        return Port(
+            name="Ray",
+            where="as it was started",
+            host=_EVERYWHERE,
+            protection="a token, if Ray was started with one",
+            remedy="RAY_AUTH_MODE=token on every host; a firewall",
+        )
+    return Port(
         name="Ray",
         where="127.0.0.1",
         host="127.0.0.1",

@@ -1,38 +1,52 @@
-"""Finds places with Ray: a private Ray on this machine, and one actor per rank.
+"""Finds places with Ray: room for an instance on one machine or several, and one actor per rank.
 
 Every instance is a placement group with a bundle per host, because Ray splits no bundle: the ranks
 of a prefill instance are on one machine, those of a large decode instance on as few as hold them.
+The router is on the controller's machine, where its address was promised.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import os
-from collections.abc import Awaitable, Callable, Sequence
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from deploy.errors import ClusterError
-from deploy.launcher import Room
+from deploy.launcher import Room, Running, Waiting
 from deploy.places import Place, Places, local_ranks
-from deploy.plan import RUN_ID_VARIABLE, InstancePlan, ProcessSpec
-from deploy.ray_actor import ActorFacts, ChildActor, RaySupervisor
-from deploy.room import count_fitting
-from deploy.sweep import ray_folder
-from runtime.net import Listen, join_address
+from deploy.plan import InstancePlan, ProcessSpec, Role
+from deploy.ray_actor import ActorFacts, ChildActor, HostFacts, RaySupervisor
+from deploy.ray_connection import RaySettings, is_reachable, open_ray
+from deploy.ray_remains import Remains
+from deploy.room import describe_room, free_by_host
+from runtime.config.cluster import ClusterSection
+from runtime.net import join_address
 
-_OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least: nothing of ours goes through it.
 _PLACEMENT_TIMEOUT_S = 60.0
+_LOOK_AGAIN_S = 1.0
+_PROBE_S = 2.0
+RAY_GONE_S = 45.0
+"""After a minute without its head Ray ends all processes on all hosts, and the controller's own."""
+_TINY = 0.001
 _ResultT = TypeVar("_ResultT")
 
 
 class RayPlacement:
     """Actors in the places that Ray found for one instance."""
 
-    def __init__(self, places: Places, supervisors: tuple[RaySupervisor, ...]) -> None:
+    def __init__(
+        self,
+        places: Places,
+        supervisors: tuple[RaySupervisor, ...],
+        give_up: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
         self._places = places
         self._supervisors = supervisors
+        self._give_up = give_up
 
     @property
     def places(self) -> Places:
@@ -41,106 +55,87 @@ class RayPlacement:
 
     async def start(self, specs: tuple[ProcessSpec, ...]) -> tuple[RaySupervisor, ...]:
         """See ``Placement.start``."""
-        starts = [one.start(spec) for one, spec in zip(self._supervisors, specs, strict=True)]
-        await _all_or_none(starts, self._supervisors)
+        started = zip(self._supervisors, specs, self._places.ranks, strict=True)
+        try:
+            await _all([one.start(spec, place) for one, spec, place in started])
+        except BaseException:
+            await self._give_up()
+            raise
         return self._supervisors
 
 
 class RayLauncher:
-    """A Ray of our own from ``open`` to ``close``.
+    """Has a Ray from ``open`` to ``close``; see ``ray_connection.open_ray``."""
 
-    ``open`` must be called on the main thread, before the event loop runs: Ray's daemons are bound
-    to the life of the thread that starts them, and Ray replaces signal handlers.
-    """
-
-    def __init__(
-        self,
-        *,
-        run_id: str,
-        secret: str,
-        namespace: str,
-        listen: Listen,
-        num_slots: int,
-        num_devices: int,
-    ) -> None:
-        """``num_slots`` processes can be placed, whatever the number of cores of this machine."""
-        self._listen = listen
-        self._run_id = run_id
-        self._secret = secret
-        self._namespace = namespace
-        self._num_slots = num_slots
-        self._num_devices = num_devices
+    def __init__(self, settings: RaySettings, cluster: ClusterSection) -> None:
+        """``cluster`` is resolved: its host is this machine's."""
+        self._settings = settings
+        self._cluster = cluster
         self._groups: dict[str, Any] = {}
         self._ray: Any = None
 
     def open(self) -> None:
-        """Start Ray: seconds.
+        """Start or join Ray: seconds.
 
         Raises:
-            ClusterError: Ray does not start.
+            ClusterError: it does not start, or is not there.
         """
-        # Ray reads its environment when it is imported, and its daemons inherit ours: the mark by
-        # which they are found again, a token that only this run knows, and no reports to anybody.
-        # A Ray that may not be a cluster of machines (a word for Windows and OSX, heeded elsewhere
-        # too) listens on the loopback interface only; otherwise on eight ports that all can reach.
-        os.environ.update(
-            {
-                RUN_ID_VARIABLE: self._run_id,
-                "RAY_AUTH_MODE": "token",
-                "RAY_AUTH_TOKEN": self._secret,
-                "RAY_USAGE_STATS_ENABLED": "0",
-                "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-                "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            }
-        )
-        import ray
-
-        self._ray = ray
-        folder = ray_folder(self._run_id)
-        try:
-            folder.mkdir(mode=0o700)
-            ray.init(
-                address="local",
-                namespace=self._namespace,
-                num_cpus=self._num_slots,
-                num_gpus=self._num_devices,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                configure_logging=False,
-                _temp_dir=str(folder),
-            )
-        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            self.close()
-            raise ClusterError(f"Ray does not start on this machine: {error}") from error
+        self._ray = open_ray(self._settings)
 
     def close(self) -> None:
-        """Stop Ray; its files stay until ``deploy.sweep.clean_up``."""
+        """Leave Ray, which ends with that if it was private.
+
+        Its files stay until ``deploy.sweep.clean_up``.
+        """
         if self._ray is not None:
             self._ray.shutdown()
             self._ray = None
 
-    async def place(self, plan: InstancePlan) -> RayPlacement:
+    @property
+    def address(self) -> str:
+        """Where another controller finds this Ray; empty where it ends with this one."""
+        if self._settings.is_own and not self._settings.outlives_us:
+            return ""
+        return str(self._ray.get_runtime_context().gcs_address)
+
+    async def watch(self) -> None:
+        """Return never.
+
+        Raises:
+            ClusterError: Ray's head has not answered for long.
+        """
+        address, answered = self.address, time.monotonic()
+        while address:
+            if await asyncio.to_thread(is_reachable, address):
+                answered = time.monotonic()
+            elif (silence_s := time.monotonic() - answered) > RAY_GONE_S:
+                raise ClusterError(
+                    f"the head of Ray at {address} has not answered for {silence_s:.0f} s, and "
+                    "without it Ray ends all processes. Fix: start Ray again, then `tandem up`"
+                )
+            await asyncio.sleep(_PROBE_S)
+        await asyncio.Event().wait()
+
+    async def place(self, plan: InstancePlan, wait: Waiting) -> RayPlacement:
         """See ``Launcher.place``."""
-        group = self._group_of(plan)
+        supervisors: tuple[RaySupervisor, ...] = ()
         try:
-            await asyncio.wait_for(group.ready(), _PLACEMENT_TIMEOUT_S)
-        except TimeoutError:
-            raise ClusterError(
-                f"Ray found no place for {plan.name} within {_PLACEMENT_TIMEOUT_S:g} s; "
-                "ask for fewer instances or ranks"
-            ) from None
-        except self._ray.exceptions.RayError as error:
-            raise ClusterError(f"Ray found no place for {plan.name}: {error}") from error
-        supervisors = tuple(
-            self._new_supervisor(plan, group, index)
-            for index, num_ranks in enumerate(plan.num_ranks_by_host)
-            for _ in range(num_ranks)
-        )
-        facts = await _all_or_none([one.look_around() for one in supervisors], supervisors)
-        (port,) = await _all_or_none([supervisors[0].free_port(self._listen.bind)], supervisors)
-        return RayPlacement(self._places_of(facts, port), supervisors)
+            group = await self._group_with_room(plan, wait)
+            life = secrets.token_hex(4)
+            bundles = [
+                index
+                for index, num_ranks in enumerate(plan.num_ranks_by_host)
+                for _ in range(num_ranks)
+            ]
+            supervisors = tuple(
+                self._new_supervisor(plan, group, bundle, f"{plan.name}/{rank}/{life}")
+                for rank, bundle in enumerate(bundles)
+            )
+            places = await self._places_of(supervisors)
+        except BaseException:
+            await self._give_up(plan, supervisors)
+            raise
+        return RayPlacement(places, supervisors, lambda: self._give_up(plan, supervisors))
 
     async def release(self, plan: InstancePlan) -> None:
         """See ``Launcher.release``."""
@@ -151,84 +146,155 @@ class RayLauncher:
 
     async def room_for(self, plan: InstancePlan) -> Room:
         """See ``Launcher.room_for``."""
-        hosts = await asyncio.to_thread(self._free_by_host)
-        bundles = [_bundle(plan, num_ranks) for num_ranks in plan.num_ranks_by_host]
-        kind, name = ("GPU", "GPUs") if plan.device == "cuda" else ("CPU", "places for processes")
-        free = sum(int(host.get(kind, 0.0)) for host in hosts)
-        return Room(
-            num_instances=count_fitting(bundles, hosts),
-            why=f"each takes {plan.num_ranks} and {free} {name} are free on {len(hosts)} hosts"
-            if len(hosts) > 1
-            else f"each takes {plan.num_ranks} and {free} {name} are free",
+        bundles = [self._bundle(plan, num_ranks) for num_ranks in plan.num_ranks_by_host]
+        hosts = await asyncio.to_thread(free_by_host)
+        return describe_room(plan, bundles, hosts)
+
+    async def adopt(self, plan: InstancePlan) -> tuple[Running, ...]:
+        """See ``Launcher.adopt``; ends what is left of an instance that does not run whole."""
+        running, group = await Remains(self._ray, self._settings).adopt(plan)
+        if running:
+            self._groups[plan.name] = group
+        return running
+
+    async def end_all(self) -> None:
+        """End all that a controller which is gone has left in Ray."""
+        await Remains(self._ray, self._settings).end()
+
+    async def _group_with_room(self, plan: InstancePlan, wait: Waiting) -> Any:
+        """The placement group of an instance, with room for all of it."""
+        group = self._group_of(plan)
+        ready = asyncio.wrap_future(group.ready().future())
+        began = time.monotonic()
+        while True:
+            done, _ = await asyncio.wait({ready}, timeout=_LOOK_AGAIN_S)
+            if done:
+                break
+            lack = f"no room: {self._describe_lack(plan)}"
+            wait.tell(f"waits, {lack}")
+            if not wait.is_patient and time.monotonic() - began > _PLACEMENT_TIMEOUT_S:
+                fix = "fewer instances or ranks, or more hosts in the Ray cluster"
+                raise ClusterError(
+                    f"{plan.name}: {lack}, for {_PLACEMENT_TIMEOUT_S:g} s. Fix: {fix}"
+                )
+        try:
+            ready.result()
+        except self._ray.exceptions.RayError as error:
+            raise ClusterError(f"Ray found no place for {plan.name}: {error}") from error
+        return group
+
+    def _describe_lack(self, plan: InstancePlan) -> str:
+        """What an instance asks for and what there is, for a person."""
+        asked = Counter(_words(self._bundle(plan, count)) for count in plan.num_ranks_by_host)
+        wanted = " and ".join(
+            f"a host with {one}" if count == 1 else f"{count} times a host with {one}"
+            for one, count in asked.items()
         )
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        hosts = ", ".join(f"{n['NodeManagerAddress']} {_words(n['Resources'])}" for n in nodes)
+        free = _words(self._ray.available_resources())
+        return f"it asks for {wanted}; Ray has {hosts}; free of all that are {free}"
 
-    def _free_by_host(self) -> list[dict[str, float]]:
-        from ray._private import state
-
-        ask: Callable[[], dict[str, dict[str, float]]] = state.available_resources_per_node
-        return list(ask().values())
-
-    def _places_of(self, facts: Sequence[ActorFacts], port: int) -> Places:
+    async def _places_of(self, supervisors: Sequence[RaySupervisor]) -> Places:
+        """Ask the actors where they are, and that of rank 0 for a port."""
+        facts = await _all([one.look_around() for one in supervisors])
+        if self._settings.is_own:
+            hosts: list[HostFacts | None] = [None] * len(facts)
+        else:
+            hosts = list(await self._settle(supervisors, facts))
+        numbers = local_ranks(tuple(fact.node for fact in facts))
         ranks = tuple(
-            Place(
-                bind=self._listen.bind,
-                advertise=self._listen.advertise,
-                local_rank=local_rank,
-                devices=fact.devices,
-                node=fact.node,
-            )
-            for fact, local_rank in zip(
-                facts, local_ranks(tuple(fact.node for fact in facts)), strict=True
-            )
+            self._place(fact, host, number)
+            for fact, host, number in zip(facts, hosts, numbers, strict=True)
         )
+        port = await supervisors[0].free_port(ranks[0].bind)
         return Places(ranks=ranks, rendezvous=join_address(ranks[0].host, port))
 
-    def _new_supervisor(self, plan: InstancePlan, group: Any, index: int) -> RaySupervisor:
+    async def _settle(
+        self, supervisors: Sequence[RaySupervisor], facts: Sequence[ActorFacts]
+    ) -> list[HostFacts]:
+        known = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
+        cluster = self._cluster
+        settling = [
+            one.settle(
+                network=cluster.network,
+                ray_host=known[fact.node],
+                name=cluster.name,
+                run_dir=cluster.run_dir,
+            )
+            for one, fact in zip(supervisors, facts, strict=True)
+        ]
+        return await _all(settling)
+
+    def _place(self, fact: ActorFacts, host: HostFacts | None, local_rank: int) -> Place:
+        cluster = self._cluster
+        return Place(
+            bind=cluster.host if host is None else host.address,
+            advertise=cluster.advertise if host is None else "",
+            interface="" if host is None else host.interface,
+            folder="" if host is None else host.folder,
+            local_rank=local_rank,
+            devices=fact.devices,
+            node=fact.node,
+        )
+
+    def _new_supervisor(
+        self, plan: InstancePlan, group: Any, bundle: int, name: str
+    ) -> RaySupervisor:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        lasting = {"name": name, "lifetime": "detached"} if self._settings.outlives_us else {}
         actor_class = self._ray.remote(ChildActor)
         actor = actor_class.options(
-            num_cpus=1,
-            num_gpus=_devices_per_rank(plan),
+            num_cpus=0 if plan.role is Role.ROUTER else 1,
+            num_gpus=1 if plan.device == "cuda" else 0,
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=group, placement_group_bundle_index=index
+                placement_group=group, placement_group_bundle_index=bundle
             ),
+            **lasting,
         ).remote()
-        return RaySupervisor(self._ray, actor)
+        return RaySupervisor(self._ray, actor, may_be_cut_off=not self._settings.is_own)
 
     def _group_of(self, plan: InstancePlan) -> Any:
-        """A bundle for each host: what is in one bundle Ray puts on one host."""
         if plan.name not in self._groups:
-            from ray.util.placement_group import placement_group
-
-            self._groups[plan.name] = placement_group(
-                [_bundle(plan, num_ranks) for num_ranks in plan.num_ranks_by_host],
+            self._groups[plan.name] = self._ray.util.placement_group(
+                [self._bundle(plan, num_ranks) for num_ranks in plan.num_ranks_by_host],
                 strategy="PACK",
-                name=plan.name,
+                name=f"{self._settings.run_id}/{plan.name}/{secrets.token_hex(4)}",
+                lifetime="detached" if self._settings.outlives_us else None,
             )
         return self._groups[plan.name]
 
+    def _bundle(self, plan: InstancePlan, num_ranks: int) -> dict[str, float]:
+        """What one host must have. Each host has a resource that is named after itself."""
+        if plan.role is Role.ROUTER:
+            return {f"node:{self._own_node_address()}": _TINY}
+        bundle = {"CPU": float(num_ranks)}
+        if plan.device == "cuda":
+            bundle["GPU"] = float(num_ranks)
+        return bundle
 
-def _bundle(plan: InstancePlan, num_ranks: int) -> dict[str, float]:
-    bundle = {"CPU": float(num_ranks)}
-    if plan.device == "cuda":
-        bundle["GPU"] = float(num_ranks)
-    return bundle
+    def _own_node_address(self) -> str:
+        own = self._ray.get_runtime_context().get_node_id()
+        found = (node for node in self._ray.nodes() if node["NodeID"] == own)
+        return str(next(found)["NodeManagerAddress"])
 
-
-def _devices_per_rank(plan: InstancePlan) -> int:
-    return 1 if plan.device == "cuda" else 0
-
-
-async def _all_or_none(
-    work: Sequence[Awaitable[_ResultT]], supervisors: Sequence[RaySupervisor]
-) -> list[_ResultT]:
-    """The results of all of ``work``; its first failure, with all of ``supervisors`` ended."""
-    results = await asyncio.gather(*work, return_exceptions=True)
-    done = [result for result in results if not isinstance(result, BaseException)]
-    failures = [result for result in results if isinstance(result, BaseException)]
-    if failures:
+    async def _give_up(self, plan: InstancePlan, supervisors: Sequence[RaySupervisor]) -> None:
         await asyncio.gather(*(one.kill() for one in supervisors))
-        raise failures[0]
-    return done
+        await self.release(plan)
+
+
+def _words(resources: dict[str, float]) -> str:
+    """CPUs and GPUs of ``resources``; the rest of them says nothing to people."""
+    counts = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)]
+    return " and ".join(counts) or "nothing"
+
+
+async def _all(work: Sequence[Awaitable[_ResultT]]) -> list[_ResultT]:
+    """The results of all of ``work``, or its first failure once all of it has ended."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]

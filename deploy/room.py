@@ -1,14 +1,36 @@
-"""How many more instances fit into what hosts have free. Pure."""
+"""How many more instances fit into what hosts have free."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from deploy.launcher import Room
+from deploy.plan import InstancePlan
 
 Resources = Mapping[str, float]
 """Amounts by name: "CPU", "GPU"."""
 _MOST = 1024
 _EPSILON = 1e-6
 """Ray counts in ten thousandths."""
+
+
+def free_by_host() -> list[Resources]:
+    """What each host of the Ray that we are connected to has free."""
+    from ray._private import state
+
+    ask: Callable[[], dict[str, Resources]] = state.available_resources_per_node
+    return list(ask().values())
+
+
+def describe_room(
+    plan: InstancePlan, bundles: Sequence[Resources], hosts: Sequence[Resources]
+) -> Room:
+    """How many more of ``plan`` fit, and why no more."""
+    kind, name = ("GPU", "GPUs") if plan.device == "cuda" else ("CPU", "places for processes")
+    free = sum(int(host.get(kind, 0.0)) for host in hosts)
+    where = f" on {len(hosts)} hosts" if len(hosts) > 1 else ""
+    why = f"each takes {plan.num_ranks} and {free} {name} are free{where}"
+    return Room(num_instances=count_fitting(bundles, hosts), why=why)
 
 
 def count_fitting(bundles: Sequence[Resources], hosts: Sequence[Resources]) -> int:

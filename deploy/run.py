@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -13,10 +14,24 @@ from contextlib import contextmanager
 from types import FrameType
 
 from deploy.certificates import with_certificates
-from deploy.checks import check_config, check_ports, count_devices, resolve_config
+from deploy.checks import (
+    check_config,
+    check_ports,
+    count_devices,
+    count_devices_for,
+    resolve_config,
+)
 from deploy.controller import Controller
 from deploy.errors import ClusterError
-from deploy.plan import Role, RunContext, default_entrypoints, plan_instances, process_name
+from deploy.former_run import FormerRun, end_former_run, find_former_run, settings_of
+from deploy.plan import (
+    Role,
+    RunContext,
+    default_entrypoints,
+    plan_instances,
+    process_name,
+)
+from deploy.ray_connection import RaySettings
 from deploy.ray_launcher import RayLauncher
 from deploy.state import ClusterState, Phase, ProcessState, RunDir
 from deploy.sweep import clean_up
@@ -24,7 +39,7 @@ from runtime.config import ClusterConfig
 from runtime.config_file import SECRET_VARIABLE, cluster_credentials, dump_config
 from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
-from runtime.net import Credentials, Listen
+from runtime.net import Credentials
 
 logger = get_logger(__name__)
 
@@ -38,15 +53,23 @@ OnState = Callable[[ClusterState], None]
 def prepare(config: ClusterConfig, run_dir: RunDir) -> ClusterConfig:
     """``config`` resolved, after every check that needs nothing started.
 
+    Where a cluster of this name outlived its controller, it is taken over as it is: with the
+    configuration that it was started with.
+
     Raises:
         ConfigError: a value that cannot work, a port in use.
         ClusterError: the cluster runs already.
     """
+    if config.cluster.on_controller_loss == "keep" and run_dir.read_state() is not None:
+        with run_dir.locked():
+            former = find_former_run(run_dir)
+        if former is not None:
+            return former.config
     resolved = resolve_config(config)
-    check_config(resolved, num_devices=count_devices())
+    check_config(resolved, num_devices=count_devices_for(resolved))
     run_dir.create()
     with run_dir.locked():
-        _end_former_run(run_dir)
+        end_former_run(run_dir)
         check_ports(resolved)
     return resolved
 
@@ -61,6 +84,8 @@ def run_cluster(
 ) -> None:
     """Run a prepared ``config`` until SIGINT or SIGTERM; nothing of it is left on return.
 
+    With ``cluster.on_controller_loss = "keep"`` SIGTERM ends the controller alone.
+
     Must be called on the main thread. A failure stays in the state file for whoever waits for it.
 
     Raises:
@@ -68,17 +93,21 @@ def run_cluster(
         ConfigError: a port was taken meanwhile.
     """
     with run_dir.locked():
-        check_ports(config)
-        run = _Run(config, run_dir, on_state, entrypoints or default_entrypoints())
+        former = find_former_run(run_dir)
+        if former is None:
+            check_ports(config)
+        run = _Run(config, run_dir, on_state, entrypoints or default_entrypoints(), former)
         try:
             run.execute(timeout_s)
         except (ClusterError, ConfigError) as error:
             run.publish_failure(str(error))
             raise
         else:
-            run_dir.clear_state()
+            if not run.goes_on:
+                run_dir.clear_state()
         finally:
-            run_dir.clear_secret()
+            if not run.goes_on:
+                run_dir.clear_secret()
 
 
 class _Run:
@@ -88,20 +117,25 @@ class _Run:
         run_dir: RunDir,
         on_state: OnState,
         entrypoints: Mapping[Role, tuple[str, ...]],
+        former: FormerRun | None,
     ) -> None:
         config = with_certificates(config, run_dir.tls_dir)
+        self._former = former
+        self.goes_on = former is not None
+        """Whether the cluster is left to serve without a controller."""
         self._context = RunContext(
-            run_id=secrets.token_hex(8),
+            run_id=former.state.run_id if former else secrets.token_hex(8),
             config=config,
             config_path=run_dir.config_path,
             log_dir=run_dir.log_dir,
-            credentials=_credentials_of(config),
+            credentials=_credentials_of(config, former),
             entrypoints=entrypoints,
+            tls_pem=_tls_pem(config),
         )
         self._run_dir = run_dir
         self._on_state = on_state
         self._began = time.monotonic()
-        self._state = ClusterState(
+        planned = ClusterState(
             name=config.cluster.name,
             run_id=self._context.run_id,
             pid=os.getpid(),
@@ -114,30 +148,26 @@ class _Run:
             log_dir=str(run_dir.log_dir),
             processes=tuple(_planned_processes(config)),
         )
+        self._state = dataclasses.replace(former.state, pid=os.getpid()) if former else planned
+
+    @property
+    def _keeps(self) -> bool:
+        return self._context.config.cluster.on_controller_loss == "keep"
 
     def execute(self, timeout_s: float) -> None:
-        """Start, serve and stop."""
-        context, config = self._context, self._context.config
-        plans = plan_instances(config)
-        self._run_dir.config_path.write_text(dump_config(config), encoding="utf-8")
-        self._run_dir.write_secret(context.credentials.secret)
-        for log in self._run_dir.log_dir.glob("*.log"):
-            if log != self._run_dir.controller_log_path:
-                log.unlink(missing_ok=True)
+        """Start or take over, serve, and stop."""
+        context, cluster = self._context, self._context.config.cluster
+        if self._former is None:
+            self._begin_folder()
         self._publish()
         self._run_dir.be_found()
-        launcher = RayLauncher(
-            run_id=context.run_id,
-            secret=context.credentials.secret,
-            namespace=config.cluster.name,
-            listen=Listen(bind=config.cluster.host, advertise=config.cluster.advertise),
-            num_slots=sum(plan.num_ranks for plan in plans) + _SPARE_SLOTS,
-            num_devices=count_devices(),
-        )
+        launcher = RayLauncher(self._ray_settings(), cluster)
         try:
             with _interrupt_on_sigterm():
                 launcher.open()
             logger.info("ray is up %s", fields(seconds=round(time.monotonic() - self._began, 2)))
+            if self._keeps:
+                self._state = dataclasses.replace(self._state, ray_address=launcher.address)
             controller = Controller(
                 context,
                 launcher,
@@ -145,14 +175,40 @@ class _Run:
                 timeout_s=timeout_s,
                 on_listening=self._take_address,
                 events_path=self._run_dir.events_path,
+                former=self._former.state.processes if self._former else (),
             )
-            asyncio.run(_run_controller(controller))
+            asyncio.run(_run_controller(controller, launcher, keeps=self._keeps))
+            self.goes_on = controller.goes_on
         except KeyboardInterrupt:
             logger.info("interrupted while starting")
         finally:
             launcher.close()
-            num_killed = clean_up(context.run_id)
-            logger.info("stopped %s", fields(num_left_over=num_killed))
+            if self.goes_on:
+                logger.info("the cluster serves on without a controller")
+            else:
+                num_killed = clean_up(context.run_id)
+                logger.info("stopped %s", fields(num_left_over=num_killed))
+
+    def _begin_folder(self) -> None:
+        context = self._context
+        self._run_dir.config_path.write_text(dump_config(context.config), encoding="utf-8")
+        self._run_dir.write_secret(context.credentials.secret)
+        for log in self._run_dir.log_dir.glob("*.log"):
+            if log != self._run_dir.controller_log_path:
+                log.unlink(missing_ok=True)
+
+    def _ray_settings(self) -> RaySettings:
+        if self._former is not None:
+            return settings_of(self._former)
+        plans = plan_instances(self._context.config)
+        return RaySettings(
+            run_id=self._context.run_id,
+            secret=self._context.credentials.secret,
+            address=self._context.config.cluster.ray_address,
+            num_slots=sum(plan.num_ranks for plan in plans) + _SPARE_SLOTS,
+            num_devices=count_devices(),
+            outlives_us=self._keeps,
+        )
 
     def publish_failure(self, error: str) -> None:
         """Leave the reason in the state file."""
@@ -180,8 +236,20 @@ class _Run:
         self._on_state(self._state)
 
 
-def _credentials_of(config: ClusterConfig) -> Credentials:
-    """With a secret of the run's own where none is given."""
+def _tls_pem(config: ClusterConfig) -> dict[str, str]:
+    """What other hosts need of the files of TLS."""
+    files = config.tls.files
+    if files is None or not config.cluster.spans_hosts:
+        return {}
+    pem = files.read()
+    return {"cert": pem.cert.decode(), "key": pem.key.decode(), "ca": pem.ca.decode()}
+
+
+def _credentials_of(config: ClusterConfig, former: FormerRun | None) -> Credentials:
+    """With the secret of the run's own where none is given."""
+    if former is not None:
+        cluster = dataclasses.replace(config.cluster, secret=former.secret)
+        config = dataclasses.replace(config, cluster=cluster)
     if not config.cluster.secret and not os.environ.get(SECRET_VARIABLE):
         cluster = dataclasses.replace(config.cluster, secret=secrets.token_hex(32))
         config = dataclasses.replace(config, cluster=cluster)
@@ -202,11 +270,22 @@ def _planned_processes(config: ClusterConfig) -> Iterator[ProcessState]:
             )
 
 
-async def _run_controller(controller: Controller) -> None:
+async def _run_controller(controller: Controller, launcher: RayLauncher, *, keeps: bool) -> None:
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, controller.request_stop)
-    await controller.run()
+    loop.add_signal_handler(signal.SIGINT, controller.request_stop)
+    leave = controller.request_leave if keeps else controller.request_stop
+    loop.add_signal_handler(signal.SIGTERM, leave)
+    watching = asyncio.create_task(launcher.watch())
+    running = asyncio.create_task(controller.run())
+    await asyncio.wait({watching, running}, return_when=asyncio.FIRST_COMPLETED)
+    if not running.done():  # and nothing can be done for the processes any more
+        controller.request_stop()
+        controller.request_stop()
+    await asyncio.wait({running})
+    watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+    running.result()
 
 
 @contextmanager
@@ -219,12 +298,3 @@ def _interrupt_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, former)
-
-
-def _end_former_run(run_dir: RunDir) -> None:
-    """Whoever gets the lock finds only the remains of a controller that died."""
-    state = run_dir.read_state()
-    if state is not None and state.run_id:
-        clean_up(state.run_id)
-    run_dir.clear_state()
-    run_dir.clear_secret()

@@ -49,6 +49,8 @@ class ProcessState:
     """The last thing it said."""
     num_restarts: int = 0
     log_path: str = ""
+    host: str = ""
+    """Where it runs, and its log is; empty: the controller's machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +75,16 @@ class ClusterState:
     log_dir: str = ""
     error: str = ""
     """Why the phase is FAILED."""
+    ray_address: str = ""
+    """Of a Ray that a later controller finds it by; empty: Ray ends with the controller."""
     ca: str = ""
     """File of the authority that signed the HTTP side's certificate; empty: plain text."""
     processes: tuple[ProcessState, ...] = field(default=())
+
+    def is_here(self, process: ProcessState) -> bool:
+        """Whether ``process`` runs on the controller's machine, where its pid means something."""
+        own = self.control_address.rpartition(":")[0].strip("[]")
+        return process.host in ("", own)
 
     def to_json(self) -> str:
         """One JSON object, fields named as here."""

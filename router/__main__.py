@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from router.service import HttpWorkerService, RouterService
-from runtime.config_file import load_config
+from runtime.config_file import load_own_config
 from runtime.errors import ConfigError
 from runtime.logging import configure_logging, get_logger
 from runtime.service import Service, run_service
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     _open_more_files()
     configure_logging("router", "router-http" if options.control else "")
     try:
-        config = load_config(options.config)
+        config = load_own_config(options.config)
         service: Service
         if options.control:
             service = HttpWorkerService(config, options.control, options.port)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, get_type_hints
 from runtime.config import ClusterConfig, ClusterSection, ModelSection, TlsSection
 from runtime.errors import ConfigError
 from runtime.net import Credentials
+from runtime.network import own_address
 
 SECRET_VARIABLE = "TANDEM_SECRET"
 PREVIOUS_SECRET_VARIABLE = "TANDEM_PREVIOUS_SECRET"
@@ -43,6 +44,28 @@ def load_config(path: Path | None) -> ClusterConfig:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("file", str(path), f"no valid TOML: {error}", "mend that line") from error
     return parse_config(table, base=path.resolve().parent)
+
+
+def load_own_config(path: Path | None) -> ClusterConfig:
+    """The same for a process of this machine; see ``on_this_host``.
+
+    Raises:
+        ConfigError: also where this machine has none.
+    """
+    return on_this_host(load_config(path))
+
+
+def on_this_host(config: ClusterConfig) -> ClusterConfig:
+    """``config`` for this machine: with its address in ``cluster.network``, if that is set.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if not config.cluster.network:
+        return config
+    host = own_address(config.cluster.network).address
+    cluster = dataclasses.replace(config.cluster, host=host, advertise="", network="")
+    return dataclasses.replace(config, cluster=cluster)
 
 
 def parse_config(table: Mapping[str, object], *, base: Path | None = None) -> ClusterConfig:

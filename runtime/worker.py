@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
-from runtime.config_file import cluster_credentials, load_config
+from runtime.config_file import cluster_credentials, load_config, on_this_host
 from runtime.endings import RankName
 from runtime.errors import ConfigError
 from runtime.net import Credentials, Listen
@@ -94,6 +94,7 @@ def parse_worker_options(role: str, arguments: Sequence[str]) -> WorkerOptions:
     parser.add_argument("--grace", type=float, default=GRACE_S, help="seconds to drain")
     given = parser.parse_args(arguments)
     config = load_config(given.config)
+    config = config if given.host else on_this_host(config)
     return WorkerOptions(
         role=role,
         config=config,

@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import time
 from typing import TYPE_CHECKING
 
 from deploy.commands.common import add_cluster_arguments, add_command, chosen_run_dir
 from deploy.errors import ClusterError
-from deploy.sweep import clean_up, find_processes, wait_until_gone
+from deploy.former_run import end_former_run
+from deploy.sweep import find_processes, wait_until_gone
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
 
+_BETWEEN_SIGNALS_S = 0.2
+"""Two of a kind that come at once are one."""
 _ORDERLY_S = 70.0
 """Longer than the controller waits for router and workers."""
 
@@ -42,17 +46,17 @@ def run(arguments: argparse.Namespace) -> int:
     if state is None:
         raise ClusterError(f"cluster {run_dir.path.name!r} is not running")
     if run_dir.is_owned():
-        os.kill(state.pid, signal.SIGTERM)
+        # Not SIGTERM, which a controller may leave its cluster running for.
+        os.kill(state.pid, signal.SIGINT)
         if arguments.now:
+            time.sleep(_BETWEEN_SIGNALS_S)
             os.kill(state.pid, signal.SIGINT)
         if not wait_until_gone(state.pid, _ORDERLY_S):
             os.kill(state.pid, signal.SIGKILL)
             wait_until_gone(state.pid, _ORDERLY_S)
-    clean_up(state.run_id)
+    end_former_run(run_dir)
     if left := find_processes(state.run_id):
         pids = ", ".join(str(process.pid) for process in left)
         raise ClusterError(f"these processes cannot be ended: {pids}")
-    run_dir.clear_state()
-    run_dir.clear_secret()
     print(f"stopped {state.name}")
     return 0

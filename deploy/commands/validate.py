@@ -38,13 +38,13 @@ tandem validate cluster.toml --devices 16 --set decode.dp=8    # for another hos
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what would be started; a ConfigError says what is wrong."""
-    from deploy.checks import check_config, count_devices, read_model, resolve_config
+    from deploy.checks import check_config, count_devices_for, read_model, resolve_config
     from deploy.decode_memory import describe_decode_memory, plan_decode_memory
     from deploy.plan import num_devices_needed, plan_instances
     from deploy.posture import posture_of
 
     config = resolve_config(chosen_config(arguments))
-    num_devices = count_devices() if arguments.devices is None else arguments.devices
+    num_devices = count_devices_for(config) if arguments.devices is None else arguments.devices
     check_config(config, num_devices=num_devices)
     plans = plan_instances(config)
     for plan in plans:

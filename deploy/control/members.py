@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Sequence, Set
 
+from deploy.control.membership import add_instance, remove_instance, restart_instance
 from deploy.control.operation import Operation
 from deploy.drain import DrainOutcome, Left, drain_ranks, ranks_in
 from deploy.errors import ClusterError
@@ -35,7 +36,9 @@ async def _start(fleet: Fleet, operation: Operation, role: Role, name: str) -> N
     began = time.monotonic()
     operation.tell(f"{name} starts", instance=name)
     try:
-        await fleet.add(role, name, lambda stage: operation.tell(f"{name}: {stage}", instance=name))
+        await add_instance(
+            fleet, role, name, lambda stage: operation.tell(f"{name}: {stage}", instance=name)
+        )
     except ClusterError as error:
         operation.tell(f"{name} failed: {str(error).partition(chr(10))[0]}", instance=name)
         raise
@@ -72,7 +75,7 @@ async def stop_members(
     """Drain ``instances``, end them for good, and free their places."""
     async with fleet.held(instances):
         await drain_members(fleet, operation, {one.plan.name for one in instances}, deadline_s)
-        await asyncio.gather(*(fleet.remove(instance) for instance in instances))
+        await asyncio.gather(*(remove_instance(fleet, instance) for instance in instances))
     for instance in instances:
         operation.tell(f"{instance.plan.name} is stopped", instance=instance.plan.name)
 
@@ -106,7 +109,7 @@ async def restart_member(
             await drain_members(fleet, operation, {name}, deadline_s)
         began = time.monotonic()
         operation.tell(f"{name} ends, and starts again", instance=name)
-        await fleet.restart(
-            instance, lambda stage: operation.tell(f"{name}: {stage}", instance=name)
+        await restart_instance(
+            fleet, instance, lambda stage: operation.tell(f"{name}: {stage}", instance=name)
         )
         operation.tell(f"{name} serves after {time.monotonic() - began:.1f} s", instance=name)

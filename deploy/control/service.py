@@ -16,7 +16,6 @@ import grpc.aio
 
 from deploy.control.apply import ApplyWish, prepare_apply
 from deploy.control.events import Event, EventLog
-from deploy.control.log_part import read_log
 from deploy.control.operation import OperationDesk, Outcome, Step
 from deploy.control.plans import OperationPlan, Prepared
 from deploy.control.restart import RestartWish, chosen, prepare_restart
@@ -33,6 +32,9 @@ from runtime.rpc import CONTROL_LIMITS, bind_port, create_server
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Prepare = Callable[[], Awaitable[Prepared]]
+
+
+_MOST_LOG_BYTES = 256 * 1024
 
 
 class ControllerService(controller_pb2_grpc.ControllerServicer):
@@ -130,19 +132,15 @@ class ControllerService(controller_pb2_grpc.ControllerServicer):
 
     async def ReadLog(self, request: pb.ReadLogRequest, context: Context) -> pb.ReadLogResponse:
         """See controller.proto."""
-        paths = {state.name: state.log_path for state in self._fleet.process_states()}
-        if request.process not in paths:
-            names = ", ".join(paths)
-            text = f"there is no process {request.process!r}. Fix: one of {names}"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
-        part = await asyncio.to_thread(
-            read_log,
-            paths[request.process],
-            request.offset,
-            max_bytes=request.max_bytes,
-            last_lines=request.last_lines,
-        )
-        return pb.ReadLogResponse(data=part.data, next_offset=part.next_offset, size=part.size)
+        try:
+            piece = await self._fleet.read_log(
+                request.process, request.offset, request.max_bytes or _MOST_LOG_BYTES
+            )
+        except WrongArgumentError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except ClusterError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        return pb.ReadLogResponse(data=piece.data, offset=piece.offset)
 
     async def _carry_out(
         self, prepare: Prepare, context: Context, *, dry_run: bool = False

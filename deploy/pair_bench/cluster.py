@@ -109,7 +109,8 @@ class PairCluster:
                 death = Death(
                     process=child.spec.name,
                     exit_status=report.exit_status,
-                    log_path=Path(child.spec.log_path),
+                    log_path=child.spec.log_path,
+                    last_lines=report.last_lines,
                 )
                 raise ProcessDiedError(f"{death}:\n{death.log_tail(30)}")
 

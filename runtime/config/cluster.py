@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.checks import at_least, one_of
+from runtime.errors import ConfigError
 from runtime.net import check_reachable
+from runtime.network import check_network
+
+LOCAL_RAY = "local"
+_KNOWN_RAYS = (LOCAL_RAY, "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +32,27 @@ class ClusterSection:
     """Where state and logs go; empty: the user's state folder."""
     boot_timeout_s: float = 1800.0
     """How long the ranks of a worker wait for one another while it loads, compiles and captures."""
+    ray_address: str = LOCAL_RAY
+    """Which Ray places the processes: "local" (one of our own on this machine), "auto" (the
+    one that runs here), or "host:port" of a Ray cluster that this machine is part of."""
+    network: str = ""
+    """A CIDR or an interface: every host listens at, and is told to others by, its own address in
+    it. Empty: ``host`` on one machine, else the address by which Ray knows the host."""
+    on_controller_loss: str = "stop"
+    """What becomes of the cluster when its controller dies: "stop", or "keep" (it serves on, and
+    the next ``tandem up`` takes it over)."""
 
     def __post_init__(self) -> None:
+        check_network(self.network)
+        one_of("cluster.on_controller_loss", self.on_controller_loss, ("stop", "keep"))
+        check_ray_address(self.ray_address)
         at_least("cluster.boot_timeout_s", self.boot_timeout_s, 1.0)
         check_reachable(self.host, self.advertise)
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether its processes may run on other machines than this one."""
+        return self.ray_address != LOCAL_RAY
 
     @property
     def reach(self) -> str:
@@ -57,3 +79,17 @@ class ModelSection:
         one_of("model.load_format", self.load_format, ("safetensors", "dummy"))
         one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
         at_least("model.max_model_len", self.max_model_len, 0)
+
+
+def check_ray_address(address: str) -> None:
+    """Refuse what names no Ray.
+
+    Raises:
+        ConfigError: says what does.
+    """
+    host, _, port = address.rpartition(":")
+    if address in _KNOWN_RAYS or (host and port.isdecimal() and 0 < int(port) < 2**16):
+        return
+    problem = "names no Ray"
+    fix = '"local", "auto", or "host:port" of the head, as `ray start --head` says it'
+    raise ConfigError("cluster.ray_address", address, problem, fix)

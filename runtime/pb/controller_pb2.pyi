@@ -165,23 +165,19 @@ class Event(_message.Message):
     def __init__(self, time: _Optional[float] = ..., kind: _Optional[str] = ..., who: _Optional[str] = ..., instance: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class ReadLogRequest(_message.Message):
-    __slots__ = ("process", "offset", "max_bytes", "last_lines")
+    __slots__ = ("process", "offset", "max_bytes")
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
-    LAST_LINES_FIELD_NUMBER: _ClassVar[int]
     process: str
     offset: int
     max_bytes: int
-    last_lines: int
-    def __init__(self, process: _Optional[str] = ..., offset: _Optional[int] = ..., max_bytes: _Optional[int] = ..., last_lines: _Optional[int] = ...) -> None: ...
+    def __init__(self, process: _Optional[str] = ..., offset: _Optional[int] = ..., max_bytes: _Optional[int] = ...) -> None: ...
 
 class ReadLogResponse(_message.Message):
-    __slots__ = ("data", "next_offset", "size")
+    __slots__ = ("data", "offset")
     DATA_FIELD_NUMBER: _ClassVar[int]
-    NEXT_OFFSET_FIELD_NUMBER: _ClassVar[int]
-    SIZE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
     data: bytes
-    next_offset: int
-    size: int
-    def __init__(self, data: _Optional[bytes] = ..., next_offset: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+    offset: int
+    def __init__(self, data: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...

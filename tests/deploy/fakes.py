@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -9,8 +10,9 @@ import sys
 from pathlib import Path
 
 from deploy.checks import resolve_config
-from deploy.child import Child, ChildReport
-from deploy.launcher import Room, places_here
+from deploy.child import Child, ChildReport, LogPiece, read_log
+from deploy.errors import ClusterError
+from deploy.launcher import Room, Running, SupervisorLostError, Waiting, places_here
 from deploy.places import Places
 from deploy.plan import InstancePlan, ProcessSpec, Role, RunContext
 from deploy.state import RunDir
@@ -93,9 +95,15 @@ class LocalSupervisor:
 
     def __init__(self, spec: ProcessSpec) -> None:
         self._child = Child(spec)
+        self.is_lost = False
 
     async def poll(self) -> ChildReport:
+        if self.is_lost:
+            raise SupervisorLostError("its host has not answered for 10 s")
         return self._child.poll()
+
+    async def read_log(self, offset: int, limit: int) -> LogPiece:
+        return read_log(Path(self._child.spec.log_path), offset, limit)
 
     async def terminate(self) -> None:
         self._child.terminate()
@@ -107,25 +115,41 @@ class LocalSupervisor:
 class LocalPlacement:
     """A ``Placement`` on this machine, with processes started from this one."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, plan: InstancePlan, places: Places, launcher: LocalLauncher) -> None:
         self.places = places
+        self._plan = plan
+        self._launcher = launcher
 
     async def start(self, specs: tuple[ProcessSpec, ...]) -> tuple[LocalSupervisor, ...]:
-        return tuple(LocalSupervisor(spec) for spec in specs)
+        supervisors = tuple(LocalSupervisor(spec) for spec in specs)
+        started = zip(specs, self.places.ranks, supervisors, strict=True)
+        self._launcher.running[self._plan.name] = tuple(
+            Running(spec=spec, place=place, supervisor=supervisor)
+            for spec, place, supervisor in started
+        )
+        return supervisors
 
 
 class LocalLauncher:
-    """A ``Launcher`` without Ray."""
+    """A ``Launcher`` without Ray; it has room while ``has_room`` is set."""
 
     def __init__(self, room: int = 100) -> None:
         self.launched: list[str] = []
         self.released: list[str] = []
         self.room = room
         """Instances that can be added to those of the start."""
+        self.running: dict[str, tuple[Running, ...]] = {}
+        self.has_room = asyncio.Event()
+        self.has_room.set()
 
-    async def place(self, plan: InstancePlan) -> LocalPlacement:
+    async def place(self, plan: InstancePlan, wait: Waiting) -> LocalPlacement:
+        while not self.has_room.is_set():
+            wait.tell("waits, no room: it asks for a host with 1 CPU")
+            await asyncio.wait({asyncio.ensure_future(self.has_room.wait())}, timeout=0.05)
+            if not wait.is_patient and not self.has_room.is_set():
+                raise ClusterError(f"{plan.name}: no room")
         self.launched.append(plan.name)
-        return LocalPlacement(places_here(plan, "127.0.0.1"))
+        return LocalPlacement(plan, places_here(plan, "127.0.0.1"), self)
 
     async def release(self, plan: InstancePlan) -> None:
         self.released.append(plan.name)
@@ -133,3 +157,12 @@ class LocalLauncher:
 
     async def room_for(self, plan: InstancePlan) -> Room:
         return Room(num_instances=self.room, why=f"{self.room} places are free")
+
+    async def adopt(self, plan: InstancePlan) -> tuple[Running, ...]:
+        return self.running.get(plan.name, ())
+
+    def lose(self, instance: str) -> None:
+        """As where the host of all its ranks is gone."""
+        for one in self.running[instance]:
+            assert isinstance(one.supervisor, LocalSupervisor)
+            one.supervisor.is_lost = True

@@ -45,6 +45,26 @@ def test_resolving_fills_in_what_is_open() -> None:
     assert resolve_config(resolved) == resolved
 
 
+def test_each_host_of_a_ray_cluster_has_an_address_of_its_own(tmp_path: Path) -> None:
+    config = fake_config(tmp_path)
+    joined = with_section(config, "cluster", ray_address="198.51.100.9:6379", network="127.0.0.0/8")
+    assert resolve_config(joined).cluster.host == "127.0.0.1"
+    for field, value in (("host", "10.0.0.7"), ("advertise", "node-7")):
+        with pytest.raises(ConfigError) as raised:
+            resolve_config(with_section(joined, "cluster", **{field: value}))
+        assert raised.value.path == f"cluster.{field}"
+        assert "cluster.network" in raised.value.fix
+    with pytest.raises(ConfigError, match=r"cluster\.network = '203\.0\.113\.0/24': host"):
+        resolve_config(with_section(joined, "cluster", network="203.0.113.0/24"))
+
+
+def test_certificates_for_many_hosts_are_not_made_here(tmp_path: Path) -> None:
+    config = with_section(fake_config(tmp_path), "cluster", ray_address="198.51.100.9:6379")
+    error = refused(with_section(config, "tls", mode="auto"))
+    assert error.path == "tls.mode"
+    assert "files" in error.fix
+
+
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
     config = fake_config(tmp_path)
     write_model(tmp_path, architectures=["LlamaForCausalLM"], model_type="llama")

@@ -24,10 +24,18 @@ class Run:
     """A controller, the last state it told, and its task."""
 
     def __init__(
-        self, folder: Path, *, grace_s: float = 5.0, timeout_s: float = 20.0, **sizes: int
+        self,
+        folder: Path,
+        *,
+        grace_s: float = 5.0,
+        timeout_s: float = 20.0,
+        former: Run | None = None,
+        **sizes: int,
     ) -> None:
-        self.context = fake_context(fake_config(folder, **sizes), folder)
-        self.launcher = LocalLauncher()
+        self.context = (
+            former.context if former else fake_context(fake_config(folder, **sizes), folder)
+        )
+        self.launcher = former.launcher if former else LocalLauncher()
         self.phase = Phase.STARTING
         self.processes: dict[str, ProcessState] = {}
         self.controller = Controller(
@@ -36,6 +44,7 @@ class Run:
             on_change=self._take,
             timeout_s=timeout_s,
             grace_s=grace_s,
+            former=tuple(former.processes.values()) if former else (),
         )
 
     def _take(self, phase: Phase, processes: Sequence[ProcessState]) -> None:
@@ -170,3 +179,72 @@ async def test_a_second_request_to_stop_does_not_wait(
         began = time.monotonic()
     assert time.monotonic() - began < 30  # of 60 s of grace
     assert find_processes(run.context.run_id) == []
+
+
+async def test_an_instance_whose_host_is_lost_is_placed_anew(tmp_path: Path) -> None:
+    run = Run(tmp_path, decode_dp=2)
+    async with run.running():
+        before = dict(run.processes)
+        run.launcher.lose("decode-0")
+        await until(lambda: _is_back(run, before, "decode-0"))
+        assert run.launcher.released == ["decode-0"]
+        assert run.launcher.launched.count("decode-0") == 2
+
+
+async def test_an_instance_without_room_says_so_and_comes_back_when_there_is(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+    async with run.running():
+        before = dict(run.processes)
+        run.launcher.has_room.clear()
+        run.launcher.lose("decode-0")
+        await until(lambda: "no room" in run.processes["decode-0"].stage)
+        assert run.processes["decode-0"].phase is Phase.RESTARTING
+        assert run.processes["prefill-0"].phase is Phase.READY
+        run.launcher.has_room.set()
+        await until(lambda: _is_back(run, before, "decode-0"))
+        assert "no room" not in run.processes["decode-0"].stage
+
+
+async def test_a_cluster_that_finds_no_room_at_its_start_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.launcher.has_room.clear()
+    with pytest.raises(ClusterError, match="no room"):
+        async with run.running():
+            pytest.fail("it cannot become ready")
+
+
+async def test_a_later_controller_takes_over_what_runs(tmp_path: Path) -> None:
+    first = Run(tmp_path, decode_dp=2)
+    task = asyncio.create_task(first.controller.run())
+    await until(lambda: first.phase is Phase.READY or task.done())
+    first.controller.request_leave()
+    await task
+    assert first.controller.goes_on
+    assert all(one.phase is Phase.READY for one in first.processes.values())
+    (gone,) = first.launcher.running.pop("prefill-0")
+    await gone.supervisor.kill()
+
+    second = Run(tmp_path, former=first)
+    async with second.running():
+        await until(lambda: _is_back(second, first.processes, "prefill-0"))
+        for name, process in second.processes.items():
+            is_new = name == "prefill-0"
+            assert (process.pid != first.processes[name].pid) is is_new
+            assert process.num_restarts == int(is_new)
+        await until(lambda: all(p.phase is Phase.READY for p in second.processes.values()))
+    assert not second.controller.goes_on
+    assert find_processes(first.context.run_id) == []
+
+
+async def test_a_log_is_read_by_the_name_of_its_process(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    async with run.running():
+        whole = await run.controller.read_log("decode-0", 0, 10**6)
+        assert b"serving rendezvous" in whole.data
+        assert (await run.controller.read_log("decode-0", whole.end, 99)).data == b""
+        last = await run.controller.read_log("decode-0", -5, 99)
+        assert (last.offset, last.data) == (whole.end - 5, whole.data[-5:])
+        with pytest.raises(ClusterError, match=r"no process is called 'decode-9'.*decode-0"):
+            await run.controller.read_log("decode-9", 0, 99)

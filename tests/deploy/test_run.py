@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main as tandem
+from deploy.ports import free_port
 from deploy.state import ClusterState, Phase, RunDir, run_dir_of
 from deploy.sweep import find_processes, is_alive, ray_folder
 from runtime.config import ClusterConfig
@@ -30,6 +33,10 @@ class FakeRun:
         self.config_path.write_text(dump_config(config), encoding="utf-8")
         self.run_dir: RunDir = run_dir_of(config.cluster.name, str(folder))
         self.output = folder / "output"
+        self.start()
+
+    def start(self) -> None:
+        """Once more, where a former one has ended."""
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.deploy.fake_cluster", str(self.config_path)],
@@ -57,9 +64,11 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 @contextmanager
-def fake_run(folder: Path) -> Iterator[FakeRun]:
+def fake_run(folder: Path, **cluster: str) -> Iterator[FakeRun]:
     """A ready run; whatever the test leaves of it is killed."""
-    run = FakeRun(folder, fake_config(folder))
+    config = fake_config(folder)
+    section = dataclasses.replace(config.cluster, **cluster)
+    run = FakeRun(folder, dataclasses.replace(config, cluster=section))
     try:
         run.wait_ready()
         yield run
@@ -67,6 +76,10 @@ def fake_run(folder: Path) -> Iterator[FakeRun]:
         run.process.kill()
         run.process.wait()
         tandem(["down", "--config", str(run.config_path)])
+
+
+def pid_of(run: FakeRun, name: str) -> int:
+    return next(process.pid for process in run.state().processes if process.name == name)
 
 
 def test_ctrl_c_stops_everything_and_leaves_nothing(tmp_path: Path) -> None:
@@ -118,3 +131,64 @@ def test_nothing_survives_a_killed_controller(
         assert find_processes(state.run_id) == []
         assert not ray_folder(state.run_id).exists()
         assert run.run_dir.read_state() is None
+
+
+def test_a_cluster_outlives_its_controller_and_the_next_one_takes_it_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with fake_run(tmp_path, on_controller_loss="keep") as run:
+        before = run.state()
+        pids = {process.name: process.pid for process in before.processes}
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            run.process.send_signal(number)
+            run.process.wait(60)
+            assert all(is_alive(pid) for pid in pids.values()), run.output.read_text()
+            run.start()
+            run.wait_ready()
+            until(lambda: run.output.read_text().count("took over") == len(pids))
+            assert {p.name: p.pid for p in run.state().processes} == pids
+            until(lambda: all(p.phase is Phase.READY for p in run.state().processes))
+            assert run.state().run_id == before.run_id
+            assert run.state().started == before.started
+        # What dies while nobody looks comes back with the next controller.
+        run.process.kill()
+        run.process.wait()
+        os.kill(pids["decode-0"], signal.SIGKILL)
+        run.start()
+        run.wait_ready()
+        until(
+            lambda: (
+                {p.name: p.pid for p in run.state().processes}["decode-0"]
+                not in (0, pids["decode-0"])
+            )
+        )
+        until(lambda: all(p.phase is Phase.READY for p in run.state().processes))
+        assert {p.name: p.num_restarts for p in run.state().processes}["decode-0"] == 1
+
+        assert tandem(["down", "--config", str(run.config_path)]) == 0
+        assert run.process.wait(60) == 0, run.output.read_text()
+        assert find_processes(before.run_id) == []
+        assert not ray_folder(before.run_id).exists()
+        assert run.run_dir.read_state() is None
+        assert run.run_dir.read_secret() == ""
+
+
+def test_what_outlived_its_controller_can_be_stopped_without_one(tmp_path: Path) -> None:
+    with fake_run(tmp_path, on_controller_loss="keep") as run:
+        run_id = run.state().run_id
+        run.process.kill()
+        run.process.wait()
+        assert tandem(["down", "--config", str(run.config_path)]) == 0
+        assert find_processes(run_id) == []
+        assert run.run_dir.read_state() is None
+
+
+def test_a_ray_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
+    config = fake_config(tmp_path)
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    cluster = dataclasses.replace(config.cluster, ray_address=address, network="127.0.0.0/8")
+    run = FakeRun(tmp_path, dataclasses.replace(config, cluster=cluster))
+    assert run.process.wait(60) == 1
+    (told,) = [line for line in run.output.read_text().splitlines() if line.startswith("error: ")]
+    assert f"cluster.ray_address = '{address}': no Ray answers there" in told
+    assert "ray start --head" in told

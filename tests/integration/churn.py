@@ -19,9 +19,6 @@ from collections.abc import Callable, Iterator
 
 from tests.integration.cluster import Cluster
 
-ROUTER_ADDRESS = "10.77.0.2"
-WORKER_ADDRESS = "10.77.0.1"
-
 
 def why_no_network() -> str:
     """Why no network namespace can be made here; empty where one can."""
@@ -40,6 +37,11 @@ class Link:
     """A namespace for the router, and the one link between it and everything else."""
 
     def __init__(self) -> None:
+        # A subnet that no other process of tests has now, very likely.
+        subnet = f"10.77.{secrets.randbelow(256)}.{4 * secrets.randbelow(64)}"
+        base, _, first = subnet.rpartition(".")
+        self.worker_address = f"{base}.{int(first) + 1}"
+        self.router_address = f"{base}.{int(first) + 2}"
         token = secrets.token_hex(3)
         self.namespace = f"tandem-{token}"
         self._ours, self._theirs = f"ta{token}", f"tb{token}"
@@ -48,8 +50,8 @@ class Link:
         _ip(f"netns add {self.namespace}")
         _ip(f"link add {self._ours} type veth peer name {self._theirs}")
         _ip(f"link set {self._theirs} netns {self.namespace}")
-        _ip(f"addr add {WORKER_ADDRESS}/24 dev {self._ours}")
-        _ip(f"-n {self.namespace} addr add {ROUTER_ADDRESS}/24 dev {self._theirs}")
+        _ip(f"addr add {self.worker_address}/30 dev {self._ours}")
+        _ip(f"-n {self.namespace} addr add {self.router_address}/30 dev {self._theirs}")
         _ip(f"-n {self.namespace} link set lo up")
         _ip(f"-n {self.namespace} link set {self._theirs} up")
         _ip(f"link set {self._ours} up")
@@ -82,7 +84,7 @@ class LinkedCluster(Cluster):
         """Where a process listens."""
         if self.link is None:
             return "127.0.0.1"
-        return ROUTER_ADDRESS if name == "router" else WORKER_ADDRESS
+        return self.link.router_address if name == "router" else self.link.worker_address
 
     def command_of(self, name: str, command: list[str]) -> list[str]:
         """The command line of a process."""
@@ -91,7 +93,7 @@ class LinkedCluster(Cluster):
             return python
         if name == "router":
             return ["ip", "netns", "exec", self.link.namespace, *python]
-        return [*python, "--host", WORKER_ADDRESS]
+        return [*python, "--host", self.link.worker_address]
 
 
 class Churn:

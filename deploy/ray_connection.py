@@ -1,0 +1,202 @@
+"""How the controller gets a Ray: its own, private to this machine, or one that is there.
+
+A Ray of our own ends with the controller, or, where the cluster is to outlive that, is started by
+``ray start`` as processes of their own. A Ray that is there is only joined: its hosts, its ports
+and its token are whoever's who started it. Errors of Ray become ours here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from deploy.errors import ClusterError
+from deploy.plan import RUN_ID_VARIABLE
+from deploy.sweep import ray_folder
+from runtime.config.cluster import LOCAL_RAY
+
+FAR_AWAY = "203.0.113.1"
+"""An address of documentation, to ask which way leads out. Nothing is sent there."""
+_ADDRESS_VARIABLE = "RAY_ADDRESS"
+_OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least: nothing of ours goes through it.
+_HEAD_TIMEOUT_S = 120.0
+_PROBE_TIMEOUT_S = 5.0
+
+
+def ray_host(address: str) -> str:
+    """The host of a ``cluster.ray_address``; for "auto" of the environment's, or one far away."""
+    if address == "auto":
+        address = os.environ.get(_ADDRESS_VARIABLE, "")
+    return address.rpartition(":")[0].strip("[]") or FAR_AWAY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaySettings:
+    """Which Ray, and for what."""
+
+    run_id: str
+    secret: str = field(repr=False)
+    """The token of a Ray of our own."""
+    address: str = LOCAL_RAY
+    """See ``cluster.ray_address``."""
+    num_slots: int = 1
+    """Of a Ray of our own: processes that can be placed, whatever the number of cores."""
+    num_devices: int = 0
+    outlives_us: bool = False
+    """What is started goes on when the controller dies."""
+    head: str = ""
+    """Where a Ray of our own is that outlived a controller; empty: there is none."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the Ray is ours to start and stop."""
+        return self.address == LOCAL_RAY
+
+    @property
+    def namespace(self) -> str:
+        """Of all that this run has in Ray."""
+        return f"tandem-{self.run_id}"
+
+
+def open_ray(settings: RaySettings) -> Any:
+    """Start or join a Ray; the module ``ray``, connected.
+
+    Must be called on the main thread, before the event loop runs: daemons of a Ray that ends with
+    us are bound to the life of the thread that starts them, and Ray replaces signal handlers.
+
+    Raises:
+        ClusterError: Ray does not start, or is not there.
+    """
+    if settings.is_own:
+        _set_environment(settings)
+    else:
+        _check_there(settings)
+    import ray
+
+    try:
+        if not settings.is_own:
+            _join(ray, settings, settings.address)
+        elif settings.outlives_us:
+            _join(ray, settings, settings.head or _start_head(settings))
+        else:
+            _start_private(ray, settings)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        ray.shutdown()
+        raise ClusterError(_describe(settings, error)) from error
+    return ray
+
+
+def _set_environment(settings: RaySettings) -> None:
+    # Ray reads its environment when it is imported, and its daemons inherit ours: the mark by
+    # which they are found again, a token that only this run knows, and no reports to anybody.
+    # A Ray that may not be a cluster of machines (a word for Windows and OSX, heeded elsewhere
+    # too) listens on the loopback interface only; otherwise on eight ports that all can reach.
+    os.environ.update(
+        {
+            RUN_ID_VARIABLE: settings.run_id,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": settings.secret,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        }
+    )
+
+
+def _start_private(ray: Any, settings: RaySettings) -> None:
+    folder = ray_folder(settings.run_id)
+    folder.mkdir(mode=0o700)
+    ray.init(
+        address="local",
+        namespace=settings.namespace,
+        num_cpus=settings.num_slots,
+        num_gpus=settings.num_devices,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        configure_logging=False,
+        _temp_dir=str(folder),
+    )
+
+
+def _start_head(settings: RaySettings) -> str:
+    """Start Ray's daemons as processes that go on without us; where they are reached."""
+    folder = ray_folder(settings.run_id)
+    folder.mkdir(mode=0o700)
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"]
+    command += [f"--temp-dir={folder}", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
+    command += [f"--num-cpus={settings.num_slots}", f"--num-gpus={settings.num_devices}"]
+    command += [f"--object-store-memory={_OBJECT_STORE_BYTES}", "--disable-usage-stats"]
+    log = folder / "start.log"
+    with log.open("wb") as output:
+        status = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            timeout=_HEAD_TIMEOUT_S,
+            check=False,
+        ).returncode
+    if status != 0:
+        said = log.read_text(errors="replace").strip().splitlines()[-5:]
+        raise RuntimeError(" ".join(said) or f"`ray start` ended with status {status}")
+    return (folder / "ray_current_cluster").read_text(encoding="utf-8").strip()
+
+
+def _join(ray: Any, settings: RaySettings, address: str) -> None:
+    own = "127.0.0.1" if settings.is_own else None
+    ray.init(
+        address=address,
+        namespace=settings.namespace,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        configure_logging=False,
+        **({"_node_ip_address": own} if own else {}),
+    )
+
+
+def _check_there(settings: RaySettings) -> None:
+    """Ask in a moment what Ray would try for a minute.
+
+    Raises:
+        ClusterError: nobody listens there, or this machine is no part of any Ray.
+    """
+    if settings.address != "auto" and not is_reachable(settings.address):
+        raise ClusterError(
+            f"cluster.ray_address = {settings.address!r}: no Ray answers there. Fix: `ray start "
+            "--head --port=PORT` on that host, or the address that it has told"
+        )
+    if not any(process.name() == "raylet" for process in psutil.process_iter()):
+        where = "ADDRESS" if settings.address == "auto" else settings.address
+        raise ClusterError(
+            f"cluster.ray_address = {settings.address!r}: this machine is no part of a Ray "
+            f"cluster. Fix: `ray start --address={where}` here first, or `tandem up` on one of its "
+            'hosts, or cluster.ray_address = "local"'
+        )
+
+
+def is_reachable(address: str) -> bool:
+    """Whether somebody listens at ``address``, "host:port"."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), _PROBE_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
+
+
+def _describe(settings: RaySettings, error: Exception) -> str:
+    said = " ".join(str(error).split())
+    if settings.is_own:
+        return f"Ray does not start on this machine: {said}"
+    fix = "one Ray and one Python version on all hosts, and RAY_AUTH_TOKEN where it asks for one"
+    return f"cluster.ray_address = {settings.address!r}: cannot join that Ray: {said}. Fix: {fix}"

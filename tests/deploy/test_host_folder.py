@@ -1,0 +1,75 @@
+"""What is laid on a host for a process, and what of it stays."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from deploy.errors import ClusterError
+from deploy.host_folder import host_folder, lay_files, remove_files
+from deploy.places import Place, Places
+from deploy.plan import ProcessSpec, plan_instances, process_specs
+from runtime.config_file import load_config
+from tests.deploy.fakes import fake_config, fake_context
+
+
+def specs_on(folder: Path, host_a: str, host_b: str, run_id: str = "one") -> list[ProcessSpec]:
+    """The two ranks of decode-0, on two hosts that see one file system."""
+    config = fake_config(folder, decode_dp=2)
+    cluster = dataclasses.replace(config.cluster, ray_address="10.0.0.1:6379", network="10.0.0.0/8")
+    tls = dataclasses.replace(config.tls, mode="files", cert="/c", key="/k", ca="/a")
+    config = dataclasses.replace(config, cluster=cluster, tls=tls)
+    context = dataclasses.replace(
+        fake_context(config, folder),
+        run_id=run_id,
+        tls_pem={"cert": "certificate", "key": "key", "ca": "authority"},
+    )
+    ranks = tuple(
+        Place(
+            bind=host,
+            node=host,
+            interface="eth7",
+            folder=str(host_folder(config.cluster.name, str(folder), host)),
+        )
+        for host in (host_a, host_b)
+    )
+    places = Places(ranks=ranks, rendezvous="10.0.0.3:99")
+    return list(process_specs(plan_instances(config)[2], context, places))
+
+
+def test_a_process_finds_its_hosts_own_configuration_and_certificates(tmp_path: Path) -> None:
+    hosts = ("10.0.0.3", "10.0.0.4")
+    for spec, host in zip(specs_on(tmp_path, *hosts), hosts, strict=True):
+        lay_files(spec)
+        path = Path(spec.command[spec.command.index("--config") + 1])
+        config = load_config(path)
+        assert (config.cluster.host, config.cluster.network) == (host, "")
+        assert config.cluster.ray_address == "local"
+        assert Path(config.tls.key).read_text() == "key"
+        assert Path(config.tls.cert).is_relative_to(spec.folder)
+        for file in path.parent.iterdir():
+            assert file.stat().st_mode & 0o077 == 0
+        assert spec.default_env["GLOO_SOCKET_IFNAME"] == "eth7"
+        assert host in spec.log_path
+        remove_files(spec)
+        assert not path.parent.exists()
+
+
+def test_a_new_run_begins_with_no_logs_and_a_restart_keeps_them(tmp_path: Path) -> None:
+    first = specs_on(tmp_path, "10.0.0.3", "10.0.0.3")[0]
+    lay_files(first)
+    log = Path(first.log_path)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("said")
+    lay_files(first)
+    assert log.read_text() == "said"
+    lay_files(specs_on(tmp_path, "10.0.0.3", "10.0.0.3", "two")[1])
+    assert not log.exists()
+
+
+def test_a_folder_that_cannot_be_made_names_the_host(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ClusterError, match=r"on host 10\.0\.0\.3 .*cluster\.run_dir"):
+        host_folder("fake", str(tmp_path / "file"), "10.0.0.3")

@@ -1,0 +1,1 @@
+"""Whole clusters over several hosts, each a network namespace of this machine."""

@@ -1,0 +1,5 @@
+"""Fixtures of the tests on hosts."""
+
+from tests.integration.conftest import oracle, prompts
+
+__all__ = ["oracle", "prompts"]

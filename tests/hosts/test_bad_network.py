@@ -1,0 +1,170 @@
+"""Links that are slow and lose packets, a controller that is killed, a Ray that goes away.
+
+One cluster that outlives its controller: router on a, prefill on b, decode on c. The tests are one
+story, in order; the last one ends Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deploy.sweep import is_alive
+from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from tests.hosts.cluster import HostedCluster, until
+from tests.hosts.hosts import ROOT, Hosts, why_no_hosts
+from tests.hosts.load import Expected, Load, expect
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(why_no_hosts()), reason=f"no hosts here: {why_no_hosts()}"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostedCluster]:
+    with Hosts("abc") as hosts:
+        cluster = HostedCluster(hosts, tmp_path_factory.mktemp("hosted"))
+        try:
+            for host, num_cpus in {"a": 0, "b": 1, "c": 1}.items():
+                cluster.start_ray(host, num_cpus)
+            cluster.configure("", 'on_controller_loss = "keep"\n')
+            cluster.up()
+            yield cluster
+        finally:
+            cluster.clean_up()
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: DeepseekV3ForCausalLM) -> Expected:
+    return expect(oracle)
+
+
+def pids_of(cluster: HostedCluster) -> dict[str, int]:
+    return {name: one["pid"] for name, one in cluster.processes().items()}
+
+
+@pytest.mark.parametrize(("delay_s", "loss"), [(0.05, 0.0), (0.0, 0.01)], ids=["50 ms", "1 %"])
+def test_slow_links_that_lose_packets_lose_no_request(
+    cluster: HostedCluster, expected: Expected, delay_s: float, loss: float
+) -> None:
+    pids = pids_of(cluster)
+    for host in "bc":
+        cluster.hosts.impair(host, delay_s=delay_s, loss=loss)
+    with Load(cluster.base_url, expected) as load:
+        until(lambda: len(load.answered_at) >= 20, 240, "requests are answered")
+    for host in "bc":
+        cluster.hosts.mend(host)
+    assert load.failures == []
+    assert pids_of(cluster) == pids
+    cluster.wait_idle()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_controller_is_followed_by_another_and_no_stream_notices(
+    cluster: HostedCluster, expected: Expected, number: signal.Signals
+) -> None:
+    pids, state = pids_of(cluster), cluster.state()
+    with Load(cluster.base_url, expected) as load:
+        until(lambda: len(load.answered_at) >= 1, 60, "a request is answered")
+        os.kill(state["pid"], number)
+        until(lambda: not is_alive(state["pid"]), 60, "the controller has ended")
+        gone = time.monotonic()
+        until(lambda: load.num_answered_since(gone) >= 2, 60, "it serves without a controller")
+        cluster.up()
+        until(lambda: cluster.controller_log().count("took over") == 3, 60, "it is taken over")
+        until(
+            lambda: all(one["phase"] == "ready" for one in cluster.processes().values()),
+            60,
+            "the state is right",
+        )
+    assert load.failures == []
+    assert pids_of(cluster) == pids
+    assert cluster.state()["pid"] != state["pid"]
+    assert cluster.state()["started"] == state["started"]
+    cluster.wait_idle()
+
+
+def test_what_outlived_its_controller_is_ended_on_all_hosts(cluster: HostedCluster) -> None:
+    pids, state = pids_of(cluster), cluster.state()
+    os.kill(state["pid"], signal.SIGKILL)
+    until(lambda: not is_alive(state["pid"]), 60, "the controller has ended")
+    cluster.down()
+    for pid in pids.values():
+        until(lambda pid=pid: not is_alive(pid), 30, f"process {pid} has ended")
+    cluster.up()  # its room is free again
+    assert set(pids_of(cluster)) == set(pids)
+
+
+def test_a_cluster_that_does_not_fit_is_refused_with_what_there_is(
+    cluster: HostedCluster,
+) -> None:
+    other = HostedCluster(cluster.hosts, cluster.folder, "other")
+    other.configure("[router]\nport = 8001\ncontrol_port = 8101\n[prefill]\ntp = 2\n")
+    result = other.tandem("up", "--detach", str(other.config_path))
+    assert result.returncode == 1, result.stdout
+    told = "prefill-0: no room: it asks for a host with 2 CPU; Ray has"
+    assert told in result.stdout
+    assert all(one["phase"] == "ready" for one in cluster.processes().values())
+
+
+def test_a_ray_that_goes_away_is_told_with_the_fix(cluster: HostedCluster) -> None:
+    state = cluster.state()
+    for pid in head_daemons(cluster):
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not is_alive(state["pid"]), 120, "the controller ends")
+    assert "has not answered for" in cluster.controller_log()
+    assert "start Ray again, then `tandem up`" in cluster.state()["error"]
+
+
+def head_daemons(cluster: HostedCluster) -> list[int]:
+    """The pids of Ray's own store on the head."""
+    temporary = f"th-{cluster.hosts.token}-a"
+    return [
+        process.pid
+        for process in psutil.process_iter()
+        if process.name() == "gcs_server" and temporary in " ".join(process.cmdline())
+    ]
+
+
+def test_two_machines_work_as_the_page_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "multi-node.md").read_text(encoding="utf-8")
+    section = page.partition("## Two machines")[2].partition("\n## ")[0]
+    head, joining, commands = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+    (config,) = re.findall(r"```toml\n(.*?)```", section, re.DOTALL)
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "XDG_STATE_HOME": str(tmp_path),
+    }
+    with Hosts("ab") as hosts:
+        temporary = {name: Path("/tmp") / f"th-{hosts.token}-{name}" for name in "ab"}
+
+        def run(name: str, script: str) -> str:
+            """A script of the page on a host, with its addresses; namespaces share /tmp."""
+            script = script.replace("10.0.0.1", hosts["a"].address)
+            script = script.replace("10.0.0.2", hosts["b"].address)
+            script = script.replace("$(openssl rand -hex 32)", "ab" * 32)
+            script = script.replace("ray start", f"ray start --temp-dir={temporary[name]}")
+            script = f"set -e; cd {tmp_path}\n{script}"
+            result = hosts.run(name, "bash", "-c", script, environment=environment)
+            assert result.returncode == 0, result.stdout
+            return result.stdout
+
+        exports = "".join(line + "\n" for line in head.splitlines() if "export" in line)
+        run("a", head)
+        run("b", exports + joining)
+        network = hosts.network
+        text = config.replace("10.0.0.0/24", network).replace("10.0.0.1", hosts["a"].address)
+        (tmp_path / "two-machines.toml").write_text(text, encoding="utf-8")
+        output = run("a", exports + commands)
+        assert "def fibonacci(n):" in output
+        assert "stopped tandem" in output
