@@ -172,7 +172,8 @@ def look_at(state: ClusterState, credentials: Credentials | None) -> ClusterView
         (worker["instance"], worker["rank"]): worker["metrics_address"]
         for worker in router.get("workers", ())
     }
-    memory = memory_of_trees([process.pid for process in state.processes if process.pid])
+    here = [process for process in state.processes if process.pid and state.is_here(process)]
+    memory = memory_of_trees([process.pid for process in here])
     views = []
     for process in state.processes:
         key = (process.instance, process.rank)
@@ -181,7 +182,7 @@ def look_at(state: ClusterState, credentials: Credentials | None) -> ClusterView
             ProcessView(
                 state=process,
                 member=members.get(key) if serves else None,
-                memory_bytes=memory.get(process.pid, 0),
+                memory_bytes=memory.get(process.pid, 0) if process in here else 0,
                 metrics_address=addresses.get(key, "") if serves else "",
             )
         )

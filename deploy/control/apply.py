@@ -47,6 +47,57 @@ class ApplyWish:
     who: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Application:
+    """What an apply will do."""
+
+    fleet: Fleet
+    wanted: ClusterConfig
+    changes: tuple[FieldChange, ...]
+    starting: dict[Role, list[str]]
+    leaving: dict[Role, list[Instance]]
+    rolling: list[Instance]
+    deadline_s: float
+
+    async def carry_out(self, operation: Operation) -> str:
+        """Scale, then roll; where that fails, what starts from then on starts as before."""
+        fleet, deadline_s = self.fleet, self.deadline_s
+        if not self.changes and not self.rolling:
+            return "nothing differs"
+        former = fleet.context.config
+        adopt(fleet, self.wanted)
+        try:
+            for role, names in self.starting.items():
+                await start_members(fleet, operation, role, names)
+            for instances in self.leaving.values():
+                await stop_members(fleet, operation, instances, deadline_s)
+            await roll(fleet, operation, self.rolling, deadline_s=deadline_s)
+        except BaseException:
+            adopt(fleet, former)
+            raise
+        finally:
+            for role in WORKER_ROLES:
+                keep_size(fleet, role)
+            forget_unused(fleet)
+        return f"the cluster runs it: {_summary(self.changes)}"
+
+    def plan(self, what: str) -> OperationPlan:
+        """For people."""
+        fleet = self.fleet
+        sizes = sizes_after(fleet, {role: _count_of(self.wanted, role) for role in WORKER_ROLES})
+        return OperationPlan(
+            what=what,
+            start=tuple(name for names in self.starting.values() for name in names),
+            restart=tuple(one.plan.name for one in self.rolling),
+            stop=tuple(one.plan.name for gone in self.leaving.values() for one in gone),
+            changes=self.changes,
+            notes=(ratio_of(sizes),),
+            sizes=sizes,
+            num_devices=devices_of(list(plan_instances(self.wanted))),
+            num_devices_now=devices_of([one.plan for one in fleet.instances]),
+        )
+
+
 async def prepare_apply(fleet: Fleet, wish: ApplyWish) -> Prepared:
     """Everything that can be known before it begins.
 
@@ -59,65 +110,32 @@ async def prepare_apply(fleet: Fleet, wish: ApplyWish) -> Prepared:
     check_can_change(changes)
     enough = num_devices_needed(plan_instances(wanted))
     await asyncio.to_thread(check_config, wanted, num_devices=enough)
-    counts = {role: _count_of(wanted, role) for role in WORKER_ROLES}
-    leaving = {
-        role: choose_leaving(fleet, role, len(fleet.of_role(role)) - count)
-        for role, count in counts.items()
-        if count < len(fleet.of_role(role))
-    }
-    await _check_scales(fleet, wanted, counts)
-    gone = [one for role in leaving for one in leaving[role]]
+    more = {role: _count_of(wanted, role) - len(fleet.of_role(role)) for role in WORKER_ROLES}
+    leaving = {r: choose_leaving(fleet, r, -count) for r, count in more.items() if count < 0}
+    await _check_scales(fleet, wanted, more)
+    gone = [one for instances in leaving.values() for one in instances]
     rolling = [one for one in _outdated(fleet, wanted) if one not in gone]
     if not wish.allow_gap:
         await _check_gaps(fleet, wanted, rolling)
-    what = f"apply {len(changes)} changes" if len(changes) != 1 else f"apply {changes[0].field}"
-    starting = {
-        role: fleet.free_names(role, count - len(fleet.of_role(role)))
-        for role, count in counts.items()
-        if count > len(fleet.of_role(role))
-    }
-
-    async def work(operation: Operation) -> str:
-        if not changes and not rolling:
-            return "nothing differs"
-        former = fleet.context.config
-        adopt(fleet, wanted)
-        try:
-            for role, names in starting.items():
-                await start_members(fleet, operation, role, names)
-            for instances in leaving.values():
-                await stop_members(fleet, operation, instances, wish.deadline_s)
-            await roll(fleet, operation, rolling, deadline_s=wish.deadline_s)
-        except BaseException:
-            # What starts from now on starts as before; what was rolled goes on as it is.
-            adopt(fleet, former)
-            raise
-        finally:
-            for role in WORKER_ROLES:
-                keep_size(fleet, role)
-            forget_unused(fleet)
-        return f"the cluster runs it: {_summary(changes)}"
-
-    sizes = sizes_after(fleet, counts)
+    application = _Application(
+        fleet=fleet,
+        wanted=wanted,
+        changes=changes,
+        starting={r: fleet.free_names(r, count) for r, count in more.items() if count > 0},
+        leaving=leaving,
+        rolling=rolling,
+        deadline_s=wish.deadline_s,
+    )
+    what = f"apply {changes[0].field}" if len(changes) == 1 else f"apply {len(changes)} changes"
     return Prepared(
-        plan=OperationPlan(
-            what=what,
-            start=tuple(name for names in starting.values() for name in names),
-            restart=tuple(one.plan.name for one in rolling),
-            stop=tuple(one.plan.name for one in gone),
-            changes=changes,
-            notes=(ratio_of(sizes),),
-            sizes=sizes,
-            num_devices=devices_of(list(plan_instances(wanted))),
-            num_devices_now=devices_of([one.plan for one in fleet.instances]),
-        ),
+        plan=application.plan(what),
         request=Request(
             kind=EventKind.APPLY,
             what=f"{what}: {_summary(changes)}" if changes else what,
             who=wish.who,
             roles=frozenset(Role),
         ),
-        work=work,
+        work=application.carry_out,
     )
 
 
@@ -143,12 +161,12 @@ def _outdated(fleet: Fleet, wanted: ClusterConfig) -> list[Instance]:
     ]
 
 
-async def _check_scales(fleet: Fleet, wanted: ClusterConfig, counts: dict[Role, int]) -> None:
+async def _check_scales(fleet: Fleet, wanted: ClusterConfig, more: dict[Role, int]) -> None:
     plans = {plan.role: plan for plan in plan_instances(wanted)}
-    for role, count in counts.items():
-        now = len(fleet.of_role(role))
-        if count > now:
-            await check_room(fleet, plans[role], count - now, f"{role.value}.instances", now)
+    for role, count in more.items():
+        if count > 0:
+            now = len(fleet.of_role(role))
+            await check_room(fleet, plans[role], count, f"{role.value}.instances", now)
 
 
 async def _check_gaps(fleet: Fleet, wanted: ClusterConfig, rolling: list[Instance]) -> None:

@@ -58,6 +58,11 @@ def run(cluster: ControlledCluster, *words: str) -> int:
     return tandem([*words, *chosen])
 
 
+def left_pool(cluster: ControlledCluster) -> list[str]:
+    """Who left the router's pool."""
+    return [event.instance for event in cluster.events() if event.kind is EventKind.LEFT]
+
+
 def settled(cluster: ControlledCluster, names: list[str]) -> bool:
     """Whether these are the decode instances, and all serve, as the state file says."""
     decode = [one for one in cluster.processes.values() if one.role == "decode"]
@@ -103,12 +108,11 @@ def test_a_role_grows_and_shrinks_and_the_others_notice_nothing(
     assert cluster.pids() == before
     assert sorted(cluster.launcher.released[released:]) == ["decode-1", "decode-2"]
     assert load_config(cluster.context.config_path).decode.instances == 1
-    until(lambda: EventKind.LEFT in [event.kind for event in cluster.events()], "they left")
+    until(lambda: len(left_pool(cluster)) == 2, "they left")
     told = [(event.kind, event.text) for event in cluster.events() if "@" in event.who]
     assert (EventKind.SCALE, "scale decode from 1 to 3") in told
     assert (EventKind.DONE, "scale decode from 3 to 1: decode has 1") in told
-    left = [event.instance for event in cluster.events() if event.kind is EventKind.LEFT]
-    assert sorted(left) == ["decode-1", "decode-2"]
+    assert sorted(left_pool(cluster)) == ["decode-1", "decode-2"]
 
 
 def test_a_new_instance_that_dies_is_told_and_the_cluster_goes_on(
