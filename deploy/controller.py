@@ -65,7 +65,7 @@ class Controller:
         self._events = EventLog(events_path)
         self._watch = PoolWatch(context.control_address, context.endpoint, context.credentials)
         self._pool_events = PoolEvents(self._events)
-        self._fleet = Fleet(
+        self.fleet = Fleet(
             context,
             launcher,
             self._watch,
@@ -73,6 +73,7 @@ class Controller:
             FleetTimes(start_s=timeout_s, grace_s=grace_s),
             self._publish,
         )
+        """What runs."""
         self._on_change = on_change
         self._on_listening = on_listening
         self._timeout_s = timeout_s
@@ -86,7 +87,7 @@ class Controller:
     def request_stop(self) -> None:
         """End the run in order; asked for a second time: at once."""
         if self._stop.is_set():
-            self._fleet.hurry.set()
+            self.fleet.hurry.set()
         self._stop.set()
 
     def request_leave(self) -> None:
@@ -106,13 +107,13 @@ class Controller:
             if self._server is not None:
                 await self._server.close()
             await self._watch.close()
-            await self._fleet.close()
+            await self.fleet.close()
             if not self.goes_on:
                 await self._stop_all()
 
     async def _start_and_serve(self) -> None:
-        logger.info("starting %s", fields(num_instances=len(self._fleet.instances)))
-        self._events.add(EventKind.STARTED, f"starting {self._fleet.context.config.cluster.name}")
+        logger.info("starting %s", fields(num_instances=len(self.fleet.instances)))
+        self._events.add(EventKind.STARTED, f"starting {self.fleet.context.config.cluster.name}")
         self._watch.start()
         if self._former:
             await self._take_over()
@@ -125,11 +126,11 @@ class Controller:
     async def _take_over(self) -> None:
         """Adopt what runs; what does not is restarted while the rest serves."""
         self._phase = Phase.READY
-        await self._fleet.take_over(self._former)
+        await self.fleet.take_over(self._former)
         await self._listen()
 
     async def _start(self) -> None:
-        await self._fleet.start_all()
+        await self.fleet.start_all()
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not await self._start_tick():
@@ -145,7 +146,7 @@ class Controller:
         # Imported late: gRPC must not be loaded yet when Ray starts its daemons.
         from deploy.control.service import serve_controller
 
-        self._server = await serve_controller(self._fleet, self._events)
+        self._server = await serve_controller(self.fleet, self._events)
         self._on_listening(self._server.address)
 
     async def _until_stopped(self, work: Coroutine[None, None, None]) -> None:
@@ -159,35 +160,35 @@ class Controller:
         await asyncio.wait({task})
 
     async def _start_tick(self) -> bool:
-        deaths = await self._fleet.poll()
+        deaths = await self.fleet.poll()
         self._publish()
         if deaths:
             _, death = deaths[0]
             raise died_while_starting(death)
-        return all(instance.phase is Phase.READY for instance in self._fleet.instances)
+        return all(instance.phase is Phase.READY for instance in self.fleet.instances)
 
     async def _serve_tick(self) -> None:
-        self._fleet.reap()
-        for instance, death in await self._fleet.poll():
-            self._fleet.revive(instance, death)
+        self.fleet.reap()
+        for instance, death in await self.fleet.poll():
+            self.fleet.revive(instance, death)
         if self._watch.is_connected:
             self._pool_events.take(self._watch.members)
         self._publish()
 
     async def _stop_all(self) -> None:
         if self._phase is Phase.STARTING:
-            self._fleet.hurry.set()  # Nothing was served yet: there is nothing to drain.
+            self.fleet.hurry.set()  # Nothing was served yet: there is nothing to drain.
         self._events.add(EventKind.STOPPING, "the cluster stops")
         self._set_phase(Phase.STOPPING)
         # The router first: its requests can only end while the workers still serve.
         for roles in (frozenset({Role.ROUTER}), _WORKERS):
-            await self._fleet.stop_all(roles)
+            await self.fleet.stop_all(roles)
             self._publish()
 
     def _describe_late(self) -> str:
         late = [
             f"{state.name} ({state.stage or 'silent'})"
-            for state in self._fleet.process_states()
+            for state in self.fleet.process_states()
             if state.phase is not Phase.READY
         ]
         return f"not ready after {self._timeout_s:g} s; still starting: {', '.join(late)}"
@@ -197,4 +198,4 @@ class Controller:
         self._publish()
 
     def _publish(self) -> None:
-        self._on_change(self._phase, self._fleet.process_states())
+        self._on_change(self._phase, self.fleet.process_states())

@@ -137,7 +137,8 @@ class LocalLauncher:
         self.launched: list[str] = []
         self.released: list[str] = []
         self.room = room
-        """Instances that can be added to those of the start."""
+        """Instances that can be added."""
+        self._placed: set[str] = set()
         self.running: dict[str, tuple[Running, ...]] = {}
         self.has_room = asyncio.Event()
         self.has_room.set()
@@ -149,11 +150,14 @@ class LocalLauncher:
             if not wait.is_patient and not self.has_room.is_set():
                 raise ClusterError(f"{plan.name}: no room")
         self.launched.append(plan.name)
+        self.room -= plan.name not in self._placed
+        self._placed.add(plan.name)
         return LocalPlacement(plan, places_here(plan, "127.0.0.1"), self)
 
     async def release(self, plan: InstancePlan) -> None:
         self.released.append(plan.name)
-        self.room += 1
+        self.room += plan.name in self._placed
+        self._placed.discard(plan.name)
 
     async def room_for(self, plan: InstancePlan) -> Room:
         return Room(num_instances=self.room, why=f"{self.room} places are free")

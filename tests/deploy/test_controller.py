@@ -241,10 +241,12 @@ async def test_a_later_controller_takes_over_what_runs(tmp_path: Path) -> None:
 async def test_a_log_is_read_by_the_name_of_its_process(tmp_path: Path) -> None:
     run = Run(tmp_path)
     async with run.running():
-        whole = await run.controller.read_log("decode-0", 0, 10**6)
+        whole = await run.controller.fleet.read_log("decode-0", 0, 10**6)
         assert b"serving rendezvous" in whole.data
-        assert (await run.controller.read_log("decode-0", whole.end, 99)).data == b""
-        last = await run.controller.read_log("decode-0", -5, 99)
+        assert (await run.controller.fleet.read_log("decode-0", whole.end, 99)).data == b""
+        last = await run.controller.fleet.read_log("decode-0", -5, 99)
         assert (last.offset, last.data) == (whole.end - 5, whole.data[-5:])
-        with pytest.raises(ClusterError, match=r"no process is called 'decode-9'.*decode-0"):
-            await run.controller.read_log("decode-9", 0, 99)
+        with pytest.raises(
+            ClusterError, match=r"no process 'decode-9'. Fix: one of router, .*decode-0"
+        ):
+            await run.controller.fleet.read_log("decode-9", 0, 99)
