@@ -63,8 +63,12 @@ class Controller:
         again for the workers. Events go to ``events_path``.
         """
         self._events = EventLog(events_path)
-        self._watch = PoolWatch(context.control_address, context.endpoint, context.credentials)
-        self._pool_events = PoolEvents(self._events)
+        self._watch = PoolWatch(
+            context.control_address,
+            context.endpoint,
+            context.credentials,
+            on_members=PoolEvents(self._events).take,
+        )
         self.fleet = Fleet(
             context,
             launcher,
@@ -171,8 +175,6 @@ class Controller:
         self.fleet.reap()
         for instance, death in await self.fleet.poll():
             self.fleet.revive(instance, death)
-        if self._watch.is_connected:
-            self._pool_events.take(self._watch.members)
         self._publish()
 
     async def _stop_all(self) -> None:

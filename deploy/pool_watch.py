@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -51,8 +51,8 @@ class PoolWatch:
     endpoint: str
     credentials: Credentials
     members: PoolMembers = field(default_factory=dict)
-    is_connected: bool = False
-    """Whether ``members`` is what the registry says now."""
+    on_members: Callable[[PoolMembers], None] = lambda members: None
+    """Hears of every change while the registry answers."""
     _task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -74,7 +74,6 @@ class PoolWatch:
         while True:
             with contextlib.suppress(ConnectionError):
                 await self._follow_once()
-            self.is_connected = False
             self.members = {}
             await asyncio.sleep(_RECONNECT_S)
 
@@ -91,7 +90,7 @@ class PoolWatch:
                 request = registry_pb2.WatchRequest(watcher="controller")
                 async for snapshot in stub.Watch(request, wait_for_ready=True):
                     self.members = _members_of(snapshot)
-                    self.is_connected = True
+                    self.on_members(self.members)
         except TandemError as error:
             raise ConnectionError(str(error)) from error
         finally:

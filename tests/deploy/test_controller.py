@@ -246,7 +246,5 @@ async def test_a_log_is_read_by_the_name_of_its_process(tmp_path: Path) -> None:
         assert (await run.controller.fleet.read_log("decode-0", whole.end, 99)).data == b""
         last = await run.controller.fleet.read_log("decode-0", -5, 99)
         assert (last.offset, last.data) == (whole.end - 5, whole.data[-5:])
-        with pytest.raises(
-            ClusterError, match=r"no process 'decode-9'. Fix: .*decode-0"
-        ):
+        with pytest.raises(ClusterError, match=r"no process 'decode-9'. Fix: .*decode-0"):
             await run.controller.fleet.read_log("decode-9", 0, 99)
