@@ -13,22 +13,26 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 
 from deploy.commands import (
+    apply,
     bench,
     chat,
     completion,
     doctor,
     down,
     drain,
+    events,
     generate,
     logs,
     model,
+    restart,
     router,
+    scale,
     status,
     up,
     validate,
     worker,
 )
-from deploy.errors import ClusterError
+from deploy.errors import ClusterError, RefusedError, WrongArgumentError
 from runtime.errors import ConfigError
 
 Command = Callable[[argparse.Namespace], int]
@@ -70,8 +74,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tandem {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    groups = (up, status, logs, generate, chat, drain, down, validate, doctor)
-    for group in (*groups, model, bench, worker, router, completion):
+    running = (status, logs, events, generate, chat, scale, drain, restart, apply, down)
+    for group in (up, *running, validate, doctor, model, bench, worker, router, completion):
         group.add_parser(commands)
     return parser
 
@@ -84,7 +88,11 @@ def _version() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0, 1 for a failure, 2 for a wrong argument or setting, 130 for Ctrl-C."""
+    """Run one command.
+
+    Returns 0, 1 for a failure, 2 for a wrong argument or setting, 3 for what the cluster refuses
+    now without having changed anything, 130 for Ctrl-C.
+    """
     words = sys.argv[1:] if argv is None else list(argv)
     parser = build_parser()
     if (status := _answer_no_command(parser, words)) is not None:
@@ -93,9 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: Command = arguments.command
     try:
         return command(arguments)
-    except ConfigError as error:
+    except (ConfigError, WrongArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RefusedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -143,9 +143,13 @@ class ClusterView:
 
 
 def phase_now(state: ClusterState) -> Phase:
-    """The cluster's phase; RESTARTING where it is READY but for a process that comes back."""
+    """The cluster's phase; RESTARTING where it is READY but for a process that comes back.
+
+    What was drained, and ended afterwards, is meant to be away.
+    """
+    as_wanted = (Phase.READY, Phase.DRAINED, Phase.STOPPED)
     if state.phase is Phase.READY and any(
-        process.phase is not Phase.READY for process in state.processes
+        process.phase not in as_wanted for process in state.processes
     ):
         return Phase.RESTARTING
     return state.phase
@@ -169,7 +173,8 @@ def look_at(state: ClusterState, credentials: Credentials | None) -> ClusterView
         (worker["instance"], worker["rank"]): worker["metrics_address"]
         for worker in router.get("workers", ())
     }
-    memory = memory_of_trees([one.pid for one in state.processes if one.pid and state.is_here(one)])
+    here = [process for process in state.processes if process.pid and state.is_here(process)]
+    memory = memory_of_trees([process.pid for process in here])
     views = []
     for process in state.processes:
         key = (process.instance, process.rank)
@@ -178,7 +183,7 @@ def look_at(state: ClusterState, credentials: Credentials | None) -> ClusterView
             ProcessView(
                 state=process,
                 member=members.get(key) if serves else None,
-                memory_bytes=memory.get(process.pid, 0) if state.is_here(process) else 0,
+                memory_bytes=memory.get(process.pid, 0) if process in here else 0,
                 metrics_address=addresses.get(key, "") if serves else "",
             )
         )

@@ -33,6 +33,7 @@ _STYLES = {
     Phase.STARTING: "yellow",
     Phase.READY: "green",
     Phase.RESTARTING: "yellow",
+    Phase.DRAINED: "cyan",
     Phase.STOPPING: "cyan",
     Phase.STOPPED: "dim",
     Phase.FAILED: "red",

@@ -88,6 +88,8 @@ class Instance:
     launcher: Launcher
     phase: Phase = Phase.STARTING
     num_restarts: int = 0
+    is_set_aside: bool = False
+    """Somebody drained it: it takes nothing, and is not started again when it ends."""
     _ranks: list[_Rank] = field(default_factory=list)
     _former_epochs: set[int] = field(default_factory=set)
     _waiting: str = ""
@@ -143,10 +145,19 @@ class Instance:
         self.phase = Phase.RESTARTING
         self.num_restarts += 1
         self._num_failures += 1
-        self._former_epochs |= {
-            member.epoch for (name, _), member in members.items() if name == self.plan.name
-        }
+        self._former_epochs |= set(_epochs_of(members, self.plan.name).values())
         return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._num_failures - 1)))
+
+    def successor(self, plan: InstancePlan, context: RunContext, members: PoolMembers) -> Instance:
+        """What takes its place on purpose, under its name; what ``members`` has of it is not it."""
+        return Instance(
+            plan,
+            context,
+            self.launcher,
+            phase=Phase.RESTARTING,
+            num_restarts=self.num_restarts + 1,
+            _former_epochs=self._former_epochs | set(_epochs_of(members, plan.name).values()),
+        )
 
     async def read_log(self, rank: int, offset: int, limit: int) -> LogPiece:
         """Part of the log of a rank, wherever it runs; see ``child.read_log``.

@@ -28,6 +28,7 @@ class Phase(enum.StrEnum):
     STARTING = "starting"
     READY = "ready"
     RESTARTING = "restarting"
+    DRAINED = "drained"
     STOPPING = "stopping"
     STOPPED = "stopped"
     FAILED = "failed"
@@ -67,6 +68,8 @@ class ClusterState:
     model: str
     started: float
     """Seconds since 1970."""
+    controller_address: str = ""
+    """Of the controller's own gRPC; empty: it does not listen (yet)."""
     ready_s: float = 0.0
     """Seconds from start to ready; 0 until then."""
     log_dir: str = ""
@@ -117,6 +120,8 @@ class RunDir:
         self.log_dir = path / "logs"
         self.config_path = path / "config.toml"
         self.controller_log_path = self.log_dir / "controller.log"
+        self.events_path = path / "events.jsonl"
+        """What happened, of this run and of those before it."""
         self._state_path = path / "state.json"
         self.tls_dir = path / "tls"
         """Certificates of this run, where it makes its own."""

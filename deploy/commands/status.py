@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """
 tandem status
+tandem status --watch          # live, until Ctrl-C
 tandem status --json | jq .roles.decode.kv_used
 tandem status > /dev/null && echo ready
 """
@@ -46,17 +49,47 @@ def add_parser(commands: Subparsers) -> None:
     )
     add_cluster_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one object, for programs")
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=_interval,
+        const=1.0,
+        default=0.0,
+        metavar="S",
+        help="again every S seconds (default: 1), until Ctrl-C; with --json an object a line",
+    )
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print tables; 1 when the cluster is not ready."""
+    if arguments.watch:
+        _watch(chosen_run_dir(arguments), arguments.watch, as_json=arguments.json)
+        return 0
     view = current_view(chosen_run_dir(arguments))
     if arguments.json:
         print(json.dumps(view.describe(), indent=1))
     else:
         Console().print(render(view), crop=False)
     return 0 if view.phase is Phase.READY else 1
+
+
+def _watch(run_dir: RunDir, interval_s: float, *, as_json: bool) -> None:
+    """Until Ctrl-C, or until the cluster has ended."""
+    console = Console()
+    with contextlib.ExitStack() as stack:
+        live = None
+        if console.is_terminal and not as_json:
+            live = stack.enter_context(Live(console=console, auto_refresh=False, screen=True))
+        while True:
+            view = current_view(run_dir)
+            if as_json:
+                print(json.dumps(view.describe()), flush=True)
+            elif live is not None:
+                live.update(render(view), refresh=True)
+            else:
+                console.print(render(view), "", crop=False)
+            time.sleep(interval_s)
 
 
 def current_view(run_dir: RunDir) -> ClusterView:
@@ -166,3 +199,13 @@ def _duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is no interval. Fix: 0.1 to 3600 seconds")
+    return seconds

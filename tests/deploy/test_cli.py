@@ -46,8 +46,11 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_commands_are_these() -> None:
     text = build_parser().format_help()
-    commands = "up status logs generate chat drain down validate doctor model bench worker router"
-    for command in (*commands.split(), "completion"):
+    commands = (
+        "up status events logs generate chat scale drain restart apply down validate doctor model "
+        "bench worker router completion"
+    )
+    for command in commands.split():
         assert re.search(rf"^    {command}\s", text, re.MULTILINE)
 
 
@@ -112,7 +115,16 @@ def test_up_refuses_a_port_in_use_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    "command", [["status"], ["down"], ["generate", "x"], ["drain", "decode-0"]]
+    "command",
+    [
+        ["status"],
+        ["down"],
+        ["generate", "x"],
+        ["drain", "decode-0"],
+        ["scale", "decode", "2"],
+        ["restart", "--rolling"],
+        ["events"],
+    ],
 )
 def test_commands_without_a_cluster_say_so(
     command: list[str], capsys: pytest.CaptureFixture[str]
