@@ -147,6 +147,8 @@ class Fleet:
         ]
         for instance in self.instances:
             name = instance.plan.name
+            if found[name].phase in (Phase.DRAINED, Phase.STOPPED):
+                instance.is_set_aside, instance.phase = True, Phase.DRAINED
             if await instance.adopt(found[name].num_restarts):
                 logger.info("took over %s", fields(instance=name))
             else:

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from deploy.control.membership import add_instance
 from deploy.controller import Controller
 from deploy.errors import ClusterError, ProcessDiedError
+from deploy.plan import Role
 from deploy.state import Phase, ProcessState
 from deploy.sweep import find_processes
 from tests.deploy.fakes import LocalLauncher, fake_config, fake_context
@@ -248,6 +250,31 @@ async def test_a_later_controller_takes_over_what_runs(tmp_path: Path) -> None:
             assert process.num_restarts == int(is_new)
         await until(lambda: all(p.phase is Phase.READY for p in second.processes.values()))
     assert not second.controller.goes_on
+    assert find_processes(first.context.run_id) == []
+
+
+async def test_a_later_controller_finds_what_operators_changed(tmp_path: Path) -> None:
+    """Instances that were added keep their names, and what was drained is not started again."""
+    first = Run(tmp_path)
+    task = asyncio.create_task(first.controller.run())
+    await until(lambda: first.phase is Phase.READY or task.done())
+    fleet = first.controller.fleet
+    await add_instance(fleet, Role.DECODE, "decode-4", lambda stage: None)
+    drained = fleet.find("decode-0")
+    drained.is_set_aside, drained.phase = True, Phase.DRAINED
+    first.controller.request_leave()
+    await task
+    first.processes = {state.name: state for state in fleet.process_states()}
+
+    second = Run(tmp_path, former=first)
+    async with second.running():
+        await until(lambda: second.processes["decode-4"].phase is Phase.READY)
+        assert {name: process.pid for name, process in second.processes.items()} == {
+            name: process.pid for name, process in first.processes.items()
+        }
+        os.kill(first.processes["decode-0"].pid, signal.SIGKILL)
+        await until(lambda: second.processes["decode-0"].phase is Phase.STOPPED)
+        assert second.launcher.launched.count("decode-0") == 1
     assert find_processes(first.context.run_id) == []
 
 

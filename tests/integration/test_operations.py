@@ -23,7 +23,8 @@ from deploy.plan import Role
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from runtime.config import ClusterConfig, ClusterSection, RouterSection
 from tests.deploy.control.cluster import ControlledCluster, until
-from tests.integration.test_drain import NUM_STREAMS, Streams, drain_config, make_streams
+from tests.integration.oracle_load import OracleLoad, make_loads
+from tests.integration.test_drain import NUM_PROMPTS, NUM_STREAMS, NUM_TOKENS, drain_config
 
 ENTRYPOINTS = {
     Role.ROUTER: (sys.executable, "-m", "router"),
@@ -60,6 +61,12 @@ async def command(cluster: ControlledCluster, *words: str) -> None:
     assert status == 0, words
 
 
+def load_on(cluster: ControlledCluster, oracle: DeepseekV3ForCausalLM) -> OracleLoad:
+    url = cluster.context.endpoint.removesuffix("/v1")
+    (load,) = make_loads([url], oracle, num_prompts=NUM_PROMPTS, num_tokens=NUM_TOKENS)
+    return load
+
+
 def busy(cluster: ControlledCluster) -> list[str]:
     """What is not back to zero, one line each."""
     url = f"{cluster.context.endpoint.removesuffix('/v1')}/status"
@@ -83,8 +90,8 @@ def test_no_stream_notices_a_rolling_restart_of_every_worker_and_decode_from_1_t
     oracle: DeepseekV3ForCausalLM,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    async def operate(streams: Streams) -> None:
-        async with streams.under_way():
+    async def operate(streams: OracleLoad) -> None:
+        async with streams.under_way(NUM_STREAMS):
             await streams.some_more(NUM_STREAMS)
             await command(cluster, "restart", "--rolling", "--deadline", "1")
             await streams.some_more(NUM_STREAMS)
@@ -95,7 +102,7 @@ def test_no_stream_notices_a_rolling_restart_of_every_worker_and_decode_from_1_t
             await streams.some_more(NUM_STREAMS)
 
     before = cluster.pids()
-    streams = make_streams(cluster.context.endpoint.removesuffix("/v1"), oracle)
+    streams = load_on(cluster, oracle)
     asyncio.run(operate(streams))
     assert streams.wrong == []
     until(lambda: busy(cluster) == [], "every pool is back to zero")
@@ -105,7 +112,7 @@ def test_no_stream_notices_a_rolling_restart_of_every_worker_and_decode_from_1_t
     took = [float(found[2]) for found in SERVES.finditer(capsys.readouterr().out)]
     assert len(took) >= 4
     with capsys.disabled():
-        print(f"\n{streams.num_whole} streams; new decode workers served after {took} s")
+        print(f"\n{streams.num_over} streams; new decode workers served after {took} s")
     assert max(took) < MOST_S
 
 
@@ -116,8 +123,8 @@ def test_no_stream_notices_an_hour_of_operations(
 ) -> None:
     """Ten rounds of what an operator does in a bad week."""
 
-    async def operate(streams: Streams) -> None:
-        async with streams.under_way():
+    async def operate(streams: OracleLoad) -> None:
+        async with streams.under_way(NUM_STREAMS):
             for _ in range(10):
                 await command(cluster, "restart", "--rolling", "--deadline", "1")
                 await command(cluster, "scale", "decode", "3")
@@ -127,7 +134,7 @@ def test_no_stream_notices_an_hour_of_operations(
                 await command(cluster, "scale", "prefill", "2")
                 await command(cluster, "scale", "decode", "2")
 
-    streams = make_streams(cluster.context.endpoint.removesuffix("/v1"), oracle)
+    streams = load_on(cluster, oracle)
     asyncio.run(operate(streams))
     assert streams.wrong == []
     until(lambda: busy(cluster) == [], "every pool is back to zero")

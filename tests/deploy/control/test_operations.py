@@ -351,6 +351,25 @@ def test_events_are_told_and_followed(
     until(lambda: any(e.kind == "done" for e in heard.messages[1:]), "the end of an operation")
 
 
+def test_status_is_shown_again_and_again(
+    cluster: ControlledCluster,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("deploy.commands.status.time.sleep", pause)
+    assert run(cluster, "status", "--watch", "0.5", "--json") == 130
+    views = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [view["phase"] for view in views] == ["ready"] * 3
+    assert pauses == [0.5] * 3
+
+
 def test_a_log_is_read_in_parts(cluster: ControlledCluster) -> None:
     def read(**values: Any) -> pb.ReadLogResponse:
         return ask(cluster, lambda stub: stub.ReadLog(pb.ReadLogRequest(**values)))
