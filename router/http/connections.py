@@ -120,6 +120,7 @@ class Connections:
         self._stalled: dict[web.RequestHandler, tuple[int, float]] = {}
         self._next_log = 0.0
         self._num_closed = 0
+        self._draining = False
 
     def __len__(self) -> int:
         """How many are open."""
@@ -156,6 +157,20 @@ class Connections:
         """Its headers are complete."""
         self._headless.pop(connection, None)
         self._idle.pop(connection, None)
+        if self._draining:
+            connection.close()  # behind its answer
+
+    def drain(self) -> None:
+        """Keep no connection for a further request: clients come again, and reach another router.
+
+        One that has not sent its first request yet is answered, and then closed like the others.
+        """
+        self._draining = True
+        for connection in self._all - self._headless.keys():
+            if connection in self._idle:
+                connection.force_close()
+            else:
+                connection.close()
 
     def ended(self, connection: web.RequestHandler) -> None:
         """Its request is answered."""

@@ -144,6 +144,7 @@ class HttpServer:
     async def drain(self) -> None:
         """Admit nothing new and refuse who waits; return when nothing is in flight."""
         self._admission.drain()
+        self._connections.drain()
         while self._admission.num_in_flight:
             await asyncio.sleep(0.05)
 

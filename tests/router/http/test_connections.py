@@ -76,6 +76,30 @@ async def test_an_idle_connection_is_kept_until_the_next_headers_begin(
     writer.close()
 
 
+async def test_a_router_that_drains_keeps_no_connection_for_a_further_request(
+    start_router: StartRouter,
+) -> None:
+    cluster = await add_workers(await start_router())
+    cluster.decode.step_s = 0.02
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    idle, idle_writer = await connect(cluster, request)
+    assert b"200 OK" in await idle.readuntil(b"}")
+    silent, silent_writer = await connect(cluster, b"")
+    busy, busy_writer = await connect(
+        cluster, post({"model": MODEL, "prompt": "x", "max_tokens": 8})
+    )
+    await cluster.until(lambda: len(cluster.prefill.seen) == 1)
+    drain = asyncio.create_task(cluster.service.drain())
+    async with asyncio.timeout(60):
+        assert await idle.read() == b""
+        assert b"200 OK" in await busy.read()
+        silent_writer.write(post({"model": MODEL, "prompt": "x"}))
+        assert await read_error(silent) == (503, "server_is_draining")
+        await drain
+    for writer in (idle_writer, silent_writer, busy_writer):
+        writer.close()
+
+
 async def test_a_body_that_does_not_come_is_given_up(start_router: StartRouter) -> None:
     cluster = await add_workers(await start_router(body_timeout_s=0.2))
     reader, writer = await connect(cluster, post(COMPLETION, num_missing=3))
