@@ -106,9 +106,10 @@ class RankBridge:
         """Give back what holds nothing now, and the rest with `error` after so many seconds."""
         await self._call(lambda: self._rank.start_drain(deadline_s, error))
 
-    async def num_live(self) -> int:
-        """Requests that are not answered yet."""
-        return await self._call(lambda: len(self._rank.live))
+    async def num_live(self) -> tuple[int, int]:
+        """Requests that are not answered yet, and tokens that they may still generate, at most."""
+        live = self._rank.live
+        return await self._call(lambda: (len(live), live.num_tokens_left))
 
     async def is_empty(self) -> bool:
         """Whether nothing is left, neither a request nor a block in quarantine."""

@@ -62,6 +62,14 @@ class LiveRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens that all of them may still generate, at most."""
+        return sum(
+            max(0, one.request.sampling.max_tokens - one.request.num_output_tokens)
+            for one in self._requests.values()
+        )
+
     def find(self, request_id: str, nonce: int) -> DecodeRequest | None:
         """The request that goes by both names, if it is live."""
         request = self._requests.get(request_id)

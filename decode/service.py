@@ -178,11 +178,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         await self.start_drain(max(0.0, request.deadline_s))
         remaining_s = context.time_remaining()
         end = None if remaining_s is None else time.monotonic() + 0.8 * remaining_s
-        num_left = await self._num_live()
+        num_left, num_tokens = await self._num_live()
         while num_left and (end is None or time.monotonic() < end):
             await asyncio.sleep(DRAIN_POLL_S)
-            num_left = await self._num_live()
-        return common_pb2.DrainResponse(num_requests_left=num_left)
+            num_left, num_tokens = await self._num_live()
+        return common_pb2.DrainResponse(num_requests_left=num_left, num_tokens_left=num_tokens)
 
     async def wait_until_empty(self) -> None:
         """Return when nothing is left, neither a request nor a block in quarantine."""
@@ -217,11 +217,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         )
         self._outboxes.put({message.router_id: [end]})
 
-    async def _num_live(self) -> int:
+    async def _num_live(self) -> tuple[int, int]:
         try:
             return await self._bridge.num_live()
         except DrainingError:
-            return 0  # the loop is over, and has answered everybody
+            return (0, 0)  # the loop is over, and has answered everybody
 
     def _draining_error(self) -> DrainingError:
         return DrainingError(f"{self._facts.identity.instance} is draining: choose another")

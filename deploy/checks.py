@@ -235,10 +235,11 @@ def _check_devices(config: ClusterConfig, num_devices: int) -> None:
     prefill, decode = config.prefill, config.decode
     prefill_needs = prefill.instances * prefill.num_ranks if prefill.device == "cuda" else 0
     section = prefill if prefill_needs > num_devices else decode
-    fix = "fewer instances or ranks" if num_devices else 'device = "cpu"'
-    raise ConfigError(
-        section.ranks_field,
-        section.num_ranks,
-        f"all ranks together need {needed} CUDA devices, this machine has {num_devices}",
-        fix,
-    )
+    devices = "1 CUDA device" if needed == 1 else f"{needed} CUDA devices"
+    problem = f"all ranks together need {devices}, this machine has {num_devices}"
+    if not num_devices:
+        field = section.ranks_field.partition(".")[0]
+        fix = 'a machine with GPUs (`tandem doctor` says what is here), or device = "cpu"'
+        raise ConfigError(f"{field}.device", section.device, problem, fix)
+    fix = "fewer instances or ranks"
+    raise ConfigError(section.ranks_field, section.num_ranks, problem, fix)

@@ -7,26 +7,61 @@ inside the command that needs it, so that ``tandem --help`` answers at once.
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
 from deploy.commands import (
+    apply,
     bench,
+    chat,
+    completion,
+    doctor,
     down,
     drain,
+    events,
     generate,
+    logs,
     model,
+    restart,
     router,
+    scale,
     status,
     up,
     validate,
     worker,
 )
-from deploy.errors import ClusterError
+from deploy.errors import ClusterError, RefusedError, WrongArgumentError
 from runtime.errors import ConfigError
 
 Command = Callable[[argparse.Namespace], int]
+
+_EXAMPLES = """\
+examples:
+  tandem up                              # the bundled model on this CPU
+  tandem up --model /models/DeepSeek-V3 --port 9000
+  tandem generate "def fibonacci(n):"    # in another shell
+  tandem status
+  tandem down
+
+tandem COMMAND --help tells more, with examples.
+"""
+_OF_OTHERS = {
+    "serve": "up",
+    "start": "up",
+    "run": "up",
+    "stop": "down",
+    "kill": "down",
+    "ps": "status",
+    "list": "status",
+    "complete": "generate",
+    "log": "logs",
+    "check": "validate",
+    "version": "--version",
+    "help": "--help",
+}
+"""What other servers call it."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -34,10 +69,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tandem",
         description="Serve DeepSeek-V3-class models with prefill and decode on different workers.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"tandem {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for group in (up, status, generate, drain, down, validate, model, bench, worker, router):
+    running = (status, logs, events, generate, chat, scale, drain, restart, apply, down)
+    for group in (up, *running, validate, doctor, model, bench, worker, router, completion):
         group.add_parser(commands)
     return parser
 
@@ -50,14 +88,25 @@ def _version() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0, 1 for a failure, 2 for a wrong argument or setting, 130 for Ctrl-C."""
-    arguments = build_parser().parse_args(argv)
+    """Run one command.
+
+    Returns 0, 1 for a failure, 2 for a wrong argument or setting, 3 for what the cluster refuses
+    now without having changed anything, 130 for Ctrl-C.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser = build_parser()
+    if (status := _answer_no_command(parser, words)) is not None:
+        return status
+    arguments = parser.parse_args(words)
     command: Command = arguments.command
     try:
         return command(arguments)
-    except ConfigError as error:
+    except (ConfigError, WrongArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RefusedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -67,3 +116,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has gone (`tandem ... | head`); nothing more can be said.
         sys.stderr.close()
         return 1
+
+
+def _answer_no_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> int | None:
+    """Help where the words end before a command does, advice where there is no such command."""
+    while (commands := commands_of(parser)) and words:
+        word = words[0]
+        if word not in commands:
+            if word.startswith("-"):
+                return None
+            print(
+                f"error: there is no `{parser.prog} {word}`. {_advice(parser, word)}",
+                file=sys.stderr,
+            )
+            return 2
+        parser, words = commands[word], words[1:]
+    if not commands:
+        return None
+    parser.print_help()
+    return 2
+
+
+def _advice(parser: argparse.ArgumentParser, word: str) -> str:
+    commands = commands_of(parser)
+    at_top = "up" in commands
+    meant = _OF_OTHERS.get(word) if at_top else None
+    close = [meant] if meant else difflib.get_close_matches(word, commands, n=1)
+    if close:
+        return f"Fix: did you mean `{parser.prog} {close[0]}`?"
+    return f"Fix: one of {', '.join(commands)}"
+
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers below ``parser``, by name; none where it is a command itself."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}

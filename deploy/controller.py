@@ -1,22 +1,30 @@
 """Runs a cluster: starts all instances, waits until they serve, keeps them alive, stops them.
 
 While the cluster starts, any death ends it, with the reason: a configuration that cannot work must
-not restart for ever. Once ready, a dead instance is restarted. The controller touches no request.
+not restart for ever. Once ready, a dead instance is restarted, and operators may change which
+instances there are (`deploy.control`). The controller touches no request.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from deploy.child import LogPiece
-from deploy.errors import ClusterError, ProcessDiedError
-from deploy.instance import Death, Instance
+from deploy.control.events import EventKind, EventLog
+from deploy.control.membership import died_while_starting
+from deploy.control.pool_events import PoolEvents
+from deploy.errors import ClusterError
+from deploy.fleet import Fleet, FleetTimes
 from deploy.launcher import Launcher
-from deploy.plan import Role, RunContext, plan_instances
+from deploy.plan import Role, RunContext
 from deploy.pool_watch import PoolWatch
 from deploy.state import Phase, ProcessState
 from runtime.logging import fields, get_logger
+
+if TYPE_CHECKING:
+    from deploy.control.service import ControllerServer
 
 logger = get_logger(__name__)
 
@@ -24,8 +32,11 @@ _STARTING_TICK_S = 0.2
 _SERVING_TICK_S = 0.5
 _KILL_AFTER_S = 32.0
 """Longer than any role's own grace period, after which it ends by itself."""
+_WORKERS = frozenset({Role.PREFILL, Role.DECODE})
 
 OnChange = Callable[[Phase, Sequence[ProcessState]], None]
+OnListening = Callable[[str], None]
+"""Hears the address at which the controller takes orders."""
 
 
 class Controller:
@@ -39,6 +50,8 @@ class Controller:
         on_change: OnChange,
         timeout_s: float,
         grace_s: float = _KILL_AFTER_S,
+        on_listening: OnListening = lambda address: None,
+        events_path: Path | None = None,
         former: Sequence[ProcessState] = (),
     ) -> None:
         """``on_change`` hears of every tick.
@@ -47,28 +60,38 @@ class Controller:
         over, the others start anew.
 
         The start may take ``timeout_s`` seconds, the end ``grace_s`` for the router and as much
-        again for the workers.
+        again for the workers. Events go to ``events_path``.
         """
-        self._instances = [
-            Instance(plan, context, launcher) for plan in plan_instances(context.config)
-        ]
-        self._context = context
-        self._watch = PoolWatch(context.control_address, context.endpoint, context.credentials)
+        self._events = EventLog(events_path)
+        self._watch = PoolWatch(
+            context.control_address,
+            context.endpoint,
+            context.credentials,
+            on_members=PoolEvents(self._events).take,
+        )
+        self.fleet = Fleet(
+            context,
+            launcher,
+            self._watch,
+            self._events,
+            FleetTimes(start_s=timeout_s, grace_s=grace_s),
+            self._publish,
+        )
+        """What runs."""
         self._on_change = on_change
+        self._on_listening = on_listening
         self._timeout_s = timeout_s
-        self._grace_s = grace_s
-        self._former = {process.instance: process.num_restarts for process in former}
+        self._former = tuple(former)
         self.goes_on = False
         """Whether ``run`` leaves the processes to themselves."""
         self._phase = Phase.STARTING
-        self._restarts: dict[str, asyncio.Task[None]] = {}
-        self._hurry = asyncio.Event()
+        self._server: ControllerServer | None = None
         self._stop = asyncio.Event()
 
     def request_stop(self) -> None:
         """End the run in order; asked for a second time: at once."""
         if self._stop.is_set():
-            self._hurry.set()
+            self.fleet.hurry.set()
         self._stop.set()
 
     def request_leave(self) -> None:
@@ -90,13 +113,16 @@ class Controller:
         try:
             await self._until_stopped(self._start_and_serve())
         finally:
+            if self._server is not None:
+                await self._server.close()
             await self._watch.close()
-            await self._end_restarts()
+            await self.fleet.close()
             if not self.goes_on:
                 await self._stop_all()
 
     async def _start_and_serve(self) -> None:
-        logger.info("starting %s", fields(num_instances=len(self._instances)))
+        logger.info("starting %s", fields(num_instances=len(self.fleet.instances)))
+        self._events.add(EventKind.STARTED, f"starting {self.fleet.context.config.cluster.name}")
         self._watch.start()
         if self._former:
             await self._take_over()
@@ -109,27 +135,28 @@ class Controller:
     async def _take_over(self) -> None:
         """Adopt what runs; what does not is restarted while the rest serves."""
         self._phase = Phase.READY
-        for instance in self._instances:
-            name = instance.plan.name
-            if await instance.adopt(self._former.get(name, 0)):
-                logger.info("took over %s", fields(instance=name))
-            else:
-                pause_s = instance.pause_before_restart(self._watch.members)
-                task = asyncio.create_task(self._restart(instance, None, pause_s))
-                self._restarts[name] = task
+        await self.fleet.take_over(self._former)
+        await self._listen()
 
     async def _start(self) -> None:
-        # Room is asked for in this order: what needs most of one host, while hosts are empty.
-        by_size = sorted(self._instances, key=lambda one: -max(one.plan.num_ranks_by_host))
-        await asyncio.gather(*(instance.start() for instance in by_size))
+        await self.fleet.start_all()
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not await self._start_tick():
                     await asyncio.sleep(_STARTING_TICK_S)
         except TimeoutError:
             raise ClusterError(self._describe_late()) from None
+        await self._listen()
         self._set_phase(Phase.READY)
         logger.info("ready")
+        self._events.add(EventKind.READY, "everything serves")
+
+    async def _listen(self) -> None:
+        # Imported late: gRPC must not be loaded yet when Ray starts its daemons.
+        from deploy.control.service import serve_controller
+
+        self._server = await serve_controller(self.fleet, self._events)
+        self._on_listening(self._server.address)
 
     async def _until_stopped(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -142,97 +169,33 @@ class Controller:
         await asyncio.wait({task})
 
     async def _start_tick(self) -> bool:
-        deaths = await self._poll(self._instances)
+        deaths = await self.fleet.poll()
+        self._publish()
         if deaths:
             _, death = deaths[0]
-            raise ProcessDiedError(f"{death}:\n{death.log_tail()}\nwhole log: {death.log_path}")
-        return all(instance.phase is Phase.READY for instance in self._instances)
+            raise died_while_starting(death)
+        return all(instance.phase is Phase.READY for instance in self.fleet.instances)
 
     async def _serve_tick(self) -> None:
-        for name in [name for name, task in self._restarts.items() if task.done()]:
-            self._restarts.pop(name).result()
-        settled = [one for one in self._instances if one.plan.name not in self._restarts]
-        for instance, death in await self._poll(settled):
-            pause_s = instance.pause_before_restart(self._watch.members, death)
-            logger.warning("%s; restarting %s", death, fields(pause_s=pause_s))
-            task = asyncio.create_task(self._restart(instance, death, pause_s))
-            self._restarts[instance.plan.name] = task
-
-    async def _poll(self, instances: Sequence[Instance]) -> list[tuple[Instance, Death]]:
-        """Read all news, publish them, and return who died."""
-        ready = await self._ready_routers(instances)
-        deaths = await asyncio.gather(*(instance.poll() for instance in instances))
-        for instance, death in zip(instances, deaths, strict=True):
-            if death is None:
-                instance.update_phase(self._watch.members, router_ready=instance.plan.name in ready)
+        self.fleet.reap()
+        for instance, death in await self.fleet.poll():
+            self.fleet.revive(instance, death)
         self._publish()
-        return [
-            (instance, death)
-            for instance, death in zip(instances, deaths, strict=True)
-            if death is not None
-        ]
-
-    async def _ready_routers(self, instances: Sequence[Instance]) -> set[str]:
-        """Of the routers that are awaited, those that answer."""
-        awaited = [
-            instance.plan
-            for instance in instances
-            if instance.plan.role is Role.ROUTER and instance.phase is not Phase.READY
-        ]
-        endpoints = [self._context.endpoints[plan.index] for plan in awaited]
-        answers = await asyncio.gather(*map(self._watch.is_ready, endpoints))
-        return {plan.name for plan, is_ready in zip(awaited, answers, strict=True) if is_ready}
-
-    async def _restart(self, instance: Instance, death: Death | None, pause_s: float) -> None:
-        if death is not None and death.is_orderly:
-            # The other ranks leave with it, and have answers to deliver.
-            await instance.wait_ended(self._grace_s, self._hurry)
-        await instance.kill()
-        self._publish()
-        while True:
-            await asyncio.sleep(pause_s)
-            try:
-                await instance.start()
-                break
-            except ClusterError as error:
-                pause_s = instance.pause_before_restart(self._watch.members)
-                logger.warning("%s", error)
-        logger.info("restarted %s", fields(instance=instance.plan.name))
-
-    async def _end_restarts(self) -> None:
-        for task in self._restarts.values():
-            task.cancel()
-        await asyncio.gather(*self._restarts.values(), return_exceptions=True)
 
     async def _stop_all(self) -> None:
         if self._phase is Phase.STARTING:
-            self._hurry.set()  # Nothing was served yet: there is nothing to drain.
+            self.fleet.hurry.set()  # Nothing was served yet: there is nothing to drain.
+        self._events.add(EventKind.STOPPING, "the cluster stops")
         self._set_phase(Phase.STOPPING)
         # The router first: its requests can only end while the workers still serve.
-        routers = [one for one in self._instances if one.plan.role is Role.ROUTER]
-        workers = [one for one in self._instances if one.plan.role is not Role.ROUTER]
-        for group in (routers, workers):
-            await asyncio.gather(*(one.stop(self._grace_s, self._hurry) for one in group))
+        for roles in (frozenset({Role.ROUTER}), _WORKERS):
+            await self.fleet.stop_all(roles)
             self._publish()
-
-    async def read_log(self, name: str, offset: int, limit: int) -> LogPiece:
-        """Part of the log of process ``name``, on whatever host; see ``child.read_log``.
-
-        Raises:
-            ClusterError: there is no such process, or its host does not answer.
-        """
-        for instance in self._instances:
-            for state in instance.process_states():
-                if state.name == name:
-                    return await instance.read_log(state.rank, offset, limit)
-        names = [state.name for one in self._instances for state in one.process_states()]
-        raise ClusterError(f"no process is called {name!r}; there are {', '.join(names)}")
 
     def _describe_late(self) -> str:
         late = [
             f"{state.name} ({state.stage or 'silent'})"
-            for instance in self._instances
-            for state in instance.process_states()
+            for state in self.fleet.process_states()
             if state.phase is not Phase.READY
         ]
         return f"not ready after {self._timeout_s:g} s; still starting: {', '.join(late)}"
@@ -242,5 +205,4 @@ class Controller:
         self._publish()
 
     def _publish(self) -> None:
-        states = [state for one in self._instances for state in one.process_states()]
-        self._on_change(self._phase, states)
+        self._on_change(self._phase, self.fleet.process_states())

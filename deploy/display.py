@@ -7,6 +7,7 @@ of one in the background.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -21,13 +22,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from deploy.log_lines import shortened
 from deploy.posture import Port
-from deploy.state import ClusterState, Phase
+from deploy.state import ClusterState, Phase, ProcessState, known_run_dirs
 
+_PROGRESS = re.compile(r"(?P<what>.+) (?P<share>\d+)% \((?P<detail>.+)\)")
+"""How `engine.weights.progress` tells of long work in a log."""
+_PHASE_WIDTH = _BAR_WIDTH = 10
 _STYLES = {
     Phase.STARTING: "yellow",
     Phase.READY: "green",
     Phase.RESTARTING: "yellow",
+    Phase.DRAINED: "cyan",
     Phase.STOPPING: "cyan",
     Phase.STOPPED: "dim",
     Phase.FAILED: "red",
@@ -88,25 +94,48 @@ class StartDisplay:
                 self.note(f"{process.name:<12} {process.phase.value:<10} {news[1]}".rstrip())
 
     def _table(self) -> RenderableType:
-        return "" if self._state is None else _table(self._state, self._elapsed_s())
+        if self._state is None:
+            return ""
+        return _table(self._state, self._elapsed_s(), self._console.width)
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._started
 
 
-def _table(state: ClusterState, elapsed_s: float) -> Table:
+def _table(state: ClusterState, elapsed_s: float, width: int) -> Table:
+    """A row for each instance, with a bar where it tells how far it is."""
     num_ready = sum(process.phase is Phase.READY for process in state.processes)
     total = max(1, len(state.processes))
-    names = [process.name for process in state.processes]
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True, min_width=max(map(len, [state.name, *names])))
-    table.add_column(no_wrap=True, min_width=10)
-    table.add_column(no_wrap=True, overflow="ellipsis")
+    instances: dict[str, list[ProcessState]] = {}
     for process in state.processes:
-        table.add_row(process.name, phase_text(process.phase), Text(process.stage))
-    bar = ProgressBar(total=total, completed=num_ready, width=10)
-    table.add_row(state.name, bar, f"{num_ready} of {total} ready, {elapsed_s:.0f} s")
+        instances.setdefault(process.instance, []).append(process)
+    names = [_instance_name(name, ranks) for name, ranks in instances.items()]
+    name_width = max(map(len, [state.name, *names]))
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True, min_width=name_width)
+    table.add_column(no_wrap=True, min_width=_PHASE_WIDTH)
+    table.add_column(no_wrap=True, min_width=_BAR_WIDTH)
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    left = max(20, width - name_width - _PHASE_WIDTH - _BAR_WIDTH - 8)
+    for name, ranks in zip(names, instances.values(), strict=True):
+        bar, text = _progress_of(ranks)
+        table.add_row(name, phase_text(ranks[0].phase), bar, Text(shortened(text, left)))
+    bar = ProgressBar(total=total, completed=num_ready, width=_BAR_WIDTH)
+    table.add_row(state.name, "", bar, f"{num_ready} of {total} ready, {elapsed_s:.0f} s")
     return table
+
+
+def _instance_name(name: str, ranks: Sequence[ProcessState]) -> str:
+    return name if len(ranks) == 1 else f"{name} ({len(ranks)} ranks)"
+
+
+def _progress_of(ranks: Sequence[ProcessState]) -> tuple[RenderableType, str]:
+    """A bar and words of the rank that tells progress; else the words of the first that speaks."""
+    for rank in ranks:
+        if found := _PROGRESS.fullmatch(rank.stage):
+            bar = ProgressBar(total=100, completed=int(found["share"]), width=_BAR_WIDTH)
+            return bar, f"{found['what']} {found['share']}%, {found['detail']}"
+    return "", next((rank.stage for rank in ranks if rank.stage), "")
 
 
 def phase_text(phase: Phase) -> Text:
@@ -114,15 +143,26 @@ def phase_text(phase: Phase) -> Text:
     return Text(phase.value, style=_STYLES[phase])
 
 
-def ready_message(state: ClusterState) -> str:
-    """What a person needs next: the endpoint and a curl line that works."""
+def ready_message(state: ClusterState, choice: str = "") -> str:
+    """What a person needs next: the endpoint, and lines to try that work as they stand.
+
+    ``choice`` is what ``choice_of`` says.
+    """
     body = f'{{"model": "{state.model}", "prompt": "def fibonacci(n):", "max_tokens": 64}}'
     curl = f"curl --cacert {shlex.quote(state.ca)}" if state.ca else "curl"
     return (
         f"Ready in {state.ready_s:.1f} s: {state.model} at {state.where}\n\n"
         f"  {curl} {state.endpoint}/completions -H 'Content-Type: application/json' -d '{body}'\n"
-        f'  {own_command()} generate "def fibonacci(n):"\n'
+        f'  {own_command()} generate{choice} "def fibonacci(n):"\n'
+        f"  {own_command()} status{choice}\n"
     )
+
+
+def choice_of(state: ClusterState) -> str:
+    """What a command needs to mean this cluster: nothing while no other runs here."""
+    others = [run_dir for run_dir in known_run_dirs() if run_dir.log_dir != Path(state.log_dir)]
+    is_alone = not any(run_dir.is_owned() for run_dir in others)
+    return "" if is_alone else f" --name {shlex.quote(state.name)}"
 
 
 def posture_table(ports: Sequence[Port]) -> Table:

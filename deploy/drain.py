@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from deploy.errors import ClusterError
+from deploy.errors import WrongArgumentError
 from deploy.plan import Role
 from deploy.pool_watch import PoolMembers
 from runtime.errors import DeadlineExceededError, TandemError
@@ -41,6 +41,19 @@ class RankToDrain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """What ranks have not finished yet."""
+
+    num_requests: int
+    num_tokens: int = 0
+    """That decode may still generate, at most."""
+
+    def __str__(self) -> str:
+        tokens = f", at most {self.num_tokens} tokens" if self.num_tokens else ""
+        return f"{count_of(self.num_requests)} left{tokens}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrainOutcome:
     """What became of a drain.
 
@@ -52,6 +65,15 @@ class DrainOutcome:
     num_left: Mapping[str, int]
     lost: Mapping[str, str]
 
+    def describe(self) -> list[str]:
+        """What is wrong, one line each; nothing where it is empty."""
+        left = [
+            f"{name} still has {count_of(num_left)}"
+            for name, num_left in self.num_left.items()
+            if num_left and name not in self.lost
+        ]
+        return [*self.lost.values(), *left]
+
     @property
     def is_empty(self) -> bool:
         """Whether every rank said that it has nothing left."""
@@ -62,19 +84,24 @@ def ranks_of(instance: str, members: PoolMembers) -> tuple[RankToDrain, ...]:
     """The ranks of ``instance`` that take requests.
 
     Raises:
-        ClusterError: the pool has no such instance.
+        WrongArgumentError: the pool has no such instance.
     """
-    ranks = tuple(
-        RankToDrain(name=f"{name}/{rank}", role=member.role, address=member.address)
-        for (name, rank), member in sorted(members.items())
-        if name == instance
-    )
+    ranks = ranks_in({instance}, members)
     if not ranks:
         names = ", ".join(sorted({name for name, _ in members})) or "none"
-        raise ClusterError(
+        raise WrongArgumentError(
             f"no instance {instance!r} is in the router's pool. Fix: one of those that are: {names}"
         )
     return ranks
+
+
+def ranks_in(instances: Set[str], members: PoolMembers) -> tuple[RankToDrain, ...]:
+    """Those of ``instances`` that take requests; none where they are not in the pool."""
+    return tuple(
+        RankToDrain(name=f"{name}/{rank}", role=member.role, address=member.address)
+        for (name, rank), member in sorted(members.items())
+        if name in instances
+    )
 
 
 def is_last_of_its_role(instance: str, members: PoolMembers) -> bool:
@@ -92,25 +119,26 @@ async def drain_ranks(
     credentials: Credentials,
     *,
     deadline_s: float,
-    on_progress: Callable[[int], None] = lambda num_left: None,
+    on_progress: Callable[[Left], None] = lambda left: None,
 ) -> DrainOutcome:
-    """Drain ``ranks``; ``on_progress`` hears how many requests are left in all, when that changes.
+    """Drain ``ranks``; ``on_progress`` hears what is left in all, when that changes.
 
     After ``deadline_s`` the ranks give back what has not ended, which the router moves.
     """
     drain = _Drain(credentials, time.monotonic() + deadline_s, on_progress)
     await asyncio.gather(*(drain.follow(rank, len(ranks)) for rank in ranks))
-    return DrainOutcome(num_left=drain.num_left, lost=drain.lost)
+    num_left = {name: left.num_requests for name, left in drain.left.items()}
+    return DrainOutcome(num_left=num_left, lost=drain.lost)
 
 
 @dataclass(slots=True)
 class _Drain:
     credentials: Credentials
     until: float
-    on_progress: Callable[[int], None]
-    num_left: dict[str, int] = field(default_factory=dict)
+    on_progress: Callable[[Left], None]
+    left: dict[str, Left] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
-    _told: int = -1
+    _told: Left | None = None
 
     async def follow(self, rank: RankToDrain, num_ranks: int) -> None:
         # Imported late: the command line must answer without gRPC.
@@ -122,7 +150,8 @@ class _Drain:
             while True:
                 await self._ask(stub, rank)
                 self._tell(num_ranks)
-                is_empty = self.num_left.get(rank.name) == 0
+                left = self.left.get(rank.name)
+                is_empty = left is not None and left.num_requests == 0
                 if is_empty or rank.name in self.lost or time.monotonic() > self.until + SETTLE_S:
                     return
                 await asyncio.sleep(_PAUSE_S)
@@ -137,7 +166,9 @@ class _Drain:
         try:
             with map_rpc_errors(f"{rank.name} at {rank.address}"):
                 answer = await stub.Drain(request, timeout=_ASK_S)
-            self.num_left[rank.name] = answer.num_requests_left
+            self.left[rank.name] = Left(
+                num_requests=answer.num_requests_left, num_tokens=answer.num_tokens_left
+            )
             self.lost.pop(rank.name, None)
         except DeadlineExceededError as error:
             # A long step: it will say so another time.
@@ -147,10 +178,19 @@ class _Drain:
             self.lost[rank.name] = error.message
 
     def _tell(self, num_ranks: int) -> None:
-        num_left = sum(self.num_left.values())
-        if len(self.num_left) + len(self.lost) == num_ranks and num_left != self._told:
-            self._told = num_left
-            self.on_progress(num_left)
+        left = Left(
+            num_requests=sum(one.num_requests for one in self.left.values()),
+            num_tokens=sum(one.num_tokens for one in self.left.values()),
+        )
+        # A rank may answer first and be lost later: it is counted once.
+        if len(self.left.keys() | self.lost.keys()) == num_ranks and left != self._told:
+            self._told = left
+            self.on_progress(left)
+
+
+def count_of(num_requests: int) -> str:
+    """In words."""
+    return "1 request" if num_requests == 1 else f"{num_requests} requests"
 
 
 def _stub_of(role: Role, channel: grpc.aio.Channel) -> DecodeStub | PrefillStub:

@@ -8,4 +8,12 @@ class ClusterError(Exception):
 
 
 class ProcessDiedError(ClusterError):
-    """A process ended while the cluster was starting; the message has its log's end."""
+    """A process ended while it was starting; the message has its log's end."""
+
+
+class WrongArgumentError(ClusterError):
+    """A name or a setting that cannot be; nothing was changed."""
+
+
+class RefusedError(ClusterError):
+    """What was asked for cannot be now, or would break something; nothing was changed."""

@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
 
@@ -161,15 +160,13 @@ class HostRanks:
 
     async def _probe(self, session: aiohttp.ClientSession, rank: _Rank) -> None:
         context = self.credentials.client_ssl_context()
-        scheme = "http" if context is None else "https"
-        base = f"{scheme}://{rank.plan.metrics_address}"
-        arguments: dict[str, Any] = {}
-        if context is not None:
-            arguments = {"ssl": context, "server_hostname": self.server_name}
+        name = None if context is None else self.server_name
+        base = f"{'http' if context is None else 'https'}://{rank.plan.metrics_address}"
+        tls = context or True
         try:
-            async with session.get(f"{base}/health", **arguments) as answer:
+            async with session.get(f"{base}/health", ssl=tls, server_hostname=name) as answer:
                 rank.problem = "" if answer.status == 200 else await answer.text()
-            async with session.get(f"{base}/ready", **arguments) as answer:
+            async with session.get(f"{base}/ready", ssl=tls, server_hostname=name) as answer:
                 rank.is_ready = answer.status == 200
         except (aiohttp.ClientError, TimeoutError):
             rank.is_ready = False

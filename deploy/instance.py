@@ -8,7 +8,6 @@ after a pause that doubles with every failure and is forgotten after a minute of
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from deploy.child import LogPiece, read_log
 from deploy.errors import ClusterError
 from deploy.launcher import Launcher, Supervisor, SupervisorLostError, Waiting
+from deploy.log_lines import last_stage
 from deploy.places import Place
 from deploy.plan import (
     InstancePlan,
@@ -29,14 +29,11 @@ from deploy.plan import (
 from deploy.pool_watch import PoolMembers
 from deploy.state import Phase, ProcessState
 
-_LOG_HEAD = re.compile(r"^\S+ (?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \S+ [\w.]+: ")
-_WARNING = re.compile(r"^\S+:\d+: \w*Warning: ")
 _CHAINS = ("The above exception was", "During handling of the above")
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _STABLE_AFTER_S = 60.0
 _STOP_POLL_S = 0.1
-_MAX_STAGE_CHARS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +88,8 @@ class Instance:
     launcher: Launcher
     phase: Phase = Phase.STARTING
     num_restarts: int = 0
+    is_set_aside: bool = False
+    """Somebody drained it: it takes nothing, and is not started again when it ends."""
     _ranks: list[_Rank] = field(default_factory=list)
     _former_epochs: set[int] = field(default_factory=set)
     _waiting: str = ""
@@ -146,10 +145,19 @@ class Instance:
         self.phase = Phase.RESTARTING
         self.num_restarts += 1
         self._num_failures += 1
-        self._former_epochs |= {
-            member.epoch for (name, _), member in members.items() if name == self.plan.name
-        }
+        self._former_epochs |= set(_epochs_of(members, self.plan.name).values())
         return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._num_failures - 1)))
+
+    def successor(self, plan: InstancePlan, context: RunContext, members: PoolMembers) -> Instance:
+        """What takes its place on purpose, under its name; what ``members`` has of it is not it."""
+        return Instance(
+            plan,
+            context,
+            self.launcher,
+            phase=Phase.RESTARTING,
+            num_restarts=self.num_restarts + 1,
+            _former_epochs=self._former_epochs | set(_epochs_of(members, plan.name).values()),
+        )
 
     async def read_log(self, rank: int, offset: int, limit: int) -> LogPiece:
         """Part of the log of a rank, wherever it runs; see ``child.read_log``.
@@ -276,17 +284,3 @@ def without_tracebacks(lines: Sequence[str]) -> list[str]:
             inside = False
             kept.append(line)
     return kept
-
-
-def last_stage(lines: tuple[str, ...]) -> str:
-    """What the last of ``lines`` says, without time, level and speaker; empty: nothing.
-
-    Warnings of libraries, and the code that Python shows below them, are no stages.
-    """
-    for line in reversed(lines):
-        if _WARNING.match(line) or (line[:1] == " " and "\r" not in line):
-            continue
-        text = _LOG_HEAD.sub("", line.rsplit("\r", 1)[-1]).strip()
-        if text:
-            return text[:_MAX_STAGE_CHARS]
-    return ""

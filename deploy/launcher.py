@@ -18,6 +18,15 @@ from deploy.ports import free_port
 from runtime.net import join_address
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What is free."""
+
+    num_instances: int
+    why: str
+    """What there is, for people: "4 of 8 GPUs are free"."""
+
+
 class Supervisor(Protocol):
     """Looks after one started process, on the machine where it runs."""
 
@@ -78,6 +87,9 @@ class Launcher(Protocol):
 
     async def release(self, plan: InstancePlan) -> None:
         """Give back the room of an instance, whose processes have ended or are lost."""
+
+    async def room_for(self, plan: InstancePlan) -> Room:
+        """How many more instances like ``plan`` have a place now."""
 
     async def adopt(self, plan: InstancePlan) -> tuple[Running, ...]:
         """All ranks of an instance that runs already; empty where not all of them do."""

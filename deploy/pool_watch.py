@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import http.client
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,8 @@ class PoolWatch:
     endpoint: str
     credentials: Credentials
     members: PoolMembers = field(default_factory=dict)
+    on_members: Callable[[PoolMembers], None] = lambda members: None
+    """Hears of every change while the registry answers."""
     _task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -92,6 +94,7 @@ class PoolWatch:
                 request = registry_pb2.WatchRequest(watcher="controller")
                 async for snapshot in stub.Watch(request, wait_for_ready=waits):
                     self.members = _members_of(snapshot)
+                    self.on_members(self.members)
         except TandemError as error:
             raise ConnectionError(str(error)) from error
         finally:

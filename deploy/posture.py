@@ -72,6 +72,13 @@ def _ports(config: ClusterConfig) -> Iterator[Port]:
         remedy=_encrypt(config),
     )
     yield Port(
+        name="controller (gRPC)",
+        where=host,
+        host=host,
+        protection=_grpc_protection(config),
+        remedy=_encrypt(config),
+    )
+    yield Port(
         name="workers (gRPC)",
         where=host,
         host=host,

@@ -16,12 +16,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from deploy.errors import ClusterError
-from deploy.launcher import Running, Waiting
+from deploy.launcher import Room, Running, Waiting
 from deploy.places import Place, Places, local_ranks
 from deploy.plan import InstancePlan, ProcessSpec, Role
 from deploy.ray_actor import ActorFacts, ChildActor, HostFacts, RaySupervisor
 from deploy.ray_connection import RaySettings, is_reachable, open_ray
 from deploy.ray_remains import Remains
+from deploy.room import describe_room, free_by_host
 from runtime.config.cluster import ClusterSection
 from runtime.net import join_address
 
@@ -121,7 +122,7 @@ class RayLauncher:
         """See ``Launcher.place``."""
         supervisors: tuple[RaySupervisor, ...] = ()
         try:
-            group = await self._room_for(plan, wait)
+            group = await self._group_with_room(plan, wait)
             life = secrets.token_hex(4)
             bundles = [
                 index
@@ -145,6 +146,12 @@ class RayLauncher:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.util.remove_placement_group(group)
 
+    async def room_for(self, plan: InstancePlan) -> Room:
+        """See ``Launcher.room_for``."""
+        bundles = [self._bundle(plan, num_ranks) for num_ranks in plan.num_ranks_by_host]
+        hosts = await asyncio.to_thread(free_by_host)
+        return describe_room(plan, bundles, hosts)
+
     async def adopt(self, plan: InstancePlan) -> tuple[Running, ...]:
         """See ``Launcher.adopt``; ends what is left of an instance that does not run whole."""
         running, group = await Remains(self._ray, self._settings).adopt(plan)
@@ -156,7 +163,7 @@ class RayLauncher:
         """End all that a controller which is gone has left in Ray."""
         await Remains(self._ray, self._settings).end()
 
-    async def _room_for(self, plan: InstancePlan, wait: Waiting) -> Any:
+    async def _group_with_room(self, plan: InstancePlan, wait: Waiting) -> Any:
         """The placement group of an instance, with room for all of it."""
         group = self._group_of(plan)
         ready = asyncio.wrap_future(group.ready().future())

@@ -43,6 +43,10 @@ from runtime.net import Credentials
 
 logger = get_logger(__name__)
 
+_SPARE_SLOTS = 64
+"""Of a Ray of our own: processes that `tandem scale` may add. They cost nothing; on CPUs it is
+memory and patience that end first."""
+
 OnState = Callable[[ClusterState], None]
 
 
@@ -157,6 +161,7 @@ class _Run:
         if self._former is None:
             self._begin_folder()
         self._publish()
+        self._run_dir.be_found()
         launcher = RayLauncher(self._ray_settings(), cluster)
         try:
             with _interrupt_on_sigterm():
@@ -169,6 +174,8 @@ class _Run:
                 launcher,
                 on_change=self._take_change,
                 timeout_s=timeout_s,
+                on_listening=self._take_address,
+                events_path=self._run_dir.events_path,
                 former=self._former.state.processes if self._former else (),
             )
             self.goes_on = False
@@ -200,7 +207,7 @@ class _Run:
             run_id=self._context.run_id,
             secret=self._context.credentials.secret,
             address=self._context.config.cluster.ray_address,
-            num_slots=sum(plan.num_ranks for plan in plans),
+            num_slots=sum(plan.num_ranks for plan in plans) + _SPARE_SLOTS,
             num_devices=count_devices(),
             outlives_us=self._keeps,
         )
@@ -221,6 +228,10 @@ class _Run:
         if state != self._state:
             self._state = state
             self._publish()
+
+    def _take_address(self, address: str) -> None:
+        self._state = dataclasses.replace(self._state, controller_address=address)
+        self._publish()
 
     def _publish(self) -> None:
         self._run_dir.write_state(self._state)

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import enum
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ class Phase(enum.StrEnum):
     STARTING = "starting"
     READY = "ready"
     RESTARTING = "restarting"
+    DRAINED = "drained"
     STOPPING = "stopping"
     STOPPED = "stopped"
     FAILED = "failed"
@@ -66,6 +68,8 @@ class ClusterState:
     model: str
     started: float
     """Seconds since 1970."""
+    controller_address: str = ""
+    """Of the controller's own gRPC; empty: it does not listen (yet)."""
     ready_s: float = 0.0
     """Seconds from start to ready; 0 until then."""
     log_dir: str = ""
@@ -116,6 +120,8 @@ class RunDir:
         self.log_dir = path / "logs"
         self.config_path = path / "config.toml"
         self.controller_log_path = self.log_dir / "controller.log"
+        self.events_path = path / "events.jsonl"
+        """What happened, of this run and of those before it."""
         self._state_path = path / "state.json"
         self.tls_dir = path / "tls"
         """Certificates of this run, where it makes its own."""
@@ -201,6 +207,19 @@ class RunDir:
     def clear_state(self) -> None:
         """Remove the state: the cluster is no more. Logs stay."""
         self._state_path.unlink(missing_ok=True)
+        _pointer_to(self.path).unlink(missing_ok=True)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a run left its state here, or is running."""
+        return self._state_path.exists()
+
+    def be_found(self) -> None:
+        """Have ``find_run_dir`` find this folder, wherever it is, as long as it has a state."""
+        if self.path.parent != default_run_root():
+            pointer = _pointer_to(self.path)
+            pointer.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _write_private(pointer, str(self.path))
 
 
 def _write_private(path: Path, text: str) -> None:
@@ -223,22 +242,58 @@ def run_dir_of(name: str, run_dir: str) -> RunDir:
     return RunDir(root / name)
 
 
+def _pointer_to(path: Path) -> Path:
+    """The file in the default root that says where the run directory ``path`` is.
+
+    No cluster's name begins with a dot.
+    """
+    return default_run_root() / ".elsewhere" / hashlib.sha256(str(path).encode()).hexdigest()[:16]
+
+
+def _elsewhere() -> Iterator[RunDir]:
+    """The run directories outside of the default root; pointers to what is no more are removed."""
+    for pointer in sorted((default_run_root() / ".elsewhere").glob("*")):
+        with contextlib.suppress(OSError):
+            run_dir = RunDir(Path(pointer.read_text(encoding="utf-8")))
+            if run_dir.has_state:
+                yield run_dir
+            else:
+                pointer.unlink()
+
+
+def known_run_dirs(run_dir: str = "", name: str = "") -> list[RunDir]:
+    """The run directories with a state below ``cluster.run_dir``; without one, wherever they are.
+
+    All of them, or those of clusters called ``name``. Where any of these runs, only those that do.
+    """
+    root = Path(run_dir).expanduser().resolve() if run_dir else default_run_root()
+    known = [RunDir(entry.parent) for entry in sorted(root.glob("*/state.json"))]
+    if not run_dir:
+        known += _elsewhere()
+    known = [entry for entry in known if name in ("", entry.path.name)]
+    return [entry for entry in known if entry.is_owned()] or known
+
+
 def find_run_dir(name: str, run_dir: str) -> RunDir:
     """The run directory of a cluster that is known here.
 
-    Without ``name``: the only one that runs, else the only one that left its state behind.
+    Without ``name``: the only one that runs, else the only one that left its state behind. Without
+    ``run_dir`` it may be anywhere.
 
     Raises:
         ClusterError: there is none, or several to choose from.
     """
-    if name:
+    if name and run_dir:
         return run_dir_of(name, run_dir)
-    root = Path(run_dir).expanduser().resolve() if run_dir else default_run_root()
-    known = [RunDir(entry.parent) for entry in sorted(root.glob("*/state.json"))]
-    candidates = [entry for entry in known if entry.is_owned()] or known
+    candidates = known_run_dirs(run_dir, name)
     if len(candidates) == 1:
         return candidates[0]
+    if name and not candidates:
+        return run_dir_of(name, run_dir)
     if not candidates:
         raise ClusterError("no cluster is running; start one with `tandem up`")
+    if name:
+        folders = ", ".join(str(entry.path.parent) for entry in candidates)
+        raise ClusterError(f"several clusters are named {name!r} ({folders}); choose with --config")
     names = ", ".join(entry.path.name for entry in candidates)
     raise ClusterError(f"several clusters are running ({names}); choose with --name")

@@ -124,11 +124,15 @@ class RouterMetrics:
 
     def text(self) -> bytes:
         """All metrics in the text format; with a shared folder, the sums over all processes."""
+        return render_metrics(self.sums(), self._vllm)
+
+    def sums(self) -> CollectorRegistry:
+        """What to read all metrics of; with a shared folder, the sums over all processes."""
         if self._shared_dir is None:
-            return render_metrics(self.registry, self._vllm)
+            return self.registry
         registry = CollectorRegistry()
         MultiProcessCollector(registry, self._shared_dir)  # type: ignore[no-untyped-call]
-        return render_metrics(registry, self._vllm)
+        return registry
 
     def introduce(self, model: str) -> None:
         """Say which model this router serves."""
@@ -212,11 +216,11 @@ class RouterMetrics:
 
 
 def _totals(counter: Counter, label: str) -> dict[str, int]:
-    """What ``counter`` has counted, by one of its labels."""
+    """What ``counter`` has counted, by one of its labels; what never happened is left out."""
     totals: dict[str, int] = {}
     for family in counter.collect():
         for sample in family.samples:
-            if sample.name.endswith("_total"):
+            if sample.value and sample.name.endswith("_total"):
                 value = sample.labels[label]
                 totals[value] = totals.get(value, 0) + int(sample.value)
     return totals

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from runtime.config import ClusterConfig, ModelSection, TlsSection
+from runtime.config import ClusterConfig, ClusterSection, ModelSection, TlsSection
 from runtime.errors import ConfigError
 from runtime.net import Credentials
 from runtime.network import own_address
@@ -22,7 +23,9 @@ from runtime.network import own_address
 SECRET_VARIABLE = "TANDEM_SECRET"
 PREVIOUS_SECRET_VARIABLE = "TANDEM_PREVIOUS_SECRET"
 _SECRETS = {("cluster", "secret"), ("cluster", "previous_secret")}
-_Section = TypeVar("_Section", ModelSection, TlsSection)
+_PATHS = {"cluster.run_dir", "model.path", "tls.cert", "tls.key", "tls.ca"}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_Section = TypeVar("_Section", ClusterSection, ModelSection, TlsSection)
 
 
 def load_config(path: Path | None) -> ClusterConfig:
@@ -68,7 +71,7 @@ def on_this_host(config: ClusterConfig) -> ClusterConfig:
 def parse_config(table: Mapping[str, object], *, base: Path | None = None) -> ClusterConfig:
     """The configuration that a parsed TOML ``table`` describes.
 
-    ``base`` is the folder that relative paths of the model and of TLS start from.
+    ``base`` is the folder that relative paths start from.
     """
     hints = get_type_hints(ClusterConfig)
     sections: dict[str, Any] = {}
@@ -83,17 +86,91 @@ def parse_config(table: Mapping[str, object], *, base: Path | None = None) -> Cl
         return config
     return dataclasses.replace(
         config,
+        cluster=_with_base(config.cluster, ("run_dir",), base),
         model=_with_base(config.model, ("path",), base),
         tls=_with_base(config.tls, ("cert", "key", "ca"), base),
     )
 
 
+def with_settings(
+    config: ClusterConfig, settings: Iterable[str], *, base: Path | None = None
+) -> ClusterConfig:
+    """``config`` with fields changed as "decode.instances=2" says; the last word on a field counts.
+
+    ``base`` is the folder that relative paths in ``settings`` start from.
+
+    Raises:
+        ConfigError: no such field, or no such value.
+    """
+    hints = get_type_hints(ClusterConfig)
+    changes: dict[str, dict[str, Any]] = {}
+    for setting in settings:
+        path, value = split_setting(setting)
+        section, _, key = path.partition(".")
+        known = get_type_hints(hints[section])
+        changes.setdefault(section, {})[key] = _parse_text(path, value, known[key], base)
+    # All at once: fields are checked against each other, in whatever order they were given.
+    sections: dict[str, Any] = {
+        name: dataclasses.replace(getattr(config, name), **values)
+        for name, values in changes.items()
+    }
+    return dataclasses.replace(config, **sections)
+
+
+def split_setting(setting: str) -> tuple[str, str]:
+    """The field's path and the text of its value in ``SECTION.FIELD=VALUE``.
+
+    Raises:
+        ConfigError: it does not look like that, or there is no such field.
+    """
+    path, equals, text = (part.strip() for part in setting.partition("="))
+    section, _, key = path.partition(".")
+    if not equals or not key:
+        fix = "for example decode.instances=2"
+        raise ConfigError("--set", setting, "is not SECTION.FIELD=VALUE", fix)
+    hints = get_type_hints(ClusterConfig)
+    fields = [f"{name}.{field}" for name in hints for field in get_type_hints(hints[name])]
+    if path not in fields:
+        of_section = [field for field in fields if field.startswith(f"{section}.")]
+        _refuse_unknown(path, text, fields, shown=of_section or list(hints))
+    return path, text
+
+
+def _parse_text(path: str, text: str, expected: type, base: Path | None) -> object:
+    """The value that ``text`` of a command line is; a string needs no quotes."""
+    try:
+        value: object = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    if expected is str:
+        value = value if isinstance(value, str) else text
+        return _based(path, value, base) if base is not None and path in _PATHS else value
+    return _parse_value(path, value, expected)
+
+
 def _with_base(section: _Section, names: Sequence[str], base: Path) -> _Section:
     """``section`` with its relative paths made to start from ``base``."""
+    title = type(section).__name__.removesuffix("Section").lower()
     given = {name: getattr(section, name) for name in names}
-    # An absolute path stays as it is.
-    changes: dict[str, Any] = {name: str(base / path) for name, path in given.items() if path}
+    changes: dict[str, Any] = {
+        name: _based(f"{title}.{name}", path, base) for name, path in given.items()
+    }
     return dataclasses.replace(section, **changes)
+
+
+def _based(path: str, value: str, base: Path) -> str:
+    """The path ``value`` from ``base`` on; an absolute one, and an empty one, stays as it is.
+
+    Raises:
+        ConfigError: it seems to name a model of Hugging Face, which is not fetched from here.
+    """
+    whole = base / Path(value).expanduser()
+    if path == "model.path" and _HUB_ID.fullmatch(value) and not whole.exists():
+        problem = "no such folder; if it is the id of a model on Hugging Face, it is not here yet"
+        folder = f"./{value.partition('/')[2]}"
+        fix = f"`hf download {value} --local-dir {folder}`, then --model {folder}"
+        raise ConfigError(path, value, problem, fix)
+    return str(whole) if value else value
 
 
 def _parse_section(name: str, section: Mapping[str, object], section_type: type[Any]) -> object:
@@ -116,9 +193,12 @@ def _parse_value(path: str, value: object, expected: type) -> object:
     return value
 
 
-def _refuse_unknown(path: str, value: object, known: list[str]) -> None:
+def _refuse_unknown(
+    path: str, value: object, known: list[str], *, shown: list[str] | None = None
+) -> None:
+    """Names what is close among ``known``, else all of them, or those that are ``shown``."""
     close = difflib.get_close_matches(path, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(known)}"
+    hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(shown or known)}"
     raise ConfigError(path, value, "unknown key", hint)
 
 

@@ -1,8 +1,23 @@
-"""No deadline for an example of a property: a machine that is busy with something else stops a test
-for longer than any.
+"""What all tests share.
+
+No deadline for an example of a property: a machine that is busy with something else stops a test
+for longer than any. And a test's clusters are not found by a person's commands, nor theirs by it.
 """
 
+import os
+import tempfile
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("tandem", deadline=None)
 settings.load_profile("tandem")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _state_of_tests() -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="tandem-state-") as folder:
+        os.environ["XDG_STATE_HOME"] = folder
+        yield
+        del os.environ["XDG_STATE_HOME"]

@@ -33,6 +33,7 @@ from runtime.vllm_names import VllmNames
 from runtime.wire import identity
 from runtime.worker import WorkerOptions
 from worker.health import Health
+from worker.load_lines import tell_load
 
 logger = get_logger(__name__)
 
@@ -252,6 +253,9 @@ class WorkerHost:
         probing = asyncio.create_task(self.health.watch_event_loop(), name="health")
         probing.add_done_callback(tell_failure)
         self._exit.callback(probing.cancel)
+        telling = asyncio.create_task(tell_load(self.registry, endpoint.load), name="load-lines")
+        telling.add_done_callback(tell_failure)
+        self._exit.callback(telling.cancel)
         metrics = MetricsServer(
             self.registry, self.health.report, self._is_ready, self._introduce()
         )

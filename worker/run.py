@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from runtime.doctor.examine import examine_at_start
 from runtime.errors import ConfigError
 from runtime.logging import configure_logging, get_logger
 from runtime.process import limit_threads
@@ -49,6 +50,8 @@ def run_worker(
     configure_logging(role, options.instance, options.rank)
     limit_threads(options.section.num_threads)
     try:
+        for finding in examine_at_start(role, options.section.device):
+            logger.warning("%s", finding)
         service = make_service(options)
     except ConfigError as error:
         logger.error("%s", error)

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.commands.common import add_command
 from deploy.engine_bench.command import (
     add_decode_arguments,
     add_prefill_arguments,
@@ -28,28 +29,76 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Subparsers) -> None:
     """Declare ``bench`` and what it can measure."""
-    parser = commands.add_parser("bench", help="measure")
+    parser = add_command(
+        commands,
+        "bench",
+        help="measure this machine",
+        description="Measure, and print JSON. None but startup and pair starts a cluster.",
+        examples="tandem bench kv --transport loopback\ntandem bench prefill --tp 8",
+    )
     subjects = parser.add_subparsers(title="subjects", metavar="SUBJECT", required=True)
-    startup = subjects.add_parser("startup", help="seconds from `tandem up` to ready, and memory")
+    startup = add_command(
+        subjects,
+        "startup",
+        help="seconds from `tandem up` to ready, and memory",
+        examples="tandem bench startup\ntandem bench startup cluster.toml",
+    )
     startup.add_argument(
         "config", nargs="?", type=Path, metavar="CONFIG", help="a TOML file (default: built in)"
     )
     startup.set_defaults(command=run_startup)
-    transfer = subjects.add_parser("kv", help="GB/s of KV transfer between two processes")
+    transfer = add_command(
+        subjects,
+        "kv",
+        help="GB/s of KV transfer between two processes",
+        description="Two processes of this machine: one pushes the KV of prompts, block by block, "
+        "into the memory of the other, as a prefill worker does.",
+        examples="tandem bench kv --transport loopback",
+    )
     add_kv_arguments(transfer)
     transfer.set_defaults(command=run_kv)
-    prefill = subjects.add_parser("prefill", help="tokens per second of prompts on these GPUs")
-    add_prefill_arguments(prefill)
-    prefill.set_defaults(command=run_prefill_command)
-    decode = subjects.add_parser("decode", help="tokens per second of decode steps on these GPUs")
-    add_decode_arguments(decode)
-    decode.set_defaults(command=run_decode_command)
-    pair = subjects.add_parser("pair", help="a prefill and a decode instance, and each alone")
+    _add_engine_parsers(subjects)
+    pair = add_command(
+        subjects,
+        "pair",
+        help="a prefill and a decode instance, and each alone",
+        description="A whole cluster of one prefill and one decode instance with invented weights, "
+        "under load; and each of them alone, to see what the pair costs.",
+        examples="tandem bench pair --prefill-tp 4 --decode-dp 4 --layers 24",
+    )
     add_pair_arguments(pair)
     pair.set_defaults(command=run_pair)
-    tune = subjects.add_parser("tune", help="find the fastest tiles of FP8 products on this GPU")
+    tune = add_command(
+        subjects,
+        "tune",
+        help="find the fastest tiles of FP8 GEMMs on this GPU",
+        examples="tandem bench tune --model deepseek-v3 --tp 8 --ep 8 --budget-s 1800",
+    )
     add_tune_arguments(tune)
     tune.set_defaults(command=run_tune)
+
+
+def _add_engine_parsers(subjects: Subparsers) -> None:
+    prefill = add_command(
+        subjects,
+        "prefill",
+        help="tokens per second of prompts on these GPUs",
+        description="Prefill steps of a model with invented weights on this host's GPUs, without a "
+        "cluster.",
+        examples="tandem bench prefill --tp 8\ntandem bench prefill --dp 8 --batch-tokens 4096",
+    )
+    add_prefill_arguments(prefill)
+    prefill.set_defaults(command=run_prefill_command)
+    decode = add_command(
+        subjects,
+        "decode",
+        help="tokens per second of decode steps on these GPUs",
+        description="Decode steps of a model with invented weights on this host's GPUs, without a "
+        "cluster.",
+        examples="tandem bench decode --dp 8 --batch 128",
+    )
+    add_decode_arguments(decode)
+    decode.set_defaults(command=run_decode_command)
 
 
 def run_startup(arguments: argparse.Namespace) -> int:

@@ -8,11 +8,75 @@ from typing import TYPE_CHECKING
 
 from deploy.errors import ClusterError
 from deploy.state import ClusterState, RunDir, find_run_dir
-from runtime.config_file import load_config
+from runtime.config import ClusterConfig
+from runtime.config_file import load_config, with_settings
 from runtime.net import Credentials
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_command(
+    commands: Subparsers, name: str, *, help: str, examples: str, description: str = ""
+) -> argparse.ArgumentParser:
+    """Declare a command; ``examples`` are whole command lines, explanations after ``#``."""
+    lines = [f"  {line.strip()}" for line in examples.strip().splitlines()]
+    return commands.add_parser(
+        name,
+        help=help,
+        description=description or f"{help[0].upper()}{help[1:]}.",
+        epilog="\n".join(["examples:", *lines]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """``CONFIG``, ``--set`` and short forms of the fields that are set most."""
+    parser.add_argument(
+        "config", nargs="?", type=Path, metavar="CONFIG", help="a TOML file (default: built in)"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        help="folder of the checkpoint, instead of model.path (default: the bundled model)",
+    )
+    parser.add_argument("--port", metavar="N", help="of HTTP, instead of router.port; 0: any")
+    parser.add_argument(
+        "--host", metavar="ADDRESS", help="on which HTTP listens, instead of router.host"
+    )
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="any field of the configuration, over what CONFIG says; as often as you like",
+    )
+
+
+_SHORT_FORMS = {"model": "model.path", "host": "router.host", "port": "router.port"}
+
+
+def settings_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """All fields that the command line sets, as ``--set`` takes them."""
+    short = (
+        f"{field}={value}"
+        for name, field in _SHORT_FORMS.items()
+        if (value := getattr(arguments, name)) is not None
+    )
+    return (*short, *arguments.settings)
+
+
+def chosen_config(arguments: argparse.Namespace, *, base: Path | None = None) -> ClusterConfig:
+    """The configuration that the file and the command line describe.
+
+    Relative paths of the command line start from ``base``, the working directory without one.
+
+    Raises:
+        ConfigError: a field that cannot be.
+    """
+    config = load_config(arguments.config)
+    return with_settings(config, settings_of(arguments), base=base or Path.cwd())
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:

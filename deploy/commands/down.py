@@ -8,7 +8,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from deploy.commands.common import add_cluster_arguments, chosen_run_dir
+from deploy.commands.common import add_cluster_arguments, add_command, chosen_run_dir
 from deploy.errors import ClusterError
 from deploy.former_run import end_former_run
 from deploy.sweep import find_processes, wait_until_gone
@@ -24,7 +24,16 @@ _ORDERLY_S = 70.0
 
 def add_parser(commands: Subparsers) -> None:
     """Declare ``down``."""
-    parser = commands.add_parser("down", help="stop a running cluster")
+    parser = add_command(
+        commands,
+        "down",
+        help="stop a running cluster",
+        description="Let requests finish, stop every process, and see that nothing is left.",
+        examples="""
+tandem down
+tandem down --name staging --now    # one of several, without waiting for its requests
+""",
+    )
     add_cluster_arguments(parser)
     parser.add_argument("--now", action="store_true", help="do not let requests finish")
     parser.set_defaults(command=run)

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.commands.common import add_command
 from deploy.errors import ClusterError
 from engine.config import ModelConfig
 from runtime.errors import ConfigError
@@ -18,13 +19,32 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Subparsers) -> None:
     """Declare ``model`` and what it can do."""
-    parser = commands.add_parser("model", help="look at checkpoints")
+    parser = add_command(
+        commands,
+        "model",
+        help="look at checkpoints",
+        examples="tandem model info /models/DeepSeek-V3",
+    )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    info = verbs.add_parser("info", help="sizes and data types of a checkpoint")
-    info.add_argument("path", type=Path, metavar="DIR")
+    info = add_command(
+        verbs,
+        "info",
+        help="sizes and data types of a checkpoint",
+        description="What a checkpoint consists of, from the headers of its files alone.",
+        examples="tandem model info /models/DeepSeek-V3",
+    )
+    folder = "a folder with config.json and *.safetensors"
+    info.add_argument("path", type=Path, metavar="DIR", help=folder)
     info.set_defaults(command=run_info)
-    parity = verbs.add_parser("parity", help="compare logits and tokens with transformers")
-    parity.add_argument("path", type=Path, metavar="DIR")
+    parity = add_command(
+        verbs,
+        "parity",
+        help="compare logits and tokens with transformers",
+        description="Run the same prompts here and in transformers (which must be installed), on "
+        "the CPU; 1 when they differ by more than rounding.",
+        examples="tandem model parity /models/small-deepseek",
+    )
+    parity.add_argument("path", type=Path, metavar="DIR", help=folder)
     parity.set_defaults(command=run_parity)
 
 

@@ -1,123 +1,168 @@
-"""``tandem status``: what runs, since when, under which load, in how much memory."""
+"""``tandem status``: what runs, since when, under which load, how fast, in how much memory."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import dataclasses
+import contextlib
 import json
 import time
 from typing import TYPE_CHECKING
 
-import psutil
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from deploy.cluster_view import ClusterView, ProcessView, RoleView, look_at, metrics_url
 from deploy.commands.common import (
     add_cluster_arguments,
+    add_command,
     chosen_run_dir,
     run_credentials,
     running_state,
 )
 from deploy.display import phase_text
-from deploy.pool_watch import PoolMember, PoolMembers, fetch_members
-from deploy.state import ClusterState, Phase, ProcessState, RunDir
-from deploy.sweep import memory_of
+from deploy.plan import Role
+from deploy.state import Phase, RunDir
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
 
-_POOL_TIMEOUT_S = 2.0
+_EXAMPLES = """
+tandem status
+tandem status --watch          # live, until Ctrl-C
+tandem status --json | jq .roles.decode.kv_used
+tandem status > /dev/null && echo ready
+"""
 
 
 def add_parser(commands: Subparsers) -> None:
     """Declare ``status``."""
-    parser = commands.add_parser("status", help="show a running cluster")
+    parser = add_command(
+        commands,
+        "status",
+        help="show a running cluster",
+        description="A line for each role (load, queue, share of KV blocks in use, tokens/s and "
+        "time to the first token over the last seconds), and one for each process. Ends with 0 "
+        "only while everything is ready.",
+        examples=_EXAMPLES,
+    )
     add_cluster_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="one object, for programs")
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=_interval,
+        const=1.0,
+        default=0.0,
+        metavar="S",
+        help="again every S seconds (default: 1), until Ctrl-C; with --json an object a line",
+    )
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a table; 1 when the cluster is not ready."""
-    run_dir = chosen_run_dir(arguments)
-    state = running_state(run_dir)
-    members = _fetch(run_dir, state)
+    """Print tables; 1 when the cluster is not ready."""
+    if arguments.watch:
+        _watch(chosen_run_dir(arguments), arguments.watch, as_json=arguments.json)
+        return 0
+    view = current_view(chosen_run_dir(arguments))
     if arguments.json:
-        print(json.dumps([_describe(state, process, members) for process in state.processes]))
+        print(json.dumps(view.describe(), indent=1))
     else:
-        _show(state, members)
-    return 0 if phase_now(state) is Phase.READY else 1
+        Console().print(render(view), crop=False)
+    return 0 if view.phase is Phase.READY else 1
 
 
-def phase_now(state: ClusterState) -> Phase:
-    """The cluster's phase; RESTARTING where it is READY but for a process that comes back."""
-    if state.phase is Phase.READY and any(
-        process.phase is not Phase.READY for process in state.processes
-    ):
-        return Phase.RESTARTING
-    return state.phase
-
-
-def _fetch(run_dir: RunDir, state: ClusterState) -> PoolMembers:
-    if state.phase is not Phase.READY:
-        return {}
-    credentials = run_credentials(run_dir)
-    return asyncio.run(
-        fetch_members(state.control_address, state.endpoint, credentials, timeout_s=_POOL_TIMEOUT_S)
-    )
-
-
-def _describe(
-    state: ClusterState, process: ProcessState, members: PoolMembers
-) -> dict[str, object]:
-    member = _member_of(process, members)
-    return {
-        **dataclasses.asdict(process),
-        "cluster": state.name,
-        "endpoint": state.endpoint,
-        "endpoints": [state.endpoint, *state.further_endpoints],
-        "memory_bytes": _memory_bytes(state, process),
-        "load": dataclasses.asdict(member) if member else None,
-    }
-
-
-def _show(state: ClusterState, members: PoolMembers) -> None:
+def _watch(run_dir: RunDir, interval_s: float, *, as_json: bool) -> None:
+    """Until Ctrl-C, or until the cluster has ended."""
     console = Console()
-    uptime_s = time.time() - state.started
+    with contextlib.ExitStack() as stack:
+        live = None
+        if console.is_terminal and not as_json:
+            live = stack.enter_context(Live(console=console, auto_refresh=False, screen=True))
+        while True:
+            view = current_view(run_dir)
+            if as_json:
+                print(json.dumps(view.describe()), flush=True)
+            elif live is not None:
+                live.update(render(view), refresh=True)
+            else:
+                console.print(render(view), "", crop=False)
+            time.sleep(interval_s)
+
+
+def current_view(run_dir: RunDir) -> ClusterView:
+    """One look at the cluster of ``run_dir``.
+
+    Raises:
+        ClusterError: it does not run.
+    """
+    state = running_state(run_dir)
+    return look_at(state, run_credentials(run_dir) if state.phase is Phase.READY else None)
+
+
+def render(view: ClusterView) -> RenderableType:
+    """All of it, for a terminal."""
+    state = view.state
     head = Text.assemble(
         (state.name, "bold"),
         " ",
-        phase_text(phase_now(state)),
+        phase_text(view.phase),
         f"  {state.model} at {state.where}",
     )
-    console.print(head, soft_wrap=True)
-    console.print(f"up {uptime_s:.0f} s, logs in {state.log_dir}", highlight=False, soft_wrap=True)
-    table = Table(box=None, pad_edge=False)
-    for title in ("process", "state", "pid", "memory", "running", "waiting", "free blocks"):
-        right = title not in ("process", "state")
-        table.add_column(title, justify="right" if right else "left", no_wrap=True)
-    table.add_column("restarts", justify="right")
-    for process in state.processes:
+    uptime = f"up {_duration(time.time() - state.started)}"
+    where = Text(f"{uptime}, logs in {state.log_dir}, metrics at {metrics_url(state.endpoint)}")
+    for line in (head, where):
+        line.no_wrap, line.overflow = True, "ignore"  # paths and addresses stay whole
+    return Group(head, where, "", _role_table(view), "", _process_table(view))
+
+
+def _role_table(view: ClusterView) -> Table:
+    table = _table("role", "ready", "running", "queue", "KV used", "rate", "TTFT p50", "p99")
+    recent = view.recent
+    for role in view.roles():
+        is_router = role.role is Role.ROUTER
         table.add_row(
-            process.name,
-            _state_text(process, _member_of(process, members)),
-            str(process.pid or "-"),
-            _megabytes(_memory_bytes(state, process)),
-            *_load_cells(_member_of(process, members)),
-            str(process.num_restarts),
+            role.role.value,
+            f"{role.num_ready}/{role.num_instances}",
+            _number(role.num_running),
+            _number(role.num_waiting),
+            "-" if role.kv_used is None else f"{role.kv_used:.0%}",
+            _rate(recent.get("requests_per_s"), "requests/s") if is_router else _tokens(role),
+            _seconds(recent.get("ttft_p50_s")) if is_router else "",
+            _seconds(recent.get("ttft_p99_s")) if is_router else "",
         )
-    console.print(table)
+    return table
 
 
-def _state_text(process: ProcessState, member: PoolMember | None) -> Text:
-    if member is not None and member.draining:
-        return Text("draining", style="yellow")
-    return phase_text(process.phase)
+def _process_table(view: ClusterView) -> Table:
+    titles = ("process", "state", "pid", "memory", "running", "waiting", "free blocks", "restarts")
+    table = _table(*titles)
+    for process in view.processes:
+        table.add_row(
+            process.state.name,
+            Text("draining", style="yellow")
+            if process.is_draining
+            else phase_text(process.state.phase),
+            str(process.state.pid or "-"),
+            f"{process.memory_bytes / 2**20:.0f} MiB" if process.memory_bytes else "-",
+            *_load_cells(process),
+            str(process.state.num_restarts),
+        )
+    return table
 
 
-def _load_cells(member: PoolMember | None) -> tuple[str, str, str]:
+def _table(*titles: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in titles:
+        is_text = title in ("role", "process", "state")
+        table.add_column(title, justify="left" if is_text else "right", no_wrap=True)
+    return table
+
+
+def _load_cells(process: ProcessView) -> tuple[str, str, str]:
+    member = process.member
     if member is None or member.num_total_blocks == 0:  # Registered, no load reported yet.
         return ("-", "-", "-")
     return (
@@ -127,24 +172,40 @@ def _load_cells(member: PoolMember | None) -> tuple[str, str, str]:
     )
 
 
-def _member_of(process: ProcessState, members: PoolMembers) -> PoolMember | None:
-    """Its load as the registry knows it; None for what does not serve, or is not a worker."""
-    if process.phase is not Phase.READY:
-        return None
-    return members.get((process.instance, process.rank))
+def _tokens(role: RoleView) -> str:
+    return _rate(role.tokens_per_s, "tokens/s")
 
 
-def _memory_bytes(state: ClusterState, process: ProcessState) -> int:
-    """Proportional set size of a process and its children; 0 when it is gone or elsewhere."""
-    if not state.is_here(process):
-        return 0
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _rate(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value:,.1f} {unit}"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _duration(seconds: float) -> str:
+    """The two largest units."""
+    whole = int(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
+
+
+def _interval(text: str) -> float:
     try:
-        parent = psutil.Process(process.pid)
-        processes = [parent, *parent.children(recursive=True)]
-    except psutil.Error:
-        return 0
-    return memory_of(processes)[0]
-
-
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.0f} MiB" if num_bytes else "-"
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is no interval. Fix: 0.1 to 3600 seconds")
+    return seconds

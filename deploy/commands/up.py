@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import os
 import signal
 import subprocess
@@ -16,7 +15,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 import deploy
-from deploy.display import StartDisplay, own_command, posture_table, ready_message
+from deploy.commands.common import add_command, add_config_arguments, chosen_config, settings_of
+from deploy.display import (
+    StartDisplay,
+    choice_of,
+    own_command,
+    posture_table,
+    ready_message,
+)
 from deploy.errors import ClusterError
 from deploy.state import ClusterState, Phase, RunDir, run_dir_of
 from runtime.config import ClusterConfig
@@ -31,12 +37,25 @@ _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 70.0
 
 
+_EXAMPLES = """
+tandem up                                    # the bundled model on this CPU
+tandem up --model /models/DeepSeek-V3 --port 9000
+tandem up cluster.toml --set decode.instances=2 --set decode.dp=8
+tandem up --detach                           # returns when ready; tandem down stops it
+"""
+
+
 def add_parser(commands: Subparsers) -> None:
     """Declare ``up``."""
-    parser = commands.add_parser("up", help="start a cluster on this machine")
-    parser.add_argument(
-        "config", nargs="?", type=Path, metavar="CONFIG", help="a TOML file (default: built in)"
+    parser = add_command(
+        commands,
+        "up",
+        help="start a cluster on this machine",
+        description="Start router, prefill and decode workers, and keep them running. "
+        "deploy/configs/default.toml lists every field that a CONFIG or --set may have.",
+        examples=_EXAMPLES,
     )
+    add_config_arguments(parser)
     parser.add_argument(
         "--detach", action="store_true", help="return when ready; the cluster goes on"
     )
@@ -53,7 +72,8 @@ def add_parser(commands: Subparsers) -> None:
         help="give up when not ready by then (default: %(default)g)",
     )
     # The controller that --detach leaves behind is this same command, silent.
-    parser.add_argument("--in-background", action="store_true", help=argparse.SUPPRESS)
+    # Its working directory is another one: DIR is where relative paths start.
+    parser.add_argument("--in-background", type=Path, metavar="DIR", help=argparse.SUPPRESS)
     parser.set_defaults(command=run)
 
 
@@ -61,13 +81,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Start the cluster in the way that was asked for."""
     from deploy.run import prepare
 
-    config = load_config(arguments.config)
     if arguments.load_format is not None:
-        model = dataclasses.replace(config.model, load_format=arguments.load_format)
-        config = dataclasses.replace(config, model=model)
+        arguments.settings.append(f"model.load_format={arguments.load_format}")
+    config = chosen_config(arguments, base=arguments.in_background)
     run_dir = run_dir_of(config.cluster.name, config.cluster.run_dir)
     resolved = prepare(config, run_dir)
-    if arguments.in_background:
+    if arguments.in_background is not None:
         configure_logging("controller")
         return _run_silent(resolved, run_dir, arguments.timeout)
     if arguments.detach:
@@ -91,7 +110,8 @@ def _run_here(config: ClusterConfig, run_dir: RunDir, timeout_s: float) -> int:
             if state.phase is Phase.READY and not ready:
                 ready = True
                 display.finish()
-                console.print(ready_message(state), markup=False, highlight=False, soft_wrap=True)
+                message = ready_message(state, choice_of(state))
+                console.print(message, markup=False, highlight=False, soft_wrap=True)
                 console.print("Ctrl-C stops the cluster.")
                 _print_posture(console, config)
             display.update(state)
@@ -110,10 +130,11 @@ def _run_silent(config: ClusterConfig, run_dir: RunDir, timeout_s: float) -> int
 
 def _run_detached(run_dir: RunDir, arguments: argparse.Namespace) -> int:
     console = Console()
-    command = [sys.executable, "-m", "deploy", "up", "--in-background"]
+    command = [sys.executable, "-m", "deploy", "up", "--in-background", str(Path.cwd())]
     command += ["--timeout", str(arguments.timeout)]
-    command += ["--load-format", arguments.load_format] if arguments.load_format else []
     command += [str(arguments.config.resolve())] if arguments.config else []
+    for setting in settings_of(arguments):
+        command += ["--set", setting]
     with run_dir.controller_log_path.open("wb") as log:
         controller = subprocess.Popen(
             command,
@@ -133,8 +154,11 @@ def _run_detached(run_dir: RunDir, arguments: argparse.Namespace) -> int:
         controller.wait(_STOP_TIMEOUT_S)
         run_dir.clear_state()
         raise ClusterError(state.error)
-    console.print(ready_message(state), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"It runs in the background; `{own_command()} down` stops it.", highlight=False)
+    choice = choice_of(state)
+    console.print(ready_message(state, choice), markup=False, highlight=False, soft_wrap=True)
+    stop = f"{own_command()} down{choice}"
+    line = f"It runs in the background; `{stop}` stops it."
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
     # The controller's own: it has chosen the ports that were left open.
     _print_posture(console, load_config(run_dir.config_path))
     return 0

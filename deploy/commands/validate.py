@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from deploy.commands.common import add_command, add_config_arguments, chosen_config
 from deploy.display import posture_table
-from runtime.config_file import load_config
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
@@ -17,8 +16,17 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Subparsers) -> None:
     """Declare ``validate``."""
-    parser = commands.add_parser("validate", help="check a configuration file")
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
+    parser = add_command(
+        commands,
+        "validate",
+        help="check a configuration, and start nothing",
+        description="Every check that needs nothing started: fields, checkpoint, devices, memory.",
+        examples="""
+tandem validate cluster.toml
+tandem validate cluster.toml --devices 16 --set decode.dp=8    # for another host
+""",
+    )
+    add_config_arguments(parser)
     parser.add_argument(
         "--devices",
         type=int,
@@ -35,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deploy.plan import num_devices_needed, plan_instances
     from deploy.posture import posture_of
 
-    config = resolve_config(load_config(arguments.config))
+    config = resolve_config(chosen_config(arguments))
     num_devices = count_devices_for(config) if arguments.devices is None else arguments.devices
     check_config(config, num_devices=num_devices)
     plans = plan_instances(config)
@@ -47,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     budget = plan_decode_memory(config, read_model(config))
     if budget is not None:
         print("\n".join(describe_decode_memory(budget)))
-    print(f"{arguments.config} is valid")
+    print(f"{arguments.config or 'the configuration'} is valid")
     print()
     Console().print(posture_table(posture_of(config)), highlight=False)
     return 0

@@ -34,7 +34,12 @@ def add_prefill_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scatter", type=_switch, default=True, help="tp ranks keep their rows only: on, off"
     )
-    parser.add_argument("--collectives", choices=("nccl", "symmetric"), default="nccl")
+    parser.add_argument(
+        "--collectives",
+        choices=("nccl", "symmetric"),
+        default="nccl",
+        help="of tp ranks: NCCL, or copy engines over symmetric memory",
+    )
     parser.add_argument(
         "--ttft", type=_switch, default=True, help="also time one prompt alone: on, off"
     )
@@ -47,7 +52,9 @@ def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", default="1500-1660", metavar="N-M", help="tokens at the first measured step"
     )
-    parser.add_argument("--kv-dtype", choices=("bf16", "fp8"), default="bf16")
+    parser.add_argument(
+        "--kv-dtype", choices=("bf16", "fp8"), default="bf16", help="in which KV is stored"
+    )
     parser.add_argument("--graphs", type=_switch, default=True, help="CUDA graphs: on, off")
     parser.add_argument(
         "--overlap", type=_switch, default=True, help="launch a step ahead: on, off"
@@ -132,7 +139,9 @@ def _add_setup(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shard-axis", choices=("tp", "dp"), help="of those N ranks (default: the one in use)"
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="on which the ranks run"
+    )
     parser.add_argument(
         "--routing",
         choices=("even", "model"),
@@ -145,12 +154,14 @@ def _add_setup(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="how tokens travel with --dp: by stores over NVLink (decode), DeepEP, or collectives",
     )
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--warm-ups", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=10, help="measured runs of the same batch")
+    parser.add_argument("--warm-ups", type=int, default=3, help="runs before, not measured")
     parser.add_argument(
         "--profile", type=_switch, default=True, help="also time the stages of a batch: on, off"
     )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="default: stdout")
+    parser.add_argument(
+        "--json", type=Path, metavar="OUT", help="where the report goes (default: stdout)"
+    )
     parser.add_argument(
         "--trace", type=Path, metavar="OUT", help="write the whole table of stages there"
     )

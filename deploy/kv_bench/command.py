@@ -25,19 +25,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transport",
         nargs="+",
         choices=TRANSPORT_NAMES,
-        help="default: all on the CPU, nixl on GPUs",
+        help="what moves the KV, one or several (default: all on the CPU, nixl on GPUs)",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--prompts", type=_positive, default=20, help="sent one after the other")
-    parser.add_argument("--in-flight", type=_positive, default=8, help="of the sustained prompts")
-    parser.add_argument("--sustained", type=_positive, default=24, help="prompts")
-    parser.add_argument("--rails", type=_positive, nargs="+", default=[1], help="NIXL agents")
     parser.add_argument(
-        "--post-mib", type=_positive, nargs="+", default=[64], help="bytes of a post"
+        "--device", choices=("cpu", "cuda"), default="cpu", help="whose memory holds the KV"
     )
-    parser.add_argument("--flight-mib", type=_positive, default=1024, help="bytes in flight")
-    parser.add_argument("--compute-s", type=float, default=0.5, help="of an overlapped prompt")
-    parser.add_argument("--protocol", default="tcp", help="of Mooncake")
+    parser.add_argument(
+        "--prompts", type=_positive, default=20, help="prompts whose KV is sent one after the other"
+    )
+    parser.add_argument(
+        "--in-flight",
+        type=_positive,
+        default=8,
+        help="prompts under way at once, while sustained",
+    )
+    parser.add_argument(
+        "--sustained",
+        type=_positive,
+        default=24,
+        help="prompts of a part that keeps the link full",
+    )
+    parser.add_argument(
+        "--rails", type=_positive, nargs="+", default=[1], help="NIXL agents that share the bytes"
+    )
+    parser.add_argument(
+        "--post-mib",
+        type=_positive,
+        nargs="+",
+        default=[64],
+        help="MiB that are posted at once",
+    )
+    parser.add_argument(
+        "--flight-mib", type=_positive, default=1024, help="MiB that may be posted and not done"
+    )
+    parser.add_argument(
+        "--compute-s",
+        type=float,
+        default=0.5,
+        help="seconds over which the KV of a prompt comes, as layers are computed",
+    )
+    parser.add_argument("--protocol", default="tcp", help="of Mooncake: tcp or rdma")
     parser.add_argument("--devices", default="", help="network cards of Mooncake, a comma list")
 
 

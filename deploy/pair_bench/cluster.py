@@ -24,8 +24,9 @@ from deploy.child import Child, ChildReport
 from deploy.engine_bench.launcher import NO_MULTICAST
 from deploy.engine_bench.report import say
 from deploy.errors import ClusterError, ProcessDiedError
-from deploy.instance import Death, last_stage
+from deploy.instance import Death
 from deploy.launcher import places_here
+from deploy.log_lines import last_stage
 from deploy.plan import (
     InstancePlan,
     Role,

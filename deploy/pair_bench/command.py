@@ -41,11 +41,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, (kind, default, text) in _HELP.items():
         parser.add_argument(f"--{name}", type=kind, default=default, help=text)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="on which the workers run"
+    )
     transports = ("auto", "loopback", "nixl", "mooncake")
-    parser.add_argument("--transport", choices=transports, default="auto", help="of KV")
-    parser.add_argument("--kv-dtype", choices=("auto", "bfloat16", "fp8"), default="auto")
-    parser.add_argument("--cuda-graphs", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument("--transport", choices=transports, default="auto", help="that moves KV")
+    parser.add_argument(
+        "--kv-dtype",
+        choices=("auto", "bfloat16", "fp8"),
+        default="auto",
+        help="in which KV is stored (auto: that of the model)",
+    )
+    parser.add_argument(
+        "--cuda-graphs",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="whether decode captures its steps",
+    )
     parser.add_argument(
         "--set",
         dest="settings",
@@ -54,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECTION.FIELD=VALUE",
         help="any other field of the configuration, as prefill.collectives=symmetric",
     )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="default: stdout")
+    parser.add_argument(
+        "--json", type=Path, metavar="OUT", help="where the report goes (default: stdout)"
+    )
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the processes' logs")
 
 

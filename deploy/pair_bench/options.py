@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from runtime.config import (
     PrefillSection,
     RouterSection,
 )
-from runtime.config_file import dump_config, parse_config
+from runtime.config_file import with_settings
 from runtime.errors import ConfigError
 
 BLOCK_SIZE = 64
@@ -176,7 +174,7 @@ class PairOptions:
                 transfer_timeout_s=_TIMEOUT_S,
             ),
         )
-        return functools.reduce(with_setting, self.settings, config)
+        return with_settings(config, self.settings)
 
     @property
     def num_prompts_ahead(self) -> int:
@@ -225,23 +223,6 @@ class PairOptions:
             cuda_graphs=self.cuda_graphs,
             step_timeout_s=0.0,
         )
-
-
-def with_setting(config: ClusterConfig, setting: str) -> ClusterConfig:
-    """``config`` with one field changed, as "prefill.collectives=symmetric" says.
-
-    Raises:
-        ConfigError: no such field, or no such value.
-    """
-    path, _, text = setting.partition("=")
-    section, _, field = path.partition(".")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a word without quotes
-    table = tomllib.loads(dump_config(config))
-    table.setdefault(section, {})[field] = value
-    return parse_config(table)
 
 
 def _flag(name: str) -> str:

@@ -23,11 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tp", type=int, default=1, help="ranks that share heads and widths")
     parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts")
-    parser.add_argument("--rows", type=_numbers, help="of plain products; numbers and commas")
-    parser.add_argument("--expert-rows", type=_numbers, help="of each expert in prefill")
-    parser.add_argument("--decode-rows", type=_numbers, help="of each expert in decode")
+    parser.add_argument("--rows", type=_numbers, help="of plain GEMMs, with commas between")
+    parser.add_argument("--expert-rows", type=_numbers, help="rows of each expert in prefill")
+    parser.add_argument("--decode-rows", type=_numbers, help="rows of each expert in decode")
     parser.add_argument("--budget-s", type=float, default=1800.0, help="seconds for all of it")
-    parser.add_argument("--out", type=Path, help="folder (default: the package's own)")
+    parser.add_argument(
+        "--out", type=Path, help="folder for the found tiles (default: the package's own)"
+    )
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="tiles compiled at once"
     )

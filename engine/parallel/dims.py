@@ -116,7 +116,8 @@ class ParallelDims:
 
 def _check_divides(axis: str, length: int, name: str, size: int) -> None:
     if size % length:
-        fitting = max(n for n in range(1, length) if size % n == 0)
-        raise ConfigError(
-            axis, length, f"{name} = {size} is not a multiple of it", f"use {fitting}"
-        )
+        fitting = [n for n in range(1, size + 1) if size % n == 0]
+        below = max(n for n in fitting if n < length)
+        above = min((n for n in fitting if n > length), default=None)
+        fix = f"use {below}" if above is None else f"use {below} or {above}"
+        raise ConfigError(axis, length, f"{name} = {size} is not a multiple of it", fix)

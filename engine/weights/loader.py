@@ -120,7 +120,11 @@ def _check_names(
     left_over = [name for name in checkpoint if name not in plan]
     skipped = [name for name in left_over if name.startswith(unused)] if unused else []
     if skipped:
-        logger.info("left out tensors of unused parts count=%d first=%s", len(skipped), skipped[0])
+        logger.info(
+            "layers that are not used here stay on disk num_tensors=%d first=%s",
+            len(skipped),
+            skipped[0],
+        )
     unknown = [name for name in left_over if name not in set(skipped)]
     if unknown:
         raise CheckpointError(

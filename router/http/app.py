@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -91,6 +92,7 @@ class Operations:
             "num_requests_in_flight": serving.admission.num_in_flight,
             "num_requests_waiting": serving.admission.num_waiting,
             "max_requests_in_flight": serving.admission.limit,
+            "recent": dataclasses.asdict(serving.recent()),
             "workers": [self._worker(member) for member in members],
         }
         return web.Response(body=orjson.dumps(body), content_type="application/json")

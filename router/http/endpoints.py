@@ -37,6 +37,7 @@ from router.metrics import RouterMetrics
 from router.model import ModelLimits, ServedModel
 from router.pool.readiness import Readiness
 from router.pool.view import PoolView
+from router.recent import Recent
 from router.requests.admission import Admission, BodyBytes
 from router.requests.generation import Generation, Mailbox
 from router.requests.pipeline import Pipeline
@@ -67,6 +68,7 @@ class Serving:
     admission: Admission
     lanes: Lanes
     metrics: RouterMetrics
+    recent: Callable[[], Recent]
     finished: FinishedRequests = field(default_factory=FinishedRequests)
     keep_alive_s: float = KEEP_ALIVE_S
 

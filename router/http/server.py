@@ -20,6 +20,7 @@ from router.pool.journal import PoolJournal
 from router.pool.members import Departure, Member, Role
 from router.pool.readiness import Readiness
 from router.pool.view import PoolView
+from router.recent import LoadLines, RecentWindow, Totals
 from router.requests.admission import REQUESTS_OF_SILENT_RANK, Admission, limit_of
 from router.requests.attempt import Workers
 from router.requests.clients import WorkerClients
@@ -67,17 +68,12 @@ class HttpServer:
             max_queue_bytes=section.max_queue_bytes,
         )
         self._lanes = Lanes()
-        self._connections = Connections(
-            ConnectionLimits(
-                max_connections=section.max_connections,
-                header_timeout_s=section.header_timeout_s,
-                stall_timeout_s=section.client_stall_timeout_s,
-            ),
-            loop.time,
-        )
+        self._connections = Connections(_limits_of(section), loop.time)
         policy = PairingPolicy(section.policy)
         readiness = Readiness(self.pool)
         pipeline = Pipeline(self._workers, policy, section, readiness)
+        self._recent = RecentWindow(lambda: Totals.of(self.metrics.sums().collect()), loop.time)
+        self._load_lines = LoadLines(lambda: Totals.of(self.metrics.registry.collect()), loop.time)
         serving = Serving(
             section=section,
             model=model,
@@ -87,6 +83,7 @@ class HttpServer:
             admission=self._admission,
             lanes=self._lanes,
             metrics=self.metrics,
+            recent=self._recent.recent,
         )
         self._journal = PoolJournal(time.time)
         self.pool.on_failure(self._journal.note_failure)
@@ -138,6 +135,8 @@ class HttpServer:
             self.metrics.requests_waiting.set(self._admission.num_waiting)
             self.metrics.connections.set(len(self._connections))
             self.metrics.texts_pending.set(self._lanes.num_pending)
+            self._recent.tick()
+            self._load_lines.tick(self._admission.num_in_flight, self._admission.num_waiting)
             self._workers.follow_pool()
             self._connections.sweep()
             self._console.tick(lag_s)
@@ -156,6 +155,14 @@ class HttpServer:
         await self._runner.cleanup()
         self._lanes.close()
         await self._workers.close()
+
+
+def _limits_of(section: RouterSection) -> ConnectionLimits:
+    return ConnectionLimits(
+        max_connections=section.max_connections,
+        header_timeout_s=section.header_timeout_s,
+        stall_timeout_s=section.client_stall_timeout_s,
+    )
 
 
 def bind_http(host: str, port: int, *, shared: bool = False) -> socket.socket:

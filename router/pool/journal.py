@@ -91,9 +91,10 @@ class PoolJournal:
         reasons = {gone.key: gone.reason for gone in departures if self._is_new(gone)}
         if departures:
             self._last_departure = departures[-1].number
-        for key in self._known.keys() - present.keys():
-            # Where the registry has forgotten why, silence is all that is known.
-            self._note_gone(self._known[key], reasons.get(key, DepartureReason.LOST))
+        for key, member in self._known.items():
+            if key not in present:
+                # Where the registry has forgotten why, silence is all that is known.
+                self._note_gone(member, reasons.get(key, DepartureReason.LOST))
         for key, member in present.items():
             former = self._known.get(key)
             if former is None:

@@ -152,7 +152,9 @@ class DrainRequest(_message.Message):
     def __init__(self, deadline_s: _Optional[float] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
-    __slots__ = ("num_requests_left",)
+    __slots__ = ("num_requests_left", "num_tokens_left")
     NUM_REQUESTS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_LEFT_FIELD_NUMBER: _ClassVar[int]
     num_requests_left: int
-    def __init__(self, num_requests_left: _Optional[int] = ...) -> None: ...
+    num_tokens_left: int
+    def __init__(self, num_requests_left: _Optional[int] = ..., num_tokens_left: _Optional[int] = ...) -> None: ...

@@ -485,6 +485,7 @@ async def test_a_drain_that_is_over_gives_the_rest_back() -> None:
         cluster.prefill.run(ticket, PROMPT)
         while not cluster.router.deltas.get("a"):
             await asyncio.sleep(0.005)
+        assert 0 < (await _drain(cluster, 30.0, timeout_s=0.2)).num_tokens_left <= 80
         assert (await _drain(cluster, 0.1)).num_requests_left == 0, "the shorter time counts"
         assert (await slow).num_requests_left == 0
         last = (await cluster.router.end_of("a"))[-1]
@@ -503,8 +504,10 @@ async def test_the_worker_itself_gives_back_what_it_cannot_finish() -> None:
         assert (await cluster.router.end_of("a"))[-1].error.code == common_pb2.ERROR_CODE_DRAINING
 
 
-async def _drain(cluster: DecodeCluster, deadline_s: float) -> common_pb2.DrainResponse:
+async def _drain(
+    cluster: DecodeCluster, deadline_s: float, timeout_s: float = 60.0
+) -> common_pb2.DrainResponse:
     response: common_pb2.DrainResponse = await cluster.stub.Drain(
-        common_pb2.DrainRequest(deadline_s=deadline_s), timeout=60
+        common_pb2.DrainRequest(deadline_s=deadline_s), timeout=timeout_s
     )
     return response

@@ -2,12 +2,13 @@
 
 ``python -m tests.deploy.fake_rank PORT FOLDER``: the names of files in FOLDER say how it does:
 ``sick`` (its health says so), ``ready``, ``stubborn`` (SIGTERM is not heeded), ``end-PORT-N`` (it
-ends by itself, with status N).
+ends by itself, with status N). With ``key.pem`` and ``cert.pem`` there it speaks TLS.
 """
 
 from __future__ import annotations
 
 import signal
+import ssl
 import sys
 import threading
 import time
@@ -37,6 +38,10 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, stop)
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    if (folder / "cert.pem").exists():
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     (folder / f"up-{port}").touch()
     while True:

@@ -2,8 +2,8 @@
 
 Run as ``python -m tests.deploy.fake_role ROLE --config FILE ...`` with the arguments of the real
 roles. What it should do wrong stands in the environment: ``FAKE_<INSTANCE>`` (with underscores) is
-one of ``exit-at-start``, ``ignore-sigterm`` and ``last-rank-is-late``, which answers for a while
-after the others have ended.
+one of ``exit-at-start``, ``ignore-sigterm``, ``last-rank-is-late``, which answers for a while
+after the others have ended, and ``never-empty``, which drains for ever.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,13 @@ from runtime.config import ClusterConfig
 from runtime.config_file import cluster_credentials, load_config
 from runtime.logging import configure_logging, get_logger
 from runtime.net import Credentials, Listen
-from runtime.pb import common_pb2, registry_pb2, registry_pb2_grpc
+from runtime.pb import (
+    common_pb2,
+    decode_pb2_grpc,
+    prefill_pb2_grpc,
+    registry_pb2,
+    registry_pb2_grpc,
+)
 from runtime.registration import RegistryClient
 from runtime.rpc import bind_port, create_server
 
@@ -42,6 +48,7 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
     def __init__(self) -> None:
         self._members: dict[str, registry_pb2.PoolMember] = {}
         self._changed = asyncio.Condition()
+        self._version = 0
 
     @property
     def roles(self) -> set[int]:
@@ -59,7 +66,11 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
     async def Renew(
         self, request: registry_pb2.RenewRequest, context: Context
     ) -> registry_pb2.RenewResponse:
-        return registry_pb2.RenewResponse(known=request.lease_id in self._members)
+        member = self._members.get(request.lease_id)
+        if member is not None and request.draining and not member.worker.draining:
+            member.worker.draining = True
+            await self._tell()
+        return registry_pb2.RenewResponse(known=member is not None)
 
     async def Deregister(
         self, request: registry_pb2.DeregisterRequest, context: Context
@@ -72,11 +83,13 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
         self, request: registry_pb2.WatchRequest, context: Context
     ) -> AsyncIterator[registry_pb2.PoolSnapshot]:
         while True:
+            version = self._version
             yield registry_pb2.PoolSnapshot(members=list(self._members.values()))
             async with self._changed:
-                await self._changed.wait()
+                await self._changed.wait_for(lambda version=version: self._version != version)
 
     async def _tell(self) -> None:
+        self._version += 1
         async with self._changed:
             self._changed.notify_all()
 
@@ -127,26 +140,54 @@ async def complete(request: web.Request) -> web.StreamResponse:
     return response
 
 
+class FakeWorker(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
+    """Drains: says that two requests are left, then none, or for ever that two are."""
+
+    def __init__(self, *, is_never_empty: bool) -> None:
+        self.on_drain: Callable[[], None] | None = None
+        self._is_draining = False
+        self._is_never_empty = is_never_empty
+
+    async def Drain(
+        self, request: common_pb2.DrainRequest, context: Context
+    ) -> common_pb2.DrainResponse:
+        is_first, self._is_draining = not self._is_draining, True
+        if self.on_drain is not None:
+            self.on_drain()
+        if is_first or self._is_never_empty:
+            return common_pb2.DrainResponse(num_requests_left=2, num_tokens_left=70)
+        return common_pb2.DrainResponse()
+
+
 async def serve_worker(
     arguments: argparse.Namespace, credentials: Credentials, stop: asyncio.Event
 ) -> None:
     """Register as the real worker's ranks do, and wait."""
     prefill = arguments.role == "prefill"
     logger.info("loading weights")
+    worker = FakeWorker(is_never_empty=arguments.fault == "never-empty")
+    server = create_server(credentials)
+    decode_pb2_grpc.add_DecodeServicer_to_server(worker, server)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server)
+    listen = Listen(bind=arguments.host, advertise=arguments.advertise)
+    port = bind_port(server, listen, credentials)
+    await server.start()
     record = registry_pb2.WorkerRecord(
         identity=common_pb2.WorkerIdentity(
             instance=arguments.instance, epoch=secrets.randbits(63) + 1, rank=arguments.rank
         ),
         role=common_pb2.ROLE_PREFILL if prefill else common_pb2.ROLE_DECODE,
-        address=f"{arguments.advertise or arguments.host}:1",
+        address=listen.address(port),
     )
     client = RegistryClient(arguments.router, credentials, record, registry_pb2.WorkerLoad)
+    worker.on_drain = client.set_draining
     if not prefill or arguments.rank == 0:
         await client.start()
     logger.info("serving rendezvous=%s", arguments.rendezvous)
     await stop.wait()
     await client.close()
-    if arguments.is_late:
+    await server.stop(0.1)
+    if arguments.fault == "last-rank-is-late" and arguments.rank > 0:
         await asyncio.sleep(2)
         logger.info("answered all")
 
@@ -172,7 +213,7 @@ async def main() -> None:
         sys.exit(3)
     config = load_config(arguments.config)
     config = dataclasses.replace(config, router=config.router.numbered(arguments.index))
-    arguments.is_late = fault == "last-rank-is-late" and arguments.rank > 0
+    arguments.fault = fault
     stop = asyncio.Event()
     act = (lambda: None) if fault == "ignore-sigterm" else stop.set
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, act)

@@ -12,7 +12,7 @@ from pathlib import Path
 from deploy.checks import resolve_config
 from deploy.child import Child, ChildReport, LogPiece, read_log
 from deploy.errors import ClusterError
-from deploy.launcher import Running, SupervisorLostError, Waiting, places_here
+from deploy.launcher import Room, Running, SupervisorLostError, Waiting, places_here
 from deploy.places import Places
 from deploy.plan import InstancePlan, ProcessSpec, Role, RunContext
 from deploy.state import RunDir
@@ -135,9 +135,12 @@ class LocalPlacement:
 class LocalLauncher:
     """A ``Launcher`` without Ray; it has room while ``has_room`` is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: int = 100) -> None:
         self.launched: list[str] = []
         self.released: list[str] = []
+        self.room = room
+        """Instances that can be added."""
+        self._placed: set[str] = set()
         self.running: dict[str, tuple[Running, ...]] = {}
         self.has_room = asyncio.Event()
         self.has_room.set()
@@ -149,10 +152,17 @@ class LocalLauncher:
             if not wait.is_patient and not self.has_room.is_set():
                 raise ClusterError(f"{plan.name}: no room")
         self.launched.append(plan.name)
+        self.room -= plan.name not in self._placed
+        self._placed.add(plan.name)
         return LocalPlacement(plan, places_here(plan, "127.0.0.1"), self)
 
     async def release(self, plan: InstancePlan) -> None:
         self.released.append(plan.name)
+        self.room += plan.name in self._placed
+        self._placed.discard(plan.name)
+
+    async def room_for(self, plan: InstancePlan) -> Room:
+        return Room(num_instances=self.room, why=f"{self.room} places are free")
 
     async def adopt(self, plan: InstancePlan) -> tuple[Running, ...]:
         return self.running.get(plan.name, ())

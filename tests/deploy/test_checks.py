@@ -114,7 +114,7 @@ def test_ranks_that_do_not_divide_the_model_are_refused(
         ("cuda", "cpu", 1, "prefill.tp"),
         ("cpu", "cuda", 3, "decode.dp"),
         ("cuda", "cuda", 5, "decode.dp"),
-        ("cuda", "cuda", 0, "prefill.tp"),
+        ("cuda", "cuda", 0, "prefill.device"),
     ],
 )
 def test_more_ranks_than_devices_are_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,11 +46,12 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_commands_are_these() -> None:
     text = build_parser().format_help()
-    for command in (
-        *("up", "status", "generate", "drain", "down", "validate", "model", "bench"),
-        *("worker", "router"),
-    ):
-        assert f"\n    {command} " in text
+    commands = (
+        "up status events logs generate chat scale drain restart apply down validate doctor model "
+        "bench worker router completion"
+    )
+    for command in commands.split():
+        assert re.search(rf"^    {command}\s", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +71,6 @@ def test_validate_names_the_field_and_the_fix(
 ) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(toml)
-    import re
-
     status, _, error = run("validate", str(path), capsys=capsys)
     assert status == 2
     assert re.match(message, error)
@@ -115,7 +115,16 @@ def test_up_refuses_a_port_in_use_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    "command", [["status"], ["down"], ["generate", "x"], ["drain", "decode-0"]]
+    "command",
+    [
+        ["status"],
+        ["down"],
+        ["generate", "x"],
+        ["drain", "decode-0"],
+        ["scale", "decode", "2"],
+        ["restart", "--rolling"],
+        ["events"],
+    ],
 )
 def test_commands_without_a_cluster_say_so(
     command: list[str], capsys: pytest.CaptureFixture[str]
@@ -155,3 +164,63 @@ def test_up_refuses_an_unknown_load_format(capsys: pytest.CaptureFixture[str]) -
     assert status == 2
     assert "model.load_format = 'dumy'" in err
     assert "safetensors, dummy" in err
+
+
+@pytest.mark.parametrize("words", [[], ["bench"], ["model"]])
+def test_a_command_that_is_not_complete_shows_its_help(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, output, error = run(*words, capsys=capsys)
+    assert (status, error) == (2, "")
+    assert output.startswith(f"usage: {' '.join(['tandem', *words])}")
+    assert "examples:" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["serve"], "there is no `tandem serve`. Fix: did you mean `tandem up`?"),
+        (["version"], "did you mean `tandem --version`?"),
+        (["stauts"], "did you mean `tandem status`?"),
+        (["zzz"], "Fix: one of up, status, logs"),
+        (["bench", "prefil"], "there is no `tandem bench prefil`. Fix: did you mean `tandem bench"),
+    ],
+)
+def test_a_command_that_does_not_exist_is_answered_with_what_was_meant(
+    words: list[str], advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, error = run(*words, capsys=capsys)
+    assert status == 2
+    assert advice in error
+
+
+def test_up_takes_a_model_by_its_folder_only(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, error = run("up", "--model", "deepseek-ai/DeepSeek-V3", capsys=capsys)
+    assert status == 2
+    assert error.startswith("error: model.path = 'deepseek-ai/DeepSeek-V3': no such folder")
+    assert "hf download deepseek-ai/DeepSeek-V3" in error
+
+
+def test_fields_are_set_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    words = ["validate", "--model", "model", "--port", "9", "--set", "decode.instances=3"]
+    status, output, _ = run(*words, capsys=capsys)
+    assert status == 0
+    assert "decode-2     1 rank on cpu" in output
+    assert f"model        model ({tmp_path / 'model'})" in output
+    assert "127.0.0.1:9" in output
+    status, _, error = run("up", "--set", "decode.instance=3", capsys=capsys)
+    assert status == 2
+    assert "unknown key. Fix: did you mean decode.instances?" in error
+
+
+def test_a_missing_gpu_is_told_of_the_field_that_asks_for_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["validate", "--devices", "0", "--set", "prefill.device=cuda"]
+    status, _, error = run(*words, "--set", "model.dtype=bfloat16", capsys=capsys)
+    assert status == 2
+    assert error.startswith("error: prefill.device = 'cuda': all ranks together need 1 CUDA device")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from deploy.control.membership import add_instance
 from deploy.controller import Controller
 from deploy.errors import ClusterError, ProcessDiedError
+from deploy.plan import Role
 from deploy.state import Phase, ProcessState
 from deploy.sweep import find_processes
 from tests.deploy.fakes import LocalLauncher, fake_config, fake_context
@@ -77,9 +80,10 @@ async def test_a_cluster_starts_and_leaves_nothing(tmp_path: Path) -> None:
         assert all(process.phase is Phase.READY for process in run.processes.values())
         pids = {process.pid for process in run.processes.values()}
         assert {found.pid for found in find_processes(run.context.run_id)} == pids
-        rendezvous = {run.processes[name].stage for name in ("decode-0/0", "decode-0/1")}
-        assert len(rendezvous) == 1
-        assert rendezvous.pop().startswith("serving rendezvous=127.0.0.1:")
+        logs = [Path(run.processes[f"decode-0/{rank}"].log_path).read_text() for rank in (0, 1)]
+        found = [re.findall(r"serving rendezvous=(127\.0\.0\.1:\d+)", log) for log in logs]
+        assert len(found[0]) == 1
+        assert found[0] == found[1]
     assert run.phase is Phase.STOPPING
     assert find_processes(run.context.run_id) == []
 
@@ -249,13 +253,38 @@ async def test_a_later_controller_takes_over_what_runs(tmp_path: Path) -> None:
     assert find_processes(first.context.run_id) == []
 
 
+async def test_a_later_controller_finds_what_operators_changed(tmp_path: Path) -> None:
+    """Instances that were added keep their names, and what was drained is not started again."""
+    first = Run(tmp_path)
+    task = asyncio.create_task(first.controller.run())
+    await until(lambda: first.phase is Phase.READY or task.done())
+    fleet = first.controller.fleet
+    await add_instance(fleet, Role.DECODE, "decode-4", lambda stage: None)
+    drained = fleet.find("decode-0")
+    drained.is_set_aside, drained.phase = True, Phase.DRAINED
+    first.controller.request_leave()
+    await task
+    first.processes = {state.name: state for state in fleet.process_states()}
+
+    second = Run(tmp_path, former=first)
+    async with second.running():
+        await until(lambda: second.processes["decode-4"].phase is Phase.READY)
+        assert {name: process.pid for name, process in second.processes.items()} == {
+            name: process.pid for name, process in first.processes.items()
+        }
+        os.kill(first.processes["decode-0"].pid, signal.SIGKILL)
+        await until(lambda: second.processes["decode-0"].phase is Phase.STOPPED)
+        assert second.launcher.launched.count("decode-0") == 1
+    assert find_processes(first.context.run_id) == []
+
+
 async def test_a_log_is_read_by_the_name_of_its_process(tmp_path: Path) -> None:
     run = Run(tmp_path)
     async with run.running():
-        whole = await run.controller.read_log("decode-0", 0, 10**6)
+        whole = await run.controller.fleet.read_log("decode-0", 0, 10**6)
         assert b"serving rendezvous" in whole.data
-        assert (await run.controller.read_log("decode-0", whole.end, 99)).data == b""
-        last = await run.controller.read_log("decode-0", -5, 99)
+        assert (await run.controller.fleet.read_log("decode-0", whole.end, 99)).data == b""
+        last = await run.controller.fleet.read_log("decode-0", -5, 99)
         assert (last.offset, last.data) == (whole.end - 5, whole.data[-5:])
-        with pytest.raises(ClusterError, match=r"no process is called 'decode-9'.*decode-0"):
-            await run.controller.read_log("decode-9", 0, 99)
+        with pytest.raises(ClusterError, match=r"no process 'decode-9'. Fix: .*decode-0"):
+            await run.controller.fleet.read_log("decode-9", 0, 99)

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from deploy.commands.status import phase_now
-from deploy.display import StartDisplay, own_command, ready_message
-from deploy.instance import last_stage, without_tracebacks
-from deploy.state import ClusterState, Phase, ProcessState
+from deploy.cluster_view import phase_now
+from deploy.display import StartDisplay, choice_of, own_command, ready_message
+from deploy.instance import without_tracebacks
+from deploy.log_lines import last_stage, shortened
+from deploy.state import ClusterState, Phase, ProcessState, run_dir_of
 
 STATE = ClusterState(
     name="one",
@@ -142,3 +143,54 @@ def test_a_stage_is_the_last_line_without_its_head() -> None:
     assert last_stage(()) == ""
     warning = ("/lib/torch/x.py:83: FutureWarning: old", "  return func(*args)")
     assert last_stage((*lines, *warning)) == "loading weights 5/9"
+
+
+def test_a_stage_has_no_fields_and_ends_between_two_words() -> None:
+    head = "2026-11-21T10:02:03.456 INFO decode-0 engine.boot: "
+    line = "the model is ready epoch=00ff device=cpu reason='no CUDA device' path=/a/b"
+    assert last_stage((head + line,)) == "the model is ready"
+    assert last_stage((head + "pid=7",)) == "pid=7"
+    long = last_stage((head + "word " * 40,))
+    assert len(long) <= 100
+    assert long.endswith("word...")
+    assert shortened("one two", 7) == "one two"
+    assert shortened("undividable", 7) == "undi..."
+
+
+def test_a_terminal_shows_a_bar_of_each_instance_that_tells_its_progress() -> None:
+    stage = "loading weights 40% (268.4 of 671.0 GB, 2.30 GB/s, 2 min 55 s left)"
+    ranks = [
+        ProcessState(
+            name=f"decode-0/{rank}",
+            role="decode",
+            instance="decode-0",
+            rank=rank,
+            phase=Phase.STARTING,
+            stage=stage if rank == 0 else "waits for the others",
+        )
+        for rank in range(3)
+    ]
+    state = dataclasses.replace(STATE, processes=tuple(ranks))
+    text = "\n".join(shown([state], finish_after=9, terminal=True))
+    assert "decode-0 (3 ranks)" in text
+    assert "loading weights 40%, 268.4 of 671.0 GB, 2.30 GB/s" in text
+    assert "decode-0/1" not in text
+    assert text.count("\u2501" * 4) >= 1  # a bar
+
+
+def test_lines_to_try_name_the_cluster_where_another_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    mine, other = run_dir_of("one", ""), run_dir_of("other", "")
+    for run_dir in (mine, other):
+        run_dir.create()
+        run_dir.write_state(dataclasses.replace(STATE, name=run_dir.path.name))
+    state = dataclasses.replace(STATE, log_dir=str(mine.log_dir))
+    with mine.locked():
+        assert choice_of(state) == ""
+        with other.locked():
+            assert choice_of(state) == " --name one"
+            assert "tandem generate --name one " in ready_message(state, choice_of(state)) or (
+                "-m deploy generate --name one " in ready_message(state, choice_of(state))
+            )

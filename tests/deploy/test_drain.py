@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -13,6 +14,11 @@ import grpc.aio
 import pytest
 
 from deploy.cli import main as tandem
+from deploy.control.events import EventLog
+from deploy.control.service import ControllerServer, serve_controller
+from deploy.fleet import Fleet, FleetTimes
+from deploy.plan import RunContext
+from deploy.pool_watch import PoolWatch
 from deploy.state import ClusterState, Phase, run_dir_of
 from runtime.config_file import dump_config
 from runtime.net import Credentials, Listen
@@ -25,7 +31,7 @@ from runtime.pb import (
 )
 from runtime.rpc import bind_port, create_server
 from tests.deploy.fake_role import FakeRegistry
-from tests.deploy.fakes import fake_config
+from tests.deploy.fakes import LocalLauncher, fake_config, fake_context
 
 HOST = "127.0.0.1"
 CREDENTIALS = Credentials.of_secret("a secret of tests")
@@ -48,14 +54,18 @@ class FakeRank(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer)
 
 
 class FakeCluster:
-    """A registry and ranks on an event loop of their own: the command under test blocks."""
+    """A registry, ranks that the controller did not start, and the controller's service, on an
+    event loop of their own: the command under test blocks.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
         self._servers: list[grpc.aio.Server] = []
         self._registry = self.do(self._make_registry())
+        self._controller, self._watch = self.do(self._make_controller())
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
@@ -64,7 +74,13 @@ class FakeCluster:
         for number, rank in enumerate(ranks):
             self.do(self._add(instance, number, rank))
 
+    @property
+    def controller_address(self) -> str:
+        return self._controller.address
+
     def close(self) -> None:
+        self.do(self._watch.close())
+        self.do(self._controller.close())
         for server in self._servers:
             self.do(server.stop(None))
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -77,6 +93,15 @@ class FakeCluster:
         registry_pb2_grpc.add_RegistryServicer_to_server(registry, server)
         self.control_address = await self._serve(server)
         return registry
+
+    async def _make_controller(self) -> tuple[ControllerServer, PoolWatch]:
+        watch = PoolWatch(self.control_address, self._context.endpoint, CREDENTIALS)
+        watch.start()
+        events = EventLog()
+        times = FleetTimes(start_s=1.0, grace_s=1.0)
+        fleet = Fleet(self._context, LocalLauncher(), watch, events, times)
+        fleet.instances.clear()
+        return await serve_controller(fleet, events), watch
 
     async def _add(self, instance: str, number: int, rank: FakeRank) -> None:
         server = create_server(CREDENTIALS)
@@ -91,6 +116,9 @@ class FakeCluster:
         )
         request = registry_pb2.RegisterRequest(worker=record)
         await self._registry.Register(request, None)  # type: ignore[arg-type]
+        async with asyncio.timeout(60):
+            while (instance, number) not in self._watch.members:
+                await asyncio.sleep(0.01)
 
     async def _serve(self, server: grpc.aio.Server) -> str:
         address = f"{HOST}:{bind_port(server, Listen(bind=HOST), CREDENTIALS)}"
@@ -108,7 +136,8 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClu
     run_dir.create()
     run_dir.config_path.write_text(dump_config(config), encoding="utf-8")
     run_dir.write_secret(CREDENTIALS.secret)
-    with contextlib.closing(FakeCluster()) as cluster, run_dir.locked():
+    context = dataclasses.replace(fake_context(config, tmp_path), credentials=CREDENTIALS)
+    with contextlib.closing(FakeCluster(context)) as cluster, run_dir.locked():
         run_dir.write_state(
             ClusterState(
                 name=config.cluster.name,
@@ -117,6 +146,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClu
                 phase=Phase.READY,
                 endpoint="http://127.0.0.1:1/v1",
                 control_address=cluster.control_address,
+                controller_address=cluster.controller_address,
                 model="m",
                 started=0.0,
             )
@@ -135,9 +165,10 @@ def test_all_ranks_are_drained_and_what_is_left_is_told(
     assert tandem(["drain", f"{role}-0", "--deadline", "600"]) == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
-    assert lines[0] == f"draining {role}-0, for at most 600 s"
-    assert lines[-2:] == ["0 requests left", f"{role}-0 is empty"]
-    assert "3 requests left" in lines
+    assert lines[0] == f"drain {role}-0"
+    assert lines[-2].endswith(f"{role}-0: 0 requests left")
+    assert lines[-1].endswith(f" s: {role}-0 is empty")
+    assert f"{role}-0: 3 requests left" in captured.out
     assert captured.err == ""
     assert all(500 < rank.deadlines[0] <= 600 for rank in ranks)
     assert ranks[0].deadlines == sorted(ranks[0].deadlines, reverse=True), "one deadline"
@@ -152,8 +183,9 @@ def test_what_is_not_empty_in_time_ends_with_one(
     assert tandem(["drain", "decode-0", "--deadline", "0"]) == 1
     captured = capsys.readouterr()
     assert "is empty" not in captured.out
-    assert "decode-0/0 still has 1 request\n" in captured.err
-    assert "no other decode instance takes requests" in captured.err
+    assert "warning: decode-0/0 still has 1 request\n" in captured.err
+    assert "error: decode-0 is not empty" in captured.err
+    assert "no other decode instance takes requests" in captured.out
 
 
 def test_a_rank_that_is_gone_does_not_keep_the_others_from_draining(
@@ -171,10 +203,9 @@ def test_an_unknown_instance_is_answered_with_those_that_are(
 ) -> None:
     cluster.add("decode-0", FakeRank(0))
     cluster.add("prefill-0", FakeRank(0))
-    assert tandem(["drain", "decode-7"]) == 1
+    assert tandem(["drain", "decode-7"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: no instance 'decode-7' is in the router's pool. Fix: ")
-    assert error.endswith(": decode-0, prefill-0\n")
+    assert error == "error: there is no instance 'decode-7'. Fix: one of decode-0, prefill-0\n"
 
 
 def test_a_time_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import threading
 from collections.abc import Iterator
 
@@ -55,7 +56,7 @@ def test_prompt_and_completion_are_printed(url: str, capsys: pytest.CaptureFixtu
     [
         ("", "prompt: must not be empty"),
         ("fail", "the worker died"),
-        ("break", "ended the stream before the completion was over"),
+        ("break", "ended the stream before the answer was over"),
     ],
 )
 def test_failures_are_one_line(
@@ -66,6 +67,32 @@ def test_failures_are_one_line(
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_prompt_from_a_pipe_comes_without_the_newline_of_the_shell(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("def f(n):\n\n"))
+    assert main(["generate", "-", "--url", url]) == 0
+    assert capsys.readouterr().out == "def f(n):\n<def><f(n):>\n"
+
+
+def test_nothing_is_printed_of_a_request_that_is_refused(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "x", "--url", url.replace("/v1", "/nothing"), "--model", "m"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "HTTP 404" in captured.err
+
+
+def test_a_model_that_ends_without_a_text_is_told(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", " ", "--url", url]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == " \n"
+    assert captured.err == "the model ended without a text\n"
 
 
 def test_a_cluster_that_is_starting_is_told(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from deploy import host_ranks
+from deploy.certificates import make_certificates
 from deploy.host_health import HostHealth
 from deploy.host_plan import RankPlan
 from deploy.host_ranks import HostRanks
@@ -67,10 +68,15 @@ def plan_of(rank: int, port: int, folder: Path) -> RankPlan:
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, grace_s: float = 30.0) -> AsyncIterator[Running]:
+async def running(
+    folder: Path,
+    grace_s: float = 30.0,
+    credentials: Credentials = CREDENTIALS,
+    server_name: str = HOST,
+) -> AsyncIterator[Running]:
     ports = (free_port(HOST), free_port(HOST))
     plans = [plan_of(rank, port, folder) for rank, port in enumerate(ports)]
-    ranks = HostRanks(plans, CREDENTIALS, HOST, grace_s)
+    ranks = HostRanks(plans, credentials, server_name, grace_s)
     listen = Listen(bind=HOST, port=free_port(HOST))
     server = HostHealth(ranks)
     await server.start(listen)
@@ -120,6 +126,15 @@ async def test_a_rank_that_stopped_answering_makes_the_host_sick(
         monkeypatch.setattr(host_ranks, "SILENT_S", -1.0)  # longer ago than that, always
         problems = await ranks.until("/health", 503)
         assert "has not answered for" in str(problems["decode-0/1"])
+
+
+async def test_a_rank_shows_the_certificate_of_the_name_that_others_call(tmp_path: Path) -> None:
+    """It is asked at 127.0.0.1, for which nobody has a certificate."""
+    files = make_certificates(tmp_path, ("decode-0.workers",))
+    credentials = Credentials(secret="s", tls=files)
+    async with running(tmp_path, credentials=credentials, server_name="decode-0.workers") as ranks:
+        ranks.say("ready")
+        await ranks.until("/ready", 200)
 
 
 async def test_one_dead_rank_ends_the_others_and_the_command(

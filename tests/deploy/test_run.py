@@ -97,6 +97,24 @@ def test_ctrl_c_stops_everything_and_leaves_nothing(tmp_path: Path) -> None:
         assert run.run_dir.read_secret() == ""
 
 
+def test_a_role_grows_and_shrinks_and_ray_takes_back_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with fake_run(tmp_path) as run:
+        config = ("--config", str(run.config_path))
+        assert tandem(["scale", "decode", "+1", *config]) == 0
+        assert "decode-1" in {process.name for process in run.state().processes}
+        assert tandem(["scale", "decode", "66", *config]) == 3
+        error = capsys.readouterr().err
+        assert "each takes 1 and 63 places for processes are free. Fix: 65 at most" in error
+        assert tandem(["scale", "decode", "1", *config]) == 0
+        assert "decode-1" not in {process.name for process in run.state().processes}
+        assert tandem(["scale", "decode", "65", "--dry-run", *config]) == 0
+        assert tandem(["restart", "--rolling", "prefill", *config]) == 0
+        assert run.state().processes[-1].name == "prefill-1"
+        assert tandem(["status", *config]) == 0
+
+
 def test_nothing_survives_a_killed_controller(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

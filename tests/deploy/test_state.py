@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.errors import ClusterError
-from deploy.state import ClusterState, Phase, ProcessState, RunDir, find_run_dir, run_dir_of
+from deploy.state import (
+    ClusterState,
+    Phase,
+    ProcessState,
+    RunDir,
+    default_run_root,
+    find_run_dir,
+    run_dir_of,
+)
 
 PHASES = st.sampled_from(list(Phase))
 PROCESSES = st.builds(
@@ -123,3 +131,56 @@ def test_the_cluster_that_runs_is_found(tmp_path: Path) -> None:
     with two.locked():
         assert find_run_dir("", str(tmp_path)).path == two.path
     assert find_run_dir("one", str(tmp_path)).path == one.path
+
+
+@pytest.fixture
+def _own_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.mark.usefixtures("_own_root")
+def test_a_cluster_is_found_wherever_its_run_directory_is(tmp_path: Path) -> None:
+    one = made(tmp_path / "far" / "one")
+    one.write_state(some_state("one"))
+    with pytest.raises(ClusterError, match="no cluster is running"):
+        find_run_dir("", "")
+    one.be_found()
+    assert find_run_dir("", "").path == one.path
+    assert find_run_dir("one", "").path == one.path
+    assert find_run_dir("two", "").path == default_run_root() / "two"
+    two = made(default_run_root() / "two")
+    two.write_state(some_state("two"))
+    two.be_found()
+    with pytest.raises(ClusterError, match="two, one"):
+        find_run_dir("", "")
+    with one.locked():
+        assert find_run_dir("", "").path == one.path
+    assert find_run_dir("", str(tmp_path / "far")).path == one.path
+
+
+@pytest.mark.usefixtures("_own_root")
+def test_two_clusters_of_one_name_are_told_apart_by_their_file(tmp_path: Path) -> None:
+    for folder in ("near", "far"):
+        run_dir = made(tmp_path / folder / "one")
+        run_dir.write_state(some_state("one"))
+        run_dir.be_found()
+    with pytest.raises(ClusterError, match="choose with --config") as raised:
+        find_run_dir("one", "")
+    assert str(tmp_path / "far") in str(raised.value)
+    assert find_run_dir("one", str(tmp_path / "far")).path == tmp_path / "far" / "one"
+
+
+@pytest.mark.usefixtures("_own_root")
+def test_nothing_points_to_a_cluster_that_is_no_more(tmp_path: Path) -> None:
+    stopped, deleted = made(tmp_path / "a" / "one"), made(tmp_path / "b" / "two")
+    pointers = default_run_root() / ".elsewhere"
+    for run_dir in (stopped, deleted):
+        run_dir.write_state(some_state(run_dir.path.name))
+        run_dir.be_found()
+    assert len(list(pointers.iterdir())) == 2
+    stopped.clear_state()
+    assert len(list(pointers.iterdir())) == 1
+    (deleted.path / "state.json").unlink()
+    with pytest.raises(ClusterError, match="no cluster is running"):
+        find_run_dir("", "")
+    assert list(pointers.iterdir()) == []

@@ -19,6 +19,7 @@ import pytest
 
 from deploy.state import RunDir, run_dir_of
 from deploy.sweep import find_processes
+from runtime.config_file import load_config
 from tests.deploy.fakes import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -55,7 +56,8 @@ class Cluster:
 
     def process(self, name: str) -> dict[str, Any]:
         result = self.tandem("status", "--json", "--config", str(self.config_path))
-        (process,) = [entry for entry in json.loads(result.stdout) if entry["name"] == name]
+        processes = json.loads(result.stdout)["processes"]
+        (process,) = [entry for entry in processes if entry["name"] == name]
         return dict(process)
 
     def generate(self) -> str:
@@ -79,7 +81,8 @@ def until(condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
 def detached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, str]]:
     """A running cluster of one rank per role, and what ``tandem up`` printed."""
     cluster = Cluster(tmp_path_factory.mktemp("detached"), "detached")
-    result = cluster.tandem("up", "--detach", str(cluster.config_path))
+    settings = ("--set", "model.name=renamed", "--set", "decode.max_num_seqs=7")
+    result = cluster.tandem("up", "--detach", str(cluster.config_path), *settings)
     assert result.returncode == 0, result.stdout + result.stderr
     yield cluster, result.stdout
     run_id = cluster.run_id
@@ -145,6 +148,30 @@ def test_up_tells_progress_the_endpoint_and_a_curl_line_that_works(
     assert answer["usage"]["completion_tokens"] <= 64
 
 
+def test_what_up_prints_works_wherever_the_run_directory_is(
+    detached: tuple[Cluster, str],
+) -> None:
+    cluster, output = detached
+    (line,) = [line for line in output.splitlines() if " generate " in line]
+    words = shlex.split(line)
+    arguments = words[words.index("generate") :]
+    choice = [] if "--name" in arguments else ["--name", "detached"]  # others may run meanwhile
+    result = cluster.tandem(*arguments, *choice)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("def fibonacci(n):")
+    result = cluster.tandem("logs", "decode-0", "--lines", "1000", "--name", "detached")
+    assert result.returncode == 0, result.stderr
+    assert " INFO decode-0/0 worker.host: ready " in result.stdout
+    assert "down" in output
+
+
+def test_fields_of_the_command_line_count_over_the_file(detached: tuple[Cluster, str]) -> None:
+    cluster, _ = detached
+    config = load_config(cluster.run_dir.config_path)
+    assert config.model.name == "renamed"
+    assert config.decode.max_num_seqs == 7
+
+
 def test_generate_goes_on_with_the_prompt(detached: tuple[Cluster, str]) -> None:
     cluster, _ = detached
     text = cluster.generate()
@@ -164,6 +191,8 @@ def test_status_shows_load_and_memory(detached: tuple[Cluster, str]) -> None:
     decode = cluster.process("decode-0")
     assert decode["memory_bytes"] > 50e6
     assert decode["load"]["num_total_blocks"] > 0
+    status = cluster.tandem("status", "--json", "--name", "detached")
+    assert json.loads(status.stdout)["recent"]["window_s"] > 0
     text = cluster.command("status")
     assert "detached ready" in text
     assert "prefill-0" in text

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deploy.checks import free_port
+from deploy.ports import free_port
 from tests.integration.cluster import wait_until
 
 needs_prometheus = pytest.mark.skipif(

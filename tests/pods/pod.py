@@ -15,29 +15,15 @@ from tests.pods.container import Container, ContainerPlan, Image
 from tests.pods.environment import PodFacts, command_of, environment_of
 from tests.pods.manifests import Manifest, ManifestError, Manifests
 from tests.pods.network import Held
-from tests.pods.probes import Probe, http_get
+from tests.pods.probes import http_get
 from tests.pods.volumes import lay_out
+from tests.pods.watch import ContainerState, Watch
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
 GRACE_S = 30.0
 """Kubernetes' own, where a pod says nothing."""
 POLL_S = 0.05
-
-
-@dataclass(slots=True)
-class ContainerState:
-    """One container of a pod, over all its lives."""
-
-    plan: ContainerPlan
-    spec: Manifest
-    is_ready: bool = False
-    num_restarts: int = 0
-    last_end: str = ""
-    """How its latest life ended, and why."""
-    exit_status: int | None = None
-    """Of a container that is not started again."""
-    running: Container | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,13 +156,14 @@ class Pod:
         policy, pause_s = self.spec.get("restartPolicy", "Always"), FIRST_PAUSE_S
         while not self.is_terminating:
             state.running = running = await Container.start(state.plan)
-            watching = asyncio.create_task(self._watch(state, running))
+            watch = Watch(state, running, self.place.facts.ip, self.on_change, self._note)
+            watching = asyncio.create_task(self._look_after(watch))
             try:
                 status = await running.wait()
             finally:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
-            self._set_ready(state, False)
+            watch.set_ready(False)
             state.last_end = f"exited {status}"
             if self.is_terminating:
                 return
@@ -190,55 +177,14 @@ class Pod:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def _watch(self, state: ContainerState, running: Container) -> None:
-        """Make the probes of one life."""
-        address = self.place.facts.ip
-        startup, readiness, liveness = (
-            Probe(state.spec[kind], state.spec, address) if kind in state.spec else None
-            for kind in ("startupProbe", "readinessProbe", "livenessProbe")
-        )
-        if startup is not None:
-            await asyncio.sleep(startup.delay_s)
-            while not startup.is_passed:
-                await startup.make(running)
-                if startup.has_failed:
-                    await self._restart(state, running, f"startup probe: {startup.trouble}")
-                    return
-                if not startup.is_passed:
-                    await asyncio.sleep(startup.period_s)
-        async with asyncio.TaskGroup() as group:
-            if readiness is None:
-                self._set_ready(state, True)
-            else:
-                group.create_task(self._watch_readiness(state, running, readiness))
-            if liveness is not None:
-                group.create_task(self._watch_liveness(state, running, liveness))
-
-    async def _watch_readiness(
-        self, state: ContainerState, running: Container, probe: Probe
-    ) -> None:
-        await asyncio.sleep(probe.delay_s)
-        while True:
-            await probe.make(running)
-            if probe.is_passed or probe.has_failed:
-                if state.is_ready and probe.has_failed:
-                    self._note(f"{state.plan.name} is not ready: {probe.trouble}")
-                self._set_ready(state, probe.is_passed)
-            await asyncio.sleep(probe.period_s)
-
-    async def _watch_liveness(
-        self, state: ContainerState, running: Container, probe: Probe
-    ) -> None:
-        await asyncio.sleep(probe.delay_s)
-        while not probe.has_failed:
-            await probe.make(running)
-            if not probe.has_failed:
-                await asyncio.sleep(probe.period_s)
-        await self._restart(state, running, f"liveness probe: {probe.trouble}")
-
-    async def _restart(self, state: ContainerState, running: Container, why: str) -> None:
-        self._note(f"{state.plan.name} is killed, {why}")
-        await self._end(state, running, time.monotonic() + self._grace_s)
+    async def _look_after(self, watch: Watch) -> None:
+        try:
+            why = await watch.until_it_must_end()
+        except ManifestError as error:
+            self.error = str(error)
+            return
+        self._note(f"{watch.state.plan.name} is killed, {why}")
+        await self._end(watch.state, watch.running, time.monotonic() + self._grace_s)
 
     @property
     def _grace_s(self) -> float:
@@ -316,11 +262,6 @@ class Pod:
             if state.plan.log_path.exists()
         ]
         return "\n".join(texts)
-
-    def _set_ready(self, state: ContainerState, is_ready: bool) -> None:
-        if state.is_ready != is_ready:
-            state.is_ready = is_ready
-            self.on_change()
 
     def _note(self, what: str) -> None:
         self.events.append(f"{self.name}: {what}")

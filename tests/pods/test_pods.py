@@ -211,3 +211,14 @@ def test_what_is_not_there_keeps_a_pod_from_running(tmp_path: Path) -> None:
         run(tmp_path, lacks) as cluster,
     ):
         cluster.wait_ready(60)
+
+
+@pytest.mark.slow
+def test_a_probe_of_a_port_without_a_name_is_an_error(tmp_path: Path) -> None:
+    nowhere = {"httpGet": {"path": "/", "port": "helth"}}
+    wrong = stateful_set("wrong", container(SERVE, readinessProbe=nowhere))
+    with (
+        pytest.raises(AssertionError, match="has no port named 'helth'"),
+        run(tmp_path, wrong) as cluster,
+    ):
+        cluster.wait_ready(60)

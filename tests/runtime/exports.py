@@ -14,7 +14,7 @@ from prefill.metrics import PrefillMetrics
 from router.metrics import RouterMetrics
 from runtime.lifecycle import DecodeStatus
 from runtime.metrics import gauge_of
-from runtime.pb import decode_pb2
+from runtime.pb import registry_pb2
 from worker.health import Health
 
 BLOCK_TOKENS = 64
@@ -46,7 +46,7 @@ def make_exports(load: LoopLoad | None = None) -> Exports:
 def hold(decode: DecodeMetrics, *, free: int, total: int, **counts: int) -> None:
     """Have a decode rank hold requests, by status, and blocks."""
     by_status = {DecodeStatus(status): count for status, count in counts.items()}
-    report = decode_pb2.LoadReport(num_free_blocks=free, num_total_blocks=total)
+    report = registry_pb2.WorkerLoad(num_free_blocks=free, num_total_blocks=total)
     decode.set_load(by_status, report)
 
 

@@ -27,7 +27,7 @@ function showHead() {
   const covered = requests.pids.length;
   setText($("covers"), `${plural(pool.workers.length, "worker")} \u00b7 `
     + `${covered === number ? number : `${covered} of ${number}`} HTTP process${number === 1 ? "" : "es"} `
-    + `on ${location.host} \u00b7 up ${span(requests.uptime_s)} \u00b7 ${plural(requests.num_connections, "connection")}`);
+    + `\u00b7 up ${span(requests.uptime_s)} \u00b7 ${plural(requests.num_connections, "connection")}`);
   const title = `${bad || !ready ? `(${bad || "!"}) ` : ""}${model} - Tandem`;
   if (document.title !== title) document.title = title;
 }
@@ -38,6 +38,7 @@ function connect() {
   source?.close();
   source = null;
   if (document.hidden) return;
+  heardAt = performance.now();
   source = new EventSource("/console/data");
   source.addEventListener("history", (event) => {
     past = JSON.parse(event.data);

@@ -117,7 +117,7 @@ const partRows = PARTS.map((name, k) => {
 
 function showTtft({ requests }) {
   setText($("ttft-note"), requests.num_finished
-    ? `${plural(requests.num_finished, "request")} of the last ${span(requests.finished_span_s)}; each bar is its own 100 %`
+    ? `${plural(requests.num_finished, "request")} in ${span(requests.finished_span_s)}; bars show shares`
     : "no request yet");
   bars.forEach(({ name, time, bar }, column) => {
     const row = percentile(name);

@@ -9,6 +9,17 @@ let chosen = ""; // name of the worker that the keys are at
 let view = ""; // "table" or "grid"; empty: by their number
 let shownOrder = "";
 
+// Rows that are scrolled out of sight are left as they are until they are seen again.
+const watcher = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) {
+    target.isSeen = isIntersecting;
+    const w = isIntersecting && snapshot.pool.workers.find((one) => one.name === target.dataset.name);
+    if (!w) continue;
+    writeRow(target, w);
+    drawSpark(target.cells_[9].spark, past.workers[w.name]);
+  }
+}, { root: $("table"), rootMargin: "60px" });
+
 const isGrid = () => (view ? view === "grid" : snapshot.pool.workers.length >= GRID_FROM);
 const matchesWorker = (matches, w) => matches(w.name, w.host, w.state, w.role);
 
@@ -45,6 +56,8 @@ function makeRow(w) {
   row.addEventListener("click", () => { choose(w.name); openDrawer(w.name, "worker"); });
   row.tabIndex = -1;
   row.dataset.name = w.name;
+  row.isSeen = true;
+  watcher.observe(row);
   return row;
 }
 
@@ -126,6 +139,7 @@ function showWorkers(matches) {
   if (order !== shownOrder) {
     shownOrder = order;
     const present = new Set(workers.map((w) => w.name));
+    for (const [name, row] of rowOf) if (!present.has(name)) watcher.unobserve(row);
     for (const map of [rowOf, cellOf]) for (const name of map.keys()) if (!present.has(name)) map.delete(name);
     $("grid").hidden = !grid;
     $("table").hidden = grid;
@@ -140,7 +154,7 @@ function showWorkers(matches) {
   const most = Math.max(1, ...workers.map(COUNTED[measure]));
   for (const w of workers) {
     if (grid) writeCell(cellOf.get(w.name), w, MEASURES[measure], most);
-    else writeRow(rowOf.get(w.name), w);
+    else if (rowOf.get(w.name).isSeen) writeRow(rowOf.get(w.name), w);
   }
   const states = groups(snapshot.pool.workers, (w) => w.state);
   setText($("counts"), ["ready", "draining", "failing", "lost"].filter((state) => states.has(state))
@@ -160,6 +174,8 @@ function showDetail() {
 
 function drawPast() {
   for (const tile of tiles) drawSpark(tile.spark, past.series[tile.series], tile.series.endsWith("_kv") ? 1 : 0);
-  if (snapshot && !isGrid()) for (const [name, row] of rowOf) drawSpark(row.cells_[9].spark, past.workers[name]);
+  for (const [name, row] of snapshot && !isGrid() ? rowOf : []) {
+    if (row.isSeen) drawSpark(row.cells_[9].spark, past.workers[name]);
+  }
   drawDrawerPast();
 }

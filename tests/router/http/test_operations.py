@@ -60,6 +60,18 @@ async def test_metrics_count_what_happened(http, cluster: Cluster) -> None:
     assert values["pd_router_requests_in_flight"] == 0
 
 
+async def test_status_has_the_rates_of_the_last_seconds(http, cluster: Cluster) -> None:
+    async with http.get("/status") as response:
+        assert (await response.json())["recent"]["ttft_p50_s"] is None
+    async with http.post("/v1/completions", json=BODY) as response:
+        await response.read()
+    async with http.get("/status") as response:
+        recent = (await response.json())["recent"]
+    assert recent["requests_per_s"] > 0
+    assert recent["output_tokens_per_s"] > 0
+    assert 0 < recent["ttft_p50_s"] <= recent["ttft_p99_s"]
+
+
 async def test_failures_have_series_before_the_first_of_them(http, cluster: Cluster) -> None:
     values = await metric_values(http)
     assert values["pd_router_requests_total{endpoint=/v1/chat/completions,status=502}"] == 0

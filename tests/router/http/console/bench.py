@@ -128,6 +128,7 @@ async def main() -> None:
     parser.add_argument("--prefill", type=int, default=NUM_PREFILL)
     parser.add_argument("--decode", type=int, default=NUM_DECODE)
     parser.add_argument("--load", action="store_true", help="ask for completions meanwhile")
+    parser.add_argument("--table", action="store_true", help="look at the table, not at the grid")
     parser.add_argument("--history", type=float, default=0.0, help="wait so long before")
     options = parser.parse_args()
     async with serving(options.prefill, options.decode) as (url, pid, crowd):
@@ -139,6 +140,8 @@ async def main() -> None:
             await tab.resize(1280, 940)
             await tab.goto(f"{url}/console")
             await tab.until("document.querySelectorAll('[data-name]').length > 0")
+            if options.table:
+                await tab.press("g")
             await asyncio.sleep(8)
             both = await asyncio.gather(
                 cpu_of(options.seconds, pid), cpu_of(options.seconds, browser)

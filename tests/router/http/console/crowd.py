@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
 
 from router.text.tokenizer import Tokenizer
-from runtime.pb import registry_pb2
+from runtime.pb import decode_pb2, registry_pb2
 from tests.router.conftest import MODEL
 from tests.router.fakes import MAX_MODEL_LEN, FakeDecode, FakePrefill
 
@@ -58,6 +58,16 @@ class Sway:
         return load
 
 
+class QuietDecode(FakeDecode):
+    """Its frames carry tokens and no load: that is told by renewals alone."""
+
+    def send(self, router_id: str, deltas: Iterable[decode_pb2.TokenDelta]) -> None:
+        """One frame, where somebody reads."""
+        if router_id in self._streams:
+            frame = decode_pb2.Frame(decode=self.identity, deltas=deltas)
+            self._streams[router_id].put_nowait(frame)
+
+
 class Crowd:
     """Workers of both roles, eight an address of 127.0.1.x."""
 
@@ -79,7 +89,7 @@ class Crowd:
         before = -(-num_prefill // PER_HOST) * PER_HOST
         for n in range(num_decode):
             peers = [names[(n + step) % num_prefill] for step in range(min(3, num_prefill))]
-            worker = FakeDecode(
+            worker = QuietDecode(
                 f"decode-{n}",
                 MODEL,
                 self._script,

@@ -1,0 +1,127 @@
+"""Asks a cluster as any client does: an endpoint, its certificate, and streams of text.
+
+Blocking, on the standard library alone: `tandem generate` and `tandem chat` begin at once.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from deploy.errors import ClusterError
+from deploy.http_client import connect_http
+
+_TIMEOUT_S = 600.0
+_DATA = b"data: "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """The HTTP side of a cluster."""
+
+    endpoint: str
+    """The OpenAI-compatible base address."""
+    context: ssl.SSLContext | None = None
+    """For https; None: the authorities that this machine believes."""
+
+    def served_model(self) -> str:
+        """The name of the model.
+
+        Raises:
+            ClusterError: no answer, or nothing is served yet.
+        """
+        with self._call("/models") as response:
+            models = json.load(response)["data"]
+        if not models:
+            raise ClusterError(
+                "no model is served yet. Fix: wait for its workers (`tandem status`)"
+            )
+        return str(models[0]["id"])
+
+    def stream_completion(self, body: Mapping[str, object]) -> Iterator[str]:
+        """The texts of a streamed ``POST completions``, as they come; "" once it is accepted.
+
+        Raises:
+            ClusterError: the server cannot be reached, refuses the request, or fails meanwhile.
+        """
+        for choice in self._choices("/completions", body):
+            yield choice["text"] if choice else ""
+
+    def stream_chat(self, body: Mapping[str, object]) -> Iterator[str]:
+        """The texts of a streamed ``POST chat/completions``; as ``stream_completion``."""
+        for choice in self._choices("/chat/completions", body):
+            yield (choice["delta"].get("content") or "") if choice else ""
+
+    def _choices(self, path: str, body: Mapping[str, object]) -> Iterator[dict[str, Any]]:
+        """Each choice of the stream's chunks; an empty one first, when the server has accepted."""
+        with self._call(path, json.dumps({**body, "stream": True}).encode()) as response:
+            yield {}
+            for data in _events(response):
+                if data == b"[DONE]":
+                    return
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise ClusterError(_error_text(chunk))
+                yield from chunk["choices"]
+        raise ClusterError(f"{self.endpoint} ended the stream before the answer was over")
+
+    @contextmanager
+    def _call(self, path: str, body: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
+        """GET ``path``, or POST ``body`` to it."""
+        endpoint, parts = self.endpoint, urlsplit(self.endpoint)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ClusterError(
+                f"{endpoint!r} is no address; give one like http://127.0.0.1:8000/v1"
+            )
+        connection = connect_http(endpoint, self.context, timeout_s=_TIMEOUT_S)
+        method = "POST" if body else "GET"
+        headers = {"Content-Type": "application/json"} if body else {}
+        with closing(connection):
+            try:
+                connection.request(method, parts.path + path, body=body, headers=headers)
+                response = connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                raise ClusterError(f"{endpoint} does not answer ({error})") from error
+            if response.status != 200:
+                raise ClusterError(_refusal(response))
+            yield response
+
+
+def server_at(url: str, ca: str | None) -> Server:
+    """The server at an ``http://`` or ``https://`` address, whose certificate ``ca`` signed.
+
+    Raises:
+        ClusterError: ``ca`` holds no certificates.
+    """
+    try:
+        context = ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise ClusterError(f"--ca {ca}: no certificates in PEM ({error})") from error
+    return Server(endpoint=url.rstrip("/"), context=context)
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    try:
+        for line in response:
+            if line.startswith(_DATA):
+                yield line[len(_DATA) :].strip()
+    except (OSError, http.client.HTTPException) as error:
+        raise ClusterError(f"the connection broke off ({error})") from error
+
+
+def _refusal(response: http.client.HTTPResponse) -> str:
+    text = response.read().decode(errors="replace")
+    try:
+        return _error_text(json.loads(text))
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {response.status}: {text[:500]}"
+
+
+def _error_text(answer: dict[str, Any]) -> str:
+    return str(answer["error"]["message"])

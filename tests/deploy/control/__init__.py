@@ -1,0 +1,1 @@
+"""Tests of operations on a cluster that runs."""

@@ -1,0 +1,128 @@
+"""What differs between two configurations, and whether a cluster that runs can take it on."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.control.difference import check_can_change, difference, rolled_roles
+from deploy.control.settings import resolved_like
+from deploy.errors import WrongArgumentError
+from deploy.plan import Role
+from runtime.config import ClusterConfig, DecodeSection, PrefillSection, RouterSection
+from tests.deploy.fakes import fake_config
+
+
+def changed(config: ClusterConfig, section: str, **values: Any) -> ClusterConfig:
+    former = getattr(config, section)
+    return dataclasses.replace(config, **{section: dataclasses.replace(former, **values)})
+
+
+def test_every_field_is_said_what_its_change_takes() -> None:
+    """Also one that is added tomorrow: its section decides."""
+    old = ClusterConfig()
+    for section_field in dataclasses.fields(ClusterConfig):
+        section = getattr(old, section_field.name)
+        for item in dataclasses.fields(section):
+            path = f"{section_field.name}.{item.name}"
+            # Not through __init__, which refuses most values that are not meant.
+            other = object.__new__(type(section))
+            for one in dataclasses.fields(section):
+                object.__setattr__(other, one.name, getattr(section, one.name))
+            object.__setattr__(other, item.name, "something else")
+            new = object.__new__(ClusterConfig)
+            for one in dataclasses.fields(ClusterConfig):
+                object.__setattr__(new, one.name, getattr(old, one.name))
+            object.__setattr__(new, section_field.name, other)
+            changes = difference(old, new)
+            if path in ("cluster.secret", "cluster.previous_secret"):
+                assert changes == ()
+            else:
+                (change,) = changes
+                assert change.field == path
+                assert change.effect
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "effect", "roles"),
+    [
+        ("decode", {"max_num_seqs": 8}, "rolling restart of decode", {Role.DECODE}),
+        ("prefill", {"num_blocks": 300}, "rolling restart of prefill", {Role.PREFILL}),
+        (
+            "kv_transfer",
+            {"layers_per_group": 2},
+            "rolling restart of prefill and decode",
+            {Role.PREFILL, Role.DECODE},
+        ),
+        ("router", {"queue_timeout_s": 3.0}, "rolling restart of router", {Role.ROUTER}),
+        ("decode", {"instances": 3}, "scale decode", set()),
+        ("cluster", {"boot_timeout_s": 9.0}, "none now; read by every worker that starts", set()),
+    ],
+)
+def test_what_a_change_takes(
+    section: str, values: dict[str, object], effect: str, roles: set[Role]
+) -> None:
+    old = ClusterConfig()
+    changes = difference(old, changed(old, section, **values))
+    assert [change.effect for change in changes] == [effect]
+    assert rolled_roles(changes) == roles
+    check_can_change(changes)
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("model", {"path": "/models/other"}),
+        ("model", {"dtype": "bfloat16"}),
+        ("cluster", {"name": "other"}),
+        ("cluster", {"host": "10.0.0.1"}),
+        ("router", {"port": 9000}),
+        ("tls", {"mutual": False}),
+        ("kv_transfer", {"transport": "nixl"}),
+    ],
+)
+def test_what_cannot_change_is_refused_by_its_field_with_the_fix(
+    section: str, values: dict[str, object]
+) -> None:
+    old = ClusterConfig()
+    (field,) = values
+    with pytest.raises(WrongArgumentError, match=rf"{section}\.{field} = .* Fix: "):
+        check_can_change(difference(old, changed(old, section, **values)))
+
+
+def test_all_that_cannot_change_is_named_at_once() -> None:
+    old = ClusterConfig()
+    new = dataclasses.replace(
+        old, prefill=PrefillSection(block_size=32), decode=DecodeSection(block_size=32)
+    )
+    with pytest.raises(WrongArgumentError) as raised:
+        check_can_change(difference(old, new))
+    lines = str(raised.value).splitlines()
+    assert [line.split(" = ")[0] for line in lines] == ["prefill.block_size", "decode.block_size"]
+    assert all("is 64 in the cluster that runs" in line for line in lines)
+
+
+def test_what_a_file_leaves_open_is_no_difference(tmp_path: Path) -> None:
+    running = fake_config(tmp_path)
+    folder = tmp_path / "tls"
+    made = dataclasses.replace(
+        running.tls,
+        mode="files",
+        cert=str(folder / "cert.pem"),
+        key=str(folder / "key.pem"),
+        ca=str(folder / "ca.pem"),
+    )
+    running = dataclasses.replace(running, tls=made)
+    wanted = dataclasses.replace(
+        running,
+        router=dataclasses.replace(running.router, port=0, control_port=0),
+        tls=dataclasses.replace(running.tls, mode="auto", cert="", key="", ca=""),
+        model=dataclasses.replace(running.model, name="fake-model"),
+    )
+    assert difference(running, resolved_like(wanted, running, folder)) == ()
+    other = dataclasses.replace(wanted, router=RouterSection(port=1, control_port=0))
+    changes = difference(running, resolved_like(other, running, folder))
+    assert [change.field for change in changes] == ["router.port"]

@@ -1,0 +1,98 @@
+"""The record of events: in memory, on disk, followed while it grows."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from deploy.control.events import MOST_EVENTS, Event, EventKind, EventLog, read_events
+from deploy.control.pool_events import PoolEvents
+from deploy.plan import Role
+from deploy.pool_watch import PoolMember
+
+
+async def test_events_outlive_whoever_wrote_them(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    first = EventLog(path)
+    first.add(EventKind.SCALE, "scale decode from 1 to 2", who="ada@host")
+    second = EventLog(path)
+    second.add(EventKind.DEATH, "decode-1 was ended by signal 9", instance="decode-1")
+    texts = [(event.kind, event.who, event.instance) for event in read_events(path)]
+    assert texts == [
+        (EventKind.SCALE, "ada@host", ""),
+        (EventKind.DEATH, "", "decode-1"),
+    ]
+    assert read_events(path) == second.newest()
+
+
+async def test_a_line_that_is_no_event_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.add(EventKind.READY, "everything serves")
+    with path.open("a") as file:
+        file.write('{"half of a li\n{"kind": "unheard of", "time": 1}\n')
+    assert [event.text for event in EventLog(path).newest()] == ["everything serves"]
+
+
+async def test_the_file_keeps_only_the_newest(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    lines = [Event(time=float(n), kind=EventKind.JOINED).to_json() for n in range(MOST_EVENTS + 7)]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    log = EventLog(path)
+    assert len(path.read_text().splitlines()) == MOST_EVENTS
+    assert log.newest()[0].time == 7.0
+    assert [event.time for event in log.newest(2)] == [MOST_EVENTS + 5.0, MOST_EVENTS + 6.0]
+
+
+async def test_whoever_follows_hears_the_past_and_then_the_present() -> None:
+    log = EventLog()
+    log.add(EventKind.JOINED, "a")
+    log.add(EventKind.JOINED, "b")
+    heard: list[str] = []
+
+    async def listen() -> None:
+        async for event in log.follow(1):
+            heard.append(event.text)
+
+    task = asyncio.create_task(listen())
+    await asyncio.sleep(0)
+    log.add(EventKind.LEFT, "c")
+    log.add(EventKind.LEFT, "d")
+    async with asyncio.timeout(30):
+        while len(heard) < 3:
+            await asyncio.sleep(0.01)
+    task.cancel()
+    assert heard == ["b", "c", "d"]
+
+
+def _member(epoch: int, *, draining: bool = False) -> PoolMember:
+    return PoolMember(
+        epoch=epoch,
+        role=Role.DECODE,
+        address="127.0.0.1:1",
+        num_requests_running=0,
+        num_requests_waiting=0,
+        num_free_blocks=0,
+        num_total_blocks=0,
+        draining=draining,
+    )
+
+
+async def test_the_pool_is_told_by_instance_and_life() -> None:
+    log = EventLog()
+    pool = PoolEvents(log)
+    two = {("decode-0", rank): _member(5) for rank in (0, 1)}
+    pool.take(two)
+    pool.take(two)
+    pool.take({key: _member(5, draining=True) for key in two})
+    pool.take({})
+    pool.take({("decode-0", 0): _member(6)})
+    pool.take({("decode-0", 0): _member(7)})
+    told = [(event.kind, event.instance) for event in log.newest()]
+    assert told == [
+        (EventKind.JOINED, "decode-0"),
+        (EventKind.DRAINING, "decode-0"),
+        (EventKind.LEFT, "decode-0"),
+        (EventKind.JOINED, "decode-0"),
+        (EventKind.JOINED, "decode-0"),
+    ]
