@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,6 +71,7 @@ class Hosts:
         _ip(f"addr add {self.own_address}/24 dev {self._bridge}")
         _ip(f"link set {self._bridge} up")
         for host in self.hosts.values():
+            self._name_hosts(host)
             _ip(f"netns add {host.namespace}")
             _ip(f"link add {host.outside} type veth peer name eth0 netns {host.namespace}")
             _ip(f"-n {host.namespace} addr add {host.address}/24 dev eth0")
@@ -87,6 +89,7 @@ class Hosts:
             self.end_processes(host.name)
             with contextlib.suppress(subprocess.CalledProcessError):
                 _ip(f"netns del {host.namespace}")
+            shutil.rmtree(_own_etc(host), ignore_errors=True)
         _ip(f"link del {self._bridge}")
 
     def command(self, name: str, *words: str) -> list[str]:
@@ -158,6 +161,14 @@ class Hosts:
         _ip(f"link del w{self.token}{name}")
         _ip(f"link set {self[name].outside} master {self._bridge}")
 
+    def _name_hosts(self, host: Host) -> None:
+        """Give all addresses names: torch looks for one, and no name server is in reach."""
+        folder = _own_etc(host)
+        folder.mkdir(parents=True)
+        lines = ["127.0.0.1 localhost", "::1 localhost"]
+        lines += [f"{one.address} host-{one.name}" for one in self.hosts.values()]
+        (folder / "hosts").write_text("\n".join([*lines, f"{self.own_address} outside", ""]))
+
     def _pids(self, name: str) -> list[int]:
         found = subprocess.run(
             ["ip", "netns", "pids", self[name].namespace],
@@ -166,6 +177,11 @@ class Hosts:
             check=False,
         )
         return [int(word) for word in found.stdout.split()]
+
+
+def _own_etc(host: Host) -> Path:
+    """What `ip netns exec` lays over /etc."""
+    return Path("/etc/netns") / host.namespace
 
 
 def _ip(arguments: str) -> None:

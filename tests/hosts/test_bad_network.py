@@ -136,7 +136,7 @@ def head_daemons(cluster: HostedCluster) -> list[int]:
     ]
 
 
-def test_two_machines_work_as_the_page_says(tmp_path: Path) -> None:
+def test_two_machines_work_as_the_page_says(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     page = (ROOT / "docs" / "multi-node.md").read_text(encoding="utf-8")
     section = page.partition("## Two machines")[2].partition("\n## ")[0]
     head, joining, commands = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
@@ -147,6 +147,7 @@ def test_two_machines_work_as_the_page_says(tmp_path: Path) -> None:
     }
     with Hosts("ab") as hosts:
         temporary = {name: Path("/tmp") / f"th-{hosts.token}-{name}" for name in "ab"}
+        request.addfinalizer(HostedCluster(hosts, tmp_path).clean_up)
 
         def run(name: str, script: str) -> str:
             """A script of the page on a host, with its addresses; namespaces share /tmp."""
