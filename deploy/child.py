@@ -96,7 +96,7 @@ class Child:
             self._process.wait()
 
     def _read_lines(self, *, final: bool) -> tuple[str, ...]:
-        if self._log_path is None:
+        if self._log_path is None or not self._log_path.exists():  # somebody cleared logs away
             return ()
         with self._log_path.open("rb") as log:
             end = log.seek(0, os.SEEK_END)

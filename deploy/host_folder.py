@@ -6,7 +6,7 @@ which has a folder of its own; logs lie beside, and outlive the run.
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -65,11 +65,14 @@ def remove_files(spec: ProcessSpec) -> None:
 
 
 def _begin_run(folder: Path, run_id: str) -> None:
-    mark = folder / _MARK
-    with contextlib.suppress(FileNotFoundError):
-        if mark.read_text(encoding="utf-8") == run_id:
-            return
-    for log in (folder / "logs").glob("*.log"):
-        log.unlink(missing_ok=True)
+    """Ranks of one host start at the same time: only the first of them may find another's mark."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    mark.write_text(run_id, encoding="utf-8")
+    with (folder / _MARK).open("a+", encoding="utf-8") as mark:
+        fcntl.flock(mark, fcntl.LOCK_EX)
+        mark.seek(0)
+        if mark.read() == run_id:
+            return
+        for log in (folder / "logs").glob("*.log"):
+            log.unlink(missing_ok=True)
+        mark.truncate(0)
+        mark.write(run_id)

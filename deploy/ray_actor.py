@@ -221,7 +221,7 @@ class RaySupervisor:
             report = asking.result()
         except self._ray.exceptions.RayError as error:
             self._is_lost = True
-            raise SupervisorLostError(str(error)) from error
+            raise SupervisorLostError(str(getattr(error, "cause", None) or error)) from error
         self._pid = report.pid
         return report
 

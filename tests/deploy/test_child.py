@@ -73,6 +73,16 @@ def test_a_second_life_goes_on_with_the_log(tmp_path: Path) -> None:
     assert tail(Path(child.spec.log_path), 9) == ["hello", "hello"]
 
 
+def test_a_log_that_somebody_removes_ends_nobody(tmp_path: Path) -> None:
+    child = Child(spec(tmp_path, HANG))
+    until(lambda: "here" in child.poll().lines)
+    Path(child.spec.log_path).unlink()
+    report = child.poll()
+    assert (report.exit_status, report.lines) == (None, ())
+    child.kill()
+    assert child.poll().exit_status == -signal.SIGKILL
+
+
 def test_kill_reaches_grandchildren(tmp_path: Path) -> None:
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HANG!r}])"
     run_id = f"test-kill-{os.getpid()}"

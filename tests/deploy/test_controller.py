@@ -30,7 +30,7 @@ class Run:
         folder: Path,
         *,
         grace_s: float = 5.0,
-        timeout_s: float = 20.0,
+        timeout_s: float = 60.0,
         former: Run | None = None,
         **sizes: int,
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,30 @@ def test_a_new_run_begins_with_no_logs_and_a_restart_keeps_them(tmp_path: Path) 
     assert log.read_text() == "said"
     lay_files(specs_on(tmp_path, "10.0.0.3", "10.0.0.3", "two")[1])
     assert not log.exists()
+
+
+def test_ranks_that_start_at_the_same_time_keep_each_others_logs(tmp_path: Path) -> None:
+    """Each begins the run if the others have not, and writes its log as soon as it has begun."""
+    specs = specs_on(tmp_path, "10.0.0.3", "10.0.0.3") * 4
+    for round_ in range(30):
+        run = [
+            dataclasses.replace(
+                spec,
+                env={**spec.env, "TANDEM_CLUSTER": f"run {round_}"},
+                folder=f"{spec.folder}-{index}",
+                log_path=f"{spec.log_path.removesuffix('.log')}-{index}.log",
+            )
+            for index, spec in enumerate(specs)
+        ]
+        with ThreadPoolExecutor(len(run)) as threads:
+            list(threads.map(start, run))
+        assert all(Path(spec.log_path).exists() for spec in run)
+
+
+def start(spec: ProcessSpec) -> None:
+    lay_files(spec)
+    Path(spec.log_path).parent.mkdir(exist_ok=True)
+    Path(spec.log_path).write_text("said")
 
 
 def test_a_folder_that_cannot_be_made_names_the_host(tmp_path: Path) -> None:
