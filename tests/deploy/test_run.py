@@ -109,7 +109,7 @@ def test_a_role_grows_and_shrinks_and_ray_takes_back_its_place(
         assert "each takes 1 and 64 places for processes are free. Fix: 66 at most" in error
         assert tandem(["scale", "decode", "1", *config]) == 0
         assert "decode-1" not in {process.name for process in run.state().processes}
-        assert tandem(["scale", "decode", "66", "--dry-run", *config]) == 0
+        assert tandem(["scale", "decode", "65", "--dry-run", *config]) == 0
         assert tandem(["restart", "--rolling", "prefill", *config]) == 0
         assert run.state().processes[-1].name == "prefill-1"
         assert tandem(["status", *config]) == 0
