@@ -104,9 +104,9 @@ def test_a_role_grows_and_shrinks_and_ray_takes_back_its_place(
         config = ("--config", str(run.config_path))
         assert tandem(["scale", "decode", "+1", *config]) == 0
         assert "decode-1" in {process.name for process in run.state().processes}
-        assert tandem(["scale", "decode", "66", *config]) == 3
+        assert tandem(["scale", "decode", "99", *config]) == 3
         error = capsys.readouterr().err
-        assert "each takes 1 and 63 places for processes are free. Fix: 65 at most" in error
+        assert "each takes 1 and 64 places for processes are free. Fix: 66 at most" in error
         assert tandem(["scale", "decode", "1", *config]) == 0
         assert "decode-1" not in {process.name for process in run.state().processes}
         assert tandem(["scale", "decode", "65", "--dry-run", *config]) == 0
