@@ -50,6 +50,10 @@ class LogSource(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Let go of what reading took."""
+        ...
+
 
 class LocalLogs:
     """Log files of this machine."""
@@ -71,9 +75,8 @@ class LocalLogs:
                 start = max(0, start - MAX_CHUNK_BYTES // 16)
                 log.seek(start)
                 data = log.read(end - start)
-        whole = data[: data.rfind(b"\n") + 1]
-        lines = _lines(whole)[-num_lines:] if num_lines else ()
-        return LogChunk(lines=tuple(lines), position=start + len(whole))
+        lines, num_whole = whole_lines(data)
+        return LogChunk(lines=lines[-num_lines:] if num_lines else (), position=start + num_whole)
 
     def read(self, name: str, position: int) -> LogChunk:
         """The complete lines from ``position`` on."""
@@ -85,8 +88,39 @@ class LocalLogs:
                 data = log.read(MAX_CHUNK_BYTES)
         except ClusterError:
             return LogChunk(lines=(), position=0)  # gone, until a new run begins it
-        whole = data if len(data) == MAX_CHUNK_BYTES else data[: data.rfind(b"\n") + 1]
-        return LogChunk(lines=_lines(whole), position=position + len(whole))
+        lines, num_whole = whole_lines(data)
+        return LogChunk(lines=lines, position=position + num_whole)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class SeveralLogs:
+    """Logs of several places as if they were in one; a name is of the first place that has it."""
+
+    def __init__(self, *sources: LogSource) -> None:
+        self._sources = sources
+
+    def names(self) -> Sequence[str]:
+        """Those of all places."""
+        return list(dict.fromkeys(name for source in self._sources for name in source.names()))
+
+    def tail(self, name: str, num_lines: int) -> LogChunk:
+        """The last lines of a process's log."""
+        return self._source_of(name).tail(name, num_lines)
+
+    def read(self, name: str, position: int) -> LogChunk:
+        """The complete lines from ``position`` on."""
+        return self._source_of(name).read(name, position)
+
+    def close(self) -> None:
+        """Let go of all places."""
+        for source in self._sources:
+            source.close()
+
+    def _source_of(self, name: str) -> LogSource:
+        last = self._sources[-1]
+        return next((source for source in self._sources if name in source.names()), last)
 
 
 def _open(path: Path) -> BinaryIO:
@@ -96,8 +130,12 @@ def _open(path: Path) -> BinaryIO:
         raise ClusterError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _lines(data: bytes) -> tuple[str, ...]:
-    return tuple(data.decode(errors="replace").split("\n")[:-1])
+def whole_lines(data: bytes) -> tuple[tuple[str, ...], int]:
+    """The complete lines of ``data``, and their bytes; a line as long as a chunk counts as one."""
+    num_bytes = data.rfind(b"\n") + 1
+    if not num_bytes and len(data) >= MAX_CHUNK_BYTES:
+        return (data.decode(errors="replace"),), len(data)
+    return tuple(data[:num_bytes].decode(errors="replace").split("\n")[:-1]), num_bytes
 
 
 def merged_tail(

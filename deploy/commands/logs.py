@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.commands.common import add_cluster_arguments, add_command, chosen_run_dir
+from deploy.commands.common import (
+    add_cluster_arguments,
+    add_command,
+    chosen_run_dir,
+    run_credentials,
+)
 from deploy.errors import ClusterError
 from deploy.log_reader import (
     CONTROLLER,
     LocalLogs,
     LogSource,
+    SeveralLogs,
     chosen_names,
     follow,
     merged_tail,
@@ -63,28 +70,32 @@ def add_parser(commands: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print lines until there are no more; with ``--follow`` until the cluster has ended."""
     run_dir = _run_dir_of(arguments)
-    source = log_source(run_dir)
-    names = chosen_names(arguments.process, source.names())
-    lines, positions = merged_tail(source, names, arguments.lines)
-    for line in lines:
-        print(line)
-    if arguments.follow:
-        for line in follow(source, positions, poll_s=_POLL_S, goes_on=run_dir.is_owned):
-            print(line, flush=True)
+    with contextlib.closing(log_source(run_dir)) as source:
+        names = chosen_names(arguments.process, source.names())
+        lines, positions = merged_tail(source, names, arguments.lines)
+        for line in lines:
+            print(line)
+        if arguments.follow:
+            for line in follow(source, positions, poll_s=_POLL_S, goes_on=run_dir.is_owned):
+                print(line, flush=True)
     return 0
 
 
 def log_source(run_dir: RunDir) -> LogSource:
     """Where the logs of the cluster of ``run_dir`` are."""
     state = run_dir.read_state()
+    logged = [] if state is None else [one for one in state.processes if one.log_path]
+    elsewhere = [one.name for one in logged if state is not None and not state.is_here(one)]
     named = {CONTROLLER: run_dir.controller_log_path}
-    if state is not None:
-        named |= {
-            process.name: Path(process.log_path) for process in state.processes if process.log_path
-        }
+    named |= {one.name: Path(one.log_path) for one in logged if one.name not in elsewhere}
     # A cluster that has ended has logs and no state.
     others = sorted(set(run_dir.log_dir.glob("*.log")) - set(named.values()))
-    return LocalLogs({**named, **{path.stem: path for path in others}})
+    local = LocalLogs({**named, **{path.stem: path for path in others}})
+    if state is None or not elsewhere:
+        return local
+    from deploy.control.remote_logs import RemoteLogs
+
+    return SeveralLogs(RemoteLogs(state, run_credentials(run_dir), elsewhere), local)
 
 
 def _run_dir_of(arguments: argparse.Namespace) -> RunDir:

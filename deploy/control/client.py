@@ -73,7 +73,7 @@ def follow(
 async def _answers(address: str, credentials: Credentials, call: Call) -> AsyncIterator[Any]:
     channel = open_channel(address, credentials)
     try:
-        with _mapped(address):
+        with asked_of(address):
             async for message in call(controller_pb2_grpc.ControllerStub(channel)):
                 yield message
     finally:
@@ -81,7 +81,13 @@ async def _answers(address: str, credentials: Credentials, call: Call) -> AsyncI
 
 
 @contextlib.contextmanager
-def _mapped(address: str) -> Iterator[None]:
+def asked_of(address: str) -> Iterator[None]:
+    """Turn the gRPC errors of calls to the controller at ``address`` into ours.
+
+    Raises:
+        WrongArgumentError, RefusedError: the controller says no; nothing was changed.
+        ClusterError: it does not answer.
+    """
     try:
         yield
     except grpc.aio.AioRpcError as error:

@@ -6,6 +6,7 @@ One cluster serves all tests of this file; each leaves one prefill and one decod
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,10 +19,11 @@ from typing import Any
 import pytest
 
 from deploy.cli import main as tandem
+from deploy.commands.logs import log_source
 from deploy.control.client import follow
 from deploy.control.events import EventKind
 from deploy.errors import ClusterError
-from deploy.state import Phase
+from deploy.state import Phase, RunDir
 from runtime.config_file import load_config
 from runtime.net import Credentials
 from runtime.pb import controller_pb2 as pb
@@ -383,6 +385,31 @@ def test_a_log_is_read_in_parts(cluster: ControlledCluster) -> None:
     assert path.read_bytes().endswith(read(process="router", offset=-5).data)
     with pytest.raises(Exception, match="there is no process 'decode-9'"):
         read(process="decode-9")
+
+
+def test_logs_of_other_hosts_are_read_through_the_controller(
+    cluster: ControlledCluster,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = Path(cluster.processes["router"].log_path)
+    elsewhere = dataclasses.replace(
+        cluster.state,
+        processes=tuple(
+            # A path that means nothing here: only whoever asks the controller can read it.
+            dataclasses.replace(one, host="192.0.2.7", log_path=f"/elsewhere/{one.name}.log")
+            for one in cluster.state.processes
+        ),
+    )
+    monkeypatch.setattr(RunDir, "read_state", lambda _: elsewhere)
+    assert run(cluster, "logs", "router", "--lines", "2") == 0
+    assert set(capsys.readouterr().out.splitlines()) <= set(path.read_text().splitlines())
+    with contextlib.closing(log_source(cluster.run_dir)) as logs:
+        position = logs.tail("router", 0).position
+        with path.open("a") as log:
+            log.write("one more line\nand the beginning")
+        assert "one more line" in logs.read("router", position).lines
+        assert logs.read("router", 10**9).position == 0
 
 
 def test_whoever_has_no_secret_is_refused(cluster: ControlledCluster) -> None:
