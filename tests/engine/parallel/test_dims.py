@@ -50,12 +50,12 @@ def test_axes_of_a_role() -> None:
 @pytest.mark.parametrize(
     ("changes", "dims", "axis", "fix"),
     [
-        ({}, ParallelDims(tp=3), "tp", "use 2"),
-        ({"num_attention_heads": 6}, ParallelDims(tp=4), "tp", "use 3"),
-        ({"intermediate_size": 90}, ParallelDims(tp=4), "tp", "use 3"),
-        ({"moe_intermediate_size": 30}, ParallelDims(tp=4), "tp", "use 3"),
-        ({"moe_intermediate_size": 30}, ParallelDims(tp=4, ep=4), "tp", "use 3"),
-        ({}, ParallelDims(dp=3, ep=3), "ep", "use 2"),
+        ({}, ParallelDims(tp=3), "tp", "use 2 or 4"),
+        ({"num_attention_heads": 6}, ParallelDims(tp=4), "tp", "use 3 or 6"),
+        ({"intermediate_size": 90}, ParallelDims(tp=4), "tp", "use 3 or 5"),
+        ({"moe_intermediate_size": 30}, ParallelDims(tp=4), "tp", "use 3 or 5"),
+        ({"moe_intermediate_size": 30}, ParallelDims(tp=4, ep=4), "tp", "use 3 or 5"),
+        ({}, ParallelDims(dp=3, ep=3), "ep", "use 2 or 4"),
     ],
 )
 def test_models_that_cannot_be_split(
