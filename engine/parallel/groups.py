@@ -5,11 +5,12 @@ whose collectives return their input, so a layer never asks whether it runs in p
 `torch.distributed` is used here only.
 """
 
+import contextlib
 import os
 import secrets
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from runtime.net import is_loopback
 # The two collectives of every layer are asked of the group itself: the library's functions around
 # them look, on every call, for cases that there are none of here.
 # Renamed in torch 2.13, where the old names warn; what they do is the same.
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "_allgather_base"
 _REDUCE_SCATTER = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "_reduce_scatter_base"
@@ -226,7 +228,7 @@ def init_process_groups(
     # not after all that are queued.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     patience = timedelta(seconds=timeout_s if boot_timeout_s is None else boot_timeout_s)
-    with _PeersAlive(f"meeting at {rendezvous}"):
+    with _PeersAlive(f"meeting at {rendezvous}"), _gloo_kept_to(rendezvous):
         store = _open_store(rendezvous, dims, patience)
         dist.init_process_group(
             backend,
@@ -247,16 +249,31 @@ def init_process_groups(
     )
 
 
+@contextlib.contextmanager
+def _gloo_kept_to(rendezvous: str) -> Iterator[None]:
+    """Have gloo listen on the loopback interface where the ranks meet there.
+
+    Else it listens at the address that this host's name stands for. It asks when a group is made;
+    what this process starts later must not inherit the answer.
+    """
+    host = rendezvous.rpartition(":")[0].strip("[]")
+    is_ours = is_loopback(host) and sys.platform == "linux" and _GLOO_INTERFACE not in os.environ
+    if is_ours:
+        os.environ[_GLOO_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        if is_ours:
+            del os.environ[_GLOO_INTERFACE]
+
+
 def _open_store(rendezvous: str, dims: ParallelDims, patience: timedelta) -> Any:
-    """The store at `rendezvous`, which rank 0 serves; it and gloo keep to that interface.
+    """The store at `rendezvous`, which rank 0 serves, and which keeps to that interface.
 
     By itself the library would listen on all of them, and asks nobody for a secret.
     """
     host, _, port = rendezvous.rpartition(":")
     host = host.strip("[]")
-    if is_loopback(host) and sys.platform == "linux":
-        # Else gloo listens at the address that this host's name stands for.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     listener = None
     if dims.rank == 0:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
