@@ -431,10 +431,9 @@ def few_cases(oracle: DeepseekV3ForCausalLM) -> list[Case]:
     return make_cases(oracle, 10)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
-# Ranks that are behind their host meet all that others do, and more: they alone in `make test`.
-@pytest.mark.parametrize("module", [LAGGING, pytest.param(FIXED, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("module", [LAGGING, FIXED])
 def test_a_short_decode_soak(
     tmp_path: Path, few_cases: list[Case], capsys: pytest.CaptureFixture[str], module: str
 ) -> None:

@@ -100,7 +100,17 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
+LONG = frozenset({"dp2-ep2-to-dp2-ep2", "tp2-to-dp2-ep2"})
+"""The same ranks with overlapped steps are in every run: these are for the long one."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.soak] if name in LONG else [])
+        for name in sorted(CONFIGS)
+    ],
+)
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
