@@ -119,9 +119,7 @@ class Death:
         self._at = time.monotonic()
 
 
-@pytest.mark.parametrize(
-    "role", [pytest.param("prefill", marks=pytest.mark.cluster), "decode"]
-)
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.cluster), "decode"])
 def test_a_killed_worker_that_comes_back_costs_no_request(cluster: Cluster, role: str) -> None:
     prompts = random_prompts(24, 400)
 
