@@ -205,7 +205,14 @@ async def service_bench(
     loop = EngineLoop(scheduler, runner, SenderGroup(sender), emit, settings)
     metrics.watch(lambda: loop.load, lambda: closer.num_dropped)
     drains: list[int] = []
-    service = PrefillService(LIMITS, runs, nonces, submit, on_draining=lambda: drains.append(1))
+    service = PrefillService(
+        LIMITS,
+        runs,
+        nonces,
+        submit,
+        num_tokens_left=lambda: scheduler.num_tokens_waiting,
+        on_draining=lambda: drains.append(1),
+    )
     async with serve_decode(FakeDecode()) as decode, serve_prefill(service) as stub:
         loop.start()
         yield ServiceBench(
