@@ -17,13 +17,14 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-b
 	$(PIP_ARGS) -c constraints-cpu.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test quick check lint types imports budgets proto proto-check chart-files format soak gpu-test \
-	install install-dev clean
+.PHONY: help up down test cluster-test quick check lint types imports budgets proto proto-check chart-files format \
+	soak gpu-test install install-dev clean
 
 help:
 	@echo "make up         set up and start the default cluster (CONFIG=file.toml for another)"
 	@echo "make down       stop it"
 	@echo "make test       set up and run the whole test suite"
+	@echo "make cluster-test  run whole clusters that fail, move and roll (a minute each)"
 	@echo "make quick      run the quick tests of what a change touches"
 	@echo "make check      lint, types, import direction, size budgets, generated stubs"
 	@echo "make format     rewrite the code in the common style"
@@ -40,6 +41,9 @@ down: install
 
 test: install-dev
 	$(BIN)/python -m pytest -q $(BESIDE)
+
+cluster-test: install-dev
+	$(BIN)/python -m pytest -q $(BESIDE) -m cluster
 
 quick: install-dev
 	$(BIN)/python scripts/quick.py $(BESIDE)

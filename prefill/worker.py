@@ -78,7 +78,12 @@ class PrefillDriver:
         host.health.watch_loop(loop.steps)
         host.health.add("sender_lanes", thread_check(lambda: send.sender.is_alive))
         service = PrefillService(
-            self._limits(host), runs, nonces, loop.submit, on_draining=host.tell_draining
+            self._limits(host),
+            runs,
+            nonces,
+            loop.submit,
+            num_tokens_left=lambda: loop.load.num_tokens_waiting,
+            on_draining=host.tell_draining,
         )
         endpoint = Endpoint(
             serve=lambda server, _: prefill_pb2_grpc.add_PrefillServicer_to_server(service, server),
