@@ -60,7 +60,7 @@ def run_rows_command(arguments: argparse.Namespace) -> int:
     from deploy.engine_bench.report import say
     from deploy.engine_bench.rows import launch_rows, read_rows
 
-    rows = read_rows(arguments.file, shlex.split(arguments.add), _parse_row)
+    rows = read_rows(arguments.file, shlex.split(arguments.add), parse_row)
     say(f"{launch_rows(rows, arguments.json)} rows")
     return 0
 
@@ -90,6 +90,27 @@ def parse_counts(text: str, name: str) -> tuple[int, ...]:
         raise ConfigError(name, text, "is no list of numbers", "for example 128,0,0,0") from error
 
 
+def parse_row(name: str, words: Sequence[str]) -> PrefillOptions | DecodeOptions:
+    """Make options of a row of a file.
+
+    Args:
+        name: of the row, for what argparse says of it.
+        words: ``prefill`` or ``decode``, and its arguments.
+
+    Raises:
+        ConfigError: what cannot be measured.
+        SystemExit: words that are no arguments, after argparse has said so.
+    """
+    parser = argparse.ArgumentParser(prog=name, add_help=False)
+    subjects = parser.add_subparsers(dest="subject", required=True, metavar="prefill|decode")
+    _add_prefill(subjects.add_parser("prefill", add_help=False))
+    _add_decode(subjects.add_parser("decode", add_help=False))
+    arguments = parser.parse_args(words)
+    if arguments.subject == "prefill":
+        return _prefill_options(arguments)
+    return _decode_options(arguments)
+
+
 def _measure(options: PrefillOptions | DecodeOptions, arguments: argparse.Namespace) -> int:
     # Imported late: every `tandem` command reads this file, few need torch.
     from deploy.engine_bench.report import write_report
@@ -103,17 +124,6 @@ def _measure(options: PrefillOptions | DecodeOptions, arguments: argparse.Namesp
         show(report, trace=arguments.trace)
         write_report(report, arguments.json)
     return 0
-
-
-def _parse_row(name: str, words: Sequence[str]) -> PrefillOptions | DecodeOptions:
-    parser = argparse.ArgumentParser(prog=name, add_help=False)
-    subjects = parser.add_subparsers(dest="subject", required=True, metavar="prefill|decode")
-    _add_prefill(subjects.add_parser("prefill", add_help=False))
-    _add_decode(subjects.add_parser("decode", add_help=False))
-    arguments = parser.parse_args(words)
-    if arguments.subject == "prefill":
-        return _prefill_options(arguments)
-    return _decode_options(arguments)
 
 
 def _add_prefill(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from deploy.cli import main
 from deploy.engine_bench import rank_model, rows
-from deploy.engine_bench.command import _parse_row
+from deploy.engine_bench.command import parse_row
 from deploy.engine_bench.options import DecodeOptions, PrefillOptions
 from deploy.engine_bench.rows import launch_rows, read_rows
 from engine.parallel.dims import ParallelDims
@@ -29,7 +29,7 @@ def test_rows_are_command_lines_with_comments(tmp_path: Path) -> None:
         tmp_path, "# a table", "", "decode --batch 57  # an odd batch",
         "decode --dp 4 --requests-per-rank 128,0,0,0", "prefill --tp 4 --batch-tokens 8192",
     )  # fmt: skip
-    found = read_rows(path, ["--seconds", "7"], _parse_row)
+    found = read_rows(path, ["--seconds", "7"], parse_row)
     assert [row.text.split(" --")[0] for row in found] == ["decode", "decode", "prefill"]
     assert all(row.setup.seconds == 7.0 for row in found)
     assert isinstance(found[0].options, DecodeOptions)
@@ -50,19 +50,19 @@ def test_what_cannot_run_is_refused_before_the_first_row(
     tmp_path: Path, lines: list[str], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        read_rows(write(tmp_path, *lines), [], _parse_row)
+        read_rows(write(tmp_path, *lines), [], parse_row)
 
 
 def test_an_unknown_word_is_named_with_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        read_rows(write(tmp_path, "decode", "decode --batches 3"), [], _parse_row)
+        read_rows(write(tmp_path, "decode", "decode --batches 3"), [], parse_row)
     told = capsys.readouterr().err
     assert "rows.txt:2" in told
     assert "--batches" in told
     with pytest.raises(ConfigError, match="No such file"):
-        read_rows(tmp_path / "none.txt", [], _parse_row)
+        read_rows(tmp_path / "none.txt", [], parse_row)
 
 
 def test_neighbours_with_the_same_ranks_share_a_launch(
@@ -76,7 +76,7 @@ def test_neighbours_with_the_same_ranks_share_a_launch(
         return []
 
     monkeypatch.setattr(rows, "launch", launch)
-    assert launch_rows(read_rows(path, [], _parse_row), None) == 4
+    assert launch_rows(read_rows(path, [], parse_row), None) == 4
     assert launches == [["decode --dp 4", "prefill --dp 4"], ["prefill --tp 4"], ["decode --dp 4"]]
 
 
@@ -110,7 +110,7 @@ def test_a_line_comes_after_each_row_and_the_model_is_kept(
 
 @pytest.mark.parametrize("path", sorted(ROWS.glob("*.txt")), ids=lambda path: path.stem)
 def test_the_tables_that_ship_can_be_read(path: Path) -> None:
-    found = read_rows(path, [], _parse_row)
+    found = read_rows(path, [], parse_row)
     assert len(found) >= 4
     assert all(row.setup.seconds >= 30.0 for row in found), "what a record needs"
     kinds = {type(row.options) for row in found}
