@@ -4,8 +4,7 @@ The runner knows tensors and never queues: it builds the batch, runs the model, 
 the rows that need them and samples. `launch` issues all of that and reads nothing back, `collect`
 waits and reads; between the two another step can be launched. It does not change requests; whoever
 scheduled the step applies the results. Of a tensor-parallel group, rank 0 calls `launch` and the
-others `forward_only` with the same batch: both compute logits in the same slices, because each
-slice may be a collective.
+others `forward_only` with the same batch: rank 0 alone computes logits, which needs no collective.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +41,7 @@ class CausalModel(Protocol):
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [L, vocab] float32 for hidden states [L, hidden]."""
+        """Return [L, vocab] float32 for hidden states [L, hidden]; no collective."""
         ...
 
 
@@ -55,8 +54,6 @@ class StepResult:
         sampled: the next token, or None if the step ended inside the prompt or failed.
         prompt_logprobs: one entry per prompt token whose predecessor was run in this step, in
             order; empty unless the request asked for them. Token 0 never has one.
-        last_hidden: [hidden] float32 on the host, final-normed hidden state of the sampled
-            position; None unless asked for and sampled.
         is_failed: a token was due, and the logits hold NaN or infinity: this request has to end,
             and says nothing about the others of the step.
     """
@@ -64,7 +61,6 @@ class StepResult:
     request: Request
     sampled: SampledToken | None
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
-    last_hidden: torch.Tensor | None = None
     is_failed: bool = False
 
 
@@ -78,7 +74,6 @@ class PendingStep:
         is_usable: one bool for each of these on the host, False where the logits hold NaN or
             infinity; the device's token is then any token.
         prompts: per scheduled request its prompt logprobs, in pieces.
-        hidden: one row of float32 on the host for each of those that sample, or None.
         copies: after which the host has all of these.
         span: when the device ran it; None on a CPU.
         span_before: the same of the step before it, if there was one.
@@ -88,7 +83,6 @@ class PendingStep:
     sample: PendingSample | None
     is_usable: torch.Tensor | None
     prompts: Sequence[Sequence[PendingLogprobs]]
-    hidden: torch.Tensor | None
     copies: HostCopies
     span: DeviceSpan | None = None
     span_before: DeviceSpan | None = None
@@ -111,7 +105,6 @@ class PendingStep:
         self.copies.wait()
         tokens = iter(self.sample.collect() if self.sample is not None else ())
         usable = iter(self.is_usable.tolist() if self.is_usable is not None else ())
-        hidden = iter(self.hidden if self.hidden is not None else ())
         results = []
         for item, pieces in zip(self.scheduled, self.prompts, strict=True):
             token = next(tokens) if item.samples else None
@@ -121,7 +114,6 @@ class PendingStep:
                     request=item.request,
                     sampled=None if is_failed else token,
                     prompt_logprobs=[entry for piece in pieces for entry in piece.collect()],
-                    last_hidden=next(hidden, None) if item.samples else None,
                     is_failed=is_failed,
                 )
             )
@@ -153,11 +145,9 @@ class ModelRunner:
         scheduled: Sequence[ScheduledRequest],
         *,
         on_layer_done: LayerDone | None = None,
-        keep_hidden: bool = False,
     ) -> list[StepResult]:
         """Run one step and wait for it: `launch` and `collect`."""
-        pending = self.launch(scheduled, on_layer_done=on_layer_done, keep_hidden=keep_hidden)
-        return pending.collect()
+        return self.launch(scheduled, on_layer_done=on_layer_done).collect()
 
     @torch.inference_mode()
     def launch(
@@ -167,7 +157,6 @@ class ModelRunner:
         after: PendingStep | None = None,
         least: int = 0,
         on_layer_done: LayerDone | None = None,
-        keep_hidden: bool = False,
     ) -> PendingStep:
         """Issue one step to the device and return without waiting for it.
 
@@ -178,7 +167,6 @@ class ModelRunner:
             after: the step that samples the tokens that the host does not know yet.
             least: the most tokens that a rank of the group runs; here every rank runs its own.
             on_layer_done: called with a layer's index once its KV of this step is issued.
-            keep_hidden: also return the hidden states of sampled positions.
         """
         device = self.kv_pool.device
         unread = after.unread() if after is not None else None
@@ -195,13 +183,11 @@ class ModelRunner:
             is_usable = copies.add(finite)
             logits = torch.where(finite[:, None], logits, 0.0)  # the sampler knows numbers only
             sample = self._sample(logits, scheduled, batch, copies)
-        states = _sampled_hidden(hidden, scheduled) if keep_hidden else None
         pending = PendingStep(
             scheduled=scheduled,
             sample=sample,
             is_usable=is_usable,
             prompts=prompts,
-            hidden=None if states is None else copies.add(states),
             copies=copies,
             span=self._span,
             span_before=span_before,
@@ -214,10 +200,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward_only(self, batch: ForwardBatch, *, on_layer_done: LayerDone | None = None) -> None:
         """Take part in a step that another rank of the tensor-parallel group launches."""
-        hidden = self.model.forward(batch, self.kv_pool, on_layer_done=on_layer_done)
-        wanted = hidden[batch.logits_indices]
-        for start in range(0, len(wanted), MAX_LOGITS_ROWS):
-            self.model.compute_logits(wanted[start : start + MAX_LOGITS_ROWS])
+        self.model.forward(batch, self.kv_pool, on_layer_done=on_layer_done)
 
     def run_dummy(self, *, least: int = 0) -> None:
         """Launch one padding token, so that an idle expert-parallel rank joins the collectives."""
@@ -324,11 +307,6 @@ def _sampled_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
         if item.samples:
             rows.append(end - 1)
     return rows
-
-
-def _sampled_hidden(hidden: torch.Tensor, scheduled: Sequence[ScheduledRequest]) -> torch.Tensor:
-    """Return the hidden states of the sampled positions, [samples, hidden] float32."""
-    return _select(hidden, _sampled_rows(scheduled)).float()
 
 
 def _select(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

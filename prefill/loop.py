@@ -56,7 +56,6 @@ class LoopSettings:
     Attributes:
         max_model_len: most tokens of prompt and output together.
         push: how layers are grouped for sending.
-        keep_hidden: send the last hidden state along, for MTP.
         idle_s: how often a loop that can run nothing looks at deadlines.
         heartbeat_s: followers hear of us at least so often.
         closure_poll_s: how often followers that owe closures are asked.
@@ -65,7 +64,6 @@ class LoopSettings:
 
     max_model_len: int
     push: PushSettings
-    keep_hidden: bool = False
     idle_s: float = 0.1
     heartbeat_s: float = 1.0
     closure_poll_s: float = 0.005
@@ -192,7 +190,6 @@ class EngineLoop:
         pending = self._runner.launch(
             [chunk.scheduled for chunk in plan.chunks],
             on_layer_done=pusher.on_layer_done,
-            keep_hidden=self._settings.keep_hidden,
         )
         pusher.finish()
         return pending

@@ -9,6 +9,7 @@ import torch
 
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
+from engine.kernels.latent_storage import put_rows
 from engine.memory.kv_pool import KVPool
 from engine.runner import LayerDone
 
@@ -54,7 +55,7 @@ class FakeModel:
         self.batches.append(batch)
         latents = self.embedding[batch.input_ids] + torch.sin(batch.positions)[:, None]
         for layer in range(kv_pool.num_layers):
-            kv_pool.write(layer, batch.slot_mapping, latents[:, :-2], latents[:, -2:])
+            put_rows(kv_pool.layer(layer), batch.slot_mapping, latents)
             if on_layer_done is not None:
                 on_layer_done(layer)
         hidden = torch.empty(batch.num_tokens, LATENT_DIM)

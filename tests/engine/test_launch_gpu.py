@@ -78,7 +78,7 @@ def run_two_steps(runner: ModelRunner) -> list[list[StepResult]]:
     """Launch the prompts and, before they are read, a step on their tokens."""
     requests = make_requests()
     plan = [ScheduledRequest(request, 3) for request in requests]
-    first = runner.launch(plan, keep_hidden=True)
+    first = runner.launch(plan)
     for request in requests:
         request.num_launched_tokens = 3
     second = runner.launch([ScheduledRequest(request, 1) for request in requests], after=first)

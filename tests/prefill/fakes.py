@@ -186,7 +186,6 @@ class FakeRunner:
         scheduled: Sequence[ScheduledRequest],
         *,
         on_layer_done: Callable[[int], None] | None = None,
-        keep_hidden: bool = False,
     ) -> FakePending:
         if self.before_step:
             self.before_step()
