@@ -2,8 +2,10 @@
 
 The runner knows tensors and never queues: it builds the batch, runs the model, computes logits at
 the rows that need them and samples. `launch` issues all of that and reads nothing back, `collect`
-waits and reads; between the two another step can be launched. It does not change requests; whoever
-scheduled the step applies the results. Of a tensor-parallel group, rank 0 calls `launch` and the
+waits and reads; between the two another step can be launched. Where tokens travel to experts in a
+way that needs counts on the host (`TokenDispatcher.waits_for_counts`), launching takes as long as
+the step, and nobody should run ahead of it. The runner does not change requests; whoever scheduled
+the step applies the results. Of a tensor-parallel group, rank 0 calls `launch` and the
 others `forward_only` with the same batch: rank 0 alone computes logits, which needs no collective.
 """
 
@@ -18,6 +20,7 @@ from engine.batch import ForwardBatch, UnreadTokens, build_forward_batch
 from engine.device_span import DeviceSpan
 from engine.host_copy import HostCopies, upload
 from engine.memory.kv_pool import KVPool
+from engine.operations import do_nothing
 from engine.request import Request, ScheduledRequest
 from engine.sampling.inputs import SampledToken, SamplingInput
 from engine.sampling.logprobs import PendingLogprobs, launch_prompt_logprobs
@@ -35,9 +38,17 @@ class CausalModel(Protocol):
     """What the runner needs of a model."""
 
     def forward(
-        self, batch: ForwardBatch, kv_pool: KVPool, *, on_layer_done: LayerDone | None = None
+        self,
+        batch: ForwardBatch,
+        kv_pool: KVPool,
+        *,
+        on_layer_done: LayerDone | None = None,
+        meanwhile: Callable[[], None] = do_nothing,
     ) -> torch.Tensor:
-        """Run all layers, write the KV, return final-normed hidden states [T, hidden]."""
+        """Run all layers, write the KV, return final-normed hidden states [T, hidden].
+
+        Calls `on_layer_done` with each layer's index, `meanwhile` now and then.
+        """
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -130,8 +141,11 @@ class PendingStep:
 class ModelRunner:
     """One model with its KV pool and sampler.
 
-    The host waits for the device in `PendingStep.collect` alone, so the next step can be launched
-    while one runs. Everything is issued to one stream: a later step sees the KV of an earlier one.
+    The host waits for the device in `PendingStep.collect` alone (and, while it launches, for counts
+    where the module says so), so the next step can be launched while one runs. CUDA takes some
+    thousand launches ahead; a longer step is launched as the device makes room, so what is to
+    happen soon after the step before it ends has to happen `meanwhile`. Everything is issued to one
+    stream: a later step sees the KV of an earlier one.
     """
 
     def __init__(self, model: CausalModel, kv_pool: KVPool, sampler: Sampler) -> None:
@@ -157,6 +171,7 @@ class ModelRunner:
         after: PendingStep | None = None,
         least: int = 0,
         on_layer_done: LayerDone | None = None,
+        meanwhile: Callable[[], None] = do_nothing,
     ) -> PendingStep:
         """Issue one step to the device and return without waiting for it.
 
@@ -167,15 +182,20 @@ class ModelRunner:
             after: the step that samples the tokens that the host does not know yet.
             least: the most tokens that a rank of the group runs; here every rank runs its own.
             on_layer_done: called with a layer's index once its KV of this step is issued.
+            meanwhile: called several times a layer, between two operations. May do what follows
+                from the ends of steps before this one; tokens and sampling of the requests of this
+                step stay as they are.
         """
         device = self.kv_pool.device
         unread = after.unread() if after is not None else None
         batch = build_forward_batch(scheduled, self.kv_pool.block_size, device, unread=unread)
         span_before, self._span = self._span, DeviceSpan.start(device)
         copies = HostCopies(device)
-        hidden = self.model.forward(batch, self.kv_pool, on_layer_done=on_layer_done)
+        hidden = self.model.forward(
+            batch, self.kv_pool, on_layer_done=on_layer_done, meanwhile=meanwhile
+        )
         plan = _plan_rows(scheduled)
-        prompts, logits = self._walk_logits(hidden[batch.logits_indices], plan, copies)
+        prompts, logits = self._walk_logits(hidden[batch.logits_indices], plan, copies, meanwhile)
         sample = is_usable = None
         if logits is not None:
             # A sum is finite only if every term is, and reads the logits once.
@@ -212,7 +232,11 @@ class ModelRunner:
             self._span.end()
 
     def _walk_logits(
-        self, wanted: torch.Tensor, plan: "_RowPlan", copies: HostCopies
+        self,
+        wanted: torch.Tensor,
+        plan: "_RowPlan",
+        copies: HostCopies,
+        meanwhile: Callable[[], None],
     ) -> tuple[list[list[PendingLogprobs]], torch.Tensor | None]:
         """Compute logits slice by slice; keep prompt logprobs and the rows to sample from."""
         prompts: list[list[PendingLogprobs]] = [[] for _ in range(plan.num_requests)]
@@ -233,6 +257,7 @@ class ModelRunner:
                 kept.append(logits)
             elif sample_rows:
                 kept.append(_select(logits, sample_rows))
+            meanwhile()
         if not kept:
             return prompts, None
         return prompts, kept[0] if len(kept) == 1 else torch.cat(kept)

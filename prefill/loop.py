@@ -1,9 +1,10 @@
 """What a prefill rank does in its engine loop (`worker.step_loop`): chunks, pushes, followers.
 
 Chunks depend on nothing that a step finds out, so the next ones are scheduled while a step runs.
-What a step finds out is booked when it is taken over, in the order of the launches: computed tokens
-become findable, requests whose prompt is complete get their first token, requests that ended
-meanwhile let go of their blocks.
+What a step finds out is booked as soon as it is over, in the order of the launches, also in the
+middle of the next one's: computed tokens become findable, requests whose prompt is complete get
+their first token, requests that ended meanwhile let go of their blocks. None of these requests that
+ends is in the step that is being launched: only the last chunk of a prompt samples.
 
 The asyncio side and the sender's threads say commands, and hear events. Followers, if there are
 any, are told of every step, and hear something now and then when there is none.
@@ -181,8 +182,14 @@ class EngineLoop:
         self._announce(chunks, pushes)
         return ChunkPlan(chunks, pushes)
 
-    def launch(self, plan: ChunkPlan, after: PendingStep | None, least: int) -> PendingStep | None:
-        """Issue a step, and what it completes to the sender."""
+    def launch(
+        self,
+        plan: ChunkPlan,
+        after: PendingStep | None,
+        least: int,
+        meanwhile: Callable[[], None],
+    ) -> PendingStep | None:
+        """Issue a step, and what it completes to the sender; first tokens leave meanwhile."""
         if not plan.chunks:
             self._runner.run_dummy(least=least)
             return None
@@ -190,6 +197,7 @@ class EngineLoop:
         pending = self._runner.launch(
             [chunk.scheduled for chunk in plan.chunks],
             on_layer_done=pusher.on_layer_done,
+            meanwhile=meanwhile,
         )
         pusher.finish()
         return pending

@@ -181,6 +181,20 @@ def test_layers_are_reported_in_order() -> None:
     assert done == [0, 1]
 
 
+def test_others_get_their_turn_between_layers_and_slices_of_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = make_runner()
+    monkeypatch.setattr(engine.runner, "MAX_LOGITS_ROWS", 4)
+    sampling = dataclasses.replace(GREEDY, num_prompt_logprobs=1)
+    seen: list[int] = []
+    assert isinstance(runner.model, FakeModel)
+    model = runner.model
+    plan = [ScheduledRequest(make_request(list(range(10)), 1, sampling), 10)]
+    runner.launch(plan, meanwhile=lambda: seen.append(len(model.logits_calls)))
+    assert seen == [0, 0, 1, 2, 3]
+
+
 def test_the_dummy_step_touches_block_zero_alone() -> None:
     runner = make_runner()
     runner.run_dummy()
