@@ -9,8 +9,7 @@ host while another micro-batch computes, so the products are as large as the wor
 `wait` of a dispatch blocks the host: launch the other micro-batch's work before it, and no step
 ahead of another (`waits_for_counts`). The library can do without counts (`num_worst_tokens`), with
 room for the tokens of all R ranks: then rows are laid out for R times the even share, 524,288 of
-them for eight ranks of 8,192 tokens, which take 9 GB with DeepSeek-V3, and the host does not know
-the even share either, as it does not know what the other ranks bring.
+them for eight ranks of 8,192 tokens, which take 9 GB with DeepSeek-V3.
 """
 
 from dataclasses import dataclass
