@@ -56,7 +56,10 @@ QUARANTINE_PATIENCE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSide:
-    """The model of this rank, its KV memory, and how it keeps step with the other ranks."""
+    """The model of this rank, its KV memory, and how it keeps step with the other ranks.
+
+    `launch_waits` is that of `BootedRank`.
+    """
 
     groups: ProcessGroups
     close_steps: Callable[[], None]
@@ -67,6 +70,7 @@ class ModelSide:
     max_model_len: int
     kv_pool: KVPool
     runner: StepRunner
+    launch_waits: bool = False
 
     def close(self) -> None:
         """After the last step, all ranks together, before the groups end."""
@@ -142,6 +146,7 @@ def build_model_side(options: WorkerOptions) -> ModelSide:
         max_model_len=booted.max_model_len,
         kv_pool=booted.kv_pool,
         runner=runner,
+        launch_waits=booted.launch_waits,
     )
 
 

@@ -87,8 +87,14 @@ class DecodeSteps:
         """One token a request."""
         return self._rank.plan_step(complete_launched)
 
-    def launch(self, plan: StepPlan, after: PendingStep | None, least: int) -> PendingStep | None:
-        """Issue the step."""
+    def launch(
+        self,
+        plan: StepPlan,
+        after: PendingStep | None,
+        least: int,
+        meanwhile: Callable[[], None],
+    ) -> PendingStep | None:
+        """Issue the step, which is short: results wait for its end."""
         if not plan.requests:
             self._runner.run_dummy(least=least)
             return None

@@ -56,6 +56,7 @@ class BootedRank:
         max_model_len: most tokens of prompt and output together.
         kv_pool: on the rank's device.
         runner: of the model on that pool.
+        launch_waits: whether launching a step takes as long as the step; see `ModelRunner`.
         close_transfers: frees what the ranks opened with one another, all together, after the last
             step and before they leave the groups.
     """
@@ -66,6 +67,7 @@ class BootedRank:
     max_model_len: int
     kv_pool: KVPool
     runner: ModelRunner
+    launch_waits: bool = False
     close_transfers: Callable[[], None]
 
 
@@ -126,6 +128,7 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
         max_model_len=max_model_len,
         kv_pool=kv_pool,
         runner=runner,
+        launch_waits=model.waits_for_counts,
         close_transfers=opened.close,
     )
 

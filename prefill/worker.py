@@ -36,6 +36,7 @@ from runtime.rpc import open_channel
 from runtime.worker import WorkerOptions
 from worker.health import thread_check
 from worker.host import Endpoint, HostedRank, Loop, WorkerHost
+from worker.step_driver import steps_ahead
 
 FLUSH_TIMEOUT_S = 3.0
 
@@ -136,7 +137,7 @@ class PrefillDriver:
                 max_model_len=model.max_model_len,
                 push=parts.send.push,
                 name=self._options.rank_name,
-                max_ahead=section.max_ahead,
+                max_ahead=steps_ahead(section.max_ahead, launch_waits=model.launch_waits),
                 step_limit_s=section.step_limit_s,
                 enter_thread=partial(use_device, model.kv_pool.device),
             ),

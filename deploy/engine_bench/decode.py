@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -31,7 +31,9 @@ from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.capture import Capture
 from engine.graphs.graph_runner import GraphRunner
 from engine.graphs.step_graphs import StepGraphs
-from engine.runner import ModelRunner
+from engine.operations import do_nothing
+from engine.request import ScheduledRequest
+from engine.runner import ModelRunner, PendingStep
 from engine.warm_up import products
 
 _NUM_REPLAYS = 30
@@ -168,6 +170,25 @@ def _report(
     }
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _DecodeRunner:
+    """Launches as the loop of a decode worker does: a step's launch is short."""
+
+    runner: ModelRunner | GraphRunner
+
+    def launch(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        after: PendingStep | None,
+        least: int,
+        meanwhile: Callable[[], None],
+    ) -> PendingStep:
+        return self.runner.launch(scheduled, after=after, least=least)
+
+    def run_dummy(self, least: int) -> None:
+        self.runner.run_dummy(least=least)
+
+
 class _DecodeBench:
     """The runner of one rank, and steps outside of the loop, for what is looked at besides."""
 
@@ -190,7 +211,7 @@ class _DecodeBench:
     @property
     def runner(self) -> StepRunner:
         """Of the steps."""
-        return self._graphs or self._session.runner
+        return _DecodeRunner(self._graphs or self._session.runner)
 
     def run_one(self) -> None:
         """Run a step and wait for it; all ranks call."""
@@ -198,7 +219,7 @@ class _DecodeBench:
 
     def run_eagerly(self) -> None:
         """The same, one kernel at a time."""
-        self._run(self._session.runner)
+        self._run(_DecodeRunner(self._session.runner))
 
     @torch.inference_mode()
     def time_model(self) -> float | None:
@@ -240,7 +261,7 @@ class _DecodeBench:
         self._session.begin_step()
         scheduled = self._requests.schedule()
         if scheduled:
-            self._requests.take(runner.launch(scheduled, least=least).collect())
+            self._requests.take(runner.launch(scheduled, None, least, do_nothing).collect())
         else:
-            runner.run_dummy(least=least)
+            runner.run_dummy(least)
             self._session.rank.synchronize()

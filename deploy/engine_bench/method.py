@@ -24,6 +24,7 @@ from deploy.engine_bench.steps import (
 from deploy.engine_bench.timing import Measurement, StepTimes
 from engine.request import ScheduledRequest
 from runtime.config import PrefillSection
+from worker.step_driver import steps_ahead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +34,12 @@ class Run:
     Attributes:
         measurement: None on a rank that only joined the others' steps.
         ends: clocks at both ends, on rank 0.
+        max_ahead: steps that ran while another was launched.
     """
 
     measurement: Measurement | None
     ends: Sequence[Report]
+    max_ahead: int
 
     @property
     def of_rank_0(self) -> Measurement:
@@ -77,6 +80,7 @@ def run_steps(
     )
     place = session.rank.place
     uuids = device_uuids(setup.device, place.world_size) if session.is_first else []
+    max_ahead = steps_ahead(section.max_ahead, launch_waits=session.rank.model.waits_for_counts)
     session.rank.meet()
     ends = measure_steps(
         driver,
@@ -86,11 +90,12 @@ def run_steps(
             rank=place.rank,
             num_ranks=place.world_size,
             device=session.device,
-            max_ahead=section.max_ahead,
+            max_ahead=max_ahead,
         ),
         look=(lambda: read_clocks(uuids)) if session.is_first else dict,
     )
-    return Run(measurement=times.result() if driver.has_requests else None, ends=ends)
+    found = times.result() if driver.has_requests else None
+    return Run(measurement=found, ends=ends, max_ahead=max_ahead)
 
 
 def describe_run(
@@ -113,7 +118,7 @@ def describe_run(
             "temperature": setup.temperature,
             "top_p": setup.top_p,
             "seed": setup.seed,
-            "max_ahead": section.max_ahead,
+            "max_ahead": run.max_ahead,
         },
         "clocks": {"begin": begin, "end": end},
         "bound": describe_sheet(device_name(session.device)),

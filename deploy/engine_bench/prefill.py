@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -26,6 +26,7 @@ from deploy.engine_bench.session import Session, close_session, open_session
 from deploy.engine_bench.stages import BatchProfile
 from engine.batch import build_forward_batch
 from engine.request import ScheduledRequest
+from engine.runner import ModelRunner, PendingStep
 from engine.warm_up import attention_products, products
 from prefill.assembly import plan_shape_of
 from prefill.follower import make_batch
@@ -93,8 +94,9 @@ def _run(session: Session, options: PrefillOptions, batches: PromptBatches) -> R
         session.rank.meet()
         _follow(session, FollowerLink(group, shape, session.epoch))
         return None
+    runner = _PrefillRunner(session.runner)
     if group.size == 1:
-        return run_steps(session, options.setup, options.section, batches, session.runner)
+        return run_steps(session, options.setup, options.section, batches, runner)
     link = LeaderLink(group, shape, session.epoch)
 
     def announce(scheduled: Sequence[ScheduledRequest]) -> None:
@@ -105,7 +107,7 @@ def _run(session: Session, options: PrefillOptions, batches: PromptBatches) -> R
         options.setup,
         options.section,
         batches,
-        session.runner,
+        runner,
         announce=announce,
         dismiss=link.stop,
     )
@@ -156,6 +158,25 @@ def _rows(options: PrefillOptions, rank: RankModel) -> list[int]:
     if options.section.is_scattered:
         rows |= {-(-count // options.setup.tp) for count in rows}
     return sorted(rows)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _PrefillRunner:
+    """Launches as the loop of a prefill worker does: no prompt needs a token of the step before."""
+
+    runner: ModelRunner
+
+    def launch(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        after: PendingStep | None,
+        least: int,
+        meanwhile: Callable[[], None],
+    ) -> PendingStep:
+        return self.runner.launch(scheduled, meanwhile=meanwhile)
+
+    def run_dummy(self, least: int) -> None:
+        self.runner.run_dummy(least=least)
 
 
 class _Alone:

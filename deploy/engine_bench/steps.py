@@ -47,19 +47,19 @@ class RequestSource(Protocol):
 
 
 class StepRunner(Protocol):
-    """`engine.runner.ModelRunner`, or `engine.graphs.graph_runner.GraphRunner`."""
+    """Runs a role's steps; what a launch is given is as in `worker.step_driver.StepDriver`."""
 
     def launch(
         self,
         scheduled: Sequence[ScheduledRequest],
-        *,
-        after: PendingStep | None = None,
-        least: int = 0,
+        after: PendingStep | None,
+        least: int,
+        meanwhile: Callable[[], None],
     ) -> PendingStep:
         """Issue one step."""
         ...
 
-    def run_dummy(self, *, least: int = 0) -> None:
+    def run_dummy(self, least: int) -> None:
         """Join the other ranks' step."""
         ...
 
@@ -122,13 +122,19 @@ class BenchSteps:
         self._announce(work.scheduled)
         return work
 
-    def launch(self, plan: StepWork, after: PendingStep | None, least: int) -> PendingStep | None:
+    def launch(
+        self,
+        plan: StepWork,
+        after: PendingStep | None,
+        least: int,
+        meanwhile: Callable[[], None],
+    ) -> PendingStep | None:
         """Issue the step."""
         self._begin_step()
         if not plan.scheduled:
-            self._runner.run_dummy(least=least)
+            self._runner.run_dummy(least)
             return None
-        pending = self._runner.launch(plan.scheduled, after=after, least=least)
+        pending = self._runner.launch(plan.scheduled, after, least, meanwhile)
         self._clock.launched(pending.span)
         return pending
 

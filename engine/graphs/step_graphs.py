@@ -180,7 +180,6 @@ class StepGraphs:
             sample=pending.sample,
             is_usable=pending.is_usable,
             prompts=[()] * len(scheduled),
-            hidden=None,
             copies=pending.copies,
             span=pending.span,
         )

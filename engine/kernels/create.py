@@ -98,16 +98,19 @@ def _build(kind: KernelSet, device: torch.device) -> Kernels:
 def _build_hopper(device: torch.device) -> Kernels:
     from engine.kernels.expert_stream.mlp import ExpertStream
     from engine.kernels.hopper import HopperKernels
+    from engine.kernels.triton_gemm.overflow import OverflowExperts
 
     attention = flash_attention.FlashAttention() if flash_attention.is_available() else None
     paged = flash_mla.FlashMLA() if flash_mla.is_available() else None
     if paged is None:
         logger.warning("decode attends slowly: flash_mla is not installed")
+    limits = DeviceLimits.of(device)
     return HopperKernels(
         gemm=deep_gemm.DeepGemm(),
+        overflow=OverflowExperts(limits),
         attention=attention,
         paged=paged,
-        experts=ExpertStream(MEASURED, DeviceLimits.of(device).num_sms),
+        experts=ExpertStream(MEASURED, limits.num_sms),
     )
 
 

@@ -4,12 +4,13 @@ Products run in FP8 with the weights as the checkpoint stores them; everything e
 float32 inside. Operations whose shapes a fast kernel does not take go to the reference.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from engine.kernels import absorb_reference, paged_reference, reference
+from engine.kernels.alignment import Overflow
 from engine.kernels.base import VarlenLengths
 from engine.kernels.flash_mla import KV_LORA_RANK, FlashMLA
 from engine.kernels.fp8_rows import Activation, Fp8Rows
@@ -27,7 +28,7 @@ from engine.kernels.fused import (
 from engine.kernels.fused.dependent import break_chain
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.paged_queries import PagedQueries
-from engine.kernels.parts import BlockGemm, MaskedMlp, VarlenAttention
+from engine.kernels.parts import BlockGemm, MaskedMlp, OverflowMlp, VarlenAttention
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
 
@@ -45,6 +46,7 @@ class HopperKernels:
         self,
         *,
         gemm: BlockGemm,
+        overflow: OverflowMlp,
         attention: VarlenAttention | None,
         paged: FlashMLA | None = None,
         experts: MaskedMlp | None = None,
@@ -53,11 +55,13 @@ class HopperKernels:
 
         Args:
             gemm: for all FP8 products.
+            overflow: for experts' rows behind the capacity.
             attention: None where it is not installed; attention is then slow, and right.
             paged: of decode steps; None as above.
             experts: over few masked rows; what it does not take `gemm` multiplies.
         """
         self._gemm = gemm
+        self._overflow = overflow
         self._attention = attention
         self._paged = paged
         self._experts = experts
@@ -116,11 +120,11 @@ class HopperKernels:
         expert_M: Tensor,
         w13: tuple[Tensor, Tensor],
         w2: tuple[Tensor, Tensor],
+        overflow: Overflow | None = None,
     ) -> Tensor:
         """See `Kernels`."""
-        gate_up = self._gemm.grouped_linear(rows, expert_M, *w13)
-        hidden = quant.silu_and_mul_fp8(gate_up, expert_M)
-        return self._gemm.grouped_linear(hidden, expert_M, *w2)
+        parts = self._gemm, quant.silu_and_mul_fp8, self._overflow
+        return grouped_fp8_mlp(*parts, rows, expert_M, w13=w13, w2=w2, overflow=overflow)
 
     def masked_fp8_mlp(
         self, rows: MaskedRows, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]
@@ -208,6 +212,34 @@ class HopperKernels:
             return paged_reference.paged_attention(q_SHL, cache, queries, kv_lora_rank, scale)
         break_chain()  # its last kernel may end before its first one has
         return self._paged.paged_attention(q_SHL, cache, queries, queries.schedule, scale)
+
+
+def grouped_fp8_mlp(
+    gemm: BlockGemm,
+    activate: Callable[[Tensor, Tensor], Fp8Rows],
+    overflow_mlp: OverflowMlp,
+    rows: Fp8Rows,
+    expert_M: Tensor,
+    *,
+    w13: tuple[Tensor, Tensor],
+    w2: tuple[Tensor, Tensor],
+    overflow: Overflow | None,
+) -> Tensor:
+    """Run the experts over the rows before the capacity, and over those behind it, by these parts.
+
+    Arguments and result are those of `aligned_reference.grouped_fp8_mlp`.
+    """
+    capacity, num_rows = rows.num_rows, expert_M.shape[0]
+    assert capacity == num_rows or overflow is not None, (capacity, num_rows)
+    out_MD = torch.empty(
+        (num_rows, w2[0].shape[1]), dtype=torch.bfloat16, device=rows.data_TK.device
+    )
+    expert_C = expert_M[:capacity]
+    hidden = activate(gemm.grouped_linear(rows, expert_C, *w13), expert_C)
+    gemm.grouped_linear(hidden, expert_C, *w2, out=out_MD[:capacity])
+    if overflow is not None:
+        overflow_mlp.run(overflow, expert_M[capacity:], w13, w2, out_MD[capacity:])
+    return out_MD
 
 
 def _fits(q_THA: Tensor, v_PHV: Tensor) -> bool:

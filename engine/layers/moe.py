@@ -112,10 +112,11 @@ class Experts(nn.Module):
             return self._kernels.masked_fp8_mlp(
                 rows, self.up.quantized_pair(), self.down.quantized_pair()
             )
-        if not rows.rows.num_rows:
+        if not rows.expert_M.shape[0]:
             return torch.empty_like(rows.rows.data_TK, dtype=torch.bfloat16)
+        weights = self.up.quantized_pair(), self.down.quantized_pair()
         return self._kernels.grouped_fp8_mlp(
-            rows.rows, rows.expert_M, self.up.quantized_pair(), self.down.quantized_pair()
+            rows.rows, rows.expert_M, *weights, overflow=rows.overflow
         )
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:

@@ -33,7 +33,7 @@ from engine.layers.attention_plan import (
 from engine.layers.context import LayerContext
 from engine.layers.embedding import LMHead, VocabEmbedding
 from engine.layers.mla import MLA
-from engine.layers.moe import create_expert_dispatcher
+from engine.layers.moe import MoE, create_expert_dispatcher
 from engine.layers.norm import FeedFormat, Residual, RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.scratch import Scratch
@@ -41,7 +41,7 @@ from engine.memory.kv_pool import KVPool
 from engine.micro_batches import choose_cut, split_batch, split_decode
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.mtp import MTPLayer
-from engine.operations import Operations, interleave, run
+from engine.operations import Operations, do_nothing, interleave, run
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.token_dispatcher import TokenDispatcher
@@ -151,6 +151,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         kv_pool: KVPool,
         *,
         on_layer_done: Callable[[int], None] | None = None,
+        meanwhile: Callable[[], None] = do_nothing,
     ) -> Tensor:
         """Run one step; the latents of its tokens are in the pool afterwards.
 
@@ -159,23 +160,29 @@ class DeepseekV3ForCausalLM(nn.Module):
             kv_pool: on the same device, with a layer for each decoder layer.
             on_layer_done: called with a layer's index after that layer has written its latents
                 for all of the step's tokens (on a GPU: has been launched to).
+            meanwhile: called several times a layer, between two operations.
 
         Returns:
             [T, D], after the final norm.
         """
         with self._launching(batch):
-            return self._run(batch, kv_pool, on_layer_done)
+            return self._run(batch, kv_pool, on_layer_done, meanwhile)
 
     def _run(
-        self, batch: ForwardBatch, kv_pool: KVPool, on_layer_done: Callable[[int], None] | None
+        self,
+        batch: ForwardBatch,
+        kv_pool: KVPool,
+        on_layer_done: Callable[[int], None] | None,
+        meanwhile: Callable[[], None],
     ) -> Tensor:
         """Run one step, as one or two micro-batches."""
         parts = self._split(batch)
         layer_done = _when_all_have_called(len(parts), on_layer_done)
         operations = [self._operations(part, kv_pool, layer_done) for part in parts]
         if self._overlap is None or len(operations) == 1:
-            return run(operations[0])
-        return torch.cat(interleave(*operations, lag=self._overlap.lag))[: batch.num_tokens]
+            return run(operations[0], meanwhile)
+        halves = interleave(*operations, lag=self._overlap.lag, meanwhile=meanwhile)
+        return torch.cat(halves)[: batch.num_tokens]
 
     def _operations(
         self, batch: ForwardBatch, kv_pool: KVPool, layer_done: Callable[[int], None]
@@ -234,6 +241,17 @@ class DeepseekV3ForCausalLM(nn.Module):
         embedded = self.model.embed_tokens(take(next_ids_T))
         normed = run(layer.draft(embedded, take(hidden_TD), step))
         return self._sharding.start_gather(normed, batch.num_tokens).wait()
+
+    @property
+    def waits_for_counts(self) -> bool:
+        """Whether launching a step waits, layer by layer, for what the device has counted.
+
+        Then a launch takes as long as the step. On a CPU a launch does the step's work itself.
+        """
+        layers = (module for module in self.modules() if isinstance(module, MoE))
+        return self.device.type == "cuda" and any(
+            layer.dispatcher.waits_for_counts for layer in layers
+        )
 
     @property
     def unused_prefixes(self) -> tuple[str, ...]:

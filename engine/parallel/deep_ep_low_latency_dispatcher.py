@@ -34,6 +34,7 @@ class DeepEPLowLatencyDispatcher:
     """See the module; all layers share one buffer."""
 
     takes_fp8 = False
+    waits_for_counts = False
     takes_turns = True
 
     def __init__(self, buffer: LowLatencyBuffer) -> None:

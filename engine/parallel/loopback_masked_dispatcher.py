@@ -31,6 +31,7 @@ class LoopbackMaskedDispatcher:
     """See the module."""
 
     takes_fp8 = True
+    waits_for_counts = False
     takes_turns = False
 
     def __init__(self, kernels: Kernels, num_local_experts: int, num_ranks: int) -> None:

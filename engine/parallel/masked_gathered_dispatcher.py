@@ -46,6 +46,7 @@ class MaskedGatheredDispatcher:
     """See the module."""
 
     takes_fp8 = True
+    waits_for_counts = False
     takes_turns = False
 
     def __init__(

@@ -14,8 +14,9 @@ from engine.parallel.lockstep import GroupState, Lockstep, RankState, SoloLockst
 from engine.runner import StepResult
 from runtime.endings import RankName
 from runtime.errors import DrainingError, InternalError, InvalidRequestError, TandemError
+from runtime.watchdog import WatchdogOptions
 from worker.health import Health
-from worker.step_driver import LoopOptions
+from worker.step_driver import LoopOptions, steps_ahead
 from worker.step_loop import StepLoop
 
 TIMEOUT_S = 60.0
@@ -48,6 +49,8 @@ class CountingDriver:
         self.log: list[str] = []
         self.num_rests = 0
         self.on_launch: Callable[[], None] = lambda: None
+        self.on_book: Callable[[], None] = lambda: None
+        self.lets_through = False
         self.is_broken = False
         self.is_alone = True
 
@@ -66,16 +69,24 @@ class CountingDriver:
     def plan(self, complete_launched: Callable[[], None]) -> Work:
         return Work(self.work[0] if self.work else 0)
 
-    def launch(self, plan: Work, after: Done | None, least: int) -> Done | None:
+    def launch(
+        self, plan: Work, after: Done | None, least: int, meanwhile: Callable[[], None]
+    ) -> Done | None:
         assert plan.num_tokens == least > 0 or not self.is_alone
         if not plan.num_tokens:
             return None
         self.on_launch()
+        if self.lets_through:
+            self.log.append(f"launching {plan.num_tokens}")
+            meanwhile()
+            self.log.append(f"launched {plan.num_tokens}")
         return Done()
 
     def book(
         self, plan: Work, results: Sequence[StepResult], seconds: float, idle_s: float | None
     ) -> None:
+        self.on_book()
+        self.log += [f"booked {plan.num_tokens}"] * self.lets_through
         self.booked.append(self.work.pop(0))
 
     def tell(self) -> None:
@@ -111,6 +122,47 @@ def test_it_runs_what_there_is_and_ends_once() -> None:
     assert driver.booked == [3, 1, 2]
     assert (driver.log, driver.ends) == (["leave", "end"], [None])
     assert loop.ended.result(TIMEOUT_S) is None
+
+
+class AheadDriver(CountingDriver):
+    """Plans the next item while the one before it is not booked."""
+
+    def plan(self, complete_launched: Callable[[], None]) -> Work:
+        planned = sum(line.startswith("launched") for line in self.log) - len(self.booked)
+        return Work(self.work[planned] if len(self.work) > planned else 0)
+
+
+def test_a_step_that_is_over_is_booked_in_the_middle_of_the_next_launch() -> None:
+    driver = AheadDriver()
+    driver.lets_through = True
+    driver.work = [3, 1]
+    # Booking takes longer than a launch may, which is not watched for it.
+    driver.on_book = lambda: time.sleep(0.0 if driver.booked else 2.5)
+    options = LoopOptions(
+        name=RankName(instance="rank"),
+        step="counting",
+        max_ahead=1,
+        limit_s=lambda num_tokens: 2.0,
+        watchdog=WatchdogOptions(poll_s=0.005, abort=lambda: None),
+    )
+    loop = StepLoop[Work](driver, SoloLockstep(), options)
+    loop.start()
+    while len(driver.booked) < 2:
+        time.sleep(0.001)
+    assert loop.stop(TIMEOUT_S)
+    assert loop.ended.result(TIMEOUT_S) is None
+    assert driver.log[:5] == [
+        *("launching 3", "launched 3", "launching 1", "booked 3", "launched 1")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "launch_waits", "steps"), [(1, False, 1), (1, True, 0), (0, True, 0), (0, False, 0)]
+)
+def test_nobody_runs_ahead_of_a_launch_that_waits(
+    wanted: int, launch_waits: bool, steps: int
+) -> None:
+    assert steps_ahead(wanted, launch_waits=launch_waits) == steps
 
 
 class LeavingGroup:

@@ -35,6 +35,15 @@ def _encode(x):
 
 
 @triton.jit
+def _quantize_tile(values):
+    """Return the bits [T, 128] and the scales [T] of float32 [T, 128]."""
+    scales = tl.maximum(tl.max(tl.abs(values), axis=1), 1e-10) / E4M3_MAX
+    bits = _encode(tl.clamp(values / scales[:, None], -E4M3_MAX, E4M3_MAX))
+    num_nan = tl.sum((values != values).to(tl.int32), axis=1)
+    return bits, tl.where(num_nan > 0, float("nan"), scales)
+
+
+@triton.jit
 def _quantize(
     x, x_group, x_row, data, data_group, data_row, scale, scale_group, scale_row, scale_column,
     experts, num_rows, width,
@@ -56,10 +65,7 @@ def _quantize(
     if ACTIVATE:
         up = tl.load(source + width, mask=mask, other=0.0).to(tl.float32)
         values = values * tl.sigmoid(values) * up
-    scales = tl.maximum(tl.max(tl.abs(values), axis=1), 1e-10) / E4M3_MAX
-    bits = _encode(tl.clamp(values / scales[:, None], -E4M3_MAX, E4M3_MAX))
-    num_nan = tl.sum((values != values).to(tl.int32), axis=1)
-    scales = tl.where(num_nan > 0, float("nan"), scales)
+    bits, scales = _quantize_tile(values)
     tl.store(data + group * data_group + rows[:, None] * data_row + columns, bits, mask=mask)
     place = scale + group * scale_group + rows * scale_row + column * scale_column
     tl.store(place, scales, mask=rows < num_rows)

@@ -112,7 +112,13 @@ class TritonGemm:
         return out
 
     def grouped_linear(
-        self, x: Fp8Rows, expert_M: Tensor, weight_ENK: Tensor, scale_inv_EPQ: Tensor
+        self,
+        x: Fp8Rows,
+        expert_M: Tensor,
+        weight_ENK: Tensor,
+        scale_inv_EPQ: Tensor,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Multiply aligned rows with their expert's weight.
 
@@ -121,12 +127,14 @@ class TritonGemm:
             expert_M: [M] int32; blocks of 128 rows of -1 cost nothing and stay uninitialised.
             weight_ENK: [E, N, K] e4m3.
             scale_inv_EPQ: [E, ceil(N / 128), K / 128] float32.
+            out: [M, N] bfloat16, contiguous, to be written; None for one that is made here.
 
         Returns:
             [M, N] bfloat16.
         """
         assert x.num_rows % ROW_BLOCK == 0
-        out = _empty(weight_ENK, x.num_rows, weight_ENK.shape[1])
+        if out is None:
+            out = _empty(weight_ENK, x.num_rows, weight_ENK.shape[1])
         if x.num_rows:
             weight = (weight_ENK, scale_inv_EPQ)
             self.run(_flat(RowLayout.ALIGNED, x, weight, expert_M, out), x.num_rows)

@@ -33,6 +33,7 @@ class NvlinkDispatcher:
     """See the module; all layers share one buffer."""
 
     takes_fp8 = True
+    waits_for_counts = False
     takes_turns = True
 
     def __init__(self, kernels: Kernels, buffer: NvlinkBuffer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,17 +25,23 @@ from runtime.errors import PeerLostError, TandemError
 class FakeRunner:
     """Steps that are over when they are collected; counts how many are unread at a launch."""
 
-    def __init__(self, fails_at: int = -1) -> None:
+    def __init__(self, fails_at: int = -1, *, books_meanwhile: bool = False) -> None:
         self.num_launched = self.num_unread = self.most_unread = self.num_dummies = 0
         self.leasts: set[int] = set()
-        self._fails_at = fails_at
+        self._fails_at, self._books_meanwhile = fails_at, books_meanwhile
 
     def launch(
-        self, scheduled: Sequence[ScheduledRequest], *, after: Any = None, least: int = 0
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        after: Any,
+        least: int,
+        meanwhile: Callable[[], None],
     ) -> Any:
         if self.num_launched == self._fails_at:
             raise PeerLostError("another rank was lost")
         assert (after is not None) == (self.num_unread > 0)
+        if self._books_meanwhile:
+            meanwhile()
         self.num_launched += 1
         self.num_unread += 1
         self.leasts.add(least)
@@ -48,7 +54,7 @@ class FakeRunner:
 
         return SimpleNamespace(collect=collect, span=None, idle_s=None, is_done=True)
 
-    def run_dummy(self, *, least: int = 0) -> None:
+    def run_dummy(self, least: int) -> None:
         self.num_dummies += 1
         self.leasts.add(least)
 
@@ -122,6 +128,14 @@ def test_a_rank_runs_until_there_is_enough(max_ahead: int) -> None:
     assert runner.num_unread == 0, "all that was launched was read"
     assert begun.count(1) == begun.count(4) == runner.num_launched
     assert left == [1]
+
+
+def test_a_step_that_is_booked_in_the_middle_of_a_launch_has_its_own_end() -> None:
+    runner, times = FakeRunner(books_meanwhile=True), StepTimes(warm_up_s=0.0, seconds=20.0)
+    driver = BenchSteps(requests(2), runner, times, clock=ticking())
+    measure_steps(driver, times, SoloLockstep(), place(1))
+    assert set(times.result().step_s) == {1.0}
+    assert runner.most_unread == 1
 
 
 def test_a_rank_without_requests_joins_until_the_others_leave() -> None:

@@ -165,6 +165,35 @@ def test_align_to_experts(num_tokens: int, first: int, num_local: int) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize(("first", "num_local"), [(0, 16), (4, 4), (15, 1)])
+@pytest.mark.parametrize("capacity", [0, 128, 640])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_rows_behind_the_capacity_know_their_token(
+    num_tokens: int, first: int, num_local: int, capacity: int, is_packed: bool
+) -> None:
+    permute, ids = fused("permute"), draw_routing(num_tokens, 16, 4)
+    actual: Alignment = permute.align_to_experts(ids, first, num_local, capacity)
+    expected = aligned_reference.align_to_experts(ids, first, num_local, capacity)
+    assert torch.equal(actual.rows_TK, expected.rows_TK)
+    assert torch.equal(actual.expert_M, expected.expert_M)
+    assert actual.capacity == expected.capacity == capacity
+    assert (actual.overflow is None) == (expected.overflow is None)
+    if actual.overflow is not None and expected.overflow is not None:
+        assert torch.equal(actual.overflow.ends_E, expected.overflow.ends_E)
+        is_used = expected.overflow.token_V >= 0
+        named = actual.overflow.token_V[is_used]
+        assert torch.equal(named, expected.overflow.token_V[is_used])
+    source = packed(num_tokens, HIDDEN) if is_packed else None
+    rows = reference.quantize_rows(draw(num_tokens, HIDDEN), source)
+    spread = permute.spread_rows(rows, actual)
+    assert spread.num_rows == actual.capacity
+    pairs = actual.rows_TK.flatten().long()
+    is_before = (pairs >= 0) & (pairs < actual.capacity)
+    tokens = torch.arange(num_tokens, device=DEVICE).repeat_interleave(4)[is_before]
+    assert torch.equal(spread.dequantize()[pairs[is_before]], rows.dequantize()[tokens])
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize(("first", "num_local"), [(0, 256), (32, 32), (255, 1)])
 def test_count_rows_and_place_them(num_tokens: int, first: int, num_local: int) -> None:
     permute = fused("permute")
