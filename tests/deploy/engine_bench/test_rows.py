@@ -105,6 +105,9 @@ def test_a_line_comes_after_each_row_and_the_model_is_kept(
     assert [line["benchmark"] for line in lines[1:]] == ["decode", "decode", "prefill"]
     assert lines[2]["row"].startswith("decode --batch 3 --context-lens 40 --output-len 4")
     assert [line["method"]["routing"] for line in lines[1:]] == ["uniform", "even", "uniform"]
+    assert [line["label"].split("layers, ")[1] for line in lines[1:]] == [
+        "uniform routing", "even routing, a bound: no padding, no skew", "uniform routing",
+    ]  # fmt: skip
     assert len(built) == 2, "one of decode, one of prefill"
 
 
