@@ -134,7 +134,7 @@ def build_model_side(options: WorkerOptions) -> ModelSide:
     runner = choose_runner(options.config.decode, booted, show=options.rank == 0)
     return ModelSide(
         groups=booted.groups,
-        close_steps=runner.close if isinstance(runner, GraphRunner) else lambda: None,
+        close_steps=runner.close,
         close_transfers=booted.close_transfers,
         epoch=booted.epoch,
         lockstep=create_lockstep(booted.groups.ep_group, booted.epoch),
@@ -145,19 +145,19 @@ def build_model_side(options: WorkerOptions) -> ModelSide:
     )
 
 
-def choose_runner(section: DecodeSection, booted: BootedRank, *, show: bool) -> StepRunner:
+def choose_runner(section: DecodeSection, booted: BootedRank, *, show: bool) -> GraphRunner:
     """Capture the steps where that is wanted and possible; every rank does the same.
 
     Args:
         section: says whether.
-        booted: with the runner that is returned otherwise.
+        booted: with the runner of what is not captured.
         show: draw a progress bar.
 
     Raises:
         ConfigError: graphs are asked for, and the model's step cannot be captured.
     """
     if not section.wants_graphs:
-        return booted.runner
+        return GraphRunner(booted.runner, None)
     with progress_bar("capturing steps", unit=Unit.CALLS) if show else nullcontext() as moved:
         try:
             return capture_steps(
@@ -170,7 +170,7 @@ def choose_runner(section: DecodeSection, booted: BootedRank, *, show: bool) -> 
             if section.cuda_graphs == "on":
                 raise ConfigError("decode.cuda_graphs", "on", str(error), '"off"') from error
             logger.warning("steps run without graphs %s", fields(reason=error))
-            return booted.runner
+            return GraphRunner(booted.runner, None)
 
 
 def build_transfer_side(

@@ -165,7 +165,6 @@ class ModelRunner:
         scheduled: Sequence[ScheduledRequest],
         *,
         after: PendingStep | None = None,
-        least: int = 0,
         on_layer_done: LayerDone | None = None,
         keep_hidden: bool = False,
     ) -> PendingStep:
@@ -176,7 +175,6 @@ class ModelRunner:
         Args:
             scheduled: at least one; block tables must cover the scheduled tokens.
             after: the step that samples the tokens that the host does not know yet.
-            least: the most tokens that a rank of the group runs; here every rank runs its own.
             on_layer_done: called with a layer's index once its KV of this step is issued.
             keep_hidden: also return the hidden states of sampled positions.
         """
@@ -219,14 +217,19 @@ class ModelRunner:
         for start in range(0, len(wanted), MAX_LOGITS_ROWS):
             self.model.compute_logits(wanted[start : start + MAX_LOGITS_ROWS])
 
-    def run_dummy(self, *, least: int = 0) -> None:
-        """Launch one padding token, so that an idle expert-parallel rank joins the collectives."""
+    def run_dummy(self) -> DeviceSpan | None:
+        """Launch one padding token, so that an idle expert-parallel rank joins the collectives.
+
+        Returns:
+            When the device runs it; None on a CPU.
+        """
         device = self.kv_pool.device
         batch = ForwardBatch.dummy(device)
         self._span = DeviceSpan.start(device)
         self.forward_only(batch)
         if self._span is not None:
             self._span.end()
+        return self._span
 
     def _walk_logits(
         self, wanted: torch.Tensor, plan: "_RowPlan", copies: HostCopies

@@ -183,10 +183,12 @@ class EngineLoop:
         self._announce(chunks, pushes)
         return ChunkPlan(chunks, pushes)
 
-    def launch(self, plan: ChunkPlan, after: PendingStep | None, least: int) -> PendingStep | None:
+    def launch(
+        self, plan: ChunkPlan, after: PendingStep | None, group_mean: int
+    ) -> PendingStep | None:
         """Issue a step, and what it completes to the sender."""
         if not plan.chunks:
-            self._runner.run_dummy(least=least)
+            self._runner.run_dummy()
             return None
         pusher = StepPusher(self._senders.local, plan.pushes, self._settings.push)
         pending = self._runner.launch(

@@ -48,13 +48,13 @@ class StepDriver(Protocol[PlanT]):
         """End what is late, and decide the step; may have all launched steps taken over first."""
         ...
 
-    def launch(self, plan: PlanT, after: PendingStep | None, least: int) -> PendingStep | None:
+    def launch(self, plan: PlanT, after: PendingStep | None, group_mean: int) -> PendingStep | None:
         """Issue our part in the group's step without waiting for it; changes no request.
 
         Args:
             plan: without tokens it is a dummy, of which nothing is to be read: None.
             after: the step before, where its results are not read.
-            least: the most tokens that a rank of the group runs in this step.
+            group_mean: tokens that a rank of the group runs in this step on average, rounded up.
         """
         ...
 

@@ -5,8 +5,12 @@ the head with the sampler, of which there is one for greedy batches and one for 
 copying the inputs in and copying the tokens out the host only issues two replays, so it can issue
 the next step while this one runs: the tokens of this step need not come by the host.
 
-On a CPU, or with `use_graphs=False`, the same work is called instead of replayed. Ranks that share
-experts may run different batch sizes only if their dispatcher allows it; `least` makes them equal.
+A batch is padded to the next larger size. Padding costs next to nothing, because few rows are
+bound by the reading of weights; it goes to no expert, so no other rank ever has more to do for it.
+Ranks that share experts may therefore run different sizes, also one of them none of its own: every
+dispatcher of decode takes that (`engine.parallel`).
+
+On a CPU, or with `use_graphs=False`, the same work is called instead of replayed.
 """
 
 from collections.abc import Callable, Sequence
@@ -163,18 +167,20 @@ class StepGraphs:
         scheduled: Sequence[ScheduledRequest],
         *,
         after: PendingStep | None = None,
-        least: int = 0,
+        group_mean: int = 0,
     ) -> PendingStep:
         """Issue a step that `takes` says yes to, as `ModelRunner.launch` does.
 
         Args:
             scheduled: none for a rank that only joins the others' collectives.
             after: the step that samples the tokens that the host does not know yet.
-            least: the most sequences that another rank of the group runs in this step.
+            group_mean: sequences of a rank of the group in this step on average, rounded up. This
+                rank's experts get their share of all of these, however few are its own, and
+                products choose their tiles by the size of the step; so it is at least as large.
         """
         with torch.inference_mode():
             inputs = self._slots.inputs(scheduled, None if after is None else after.unread())
-        pending = self.launch(inputs, least=least)
+        pending = self.launch(inputs, group_mean=group_mean)
         return PendingStep(
             scheduled=scheduled,
             sample=pending.sample,
@@ -186,16 +192,16 @@ class StepGraphs:
         )
 
     @torch.inference_mode()
-    def launch(self, inputs: DecodeInputs, *, least: int = 0) -> PendingTokens:
+    def launch(self, inputs: DecodeInputs, *, group_mean: int = 0) -> PendingTokens:
         """Copy a step's inputs in, replay it, and start to copy its tokens out.
 
         Args:
             inputs: of the step.
-            least: see `launch_step`.
+            group_mean: see `launch_step`.
         """
         assert self.is_captured
         num_seqs = inputs.num_seqs
-        bucket = bucket_for(max(num_seqs, least), self.buckets)
+        bucket = bucket_for(max(num_seqs, group_mean), self.buckets)
         self._static.load(inputs, bucket)
         span = DeviceSpan.start(self._kv_pool.device)
         self._forwards[bucket].replay()

@@ -178,7 +178,7 @@ class FakeRunner:
     idle_s: float | None = None
     log: list[str] = field(default_factory=list)
 
-    def run_dummy(self, *, least: int = 0) -> None:
+    def run_dummy(self) -> None:
         self.log.append("dummy")
 
     def launch(

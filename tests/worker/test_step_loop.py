@@ -44,6 +44,7 @@ class CountingDriver:
     def __init__(self) -> None:
         self.work: list[int] = []
         self.booked: list[int] = []
+        self.means: list[int] = []
         self.ends: list[TandemError | None] = []
         self.log: list[str] = []
         self.num_rests = 0
@@ -66,8 +67,9 @@ class CountingDriver:
     def plan(self, complete_launched: Callable[[], None]) -> Work:
         return Work(self.work[0] if self.work else 0)
 
-    def launch(self, plan: Work, after: Done | None, least: int) -> Done | None:
-        assert plan.num_tokens == least > 0 or not self.is_alone
+    def launch(self, plan: Work, after: Done | None, group_mean: int) -> Done | None:
+        assert plan.num_tokens == group_mean > 0 or not self.is_alone
+        self.means.append(group_mean)
         if not plan.num_tokens:
             return None
         self.on_launch()
@@ -122,6 +124,7 @@ class LeavingGroup:
         return GroupState(
             has_work=state.num_tokens > 0,
             max_num_tokens=state.num_tokens,
+            mean_num_tokens=state.num_tokens,
             all_leaving=state.leaving,
             any_leaving=True,
         )
@@ -142,7 +145,7 @@ class FullerGroup(LeavingGroup):
     """Another rank brings ten tokens to every step."""
 
     def exchange(self, state: RankState) -> GroupState:
-        return replace(super().exchange(state), has_work=True, max_num_tokens=10)
+        return replace(super().exchange(state), has_work=True, max_num_tokens=10, mean_num_tokens=6)
 
 
 def test_it_counts_its_own_tokens_and_those_that_it_waited_for() -> None:
@@ -152,6 +155,7 @@ def test_it_counts_its_own_tokens_and_those_that_it_waited_for() -> None:
     for _ in range(3):
         loop.step()
     assert (loop.num_tokens, loop.num_tokens_of_most) == (4, 30)
+    assert driver.means == [6, 6, 6], "steps are as large as the group's mean, not its largest"
     registry = CollectorRegistry()
     Health(registry).watch_loop(loop)
     assert registry.get_sample_value("pd_worker_step_tokens_total") == 4
