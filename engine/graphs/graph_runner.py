@@ -11,14 +11,11 @@ from dataclasses import replace
 
 from engine.device_span import DeviceSpan
 from engine.graphs.step_graphs import CaptureProgress, StepGraphs
+from engine.parallel.groups import RankGroup
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner, PendingStep
 
 logger = logging.getLogger(__name__)
-
-
-class CaptureError(RuntimeError):
-    """The model's step cannot be captured: something in it reads the device."""
 
 
 class GraphRunner:
@@ -87,6 +84,7 @@ def capture_steps(
     *,
     max_num_seqs: int,
     max_model_len: int,
+    group: RankGroup | None = None,
     progress: CaptureProgress | None = None,
 ) -> GraphRunner:
     """Capture the decode steps of a runner; all ranks that share experts do it together.
@@ -95,10 +93,14 @@ def capture_steps(
         runner: of a loaded model.
         max_num_seqs: most requests of a step.
         max_model_len: most tokens of a request.
+        group: of these ranks, for host memory; None for a rank alone.
         progress: told how many graphs are done.
 
     Raises:
-        CaptureError: the model cannot be captured; the runner still works.
+        CaptureError: the model of a rank cannot be captured, which all of them say; the runner
+            still works.
+        RuntimeError: of this rank's device.
+        PeerLostError: another rank ended.
     """
     graphs = StepGraphs(
         runner.model,
@@ -108,9 +110,9 @@ def capture_steps(
         max_model_len=max_model_len,
     )
     try:
-        graphs.capture(progress)
-    except RuntimeError as error:
+        graphs.capture(progress, group=group)
+    except BaseException:
         graphs.close()  # now, and not when nobody refers to them any more
-        raise CaptureError(str(error).partition("\n")[0]) from error
+        raise
     logger.info("captured decode steps sizes=%s", graphs.buckets)
     return GraphRunner(runner, graphs)

@@ -24,10 +24,12 @@ from torch import Tensor
 from engine.device_span import DeviceSpan
 from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.capture import Capture, Eager, Replayable
+from engine.graphs.capture_errors import agree_on_capture
 from engine.graphs.inputs import DecodeInputs, StaticInputs
 from engine.graphs.slots import Slots
 from engine.host_copy import HostCopies, upload
 from engine.memory.kv_pool import KVPool
+from engine.parallel.groups import RankGroup
 from engine.request import ScheduledRequest, num_blocks_for
 from engine.runner import CausalModel, PendingStep
 from engine.sampling.graph_sampler import GraphSampler, SamplingStage
@@ -118,23 +120,34 @@ class StepGraphs:
         return bool(self._heads)
 
     @torch.inference_mode()
-    def capture(self, progress: CaptureProgress | None = None) -> None:
+    def capture(
+        self, progress: CaptureProgress | None = None, *, group: RankGroup | None = None
+    ) -> None:
         """Warm up and capture every batch size, the largest first.
 
         Every rank that shares experts has to call it at the same time: steps are run, with padding
         only, and what they write goes into the dummy block. Weights that are made at first use
         must have been made.
+
+        Args:
+            progress: told how many graphs are done.
+            group: these ranks, for host memory, to agree on each size; None for a rank alone.
+
+        Raises:
+            CaptureError: the model of a rank cannot be captured, which all of them say.
+            RuntimeError: of this rank's device.
+            PeerLostError: another rank ended.
         """
         assert not self.is_captured
-        largest = self.buckets[-1]
-        hidden = self._model.forward(self._static.batch(largest), self._kv_pool)
-        self._hidden = torch.empty_like(hidden)
         make = Capture(self._kv_pool.device).graph if self._use_graphs else Eager
         total = len(self.buckets) * (1 + len(SamplingStage))
         for bucket in reversed(self.buckets):
-            self._forwards[bucket] = make(partial(self._run_model, bucket))
-            for stage in SamplingStage:
-                self._heads[bucket, stage] = make(partial(self._run_head, bucket, stage))
+            failure = None
+            try:
+                self._capture_size(bucket, make)
+            except RuntimeError as error:
+                failure = error
+            agree_on_capture(group or RankGroup(), failure)
             if progress is not None:
                 progress(len(self._forwards) + len(self._heads), total)
 
@@ -233,6 +246,14 @@ class StepGraphs:
         raw = logits[:, : self._sampler.vocab_size]
         wanted = [num_top[row] for row in rows]
         return launch_logprobs(raw, tokens.index_select(0, index), wanted, copies)
+
+    def _capture_size(self, bucket: int, make: Callable[[Callable[[], None]], Replayable]) -> None:
+        if not self._forwards:  # the largest one
+            hidden = self._model.forward(self._static.batch(bucket), self._kv_pool)
+            self._hidden = torch.empty_like(hidden)
+        self._forwards[bucket] = make(partial(self._run_model, bucket))
+        for stage in SamplingStage:
+            self._heads[bucket, stage] = make(partial(self._run_head, bucket, stage))
 
     def _run_model(self, bucket: int) -> None:
         hidden = self._model.forward(self._static.batch(bucket), self._kv_pool)

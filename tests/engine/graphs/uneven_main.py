@@ -113,7 +113,7 @@ def run_fixed(
         use_graphs=use_graphs,
     )
     counting.is_counting = not use_graphs
-    graphs.capture()
+    graphs.capture(group=model.groups.boot_group)
     steps = GraphRunner(ModelRunner(model, pool, Sampler(model.config.vocab_size)), graphs)
     requests = make_requests(rank, counts[rank], model.config.vocab_size)
     mean = -(-sum(counts) // len(counts))
