@@ -3,20 +3,21 @@
 Usage: python -m tests.engine.graphs.uneven_main RANK WORLD PORT CHECKPOINT OUTPUT DEVICE
 
 Runs decode steps of fixed shapes in every mode and writes {mode: outcome} as JSON. On a CPU over
-gloo, on a GPU (which ranks may share) over NVLink's memory, eager and by graphs.
+gloo, with the checkpoint; on a GPU (which ranks may share) over NVLink's memory, with invented
+weights, eager and by graphs.
 """
 
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.build import build_kv_pool, build_model
+from engine.build import LoadFormat, build_kv_pool, build_model
 from engine.config import ModelConfig
 from engine.execution import Execution
 from engine.graphs.graph_runner import GraphRunner
@@ -34,10 +35,27 @@ from engine.parallel.token_dispatcher import TURNS_LAG
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
+from engine.shapes import DEEPSEEK_V3
 from runtime.sampling import SamplingParams
 from tests.engine.parallel.counting_dispatcher import CountingDispatcher
 
-MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_STEPS = 16, 64, 16, 6
+MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_STEPS = 16, 128, 64, 6
+NARROW = replace(
+    DEEPSEEK_V3,
+    vocab_size=4096,
+    hidden_size=1024,
+    num_hidden_layers=3,
+    first_k_dense_replace=1,
+    num_attention_heads=64,
+    q_lora_rank=512,
+    intermediate_size=2048,
+    moe_intermediate_size=512,
+    n_routed_experts=16,
+    n_group=4,
+    topk_group=2,
+    num_experts_per_tok=4,
+)
+"""On a GPU: what its kernels take, with invented weights."""
 COUNTS = {2: (11, 0), 4: (1, 11, 0, 0)}
 """Requests of each rank."""
 
@@ -154,12 +172,12 @@ def load(
     """Yield the model with a dispatcher of fixed shapes, or, if not in FP8, of the axes."""
     dtype = torch.bfloat16 if is_fp8 else torch.float32
     kernels: Kernels = PortableKernels(has_fp8=is_fp8)
+    source: Path | ModelConfig = checkpoint
     if device == "cuda":
-        kernels = create_kernels("cuda", dtype)
+        kernels, source = create_kernels("cuda", dtype), NARROW
     if is_fp8:
-        experts = RankExperts(
-            config=ModelConfig.from_dir(checkpoint), groups=groups, kernels=kernels
-        )
+        config = source if isinstance(source, ModelConfig) else ModelConfig.from_dir(source)
+        experts = RankExperts(config=config, groups=groups, kernels=kernels)
         kind = DispatcherKind.NVLINK if device == "cuda" else DispatcherKind.GATHERED
         opened = open_decode_dispatcher(kind, experts, max_tokens_per_rank=MAX_NUM_SEQS)
         assert opened is not None
@@ -171,7 +189,13 @@ def load(
     rule = OverlapRule(min_tokens=0, lag=TURNS_LAG if inner.takes_turns else 1)
     execution = Execution(dispatcher=counting, overlap=rule if overlaps else None)
     model = build_model(
-        checkpoint, groups, dtype=dtype, device=device, kernels=kernels, execution=execution
+        source,
+        groups,
+        dtype=dtype,
+        device=device,
+        load_format=LoadFormat.SAFETENSORS if source is checkpoint else LoadFormat.DUMMY,
+        kernels=kernels,
+        execution=execution,
     )
     model.prepare_absorption()
     yield model, counting
