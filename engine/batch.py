@@ -11,7 +11,7 @@ logits are wanted.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -41,6 +41,8 @@ class ForwardBatch:
         lengths: per request its tokens in this step and its context length, on the host, so that
             planning reads nothing from the device; empty in steps of fixed shape, whose lengths
             the host does not look at, and which run one token each.
+        num_rows: [1] int64 on the device, how many of the tokens, the first ones, are somebody's;
+            the others are padding, and go to no expert. None where all are.
     """
 
     input_ids: torch.Tensor
@@ -52,6 +54,7 @@ class ForwardBatch:
     logits_indices: torch.Tensor
     max_seqlen_q: int
     lengths: tuple[tuple[int, int], ...] = ()
+    num_rows: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -68,10 +71,10 @@ class ForwardBatch:
         """Return what an idle expert-parallel rank runs to take part in the collectives.
 
         One padding token at position 0, whose KV goes to block 0 (the dummy block, which no
-        request owns); no logits are wanted.
+        request owns), and which goes to no expert; no logits are wanted.
         """
         one = np.ones(1, dtype=np.int64)
-        return pack_forward_batch(
+        batch = pack_forward_batch(
             np.zeros(1, dtype=np.int64),
             one,
             one,
@@ -80,6 +83,7 @@ class ForwardBatch:
             block_size=1,
             device=device,
         )
+        return replace(batch, num_rows=torch.zeros(1, dtype=torch.int64, device=device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

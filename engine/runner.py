@@ -169,7 +169,6 @@ class ModelRunner:
         scheduled: Sequence[ScheduledRequest],
         *,
         after: PendingStep | None = None,
-        least: int = 0,
         on_layer_done: LayerDone | None = None,
         meanwhile: Callable[[], None] = do_nothing,
     ) -> PendingStep:
@@ -180,7 +179,6 @@ class ModelRunner:
         Args:
             scheduled: at least one; block tables must cover the scheduled tokens.
             after: the step that samples the tokens that the host does not know yet.
-            least: the most tokens that a rank of the group runs; here every rank runs its own.
             on_layer_done: called with a layer's index once its KV of this step is issued.
             meanwhile: called several times a layer, between two operations. May do what follows
                 from the ends of steps before this one; tokens and sampling of the requests of this
@@ -222,14 +220,19 @@ class ModelRunner:
         """Take part in a step that another rank of the tensor-parallel group launches."""
         self.model.forward(batch, self.kv_pool, on_layer_done=on_layer_done)
 
-    def run_dummy(self, *, least: int = 0) -> None:
-        """Launch one padding token, so that an idle expert-parallel rank joins the collectives."""
+    def run_dummy(self) -> DeviceSpan | None:
+        """Launch one padding token, so that an idle expert-parallel rank joins the collectives.
+
+        Returns:
+            When the device runs it; None on a CPU.
+        """
         device = self.kv_pool.device
         batch = ForwardBatch.dummy(device)
         self._span = DeviceSpan.start(device)
         self.forward_only(batch)
         if self._span is not None:
             self._span.end()
+        return self._span
 
     def _walk_logits(
         self,

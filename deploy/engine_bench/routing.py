@@ -26,10 +26,13 @@ class EvenRouting:
         self._table_TK = table_TK
 
     def group_limited_topk(
-        self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule
+        self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the experts of the table, and the weights of those that were really chosen."""
-        _, weights_TK = self._kernels.group_limited_topk(logits_TE, bias_E, rule)
+        """Return the experts of the table, and the weights of those that were really chosen.
+
+        Batches that are measured are full, so there is no padding to leave out.
+        """
+        _, weights_TK = self._kernels.group_limited_topk(logits_TE, bias_E, rule, num_rows)
         return self._table_TK[: weights_TK.shape[0]], weights_TK
 
     def __getattr__(self, name: str) -> Any:

@@ -49,10 +49,12 @@ class Gate(nn.Module):
         """K."""
         return self._rule.top_k
 
-    def forward(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logical topk_ids [T, K] int64 and topk_weights [T, K] float32."""
+    def forward(self, hidden_TD: Tensor, num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return logical topk_ids [T, K] int64, -1 for padding, and topk_weights [T, K] float32."""
         logits_TE = self._kernels.gate_logits(hidden_TD, self.weight)
-        return self._kernels.group_limited_topk(logits_TE, self.e_score_correction_bias, self._rule)
+        return self._kernels.group_limited_topk(
+            logits_TE, self.e_score_correction_bias, self._rule, num_rows
+        )
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """See `HoldsWeights`."""
@@ -182,10 +184,16 @@ class MoE(nn.Module):
             is_fp8=dispatcher.takes_fp8 or is_shared_fp8, is_sent=ctx.sharding.sends_rows
         )
 
-    def forward(self, normed: Normed) -> Operations[Tensor]:
-        """Map [T, D] to [T, D]; T may be 0, and with ep > 1 every rank must call."""
+    def forward(self, normed: Normed, num_rows: Tensor | None = None) -> Operations[Tensor]:
+        """Map [T, D] to [T, D]; T may be 0, and with ep > 1 every rank must call.
+
+        Args:
+            normed: the rows.
+            num_rows: [1] int64, rows from there on go to no routed expert; None where there are
+                none such.
+        """
         shared = self._shared_schedule.start(self.shared_experts, normed)
-        topk_ids_TK, topk_weights_TK = self.gate(normed.plain)
+        topk_ids_TK, topk_weights_TK = self.gate(normed.plain, num_rows)
         topk_ids_TK = self.placement.to_physical(topk_ids_TK)
         feed = normed.feed if self.dispatcher.takes_fp8 else normed.plain
         dispatching = self.dispatcher.start_dispatch(feed, topk_ids_TK, topk_weights_TK)

@@ -46,5 +46,8 @@ class DecoderLayer(nn.Module):
         rows, normed = self.post_attention_layernorm.add(
             stream, mlp.feed_format, with_plain=isinstance(mlp, MoE)
         )
-        out = yield from mlp(normed)
+        if isinstance(mlp, MoE):
+            out = yield from mlp(normed, step.num_rows)
+        else:
+            out = yield from mlp(normed)
         return Residual(rows, out)

@@ -265,7 +265,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         return tuple(layer + part for layer in layers for part in parts)
 
     def attention_step(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionStep:
-        """Return what all layers of a step share: plan, angles, slots, pool."""
+        """Return what all layers of a step share: plan, angles, slots, pool, padding."""
         cos, sin = self._rotary(batch.positions)
         return AttentionStep(
             plan=self._plan(batch, kv_pool),
@@ -274,6 +274,7 @@ class DeepseekV3ForCausalLM(nn.Module):
             sin=sin,
             kv_pool=kv_pool,
             scratch=self._scratch,
+            num_rows=batch.num_rows,
         )
 
     def _plan(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionPlan:
