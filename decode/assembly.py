@@ -264,6 +264,7 @@ def build_rank(
     limits = RankLimits(
         max_model_len=side.max_model_len,
         transfer_timeout_s=settings.transfer_timeout_s,
+        vocab_size=side.vocab_size,
     )
     return DecodeRank(
         pool,

@@ -83,7 +83,7 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
         PeerLostError: the other ranks did not come.
     """
     model_section, section = options.config.model, options.section
-    config = ModelConfig.from_dir(model_section.path)
+    config = _read_config(options)
     max_model_len = choose_max_model_len(model_section.max_model_len, config)
     torch.set_num_threads(section.num_threads)
     device = _take_device(section.device, options.rank)
@@ -96,7 +96,7 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
         boot_timeout_s=options.config.cluster.boot_timeout_s,
     )
     epoch = agree_on_epoch(groups.tp_group if dims.tp > 1 else groups.ep_group)
-    dtype = _DTYPES[model_section.dtype]
+    dtype = _DTYPES[options.config.compute_dtype]
     kernels = create_kernels(device, dtype)
     opened = open_execution(
         section, config, groups, kernels=kernels, placement=placement, device=device
@@ -136,6 +136,14 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
         close_transfers=opened.close,
         sums=sums,
     )
+
+
+def _read_config(options: WorkerOptions) -> ModelConfig:
+    """Read the model's configuration; one rank tells what is odd about it."""
+    config = ModelConfig.from_dir(options.config.model.path)
+    for remark in config.remarks if options.rank == 0 else ():
+        logger.warning("%s", remark)
+    return config
 
 
 def _rehearse(

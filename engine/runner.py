@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.batch import ForwardBatch, UnreadTokens, build_forward_batch
+from engine.batch import ForwardBatch, StepBounds, UnreadTokens, build_forward_batch
 from engine.device_span import DeviceSpan
 from engine.host_copy import HostCopies, upload
 from engine.memory.kv_pool import KVPool
@@ -186,7 +186,10 @@ class ModelRunner:
         """
         device = self.kv_pool.device
         unread = after.unread() if after is not None else None
-        batch = build_forward_batch(scheduled, self.kv_pool.block_size, device, unread=unread)
+        bounds = StepBounds(num_blocks=self.kv_pool.num_blocks, vocab_size=self.sampler.vocab_size)
+        batch = build_forward_batch(
+            scheduled, self.kv_pool.block_size, device, unread=unread, bounds=bounds
+        )
         span_before, self._span = self._span, DeviceSpan.start(device)
         copies = HostCopies(device)
         hidden = self.model.forward(

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.batch import StepBounds
 from engine.device_span import DeviceSpan
 from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.capture import Capture, Eager, Replayable
@@ -100,7 +101,8 @@ class StepGraphs:
         self.buckets = tuple(buckets or batch_buckets(max_num_seqs))
         max_num_blocks = num_blocks_for(max_model_len, kv_pool.block_size)
         self._sampler = GraphSampler(vocab_size, max_num_seqs, device)
-        self._slots = Slots(self._sampler, max_num_blocks)
+        bounds = StepBounds(num_blocks=kv_pool.num_blocks, vocab_size=vocab_size)
+        self._slots = Slots(self._sampler, max_num_blocks, bounds)
         self._static = StaticInputs(
             max_num_seqs,
             max_num_blocks,
