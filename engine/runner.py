@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.batch import ForwardBatch, UnreadTokens, build_forward_batch
+from engine.batch import ForwardBatch, StepBounds, UnreadTokens, build_forward_batch
 from engine.device_span import DeviceSpan
 from engine.host_copy import HostCopies, upload
 from engine.memory.kv_pool import KVPool
@@ -169,7 +169,6 @@ class ModelRunner:
         scheduled: Sequence[ScheduledRequest],
         *,
         after: PendingStep | None = None,
-        least: int = 0,
         on_layer_done: LayerDone | None = None,
         meanwhile: Callable[[], None] = do_nothing,
     ) -> PendingStep:
@@ -180,7 +179,6 @@ class ModelRunner:
         Args:
             scheduled: at least one; block tables must cover the scheduled tokens.
             after: the step that samples the tokens that the host does not know yet.
-            least: the most tokens that a rank of the group runs; here every rank runs its own.
             on_layer_done: called with a layer's index once its KV of this step is issued.
             meanwhile: called several times a layer, between two operations. May do what follows
                 from the ends of steps before this one; tokens and sampling of the requests of this
@@ -188,7 +186,10 @@ class ModelRunner:
         """
         device = self.kv_pool.device
         unread = after.unread() if after is not None else None
-        batch = build_forward_batch(scheduled, self.kv_pool.block_size, device, unread=unread)
+        bounds = StepBounds(num_blocks=self.kv_pool.num_blocks, vocab_size=self.sampler.vocab_size)
+        batch = build_forward_batch(
+            scheduled, self.kv_pool.block_size, device, unread=unread, bounds=bounds
+        )
         span_before, self._span = self._span, DeviceSpan.start(device)
         copies = HostCopies(device)
         hidden = self.model.forward(
@@ -222,14 +223,19 @@ class ModelRunner:
         """Take part in a step that another rank of the tensor-parallel group launches."""
         self.model.forward(batch, self.kv_pool, on_layer_done=on_layer_done)
 
-    def run_dummy(self, *, least: int = 0) -> None:
-        """Launch one padding token, so that an idle expert-parallel rank joins the collectives."""
+    def run_dummy(self) -> DeviceSpan | None:
+        """Launch one padding token, so that an idle expert-parallel rank joins the collectives.
+
+        Returns:
+            When the device runs it; None on a CPU.
+        """
         device = self.kv_pool.device
         batch = ForwardBatch.dummy(device)
         self._span = DeviceSpan.start(device)
         self.forward_only(batch)
         if self._span is not None:
             self._span.end()
+        return self._span
 
     def _walk_logits(
         self,

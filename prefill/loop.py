@@ -186,12 +186,12 @@ class EngineLoop:
         self,
         plan: ChunkPlan,
         after: PendingStep | None,
-        least: int,
+        group_mean: int,
         meanwhile: Callable[[], None],
     ) -> PendingStep | None:
         """Issue a step, and what it completes to the sender; first tokens leave meanwhile."""
         if not plan.chunks:
-            self._runner.run_dummy(least=least)
+            self._runner.run_dummy()
             return None
         pusher = StepPusher(self._senders.local, plan.pushes, self._settings.push)
         pending = self._runner.launch(

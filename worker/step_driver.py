@@ -55,7 +55,7 @@ class StepDriver(Protocol[PlanT]):
         self,
         plan: PlanT,
         after: PendingStep | None,
-        least: int,
+        group_mean: int,
         meanwhile: Callable[[], None],
     ) -> PendingStep | None:
         """Issue our part in the group's step without waiting for it; changes no request.
@@ -63,7 +63,7 @@ class StepDriver(Protocol[PlanT]):
         Args:
             plan: without tokens it is a dummy, of which nothing is to be read: None.
             after: the step before, where its results are not read.
-            least: the most tokens that a rank of the group runs in this step.
+            group_mean: tokens that a rank of the group runs in this step on average, rounded up.
             meanwhile: books steps that are over by then; to be called now and then where issuing a
                 step takes longer than their results may wait.
         """

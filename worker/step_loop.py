@@ -69,7 +69,9 @@ class StepLoop(Generic[PlanT]):
         self._is_following = False  # the latest turn launched something
         self._taken_over_at = 0.0
         self._pace = IdlePace(self._clock)
-        self._group = GroupState(has_work=False, max_num_tokens=0, all_leaving=False)
+        self._group = GroupState(
+            has_work=False, max_num_tokens=0, mean_num_tokens=0, all_leaving=False
+        )
         self._leaving = self._is_checked = False
         self._turned_at: float | None = None  # since when a turn with work runs
         self.num_tokens = 0
@@ -167,15 +169,15 @@ class StepLoop(Generic[PlanT]):
         plan = self._driver.plan(self._complete_launched)
         group = self._group = self._meet(plan.num_tokens)
         follows, self._is_following = self._is_following, group.has_work
-        least = group.max_num_tokens
+        most = group.max_num_tokens
         if not plan.num_tokens and not group.has_work:
             return False
         self.num_tokens += plan.num_tokens
-        self.num_tokens_of_most += least
+        self.num_tokens_of_most += most
         launched_at = self._clock()
         after = self._in_flight[-1].pending if self._in_flight else None
-        with self.watch(f"the launch of a {self._options.step} step", least):
-            pending = self._driver.launch(plan, after, least, self._take_over_ended)
+        with self.watch(f"the launch of a {self._options.step} step", most):
+            pending = self._driver.launch(plan, after, group.mean_num_tokens, self._take_over_ended)
         if pending is None:
             return False
         self._in_flight.append(
@@ -184,7 +186,7 @@ class StepLoop(Generic[PlanT]):
                 pending=pending,
                 launched_at=launched_at,
                 follows=follows,
-                num_tokens=least,
+                num_tokens=most,
             )
         )
         return True

@@ -32,6 +32,7 @@ from engine.graphs.capture import Capture
 from engine.graphs.graph_runner import GraphRunner
 from engine.graphs.step_graphs import StepGraphs
 from engine.operations import do_nothing
+from engine.parallel.groups import RankGroup
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner, PendingStep
 from engine.warm_up import products
@@ -53,6 +54,7 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
         num_blocks=requests.num_blocks,
         kv_dtype=section.kv_dtype,
         max_tokens=sizes[-1],
+        num_rows=len(requests),
     )
     bench = _DecodeBench(session, options, requests)
     say("ready", rank=rank.place.rank)
@@ -95,7 +97,7 @@ def invent_requests(options: DecodeOptions, rank: RankModel) -> RunningRequests:
 def step_sizes(requests: Sequence[int], max_num_seqs: int) -> tuple[int, ...]:
     """The sizes, ascending, in which a worker with so many places runs these ranks' steps.
 
-    Ranks with few requests may pad to the group's mean, or up to the fullest rank.
+    Ranks with few requests pad to the group's mean (see `StepGraphs.launch_step`).
     """
     known, mean = batch_buckets(max_num_seqs), -(-sum(requests) // len(requests))
     return tuple(sorted({bucket_for(max(count, mean), known) for count in requests}))
@@ -107,6 +109,7 @@ def capture_runner(
     sizes: Sequence[int],
     max_num_seqs: int,
     max_model_len: int,
+    group: RankGroup | None = None,
     use_graphs: bool | None = None,
 ) -> GraphRunner:
     """Capture steps as a worker does, but of the sizes that come only; all ranks call.
@@ -116,7 +119,11 @@ def capture_runner(
         sizes: that come, ascending.
         max_num_seqs: places of the worker.
         max_model_len: most tokens of a request.
+        group: of these ranks, for host memory; None for a rank alone.
         use_graphs: None for graphs on a GPU, as in `StepGraphs`.
+
+    Raises:
+        RuntimeError: the steps cannot be captured, which a measurement does not get around.
     """
     graphs = StepGraphs(
         runner.model,
@@ -127,7 +134,11 @@ def capture_runner(
         buckets=sizes,
         use_graphs=use_graphs,
     )
-    graphs.capture()
+    try:
+        graphs.capture(group=group)
+    except BaseException:
+        graphs.close()  # now, and not when nobody refers to them any more
+        raise
     return GraphRunner(runner, graphs)
 
 
@@ -177,19 +188,19 @@ def _report(
 class _DecodeRunner:
     """Launches as the loop of a decode worker does: a step's launch is short."""
 
-    runner: ModelRunner | GraphRunner
+    runner: GraphRunner
 
     def launch(
         self,
         scheduled: Sequence[ScheduledRequest],
         after: PendingStep | None,
-        least: int,
+        group_mean: int,
         meanwhile: Callable[[], None],
     ) -> PendingStep:
-        return self.runner.launch(scheduled, after=after, least=least)
+        return self.runner.launch(scheduled, after=after, group_mean=group_mean)
 
-    def run_dummy(self, least: int) -> None:
-        self.runner.run_dummy(least=least)
+    def run_dummy(self, group_mean: int) -> None:
+        self.runner.run_dummy(group_mean=group_mean)
 
 
 class _DecodeBench:
@@ -197,24 +208,25 @@ class _DecodeBench:
 
     def __init__(self, session: Session, options: DecodeOptions, requests: RunningRequests) -> None:
         self._session, self._options, self._requests = session, options, requests
-        self._graphs: GraphRunner | None = None
+        self._runner = GraphRunner(session.runner, None)
         if options.section.wants_graphs:
-            self._graphs = capture_runner(
+            self._runner = capture_runner(
                 session.runner,
                 sizes=step_sizes(options.requests, options.section.max_num_seqs),
                 max_num_seqs=options.section.max_num_seqs,
                 max_model_len=session.rank.max_model_len,
+                group=session.rank.groups.boot_group,
             )
 
     @property
     def is_captured(self) -> bool:
         """Whether steps are graphs."""
-        return self._graphs is not None
+        return self._runner.has_graphs
 
     @property
     def runner(self) -> StepRunner:
         """Of the steps."""
-        return _DecodeRunner(self._graphs or self._session.runner)
+        return _DecodeRunner(self._runner)
 
     def run_one(self) -> None:
         """Run a step and wait for it; all ranks call."""
@@ -222,7 +234,7 @@ class _DecodeBench:
 
     def run_eagerly(self) -> None:
         """The same, one kernel at a time."""
-        self._run(_DecodeRunner(self._session.runner))
+        self._run(_DecodeRunner(GraphRunner(self._session.runner, None)))
 
     @torch.inference_mode()
     def time_model(self) -> float | None:
@@ -231,7 +243,7 @@ class _DecodeBench:
         None where steps are not captured, and where ranks are unequal.
         """
         session = self._session
-        if self._graphs is None or not self._options.is_equal:
+        if not self.is_captured or not self._options.is_equal:
             return None
         session.begin_step()
         batch = build_forward_batch(self._requests.peek(), BLOCK_SIZE, session.device)
@@ -256,15 +268,14 @@ class _DecodeBench:
 
     def close(self) -> None:
         """Forget the graphs, before the groups end."""
-        if self._graphs is not None:
-            self._graphs.close()
+        self._runner.close()
 
     def _run(self, runner: StepRunner) -> None:
-        least = max(self._options.requests)
+        group_mean = -(-sum(self._options.requests) // len(self._options.requests))
         self._session.begin_step()
         scheduled = self._requests.schedule()
         if scheduled:
-            self._requests.take(runner.launch(scheduled, None, least, do_nothing).collect())
+            self._requests.take(runner.launch(scheduled, None, group_mean, do_nothing).collect())
         else:
-            runner.run_dummy(least)
+            runner.run_dummy(group_mean)
             self._session.rank.synchronize()

@@ -170,13 +170,13 @@ class _PrefillRunner:
         self,
         scheduled: Sequence[ScheduledRequest],
         after: PendingStep | None,
-        least: int,
+        group_mean: int,
         meanwhile: Callable[[], None],
     ) -> PendingStep:
         return self.runner.launch(scheduled, meanwhile=meanwhile)
 
-    def run_dummy(self, least: int) -> None:
-        self.runner.run_dummy(least=least)
+    def run_dummy(self, group_mean: int) -> None:
+        self.runner.run_dummy()
 
 
 class _Alone:

@@ -34,8 +34,17 @@ class RoutingTables:
     The tables of a step lie where those of the one before did, so that a captured step reads them.
     """
 
-    def __init__(self, draws_SCTK: Tensor) -> None:
-        """Take tables of S steps, C calls of each and T tokens of a call; then they come again."""
+    def __init__(self, draws_SCTK: Tensor, *, num_rows: int | None = None) -> None:
+        """Take tables of S steps, C calls of each and T tokens of a call; then they come again.
+
+        Args:
+            draws_SCTK: experts; changed.
+            num_rows: of every call, tokens behind so many are padding, which goes to no expert;
+                None where calls differ in that.
+        """
+        self.knows_padding = num_rows is not None
+        if num_rows is not None:
+            draws_SCTK[:, :, num_rows:] = -1
         self._draws = draws_SCTK
         self._current = draws_SCTK[0].clone()
         self._step = self._call = 0
@@ -67,13 +76,16 @@ class TableRouting:
         self.tables: RoutingTables | None = None
 
     def group_limited_topk(
-        self, logits: Tensor, bias_E: Tensor, rule: RoutingRule
+        self, logits: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the experts of the tables, and the weights of those that were really chosen."""
-        ids_TK, weights_TK = self._kernels.group_limited_topk(logits, bias_E, rule)
+        ids_TK, weights_TK = self._kernels.group_limited_topk(logits, bias_E, rule, num_rows)
         if self.tables is None:
             return ids_TK, weights_TK
-        return self.tables.take(weights_TK.shape[0]), weights_TK
+        own_TK = self.tables.take(weights_TK.shape[0])
+        if num_rows is not None and not self.tables.knows_padding:
+            own_TK = torch.where(ids_TK < 0, ids_TK, own_TK)
+        return own_TK, weights_TK
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)

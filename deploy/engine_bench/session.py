@@ -88,7 +88,13 @@ class Session:
 
 
 def open_session(
-    rank: RankModel, setup: Setup, *, num_blocks: int, kv_dtype: str, max_tokens: int
+    rank: RankModel,
+    setup: Setup,
+    *,
+    num_blocks: int,
+    kv_dtype: str,
+    max_tokens: int,
+    num_rows: int | None = None,
 ) -> Session:
     """Give a model what a measurement needs; all ranks call.
 
@@ -98,11 +104,12 @@ def open_session(
         num_blocks: of the pool, block 0 included; ranks may differ.
         kv_dtype: of the pool, as in the configuration.
         max_tokens: most tokens of a step on this rank, padding included.
+        num_rows: of every step, those that are no padding; None where there is none.
     """
     free_memory(rank.device)  # what the measurement before has left
     if rank.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(rank.device)
-    rank.routing.tables = make_tables(rank, setup, max_tokens)
+    rank.routing.tables = make_tables(rank, setup, max_tokens, num_rows)
     pool = build_kv_pool(rank.model, num_blocks, block_size=BLOCK_SIZE, dtype=_KV_DTYPES[kv_dtype])
     return Session(
         rank=rank,
@@ -117,7 +124,9 @@ def close_session(session: Session) -> None:
     session.rank.routing.tables = None
 
 
-def make_tables(rank: RankModel, setup: Setup, max_tokens: int) -> RoutingTables | None:
+def make_tables(
+    rank: RankModel, setup: Setup, max_tokens: int, num_rows: int | None
+) -> RoutingTables | None:
     """Tables of experts; None where the router chooses, or there is none.
 
     Ranks with their own tokens draw apart; ranks that share them have to agree on their experts.
@@ -126,9 +135,11 @@ def make_tables(rank: RankModel, setup: Setup, max_tokens: int) -> RoutingTables
     if setup.routing is Routing.MODEL or not config.num_moe_layers:
         return None
     own = rank.place.rank if dims.dp > 1 else 0
+    if rank.execution.overlap is not None:
+        num_rows = None  # two micro-batches share the padding, as their cut lies
     if setup.routing is Routing.EVEN:
         table = even_experts(config, max_tokens, rank=own, num_ranks=dims.dp)
-        return RoutingTables(table.to(rank.device)[None, None])
+        return RoutingTables(table.to(rank.device)[None, None], num_rows=num_rows)
     # Two micro-batches ask once each.
     num_calls = config.num_moe_layers * (1 if rank.execution.overlap is None else 2)
     generator = torch.Generator(device=rank.device).manual_seed(setup.seed * dims.world_size + own)
@@ -139,7 +150,7 @@ def make_tables(rank: RankModel, setup: Setup, max_tokens: int) -> RoutingTables
         num_tokens=max_tokens,
         generator=generator,
     )
-    return RoutingTables(rank.groups.tp_group.broadcast(drawn))
+    return RoutingTables(rank.groups.tp_group.broadcast(drawn), num_rows=num_rows)
 
 
 def describe_execution(execution: Execution) -> Report:

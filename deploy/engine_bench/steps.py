@@ -53,13 +53,13 @@ class StepRunner(Protocol):
         self,
         scheduled: Sequence[ScheduledRequest],
         after: PendingStep | None,
-        least: int,
+        group_mean: int,
         meanwhile: Callable[[], None],
     ) -> PendingStep:
         """Issue one step."""
         ...
 
-    def run_dummy(self, least: int) -> None:
+    def run_dummy(self, group_mean: int) -> None:
         """Join the other ranks' step."""
         ...
 
@@ -126,15 +126,15 @@ class BenchSteps:
         self,
         plan: StepWork,
         after: PendingStep | None,
-        least: int,
+        group_mean: int,
         meanwhile: Callable[[], None],
     ) -> PendingStep | None:
         """Issue the step."""
         self._begin_step()
         if not plan.scheduled:
-            self._runner.run_dummy(least)
+            self._runner.run_dummy(group_mean)
             return None
-        pending = self._runner.launch(plan.scheduled, after, least, meanwhile)
+        pending = self._runner.launch(plan.scheduled, after, group_mean, meanwhile)
         self._clock.launched(pending.span)
         return pending
 

@@ -118,9 +118,9 @@ class Kernels(Protocol):
         ...
 
     def group_limited_topk(
-        self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule
+        self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Choose experts by what `gate_logits` returned."""
+        """Choose experts by what `gate_logits` returned, and none for padding."""
         ...
 
     def grouped_mlp(

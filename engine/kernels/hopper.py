@@ -106,13 +106,13 @@ class HopperKernels:
         return routing.score(hidden_TD, weight_ED)
 
     def group_limited_topk(
-        self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule
+        self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `Kernels`."""
         if routing.is_supported(logits_TE.shape[-1], rule):
-            return routing.group_limited_topk(logits_TE, bias_E, rule)
+            return routing.group_limited_topk(logits_TE, bias_E, rule, num_rows)
         logits_TE = logits_TE if logits_TE.dim() == 2 else logits_TE.sum(0)
-        return reference.group_limited_topk(logits_TE, bias_E, rule)
+        return reference.group_limited_topk(logits_TE, bias_E, rule, num_rows)
 
     def grouped_fp8_mlp(
         self,

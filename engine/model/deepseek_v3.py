@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.execution import Execution
+from engine.hf_config.quantization import ModulePatterns
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.kernels.fp8_rows import GROUP
@@ -45,6 +46,7 @@ from engine.operations import Operations, do_nothing, interleave, run
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.token_dispatcher import TokenDispatcher
+from engine.weights.expert_format import experts_are_quantized
 from engine.weights.slices import HoldsWeights, WeightSlice
 
 
@@ -65,7 +67,7 @@ class DeepseekV3Model(nn.Module):
         self.embed_tokens = VocabEmbedding(ctx, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             (DecoderLayer if index < num_layers else MTPLayer)(
-                config, ctx, index, placement, dispatcher
+                config, ctx.within(f"model.layers.{index}"), index, placement, dispatcher
             )
             for index in range(config.num_kv_layers(with_mtp=with_mtp))
         )
@@ -82,6 +84,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         groups: the ranks that share the model.
         with_mtp: whether the MTP layers were built.
         kernels: that the layers call.
+        keeps_fp8: whether weights that the checkpoint has in FP8 stay so.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class DeepseekV3ForCausalLM(nn.Module):
             execution: how steps run on several ranks; None for what fits `groups`.
 
         Raises:
-            ConfigError: the axes do not divide the model.
+            ConfigError: the axes do not divide the model, or some routed experts are in FP8 only.
         """
         super().__init__()
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
@@ -127,11 +130,15 @@ class DeepseekV3ForCausalLM(nn.Module):
             groups=self.groups,
             kernels=self.kernels,
             fp8=self.kernels.has_fp8 and config.fp8_block_size == GROUP,
+            unquantized=ModulePatterns(config.unquantized_modules),
             scatter_tokens=dims.tp > 1 and dims.ep > 1 if scatter is None else scatter,
             collectives=execution.collectives,
             overlap_shared_expert=execution.overlap_shared_expert,
             side_stream=execution.side_stream,
         )
+        self.keeps_fp8 = ctx.fp8
+        if ctx.fp8:
+            experts_are_quantized(config, with_mtp=with_mtp)  # all of them or none
         dispatcher = execution.dispatcher or create_expert_dispatcher(config, ctx, placement)
         self.model = DeepseekV3Model(config, ctx, placement, dispatcher, with_mtp=with_mtp)
         self.lm_head = LMHead(
@@ -265,7 +272,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         return tuple(layer + part for layer in layers for part in parts)
 
     def attention_step(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionStep:
-        """Return what all layers of a step share: plan, angles, slots, pool."""
+        """Return what all layers of a step share: plan, angles, slots, pool, padding."""
         cos, sin = self._rotary(batch.positions)
         return AttentionStep(
             plan=self._plan(batch, kv_pool),
@@ -274,6 +281,7 @@ class DeepseekV3ForCausalLM(nn.Module):
             sin=sin,
             kv_pool=kv_pool,
             scratch=self._scratch,
+            num_rows=batch.num_rows,
         )
 
     def _plan(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionPlan:

@@ -100,8 +100,9 @@ class TokenDispatcher(Protocol[Handle]):
         Args:
             hidden: [T, D]; T may be 0, and the call must still be made. FP8 rows if, and only if,
                 `takes_fp8`.
-            topk_ids_TK: [T, K] int64 physical experts, no expert twice in a row.
-            topk_weights_TK: [T, K] float32.
+            topk_ids_TK: [T, K] int64 physical experts, no expert twice in a row; -1 for none. A
+                token whose experts all are -1 goes nowhere, and what it holds is not read.
+            topk_weights_TK: [T, K] float32, finite.
 
         Returns:
             The rows for this rank's experts, and what `start_combine` needs to undo it.
@@ -122,7 +123,7 @@ class TokenDispatcher(Protocol[Handle]):
                 is this rank's part of a sum over the ranks, so that both terms share one reduction.
 
         Returns:
-            [T, D], complete.
+            [T, D], complete; `own` alone, or zeros, for a token without an expert.
         """
         ...
 

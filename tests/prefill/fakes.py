@@ -189,7 +189,7 @@ class FakeRunner:
     at_layer: Callable[[int, int], None] = lambda step, layer: None
     log: list[str] = field(default_factory=list)
 
-    def run_dummy(self, *, least: int = 0) -> None:
+    def run_dummy(self) -> None:
         self.log.append("dummy")
 
     def launch(

@@ -45,6 +45,7 @@ class CountingDriver:
     def __init__(self) -> None:
         self.work: list[int] = []
         self.booked: list[int] = []
+        self.means: list[int] = []
         self.ends: list[TandemError | None] = []
         self.log: list[str] = []
         self.num_rests = 0
@@ -70,9 +71,10 @@ class CountingDriver:
         return Work(self.work[0] if self.work else 0)
 
     def launch(
-        self, plan: Work, after: Done | None, least: int, meanwhile: Callable[[], None]
+        self, plan: Work, after: Done | None, group_mean: int, meanwhile: Callable[[], None]
     ) -> Done | None:
-        assert plan.num_tokens == least > 0 or not self.is_alone
+        assert plan.num_tokens == group_mean > 0 or not self.is_alone
+        self.means.append(group_mean)
         if not plan.num_tokens:
             return None
         self.on_launch()
@@ -174,6 +176,7 @@ class LeavingGroup:
         return GroupState(
             has_work=state.num_tokens > 0,
             max_num_tokens=state.num_tokens,
+            mean_num_tokens=state.num_tokens,
             all_leaving=state.leaving,
             any_leaving=True,
         )
@@ -194,7 +197,7 @@ class FullerGroup(LeavingGroup):
     """Another rank brings ten tokens to every step."""
 
     def exchange(self, state: RankState) -> GroupState:
-        return replace(super().exchange(state), has_work=True, max_num_tokens=10)
+        return replace(super().exchange(state), has_work=True, max_num_tokens=10, mean_num_tokens=6)
 
 
 def test_it_counts_its_own_tokens_and_those_that_it_waited_for() -> None:
@@ -204,6 +207,7 @@ def test_it_counts_its_own_tokens_and_those_that_it_waited_for() -> None:
     for _ in range(3):
         loop.step()
     assert (loop.num_tokens, loop.num_tokens_of_most) == (4, 30)
+    assert driver.means == [6, 6, 6], "steps are as large as the group's mean, not its largest"
     registry = CollectorRegistry()
     Health(registry).watch_loop(loop)
     assert registry.get_sample_value("pd_worker_step_tokens_total") == 4

@@ -52,9 +52,9 @@ def _score(
 
 @launched("num_tokens")
 def _choose(
-    logits, bias, ids, weights, scaling, num_tokens, S: tl.constexpr,
+    logits, bias, ids, weights, num_rows, scaling, num_tokens, S: tl.constexpr,
     E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, HAS_PADDING: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     SIZE: tl.constexpr = E // GROUPS
@@ -97,6 +97,8 @@ def _choose(
         chosen_scores = chosen_scores / (tl.sum(chosen_scores, axis=0) + 1e-20)
     # NaN logits equal nothing: keep the ids valid, the weights carry the NaN.
     chosen = tl.minimum(chosen, E - 1)
+    if HAS_PADDING:
+        chosen = tl.where(token < tl.load(num_rows), chosen, -1)
     mask = slots < K
     tl.store(ids + token * K + slots, chosen.to(tl.int64), mask=mask)
     tl.store(weights + token * K + slots, chosen_scores * scaling, mask=mask)
@@ -154,14 +156,17 @@ def _num_parts(size: int) -> int:
     return max(parts for parts in range(1, MAX_PARTS + 1) if steps % parts == 0)
 
 
-def group_limited_topk(logits: Tensor, bias_E: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
-    """Return topk_ids [T, K] int64 and topk_weights [T, K] float32.
+def group_limited_topk(
+    logits: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return topk_ids [T, K] int64, -1 for padding, and topk_weights [T, K] float32.
 
     Args:
         logits: [T, E] float32, or [S, T, E] parts of a sum; E and the size of a group must be
             powers of two (`is_supported`).
         bias_E: see `reference`.
         rule: see `reference`.
+        num_rows: see `reference`.
     """
     num_parts = logits.shape[0] if logits.dim() == 3 else 1
     num_tokens, num_experts = logits.shape[-2:]
@@ -172,10 +177,17 @@ def group_limited_topk(logits: Tensor, bias_E: Tensor, rule: RoutingRule) -> tup
         chosen = (rule.top_k, next_power_of_2(rule.top_k))
         _choose(
             (num_tokens,),
-            (logits.contiguous(), bias_E, ids, weights),
+            (logits.contiguous(), bias_E, ids, weights, ids if num_rows is None else num_rows),
             (rule.routed_scaling_factor,),
             (num_tokens,),
-            (num_parts, num_experts, *groups, *chosen, rule.norm_topk_prob),
+            (
+                num_parts,
+                num_experts,
+                *groups,
+                *chosen,
+                rule.norm_topk_prob,
+                num_rows is not None,
+            ),
             num_warps=1,
         )
     return ids, weights

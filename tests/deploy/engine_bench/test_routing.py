@@ -174,6 +174,17 @@ def test_only_the_choice_is_replaced() -> None:
     assert torch.equal(weights, expected)
 
 
+@pytest.mark.parametrize("knows", [True, False])
+def test_padding_goes_to_no_expert(knows: bool) -> None:
+    logits, bias = torch.randn(10, TINY.n_routed_experts), torch.zeros(TINY.n_routed_experts)
+    routing, table = TableRouting(PortableKernels()), even_experts(TINY, 16)
+    routing.tables = RoutingTables(table[None, None].clone(), num_rows=6 if knows else None)
+    rule, num_rows = RoutingRule.of(TINY), torch.tensor([6])
+    ids, _ = routing.group_limited_topk(logits, bias, rule, num_rows)
+    assert torch.equal(ids[:6], table[:6])
+    assert ids[6:].eq(-1).all()
+
+
 @given(st.integers(1, 2**20), st.integers(1, 200))
 def test_draws_fit_into_their_room(num_tokens: int, num_calls: int) -> None:
     steps = num_draws(DEEPSEEK_V3, num_tokens, num_calls)

@@ -27,14 +27,14 @@ class FakeRunner:
 
     def __init__(self, fails_at: int = -1, *, books_meanwhile: bool = False) -> None:
         self.num_launched = self.num_unread = self.most_unread = self.num_dummies = 0
-        self.leasts: set[int] = set()
+        self.means: set[int] = set()
         self._fails_at, self._books_meanwhile = fails_at, books_meanwhile
 
     def launch(
         self,
         scheduled: Sequence[ScheduledRequest],
         after: Any,
-        least: int,
+        group_mean: int,
         meanwhile: Callable[[], None],
     ) -> Any:
         if self.num_launched == self._fails_at:
@@ -44,7 +44,7 @@ class FakeRunner:
             meanwhile()
         self.num_launched += 1
         self.num_unread += 1
-        self.leasts.add(least)
+        self.means.add(group_mean)
         self.most_unread = max(self.most_unread, self.num_unread)
 
         def collect() -> list[StepResult]:
@@ -54,9 +54,9 @@ class FakeRunner:
 
         return SimpleNamespace(collect=collect, span=None, idle_s=None, is_done=True)
 
-    def run_dummy(self, least: int) -> None:
+    def run_dummy(self, group_mean: int) -> None:
         self.num_dummies += 1
-        self.leasts.add(least)
+        self.means.add(group_mean)
 
 
 class ScriptedGroup:
@@ -72,6 +72,7 @@ class ScriptedGroup:
         return GroupState(
             has_work=True,
             max_num_tokens=max(state.num_tokens, self._num_tokens),
+            mean_num_tokens=-(-(state.num_tokens + self._num_tokens) // 2),
             all_leaving=state.leaving and self._left <= 0,
             in_flight=True,
             any_leaving=state.leaving,
@@ -145,7 +146,7 @@ def test_a_rank_without_requests_joins_until_the_others_leave() -> None:
     assert measure_steps(driver, times, ScriptedGroup(7, 20), place(1), look=dict) == []
     assert runner.num_launched == 0
     assert runner.num_dummies >= 20
-    assert runner.leasts == {7}
+    assert runner.means == {4}
 
 
 def test_a_step_that_fails_ends_the_measurement() -> None:

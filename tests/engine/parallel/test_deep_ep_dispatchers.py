@@ -107,6 +107,15 @@ def test_equals_the_plain_sum(world: World, make: Make) -> None:
     compare(world, make)
 
 
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("num_tokens", [[16, 0, 0, 0, 0, 0, 0, 0], [3, 16, 0, 1, 9, 15, 0, 2]])
+def test_padding_goes_nowhere_and_gets_the_rank_s_own_term(
+    num_tokens: list[int], make: Make
+) -> None:
+    """Ranks bring equally many rows; those beyond the tokens hold NaN and choose no expert."""
+    compare(World(num_ranks=8, slots=spread_slots(288), num_tokens=num_tokens, padded_to=16), make)
+
+
 @pytest.mark.parametrize("make", [make_gathered, make_normal])
 def test_rows_in_the_compute_dtype_are_quantised(make: Make) -> None:
     compare(WIDTHS[1].values[0], make, fp8=False)
@@ -231,3 +240,12 @@ def test_loopback_carries_the_load_of_one_of_eight() -> None:
     out = dispatcher.start_combine(data.bfloat16(), handle, Ready(own)).wait()
     expected = hidden.float() * ((ids % num_local + 1) * weights).sum(1, keepdim=True) + 1
     torch.testing.assert_close(out.float(), expected, rtol=0.08, atol=2.0)
+
+
+def test_loopback_leaves_padding_out() -> None:
+    ids = torch.tensor([[7, 33, 64], [-1, -1, -1]])
+    dispatcher = LoopbackMaskedDispatcher(KERNELS, 32, num_ranks=8)
+    hidden = torch.tensor([1.0, torch.nan]).unsqueeze(1).expand(2, HIDDEN).bfloat16()
+    rows, _ = dispatcher.start_dispatch(quantize_rows(hidden), ids, torch.ones(2, 3)).wait()
+    assert rows.num_rows_L.nonzero().flatten().tolist() == [0, 1, 7]
+    assert rows.num_rows_L.max() == 1

@@ -80,12 +80,36 @@ def test_one_rank(seed: int, num_tokens: int) -> None:
     assert own.eq(1).all(), "the caller's term is left alone"
 
 
+@given(seed=st.integers(0, 1000), lost=st.sets(st.integers(0, 8)))
+def test_tokens_without_an_expert_go_nowhere(seed: int, lost: set[int]) -> None:
+    """They hold NaN; what comes back for them is the rank's own term."""
+    hidden, ids, weights = draw_routing(seed, 9, size=256)
+    rows = sorted(lost)
+    hidden[rows], ids[rows] = torch.nan, -1
+    own = torch.randn(9, 256)
+    exact = hidden.nan_to_num(0.0) * ((ids + 1) * weights).sum(-1, keepdim=True) + own
+    for dispatcher in (
+        LocalDispatcher(NUM_EXPERTS, RankGroup()),
+        ReplicatedDispatcher(NUM_EXPERTS, RankGroup()),
+        GatheredDispatcher(NUM_EXPERTS, 0, RankGroup()),
+        AllToAllDispatcher(NUM_EXPERTS, RankGroup()),
+    ):
+        torch.testing.assert_close(run(dispatcher, (hidden, ids, weights), own=own), exact)
+    for fp8 in (
+        AlignedDispatcher(KERNELS, ALL, RankGroup()),
+        GatheredFp8Dispatcher(KERNELS, ALL, RankGroup()),
+        AllToAllDispatcher(NUM_EXPERTS, RankGroup(), KERNELS),
+    ):
+        actual = run_fp8(fp8, (hidden, ids, weights), own.bfloat16())
+        torch.testing.assert_close(actual.float(), exact, rtol=0.1, atol=0.5)
+
+
 def run_fp8(dispatcher: TokenDispatcher[Any], routing: Routing, own: Tensor | None) -> Tensor:
     """The same with rows in FP8, in the aligned layout."""
     hidden, ids, weights = routing
     rows, handle = dispatcher.start_dispatch(KERNELS.quantize_rows(hidden), ids, weights).wait()
     assert isinstance(rows, AlignedRows)
-    used = sum(-(-n // 128) * 128 for n in ids.flatten().bincount().tolist())
+    used = sum(-(-n // 128) * 128 for n in ids[ids >= 0].bincount().tolist())
     most = max_aligned_rows(ids.numel(), NUM_EXPERTS)
     assert used <= rows.expert_M.shape[0] <= stepped_rows(most)
     factors = rows.expert_M.unsqueeze(1) + 1.0
