@@ -121,10 +121,8 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
     kv_pool = build_kv_pool(model, num_blocks, block_size=section.block_size, dtype=kv_dtype)
     runner = ModelRunner(model, kv_pool, Sampler(config.vocab_size))
     _rehearse(runner, section, max_model_len, sums, follows=dims.tp_rank > 0)
-    logger.info(
-        "the model is ready %s",
-        fields(epoch=f"{epoch:016x}", device=kv_pool.device, kv_pool_bytes=kv_pool.nbytes),
-    )
+    facts = fields(epoch=f"{epoch:016x}", device=kv_pool.device, kv_pool_bytes=kv_pool.nbytes)
+    logger.info("the model is ready %s", facts)
     return BootedRank(
         groups=groups,
         epoch=epoch,

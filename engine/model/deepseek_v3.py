@@ -141,12 +141,8 @@ class DeepseekV3ForCausalLM(nn.Module):
             experts_are_quantized(config, with_mtp=with_mtp)  # all of them or none
         dispatcher = execution.dispatcher or create_expert_dispatcher(config, ctx, placement)
         self.model = DeepseekV3Model(config, ctx, placement, dispatcher, with_mtp=with_mtp)
-        self.lm_head = LMHead(
-            ctx,
-            config.vocab_size,
-            config.hidden_size,
-            tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,
-        )
+        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(ctx, config.vocab_size, config.hidden_size, tied_to=tied_to)
         self._launches = choose_launches(self.device, are_dependent=execution.dependent_launches)
         self._overlap, self._sharding, self._scratch = execution.overlap, ctx.sharding, Scratch()
         self._rotary = RotaryEmbedding(config, self.device)
