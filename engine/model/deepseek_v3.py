@@ -122,23 +122,9 @@ class DeepseekV3ForCausalLM(nn.Module):
         placement = placement or ExpertPlacement.identity(config.n_routed_experts, device)
         self.groups.dims.check_model(config, num_physical_experts=placement.num_physical_experts)
         self.kernels = kernels or create_kernels(self.device, dtype)
-        execution, dims = execution or Execution(), self.groups.dims
-        scatter = execution.scatter_tokens
-        ctx = LayerContext(
-            dtype=dtype,
-            device=self.device,
-            groups=self.groups,
-            kernels=self.kernels,
-            fp8=self.kernels.has_fp8 and config.fp8_block_size == GROUP,
-            unquantized=ModulePatterns(config.unquantized_modules),
-            scatter_tokens=dims.tp > 1 and dims.ep > 1 if scatter is None else scatter,
-            collectives=execution.collectives,
-            overlap_shared_expert=execution.overlap_shared_expert,
-            side_stream=execution.side_stream,
-        )
+        execution = execution or Execution()
+        ctx = self._context(execution)
         self.keeps_fp8 = ctx.fp8
-        if ctx.fp8:
-            experts_are_quantized(config, with_mtp=with_mtp)  # all of them or none
         dispatcher = execution.dispatcher or create_expert_dispatcher(config, ctx, placement)
         self.model = DeepseekV3Model(config, ctx, placement, dispatcher, with_mtp=with_mtp)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
@@ -147,6 +133,29 @@ class DeepseekV3ForCausalLM(nn.Module):
         self._overlap, self._sharding, self._scratch = execution.overlap, ctx.sharding, Scratch()
         self._rotary = RotaryEmbedding(config, self.device)
         self._rule = attention_rule or AttentionRule.of(config)
+
+    def _context(self, execution: Execution) -> LayerContext:
+        """Return what the layers are built with.
+
+        Raises:
+            ConfigError: some routed experts are in FP8 only.
+        """
+        config, dims, scatter = self.config, self.groups.dims, execution.scatter_tokens
+        fp8 = self.kernels.has_fp8 and config.fp8_block_size == GROUP
+        if fp8:
+            experts_are_quantized(config, with_mtp=self.with_mtp)  # all of them or none
+        return LayerContext(
+            dtype=self.dtype,
+            device=self.device,
+            groups=self.groups,
+            kernels=self.kernels,
+            fp8=fp8,
+            unquantized=ModulePatterns(config.unquantized_modules),
+            scatter_tokens=dims.tp > 1 and dims.ep > 1 if scatter is None else scatter,
+            collectives=execution.collectives,
+            overlap_shared_expert=execution.overlap_shared_expert,
+            side_stream=execution.side_stream,
+        )
 
     def forward(
         self,
