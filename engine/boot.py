@@ -19,7 +19,7 @@ from engine.build import build_kv_pool, build_model
 from engine.config import ModelConfig
 from engine.jit_cache import use_jit_cache
 from engine.kernels.create import create_kernels
-from engine.kv_size import choose_num_blocks, largest_step
+from engine.kv_size import choose_num_blocks, largest_steps
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.dims import ParallelDims
@@ -108,8 +108,7 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
     )
     groups.boot_group.barrier()  # from here on ranks take part in one another's steps
     _compile(model, section, show=options.rank == 0)
-    if isinstance(section, DecodeSection):
-        model.prepare_absorption()  # before the KV pool takes the memory
+    model.prepare_absorption()  # before the KV pool takes the memory: short prompts want it too
     kv_dtype = None if section.kv_dtype == "auto" else _DTYPES[section.kv_dtype]
     num_blocks = choose_num_blocks(section, model, max_model_len=max_model_len, kv_dtype=kv_dtype)
     kv_pool = build_kv_pool(model, num_blocks, block_size=section.block_size, dtype=kv_dtype)
@@ -150,7 +149,9 @@ def _rehearse(
     if runner.kv_pool.device.type == "cpu":
         return
     is_prefill = isinstance(section, PrefillSection)
-    steps = [largest_step(section, max_model_len)]
+    model = runner.model
+    assert isinstance(model, DeepseekV3ForCausalLM)
+    steps = largest_steps(section, model.attention_rule, max_model_len)
     if isinstance(section, PrefillSection):
         sizes = smaller_prefills(
             max_num_tokens=section.max_num_batched_tokens,
