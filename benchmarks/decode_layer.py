@@ -29,6 +29,7 @@ from engine.graphs.capture import Capture
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.kernels.latent_storage import to_storage
+from engine.kernels.paged_queries import PagedQueries
 from engine.memory.kv_pool import KVPool
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.sampling.graph_sampler import GraphSampler, SamplingRows, SamplingStage
@@ -152,11 +153,10 @@ def measure_attention(
     fill(pool)
     cache = pool.layer(1)
     q_SHL = torch.randn(num_seqs, heads, latent, device=DEVICE).bfloat16()
-    queries = kernels.plan_paged(batch.block_tables, batch.seq_lens, cache, heads)
+    single = PagedQueries(block_tables_SB=batch.block_tables, seq_lens_S=batch.seq_lens)
+    queries = kernels.plan_paged(single, cache, heads)
     us, _ = measure(lambda: kernels.paged_attention(q_SHL, cache, queries, rank, 0.1352338))
-    plan_us, _ = measure(
-        lambda: kernels.plan_paged(batch.block_tables, batch.seq_lens, cache, heads)
-    )
+    plan_us, _ = measure(lambda: kernels.plan_paged(single, cache, heads))
     operations = 2e-12 * num_seqs * context * heads * (latent + rank)
     return {
         "what": f"paged attention, {num_seqs} x {context}, {kv_dtype}",

@@ -19,7 +19,7 @@ from engine.build import build_kv_pool, build_model
 from engine.config import ModelConfig
 from engine.jit_cache import use_jit_cache
 from engine.kernels.create import create_kernels
-from engine.kv_size import choose_num_blocks, largest_step, measure_memory
+from engine.kv_size import choose_num_blocks, largest_steps, measure_memory
 from engine.memory.kv_budget import MemorySums
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
@@ -164,7 +164,9 @@ def _rehearse(
     runner.run_dummy()
     if runner.kv_pool.device.type == "cpu":
         return
-    steps = [largest_step(section, max_model_len)]
+    model = runner.model
+    assert isinstance(model, DeepseekV3ForCausalLM)
+    steps = largest_steps(section, model.attention_rule, max_model_len)
     if isinstance(section, PrefillSection):
         sizes = smaller_prefills(
             max_num_tokens=section.max_num_batched_tokens,

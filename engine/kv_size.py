@@ -16,11 +16,12 @@ import torch
 from engine.build import build_kv_pool
 from engine.graphs.capture_errors import CaptureError, is_no_memory
 from engine.graphs.graph_budget import measure_graph_bytes
+from engine.layers.attention_rule import AttentionRule
 from engine.memory.kv_budget import MemorySums, check_num_blocks
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.groups import ProcessGroups
 from engine.refusals import refuse_bare_step, refuse_blocks, refuse_capture
-from engine.rehearsal import largest_decode, largest_prefill, rehearse
+from engine.rehearsal import absorbed_prefill, largest_decode, largest_prefill, rehearse
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
@@ -130,6 +131,29 @@ def largest_step(
     )
 
 
+def largest_steps(
+    section: PrefillSection | DecodeSection, rule: AttentionRule, max_model_len: int
+) -> list[list[ScheduledRequest]]:
+    """Return the steps of a rank of this role of which one takes the most memory.
+
+    Args:
+        section: of the role.
+        rule: of the model's attention, whose forms take memory in different steps.
+        max_model_len: most tokens of a request.
+    """
+    largest = largest_step(section, max_model_len)
+    if isinstance(section, DecodeSection):
+        return [largest]
+    absorbed = absorbed_prefill(
+        rule,
+        max_num_tokens=section.max_num_batched_tokens,
+        max_num_seqs=section.max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=section.block_size,
+    )
+    return [absorbed, largest]
+
+
 def _measure(
     section: PrefillSection | DecodeSection,
     model: DeepseekV3ForCausalLM,
@@ -138,15 +162,17 @@ def _measure(
 ) -> MemorySums:
     pool = build_kv_pool(model, 2, block_size=section.block_size, dtype=kv_dtype)
     runner = ModelRunner(model, pool, Sampler(model.config.vocab_size))
-    scheduled = largest_step(section, max_model_len)
     follows = model.groups.dims.tp_rank > 0
-    step = partial(rehearse, runner, scheduled, follows=follows)
-    activations = _peak_bytes(model.device, step)
+    steps = [
+        partial(rehearse, runner, scheduled, follows=follows)
+        for scheduled in largest_steps(section, model.attention_rule, max_model_len)
+    ]
+    activations = max(_peak_bytes(model.device, step) for step in steps)
     graphs = 0
     if isinstance(section, DecodeSection) and section.wants_graphs:
         graphs = _graph_bytes(section, model, max_model_len, kv_dtype)
     block_bytes = pool.block_bytes
-    del step, runner, pool
+    del steps, runner, pool
     # Last: libraries have allocated by now what they allocate at first use, and keep.
     free, total = _memory(model.device)
     return MemorySums(

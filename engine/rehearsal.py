@@ -13,9 +13,13 @@ from collections.abc import Sequence
 import torch
 
 from engine.batch import build_forward_batch
+from engine.layers.attention_rule import AttentionRule
 from engine.request import Request, ScheduledRequest, num_blocks_for
 from engine.runner import ModelRunner
 from runtime.sampling import SamplingParams
+
+SHORT_CONTEXT = 256
+"""Of suffixes that come in numbers: at this length half of it attends in the absorbed form."""
 
 _PLAIN = SamplingParams(temperature=0.0)
 _FULL = SamplingParams(
@@ -54,6 +58,42 @@ def largest_prefill(
         sampling = _FULL if scheduled else _SCORED
         scheduled.append(_schedule(length, count, block_size, sampling))
         left -= count
+    return scheduled
+
+
+def absorbed_prefill(
+    rule: AttentionRule,
+    *,
+    max_num_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    block_size: int,
+) -> list[ScheduledRequest]:
+    """Return a step of short suffixes, as many tokens of them as attend in the absorbed form.
+
+    The first is behind the longest context that may come, the others behind short ones: what this
+    form takes beside the pool depends on one sequence's context and on all tokens, up to what the
+    rule allows at a time. A whole prompt fills the step up.
+
+    Args:
+        rule: of the model.
+        max_num_tokens: of a step.
+        max_num_seqs: most requests of a step.
+        max_model_len: most tokens of a request.
+        block_size: tokens per block.
+    """
+    scheduled: list[ScheduledRequest] = []
+    left = max_num_tokens
+    short = min(max_model_len, SHORT_CONTEXT)
+    for length in (max_model_len, *[short] * (max_num_seqs - 2)):
+        count = min(left, rule.most_absorbed(length))
+        if not count:
+            break
+        scheduled.append(_schedule(length, count, block_size, _PLAIN))
+        left -= count
+    if left and len(scheduled) < max_num_seqs:
+        whole = min(left, max_model_len)
+        scheduled.append(_schedule(whole, whole, block_size, _PLAIN))
     return scheduled
 
 

@@ -29,6 +29,7 @@ GroupT = TypeVar("GroupT", bound=Collectives)
 
 _SIZED = frozenset(("quantize_rows", "rms_norm", "silu_and_mul_fp8"))
 _STORES = frozenset(("store_latents", "split_latents"))
+_QUESTIONS = frozenset(("why_no_pages",))
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
 
 
@@ -86,7 +87,8 @@ class StageTimer:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._kernels, name)
-        return self._wrap(name, value) if callable(value) else value
+        is_work = callable(value) and name not in _QUESTIONS
+        return self._wrap(name, value) if is_work else value
 
     def watch(self, group: GroupT) -> GroupT:
         """Return the same group of ranks, with its collectives as stages."""
@@ -173,10 +175,10 @@ def bound_s(name: str, args: tuple[Any, ...], result: Any, hardware: Hardware) -
         operations = 2.0 * used * (w13[0].numel() + w2[0].numel())
         moved = _nbytes(args[1]) + _nbytes(args[2]) + used * columns * 3
     elif name == "paged_attention":
-        q_SHL, cache, queries, rank = args[:4]
-        operations, peak = paged_operations(q_SHL, queries, rank), hardware.attention
+        q_THL, cache, queries, rank = args[:4]
+        operations, peak = paged_operations(q_THL, queries, rank), hardware.attention
         pages = int(queries.seq_lens_S.sum()) * cache.shape[-1] * cache.element_size()
-        moved = _nbytes(q_SHL) + _nbytes(result) + pages
+        moved = _nbytes(q_THL) + _nbytes(result) + pages
     elif name == "varlen_attention":
         operations, peak = attention_operations(args[0], args[2], args[3]), hardware.attention
     elif name == "varlen_attention_part":
@@ -191,8 +193,8 @@ def bound_s(name: str, args: tuple[Any, ...], result: Any, hardware: Hardware) -
     elif name == "spread_rows":
         pairs = int((args[1].rows_TK >= 0).sum())
         moved += (pairs - result.num_rows) * result.data_TK.shape[1]
-    elif name in _STORES:
-        return 0.0
+    elif name in _STORES or name == "plan_paged":
+        return 0.0  # of the whole layer that they are given, they touch a few rows or nothing
     elif name == "rotate_queries":
         return _nbytes(result) * 2 / 3 / hardware.memory
     elif name in ("absorb_queries", "expand_values"):
@@ -213,10 +215,13 @@ def full_attention_operations(q_THA: Tensor, v_PHV: Tensor, seqs: VarlenLengths)
     return 2.0 * pairs * q_THA.shape[1] * (q_THA.shape[2] + v_PHV.shape[2])
 
 
-def paged_operations(q_SHL: Tensor, queries: PagedQueries, kv_lora_rank: int) -> float:
-    """Return the operations of absorbed attention with one query a sequence."""
+def paged_operations(q_THL: Tensor, queries: PagedQueries, kv_lora_rank: int) -> float:
+    """Return the operations of absorbed attention: 2 per (visible pair, head, number)."""
     pairs = int(queries.seq_lens_S.sum())
-    return 2.0 * pairs * q_SHL.shape[1] * (q_SHL.shape[2] + kv_lora_rank)
+    if queries.counts is not None:
+        counts = queries.counts.cu_seqlens_q.diff()
+        pairs = int((counts * queries.seq_lens_S - counts * (counts - 1) // 2).sum())
+    return 2.0 * pairs * q_THL.shape[1] * (q_THL.shape[2] + kv_lora_rank)
 
 
 def _nbytes(item: Any) -> int:

@@ -63,9 +63,11 @@ class Kernels(Protocol):
         """
         ...
 
-    @property
-    def has_paged_attention(self) -> bool:
-        """Whether decode steps attend by block tables, which reads nothing on the host."""
+    def why_no_pages(self, cache: Tensor, kv_lora_rank: int) -> str:
+        """Return why attention does not read layers like `cache` by block tables, or nothing.
+
+        If there is a reason, neither `plan_paged` nor `paged_attention` is called.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -261,10 +263,8 @@ class Kernels(Protocol):
         """Attention over latents."""
         ...
 
-    def plan_paged(
-        self, block_tables_SB: Tensor, seq_lens_S: Tensor, cache: Tensor, num_heads: int
-    ) -> PagedQueries:
-        """Prepare a step's paged attention over layers like `cache`, without a host read."""
+    def plan_paged(self, queries: PagedQueries, cache: Tensor, num_heads: int) -> PagedQueries:
+        """Add what attention to layers like `cache` prepares once a step, without a host read."""
         ...
 
     def absorb_queries(
@@ -278,7 +278,7 @@ class Kernels(Protocol):
         ...
 
     def paged_attention(
-        self, q_SHL: Tensor, cache: Tensor, queries: PagedQueries, kv_lora_rank: int, scale: float
+        self, q_THL: Tensor, cache: Tensor, queries: PagedQueries, kv_lora_rank: int, scale: float
     ) -> Tensor:
-        """Attention over latents in the pool, one query a sequence."""
+        """Attention over latents in the pool, found by block tables."""
         ...

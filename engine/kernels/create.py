@@ -98,23 +98,26 @@ def _build(kind: KernelSet, device: torch.device) -> Kernels:
 def _build_hopper(device: torch.device) -> Kernels:
     from engine.kernels.expert_stream.mlp import ExpertStream
     from engine.kernels.hopper import HopperKernels
+    from engine.kernels.paged_mla.attention import PagedMLA
     from engine.kernels.triton_gemm.overflow import OverflowExperts
 
     attention = flash_attention.FlashAttention() if flash_attention.is_available() else None
     paged = flash_mla.FlashMLA() if flash_mla.is_available() else None
     if paged is None:
-        logger.warning("decode attends slowly: flash_mla is not installed")
+        logger.warning("decode attends by our own kernel: flash_mla is not installed")
     limits = DeviceLimits.of(device)
     return HopperKernels(
         gemm=deep_gemm.DeepGemm(),
         overflow=OverflowExperts(limits),
         attention=attention,
         paged=paged,
+        pages=PagedMLA(limits),
         experts=ExpertStream(MEASURED, limits.num_sms),
     )
 
 
 def _build_triton(device: torch.device) -> Kernels:
+    from engine.kernels.paged_mla.attention import PagedMLA
     from engine.kernels.torch_attention import TorchAttention
     from engine.kernels.triton_gemm.gemm import TritonGemm
     from engine.kernels.triton_kernels import TritonKernels
@@ -123,7 +126,7 @@ def _build_triton(device: torch.device) -> Kernels:
     gemm = TritonGemm(DeviceLimits.of(device), find_table(name, version))
     has_flash = flash_attention.is_available()
     attention = flash_attention.FlashAttention() if has_flash else TorchAttention()
-    return TritonKernels(gemm=gemm, attention=attention)
+    return TritonKernels(gemm=gemm, attention=attention, pages=PagedMLA(gemm.limits))
 
 
 def _triton_version() -> str:

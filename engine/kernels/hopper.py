@@ -5,11 +5,12 @@ float32 inside. Operations whose shapes a fast kernel does not take go to the re
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from engine.kernels import absorb_reference, paged_reference, reference
+from engine.kernels import absorb_reference, reference
 from engine.kernels.alignment import Overflow
 from engine.kernels.base import VarlenLengths
 from engine.kernels.flash_mla import KV_LORA_RANK, FlashMLA
@@ -28,7 +29,13 @@ from engine.kernels.fused import (
 from engine.kernels.fused.dependent import break_chain
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.paged_queries import PagedQueries
-from engine.kernels.parts import BlockGemm, MaskedMlp, OverflowMlp, VarlenAttention
+from engine.kernels.parts import (
+    BlockGemm,
+    MaskedMlp,
+    OverflowMlp,
+    PageAttention,
+    VarlenAttention,
+)
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
 
@@ -49,6 +56,7 @@ class HopperKernels:
         overflow: OverflowMlp,
         attention: VarlenAttention | None,
         paged: FlashMLA | None = None,
+        pages: PageAttention | None = None,
         experts: MaskedMlp | None = None,
     ) -> None:
         """Take the libraries that are there.
@@ -57,13 +65,15 @@ class HopperKernels:
             gemm: for all FP8 products.
             overflow: for experts' rows behind the capacity.
             attention: None where it is not installed; attention is then slow, and right.
-            paged: of decode steps; None as above.
+            paged: of decode steps, for what it takes; None where it is not installed.
+            pages: of everything else that is found by block tables; None in tests without it.
             experts: over few masked rows; what it does not take `gemm` multiplies.
         """
         self._gemm = gemm
         self._overflow = overflow
         self._attention = attention
         self._paged = paged
+        self._pages = pages
         self._experts = experts
 
     @property
@@ -188,30 +198,29 @@ class HopperKernels:
         values = absorb_reference.expand(latents_THC, weight_HVC)
         return quant.quantize_rows(values) if fp8 else values
 
-    @property
-    def has_paged_attention(self) -> bool:
+    def why_no_pages(self, cache: Tensor, kv_lora_rank: int) -> str:
         """See `Kernels`."""
-        return self._paged is not None
+        return "no kernel" if self._pages is None else self._pages.why_not(cache, kv_lora_rank)
 
-    def plan_paged(
-        self, block_tables_SB: Tensor, seq_lens_S: Tensor, cache: Tensor, num_heads: int
-    ) -> PagedQueries:
+    def plan_paged(self, queries: PagedQueries, cache: Tensor, num_heads: int) -> PagedQueries:
         """See `Kernels`."""
-        schedule = None
-        if self._paged is not None and self._paged.takes(cache):
-            schedule = self._paged.schedule(seq_lens_S, num_heads, cache.dtype)
-        return PagedQueries(
-            block_tables_SB=block_tables_SB, seq_lens_S=seq_lens_S, schedule=schedule
-        )
+        if queries.counts is None and self._paged is not None and self._paged.takes(cache):
+            schedule = self._paged.schedule(queries.seq_lens_S, num_heads, cache.dtype)
+            return replace(queries, schedule=schedule)
+        assert self._pages is not None, "pages that `why_no_pages` speaks against"
+        return self._pages.plan(queries, cache, num_heads)
 
     def paged_attention(
-        self, q_SHL: Tensor, cache: Tensor, queries: PagedQueries, kv_lora_rank: int, scale: float
+        self, q_THL: Tensor, cache: Tensor, queries: PagedQueries, kv_lora_rank: int, scale: float
     ) -> Tensor:
         """See `Kernels`."""
-        if self._paged is None or queries.schedule is None or kv_lora_rank != KV_LORA_RANK:
-            return paged_reference.paged_attention(q_SHL, cache, queries, kv_lora_rank, scale)
-        break_chain()  # its last kernel may end before its first one has
-        return self._paged.paged_attention(q_SHL, cache, queries, queries.schedule, scale)
+        if queries.schedule is not None:
+            assert self._paged is not None
+            assert kv_lora_rank == KV_LORA_RANK
+            break_chain()  # its last kernel may end before its first one has
+            return self._paged.paged_attention(q_THL, cache, queries, queries.schedule, scale)
+        assert self._pages is not None
+        return self._pages.paged_attention(q_THL, cache, queries, kv_lora_rank, scale)
 
 
 def grouped_fp8_mlp(

@@ -1,12 +1,44 @@
-"""Sequences of a decode step, found by their block tables: what paged attention is told.
+"""Sequences that are found by their block tables: what paged attention is told.
 
-Every sequence has one query, its last position. Nothing here is known to the host, so a step that
-attends this way can be captured in a CUDA graph and replayed with other lengths.
+In a decode step every sequence has one query, its last position, and nothing here is known to the
+host: such a step can be captured in a CUDA graph and replayed with other lengths. With more
+queries they are the last positions of their sequence, each of which sees those up to its own.
+
+Legend: S sequences, B blocks of a table, P parts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryCounts:
+    """How many queries sequences have, where that is not one each.
+
+    Attributes:
+        cu_seqlens_q: [S + 1] int32 on the device, running sum of the queries.
+        most: queries of a sequence.
+        lengths: queries and positions of each sequence; empty if the host does not know them.
+    """
+
+    cu_seqlens_q: Tensor
+    most: int
+    lengths: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedParts:
+    """How our kernel deals sequences out to programs; see `paged_mla.parts`.
+
+    Attributes:
+        table: [P, 8] int32, what each part does, on the device.
+        may_cut: whether a sequence may be in two parts, so that its pieces have to be merged.
+    """
+
+    table: Tensor
+    may_cut: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,11 +48,21 @@ class PagedQueries:
     Attributes:
         block_tables_SB: [S, B] int32, block ids in order of positions; what lies beyond a
             sequence's length is any block of the pool, normally the dummy block 0.
-        seq_lens_S: [S] int32, positions of each sequence, the query's own included; at least 1.
-        schedule: how a vendor's kernel splits the sequences over the GPU, made once a step from
-            `seq_lens_S` on the device; None where the kernel wants none.
+        seq_lens_S: [S] int32, positions of each sequence, its queries' own included. A sequence
+            of length 0 attends to nothing: zeros.
+        counts: of the queries; None if there is one each.
+        schedule: how FlashMLA splits the sequences over the GPU, made once a step from
+            `seq_lens_S` on the device; None where it does not attend.
+        parts: the same for our kernel; None where it does not attend.
     """
 
     block_tables_SB: Tensor
     seq_lens_S: Tensor
+    counts: QueryCounts | None = None
     schedule: tuple[Tensor, Tensor] | None = None
+    parts: PagedParts | None = None
+
+    @property
+    def most(self) -> int:
+        """Queries of a sequence, at most."""
+        return 1 if self.counts is None else self.counts.most

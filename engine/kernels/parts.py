@@ -12,6 +12,7 @@ from engine.kernels.alignment import Overflow
 from engine.kernels.base import VarlenLengths
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MaskedRows
+from engine.kernels.paged_queries import PagedQueries
 
 
 class BlockGemm(Protocol):
@@ -58,6 +59,24 @@ class VarlenAttention(Protocol):
         is_causal: bool,
     ) -> tuple[Tensor, Tensor]:
         """Attend to a part of the positions: [T, H, V] contiguous, and [H, T] float32."""
+        ...
+
+
+class PageAttention(Protocol):
+    """Absorbed attention by block tables; see `paged_mla.attention.PagedMLA`."""
+
+    def why_not(self, cache: Tensor, kv_lora_rank: int) -> str:
+        """Return why layers like `cache` are not taken, or nothing."""
+        ...
+
+    def plan(self, queries: PagedQueries, cache: Tensor, num_heads: int) -> PagedQueries:
+        """See `Kernels.plan_paged`."""
+        ...
+
+    def paged_attention(
+        self, q_THL: Tensor, cache: Tensor, queries: PagedQueries, kv_lora_rank: int, scale: float
+    ) -> Tensor:
+        """Attend: [T, H, C]."""
         ...
 
 

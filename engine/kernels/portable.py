@@ -20,7 +20,8 @@ class PortableKernels:
 
     Attributes:
         has_fp8: normally false: weights are dequantised at load, which is faster without hardware.
-        has_paged_attention: normally false: attending in groups of sequences is faster on a CPU.
+        has_paged_attention: whether it attends by block tables; normally false: in groups of
+            sequences it is faster on a CPU.
     """
 
     name = "portable"
@@ -78,11 +79,13 @@ class PortableKernels:
         """See `Kernels`."""
         return reference.varlen_attention(q_THA, k_PHA, v_PHV, seqs.lengths, scale)
 
-    def plan_paged(
-        self, block_tables_SB: Tensor, seq_lens_S: Tensor, cache: Tensor, num_heads: int
-    ) -> PagedQueries:
+    def why_no_pages(self, cache: Tensor, kv_lora_rank: int) -> str:
         """See `Kernels`."""
-        return PagedQueries(block_tables_SB=block_tables_SB, seq_lens_S=seq_lens_S)
+        return "" if self.has_paged_attention else "the reference attends in groups of sequences"
+
+    def plan_paged(self, queries: PagedQueries, cache: Tensor, num_heads: int) -> PagedQueries:
+        """See `Kernels`."""
+        return queries
 
     def varlen_attention_part(
         self,

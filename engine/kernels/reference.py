@@ -20,6 +20,7 @@ from engine.kernels.fp8_rows import GROUP, MIN_AMAX, Fp8Rows
 from engine.kernels.latent_storage import put_rows
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
+from engine.kernels.scores import as_factor, multiply_scores, softmax_
 
 QUERY_CHUNK = 256
 """Queries scored at once in `causal_attention`; bounds its memory at H x 256 x P scores."""
@@ -168,14 +169,14 @@ def _attend(
     """Attend to all positions, or causally; write the log of the softmax's sums if wanted."""
     num_queries, num_positions = q_QHA.shape[0], k_PHA.shape[0]
     prefix = num_positions - num_queries
-    q_HQA, k_HAP = q_QHA.transpose(0, 1), k_PHA.permute(1, 2, 0)
+    q_HQA, k_HAP = as_factor(q_QHA.transpose(0, 1)), as_factor(k_PHA.permute(1, 2, 0))
     v_HPV = v_PHV.transpose(0, 1)
     out_QHV = q_QHA.new_empty((num_queries, *v_PHV.shape[1:]))
     positions = torch.arange(num_positions, device=q_QHA.device)
     for start in range(0, num_queries, QUERY_CHUNK):
         end = min(start + QUERY_CHUNK, num_queries)
         visible = prefix + end if is_causal else num_positions
-        scores = torch.bmm(q_HQA[:, start:end], k_HAP[:, :, :visible]).float().mul_(scale)
+        scores = multiply_scores(q_HQA[:, start:end], k_HAP[:, :, :visible]).mul_(scale)
         if is_causal:
             # Only the square on the diagonal holds keys that come after a query.
             square = scores[:, :, prefix + start :]
@@ -193,6 +194,9 @@ def absorbed_attention(
 ) -> Tensor:
     """Attend over latents as multi-query attention; L = C + R.
 
+    Takes S * Q * H * P scores in float32, and as many probabilities in the type of the latents
+    where that is another: who has many queries calls with some of them at a time.
+
     Args:
         q_SQHL: [S, Q, H, L], queries carried into the latent space (W_UK^T q_nope, then q_pe).
         latents_SPL: [S, P, L], kv_c then k_pe of every position.
@@ -205,11 +209,11 @@ def absorbed_attention(
     """
     num_seqs, num_queries, num_heads, _ = q_SQHL.shape
     rows = q_SQHL.flatten(1, 2)  # [S, Q * H, L]
-    scores = torch.bmm(rows, latents_SPL.transpose(1, 2)).float().mul_(scale)
+    scores = multiply_scores(as_factor(rows), as_factor(latents_SPL.transpose(1, 2))).mul_(scale)
     scores.view(num_seqs, num_queries, num_heads, -1).masked_fill_(
         hidden_SQP.unsqueeze(2), float("-inf")
     )
-    probs = scores.softmax(dim=-1).to(latents_SPL.dtype)
+    probs = softmax_(scores).to(latents_SPL.dtype)
     out = torch.bmm(probs, latents_SPL[..., :kv_lora_rank])
     return out.view(num_seqs, num_queries, num_heads, kv_lora_rank)
 

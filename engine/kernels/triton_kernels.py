@@ -7,6 +7,7 @@ that make its bits by hand; products widen them (see `triton_gemm.product`).
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine.kernels import absorb_reference
@@ -14,8 +15,9 @@ from engine.kernels.alignment import Overflow
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.fused import routing
 from engine.kernels.hopper import HopperKernels, grouped_fp8_mlp
+from engine.kernels.latent_storage import put_rows
 from engine.kernels.masked_rows import MaskedRows
-from engine.kernels.parts import VarlenAttention
+from engine.kernels.parts import PageAttention, VarlenAttention
 from engine.kernels.rotation import Rotation
 from engine.kernels.triton_gemm import byte_quant
 from engine.kernels.triton_gemm.gemm import TritonGemm
@@ -24,6 +26,17 @@ from engine.kernels.triton_gemm.overflow import OverflowExperts
 
 class _Quantised(Protocol):
     """The operations that write e4m3 numbers; see `Kernels`."""
+
+    def store_latents(
+        self,
+        latents_TL: Tensor,
+        weight_C: Tensor,
+        eps: float,
+        rotation: Rotation,
+        *,
+        cache: Tensor,
+        slots_T: Tensor,
+    ) -> None: ...
 
     def split_latents(
         self,
@@ -71,18 +84,20 @@ class TritonKernels:
 
     has_fp8 = True
     max_attention_positions = HopperKernels.max_attention_positions
-    has_paged_attention = False
     gate_logits = staticmethod(routing.score)
     absorb_queries = staticmethod(absorb_reference.absorb_queries)
     expand_values = staticmethod(absorb_reference.expand_values)
 
-    def __init__(self, *, gemm: TritonGemm, attention: VarlenAttention) -> None:
+    def __init__(
+        self, *, gemm: TritonGemm, attention: VarlenAttention, pages: PageAttention | None = None
+    ) -> None:
         """Take what multiplies, which also says what the GPU can do, and what attends."""
         overflow = OverflowExperts(gemm.limits)
-        shared = HopperKernels(gemm=gemm, overflow=overflow, attention=attention)
+        shared = HopperKernels(gemm=gemm, overflow=overflow, attention=attention, pages=pages)
         own: _Quantised = _ByHand(gemm, overflow, shared) if gemm.widens else shared
         self.name = f"triton on sm{gemm.limits.sm}"
 
+        self.store_latents = own.store_latents
         self.split_latents = own.split_latents
         self.add_rms_norm_fp8 = own.add_rms_norm_fp8
         self.silu_and_mul_fp8 = own.silu_and_mul_fp8
@@ -105,12 +120,12 @@ class TritonKernels:
         self.mask_to_experts = shared.mask_to_experts
         self.spread_masked_rows = shared.spread_masked_rows
         self.rotate_queries = shared.rotate_queries
-        self.store_latents = shared.store_latents
         self.join_keys = shared.join_keys
         self.varlen_attention = shared.varlen_attention
         self.varlen_attention_part = shared.varlen_attention_part
         self.merge_attention = shared.merge_attention
         self.absorbed_attention = shared.absorbed_attention
+        self.why_no_pages = shared.why_no_pages
         self.plan_paged = shared.plan_paged
         self.paged_attention = shared.paged_attention
 
@@ -126,6 +141,29 @@ class _ByHand:
     silu_and_mul_fp8 = staticmethod(byte_quant.silu_and_mul_fp8)
     quantize_rows = staticmethod(byte_quant.quantize_rows)
 
+    def store_latents(
+        self,
+        latents_TL: Tensor,
+        weight_C: Tensor,
+        eps: float,
+        rotation: Rotation,
+        *,
+        cache: Tensor,
+        slots_T: Tensor,
+    ) -> None:
+        if cache.dtype != torch.float8_e4m3fn:
+            self._shared.store_latents(
+                latents_TL, weight_C, eps, rotation, cache=cache, slots_T=slots_T
+            )
+            return
+        # As rows of a block of their own, which PyTorch then rounds: it makes e4m3 by hand.
+        rows_TL = torch.empty(latents_TL.shape, dtype=latents_TL.dtype, device=cache.device)
+        places_T = torch.arange(len(rows_TL), device=cache.device)
+        self._shared.store_latents(
+            latents_TL, weight_C, eps, rotation, cache=rows_TL.unsqueeze(0), slots_T=places_T
+        )
+        put_rows(cache, slots_T, rows_TL)
+
     def split_latents(
         self,
         latents_TX: Tensor,
@@ -138,9 +176,8 @@ class _ByHand:
         slots_T: Tensor,
     ) -> Fp8Rows:
         q_TQ, latents_TL = latents_TX.tensor_split([q_weight_Q.shape[0]], dim=1)
-        shared = self._shared
-        shared.store_latents(latents_TL, weight_C, eps, rotation, cache=cache, slots_T=slots_T)
-        return byte_quant.quantize_rows(shared.rms_norm(q_TQ, q_weight_Q, eps))
+        self.store_latents(latents_TL, weight_C, eps, rotation, cache=cache, slots_T=slots_T)
+        return byte_quant.quantize_rows(self._shared.rms_norm(q_TQ, q_weight_Q, eps))
 
     def add_rms_norm_fp8(
         self,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
+from engine.kernels.absorb_reference import carry
 from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.rotation import Rotation
@@ -120,11 +121,13 @@ class MLA(nn.Module):
     def _attend_in_parts(self, q_THA: Tensor, step: AttentionStep) -> Tensor:
         """Attend in whichever form the plan says for each sequence: [T, H, V]."""
         plan = step.plan
-        if len(plan.segments) == 1 and not plan.groups:
+        if len(plan.segments) == 1 and not plan.groups and not plan.paged_groups:
             return self._attend_decompressed(q_THA, step, plan.segments[0])
         out_THV = q_THA.new_empty((*q_THA.shape[:2], self.value_dim))
         for segment in plan.segments:
             out_THV[segment.rows] = self._attend_decompressed(q_THA[segment.rows], step, segment)
+        for group in plan.paged_groups:
+            out_THV[group.rows] = self._attend_group(q_THA[group.rows], step, group.queries)
         if plan.groups:
             rows = plan.absorbed_rows
             out_THV[rows] = self._attend_absorbed(q_THA[rows], step)
@@ -201,23 +204,34 @@ class MLA(nn.Module):
         )
         return self._kernels.join_keys(k_nope_PHN, k_pe_PR), v_PHV
 
+    def _attend_group(self, q_THA: Tensor, step: AttentionStep, queries: PagedQueries) -> Tensor:
+        """Attend in the latent space with rotated queries, by block tables: [T, H, V]."""
+        w_uk_HNC, w_uv_HVC = self._up_projections()
+        cache = step.kv_pool.layer(self.layer_index)
+        out_THC = self._kernels.paged_attention(
+            carry(q_THA, w_uk_HNC), cache, queries, self.kv_lora_rank, self.scale
+        )
+        return torch.bmm(out_THC.transpose(0, 1), w_uv_HVC.transpose(1, 2)).transpose(0, 1)
+
     def _attend_absorbed(self, q_THA: Tensor, step: AttentionStep) -> Tensor:
         """Attend in the latent space, all groups' rows at once where they allow: [T, H, V]."""
-        q_nope_THN, q_pe_THR = q_THA.split_with_sizes((self.nope_dim, self.rope_dim), dim=-1)
         w_uk_HNC, w_uv_HVC = self._up_projections()
-        q_c_HTC = torch.bmm(q_nope_THN.transpose(0, 1), w_uk_HNC)
-        q_THL = torch.cat((q_c_HTC.transpose(0, 1), q_pe_THR), dim=-1)
+        q_THL = carry(q_THA, w_uk_HNC)
         out_THC = q_THL.new_empty((*q_THL.shape[:2], self.kv_lora_rank))
         for group in step.plan.groups:
             num_seqs, num_queries, _ = group.hidden_SQP.shape
-            attended = self._kernels.absorbed_attention(
-                q_THL[group.rows].view(num_seqs, num_queries, self.num_heads, -1),
-                step.gather_group(self.layer_index, group, q_THL.dtype),
-                group.hidden_SQP,
-                self.kv_lora_rank,
-                self.scale,
-            )
-            out_THC[group.rows] = attended.flatten(0, 1)
+            q_SQHL = q_THL[group.rows].view(num_seqs, num_queries, self.num_heads, -1)
+            out_SQHC = out_THC[group.rows].view(num_seqs, num_queries, self.num_heads, -1)
+            latents_SPL = step.gather_group(self.layer_index, group, q_THL.dtype)
+            for first in range(0, num_queries, group.num_at_once):
+                some = slice(first, first + group.num_at_once)
+                out_SQHC[:, some] = self._kernels.absorbed_attention(
+                    q_SQHL[:, some],
+                    latents_SPL,
+                    group.hidden_SQP[:, some],
+                    self.kv_lora_rank,
+                    self.scale,
+                )
         return torch.bmm(out_THC.transpose(0, 1), w_uv_HVC.transpose(1, 2)).transpose(0, 1)
 
     def _attend_paged(

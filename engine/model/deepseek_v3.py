@@ -9,8 +9,11 @@ Legend: T tokens of the step (all requests one after another), D hidden size, L 
 are wanted.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +29,11 @@ from engine.kernels.fp8_rows import GROUP
 from engine.kernels.launches import choose_launches
 from engine.layers.attention_plan import (
     AttentionPlan,
-    AttentionRule,
     AttentionStep,
     plan_attention,
     plan_decode,
 )
+from engine.layers.attention_rule import AttentionRule
 from engine.layers.context import LayerContext
 from engine.layers.embedding import LMHead, VocabEmbedding
 from engine.layers.mla import MLA
@@ -48,6 +51,8 @@ from engine.parallel.groups import ProcessGroups
 from engine.parallel.token_dispatcher import TokenDispatcher
 from engine.weights.expert_format import experts_are_quantized
 from engine.weights.slices import HoldsWeights, WeightSlice
+
+logger = logging.getLogger(__name__)
 
 
 class DeepseekV3Model(nn.Module):
@@ -85,6 +90,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         with_mtp: whether the MTP layers were built.
         kernels: that the layers call.
         keeps_fp8: whether weights that the checkpoint has in FP8 stay so.
+        attention_rule: when attention is absorbed, and how much of it at a time.
     """
 
     def __init__(
@@ -131,8 +137,9 @@ class DeepseekV3ForCausalLM(nn.Module):
         self.lm_head = LMHead(ctx, config.vocab_size, config.hidden_size, tied_to=tied_to)
         self._launches = choose_launches(self.device, are_dependent=execution.dependent_launches)
         self._overlap, self._sharding, self._scratch = execution.overlap, ctx.sharding, Scratch()
-        self._rotary = RotaryEmbedding(config, self.device)
-        self._rule = attention_rule or AttentionRule.of(config)
+        self._rotary, self._is_refusal_told = RotaryEmbedding(config, self.device), False
+        rule = attention_rule or AttentionRule.of(config, tp=self.groups.dims.tp)
+        self.attention_rule = rule
 
     def _context(self, execution: Execution) -> LayerContext:
         """Return what the layers are built with.
@@ -290,16 +297,32 @@ class DeepseekV3ForCausalLM(nn.Module):
         )
 
     def _plan(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionPlan:
-        is_groupable = bool(batch.lengths) and not self.kernels.has_paged_attention
-        if batch.max_seqlen_q == 1 and not is_groupable:
-            num_heads = self.config.num_attention_heads // self.groups.tp_group.size
-            return plan_decode(batch, self.kernels, kv_pool.layer(0), num_heads)
+        cache, kernels = kv_pool.layer(0), self.kernels
+        num_heads = self.attention_rule.heads
+        refusal = kernels.why_no_pages(cache, self.config.kv_lora_rank)
+        if batch.max_seqlen_q == 1 and not refusal:
+            return plan_decode(batch, kernels, cache, num_heads)
+        if refusal:
+            self._tell(refusal)
+        if not batch.lengths and batch.num_seqs:
+            # A step of fixed shape. On a GPU this waits for it, which no graph can hold: attending
+            # over whole tables instead would cost as much as the longest context that may come.
+            batch = replace(batch, lengths=tuple((1, n) for n in batch.seq_lens.tolist()))
         return plan_attention(
             batch,
             kv_pool.block_size,
-            self._rule,
-            max_positions=self.kernels.max_attention_positions,
+            self.attention_rule,
+            max_positions=kernels.max_attention_positions,
+            plan_pages=None
+            if refusal
+            else partial(kernels.plan_paged, cache=cache, num_heads=num_heads),
         )
+
+    def _tell(self, refusal: str) -> None:
+        """Say once that a GPU attends by the reference."""
+        if self.device.type == "cuda" and not self._is_refusal_told:
+            self._is_refusal_told = True
+            logger.warning("attention to the KV pool runs by the reference, slowly: %s", refusal)
 
     def prepare_absorption(self) -> None:
         """Make the weights of absorbed attention (kv_b_proj in the compute dtype), after loading.

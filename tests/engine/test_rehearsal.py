@@ -5,15 +5,26 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine import kv_size
 from engine.build import build_kv_pool, build_model
 from engine.config import ModelConfig
 from engine.graphs.capture_errors import CaptureError
-from engine.kv_size import agree_on_least, choose_num_blocks, largest_step, measure_memory
+from engine.kv_size import (
+    agree_on_least,
+    choose_num_blocks,
+    largest_step,
+    largest_steps,
+    measure_memory,
+)
+from engine.layers.attention_rule import AttentionRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.groups import ProcessGroups
 from engine.rehearsal import (
+    SHORT_CONTEXT,
+    absorbed_prefill,
     largest_decode,
     largest_prefill,
     rehearse,
@@ -23,6 +34,7 @@ from engine.rehearsal import (
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
+from engine.shapes import DEEPSEEK_V3
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 from tests.engine.tiny import tiny_config
@@ -46,6 +58,53 @@ def test_the_largest_prefill_fills_the_budget_at_the_end_of_a_context() -> None:
     assert len(few) == 2
 
 
+FULL = AttentionRule.of(DEEPSEEK_V3)
+
+
+@given(
+    max_num_tokens=st.integers(1, 3000),
+    max_num_seqs=st.integers(1, 40),
+    max_model_len=st.integers(1, 20_000),
+)
+def test_short_suffixes_come_in_the_absorbed_form_up_to_the_longest_context(
+    max_num_tokens: int, max_num_seqs: int, max_model_len: int
+) -> None:
+    step = absorbed_prefill(
+        FULL,
+        max_num_tokens=max_num_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=64,
+    )
+    counts = [item.num_scheduled_tokens for item in step]
+    assert 0 < sum(counts) <= max_num_tokens
+    assert len(step) <= max_num_seqs
+    first, *others = step
+    assert first.end == max_model_len
+    assert counts[0] == min(max_num_tokens, FULL.most_absorbed(max_model_len))
+    absorbed = [item for item in others if item.start]
+    assert all(item.end == min(max_model_len, SHORT_CONTEXT) for item in absorbed)
+    whole = [item for item in others if not item.start]
+    assert all(item is step[-1] or item.end <= SHORT_CONTEXT for item in whole)
+
+
+def test_suffixes_use_up_what_the_rule_allows_at_a_time() -> None:
+    step = absorbed_prefill(
+        FULL, max_num_tokens=16_384, max_num_seqs=64, max_model_len=163_840, block_size=64
+    )
+    absorbed = [item.num_scheduled_tokens for item in step if item.start]
+    assert sum(absorbed) > 4 * FULL.tokens_at_once()
+    assert sum(item.num_scheduled_tokens for item in step) == 16_384
+
+
+def test_a_rule_that_never_absorbs_leaves_a_prompt() -> None:
+    never = AttentionRule.of(DEEPSEEK_V3, absorbed_cost=float("inf"))
+    (item,) = absorbed_prefill(
+        never, max_num_tokens=100, max_num_seqs=1, max_model_len=60, block_size=8
+    )
+    assert (item.start, item.end) == (0, 60)
+
+
 @pytest.mark.parametrize("most", [1, 2, 100, 128])
 def test_smaller_prefills_come_to_every_power_of_two(most: int) -> None:
     steps = smaller_prefills(max_num_tokens=most, max_num_seqs=8, max_model_len=60, block_size=8)
@@ -61,6 +120,7 @@ def test_smaller_prefills_come_to_every_power_of_two(most: int) -> None:
         largest_prefill(max_num_tokens=16, max_num_seqs=4, max_model_len=60, block_size=8),
         largest_decode(max_num_seqs=5, max_model_len=60, block_size=8),
         sampled_prefill(8),
+        absorbed_prefill(FULL, max_num_tokens=100, max_num_seqs=4, max_model_len=60, block_size=8),
     ],
 )
 @pytest.mark.parametrize("follows", [False, True])
@@ -79,6 +139,17 @@ def test_a_step_is_the_role_s_largest() -> None:
     assert sum(item.num_scheduled_tokens for item in prefill) == 100
     decode = largest_step(DecodeSection(max_num_seqs=7, block_size=8), MAX_MODEL_LEN)
     assert [item.num_scheduled_tokens for item in decode] == [1] * 7
+
+
+def test_prefill_measures_both_forms_and_decode_its_own(model: DeepseekV3ForCausalLM) -> None:
+    section = PrefillSection(max_num_batched_tokens=50, max_num_seqs=3, block_size=8)
+    rule = model.attention_rule
+    suffixes, prompts = largest_steps(section, rule, MAX_MODEL_LEN)
+    assert prompts[0].num_scheduled_tokens == 50
+    assert suffixes[0].num_scheduled_tokens == rule.most_absorbed(MAX_MODEL_LEN) < MAX_MODEL_LEN
+    assert suffixes[0].end == MAX_MODEL_LEN
+    decode = DecodeSection(max_num_seqs=7, block_size=8)
+    assert len(largest_steps(decode, rule, MAX_MODEL_LEN)) == 1
 
 
 GIB = 2**30

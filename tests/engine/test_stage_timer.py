@@ -1,10 +1,13 @@
 """Bounds are those of arithmetic; calls pass through unchanged."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from engine.bounds import H200
 from engine.kernels.base import VarlenLengths
+from engine.kernels.paged_queries import PagedQueries, QueryCounts
 from engine.kernels.portable import PortableKernels
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
@@ -14,6 +17,7 @@ from engine.stage_timer import (
     TimerMode,
     attention_operations,
     full_attention_operations,
+    paged_operations,
 )
 from engine.weights.fp8 import quantize_block
 
@@ -50,6 +54,23 @@ def test_causal_attention_counts_visible_pairs() -> None:
     timer.mode = TimerMode.BOUNDS
     timer.varlen_attention(q, k, v, seqs, 1.0)
     assert timer.stages["varlen_attention"].bound_s > 2 * pairs * 2 * 40 / H200.attention * 0.99
+
+
+def test_attention_to_pages_counts_visible_pairs() -> None:
+    kernels = PortableKernels(has_paged_attention=True)
+    q, cache = torch.randn(5, 2, 24), torch.randn(4, 8, 24)
+    tables, lens = torch.tensor([[1, 2], [3, 0]]).int(), torch.tensor([9, 3]).int()
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    single = PagedQueries(block_tables_SB=tables, seq_lens_S=lens)
+    queries = replace(single, counts=QueryCounts(cu_seqlens_q=starts, most=3))
+    assert paged_operations(q, queries, 16) == 2 * (8 + 9 + 1 + 2 + 3) * 2 * (24 + 16)
+    assert paged_operations(q[:2], single, 16) == 2 * (9 + 3) * 2 * (24 + 16)
+    timer = StageTimer(kernels)
+    timer.mode = TimerMode.BOUNDS
+    assert timer.why_no_pages(cache, 16) == ""
+    timer.paged_attention(q[:2], cache, timer.plan_paged(single, cache, 2), 16, 1.0)
+    assert timer.stages["plan_paged"].bound_s == 0.0
+    assert set(timer.stages) == {"plan_paged", "paged_attention"}
 
 
 def test_parts_of_a_context_count_what_they_see() -> None:

@@ -9,7 +9,7 @@ import torch
 from engine.build import LoadFormat, build_kv_pool, build_model
 from engine.execution import Execution
 from engine.graphs.step_graphs import StepGraphs
-from engine.kernels.create import create_kernels
+from engine.kernels.create import KernelSet, create_kernels
 from engine.kernels.launches import Launches, dependent_launches
 from engine.layers.moe import MoE
 from engine.layers.shared_expert import SharedSchedule
@@ -28,13 +28,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 MAX_NUM_SEQS, MAX_MODEL_LEN, NUM_STEPS, BLOCK_SIZE = 20, 512, 24, 64
 
 
-@pytest.fixture(scope="module")
-def model() -> DeepseekV3ForCausalLM:
+@pytest.fixture(scope="module", params=[None, KernelSet.TRITON], ids=["fastest", "triton"])
+def model(request: pytest.FixtureRequest) -> DeepseekV3ForCausalLM:
+    """With the kernels of the device, and with our own alone, paged attention too."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    kernels = create_kernels("cuda")
-    if not kernels.has_paged_attention:
-        pytest.skip("needs a Hopper GPU with flash_mla")
+    kernels = create_kernels("cuda", kernels=request.param)
     built = build_model(
         NARROW,
         dtype=torch.bfloat16,

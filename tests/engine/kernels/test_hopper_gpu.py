@@ -15,7 +15,7 @@ from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.create import create_kernels
 from engine.kernels.masked_rows import max_masked_rows
 from engine.kernels.portable import PortableKernels
-from engine.layers.attention_plan import AttentionRule
+from engine.layers.attention_rule import AttentionRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.token_dispatcher import AlignedRows
 from engine.request import Request, ScheduledRequest

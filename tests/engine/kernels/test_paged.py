@@ -1,12 +1,15 @@
 """Paged attention over a pool's strided layers, and latents stored in every dtype of a pool."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from engine.kernels import paged_reference, reference
 from engine.kernels.latent_storage import put_rows, take_blocks
-from engine.kernels.paged_queries import PagedQueries
+from engine.kernels.paged_queries import PagedQueries, QueryCounts
 
 BLOCK_SIZE, NUM_LAYERS, HEADS, RANK, ROPE = 4, 3, 3, 16, 8
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
@@ -63,3 +66,51 @@ def test_what_e4m3_cannot_hold_saturates() -> None:
     pool = torch.zeros(1, 1, BLOCK_SIZE, 2).to(torch.float8_e4m3fn)
     put_rows(pool[:, 0], torch.tensor([0]), torch.tensor([[1e6, -465.0]]))
     assert pool[0, 0, 0].float().tolist() == [448.0, -448.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", [[1, 1, 1], [2, 4, 3], [17, 1, 9], [5, 0, 9]])
+def test_queries_see_the_positions_up_to_their_own(counts: list[int], dtype: torch.dtype) -> None:
+    lengths = [17, 4, 9]
+    pool, single = paged_case(lengths, dtype, width=7)
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    queries = replace(single, counts=QueryCounts(cu_seqlens_q=starts, most=max(counts)))
+    q_THL = torch.randn(sum(counts), HEADS, RANK + ROPE)
+    actual = paged_reference.paged_attention(q_THL, pool[:, 1], queries, RANK, 0.3)
+    for row, length in enumerate(lengths):
+        for index in range(counts[row]):
+            visible = length - counts[row] + index + 1
+            place = int(starts[row]) + index
+            alone = PagedQueries(
+                block_tables_SB=single.block_tables_SB[row : row + 1],
+                seq_lens_S=torch.tensor([visible], dtype=torch.int32),
+            )
+            one = q_THL[place : place + 1]
+            expected = paged_reference.paged_attention(one, pool[:, 1], alone, RANK, 0.3)
+            torch.testing.assert_close(actual[place : place + 1], expected)
+
+
+def test_a_sequence_without_positions_attends_to_nothing() -> None:
+    pool, queries = paged_case([4, 1], torch.float32, width=3)
+    empty = replace(queries, seq_lens_S=torch.tensor([4, 0], dtype=torch.int32))
+    q_THL = torch.randn(2, HEADS, RANK + ROPE)
+    actual = paged_reference.paged_attention(q_THL, pool[:, 1], empty, RANK, 0.3)
+    assert actual[0].any()
+    assert torch.equal(actual[1], torch.zeros_like(actual[1]))
+
+
+def test_few_queries_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, queries = paged_case([17, 16, 15, 2, 32], torch.bfloat16, width=9)
+    q_THL = torch.randn(5, HEADS, RANK + ROPE)
+    expected = paged_reference.paged_attention(q_THL, pool[:, 1], queries, RANK, 0.3)
+    seen = []
+
+    def attend(q_SQHL: Tensor, *rest: Any) -> Tensor:
+        seen.append(q_SQHL.shape[0])
+        return reference.absorbed_attention(q_SQHL, *rest)
+
+    monkeypatch.setattr(paged_reference, "absorbed_attention", attend)
+    monkeypatch.setattr(paged_reference, "MAX_BYTES", 2 * 8 * 36 * (RANK + ROPE + HEADS))
+    actual = paged_reference.paged_attention(q_THL, pool[:, 1], queries, RANK, 0.3)
+    assert seen == [2, 2, 1]
+    torch.testing.assert_close(actual, expected)

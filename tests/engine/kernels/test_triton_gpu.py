@@ -17,6 +17,7 @@ from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.create import KernelSet, create_kernels
 from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
 from engine.kernels.portable import PortableKernels
+from engine.kernels.rotation import Rotation
 from engine.kernels.triton_gemm.limits import AMPERE, DeviceLimits
 from engine.parallel.token_dispatcher import AlignedRows
 from engine.weights.fp8 import quantize_block
@@ -38,11 +39,14 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
         chosen = create_kernels("cuda", kernels=KernelSet.TRITON)
         assert chosen.name == f"triton on sm{DeviceLimits.of('cuda').sm}"
         return chosen
+    from engine.kernels.paged_mla.attention import PagedMLA
     from engine.kernels.torch_attention import TorchAttention
     from engine.kernels.triton_gemm.gemm import TritonGemm
     from engine.kernels.triton_kernels import TritonKernels
 
-    return TritonKernels(gemm=TritonGemm(AMPERE), attention=TorchAttention())
+    return TritonKernels(
+        gemm=TritonGemm(AMPERE), attention=TorchAttention(), pages=PagedMLA(AMPERE)
+    )
 
 
 def draw(*shape: int) -> Tensor:
@@ -125,6 +129,20 @@ def test_norms_and_activation(kernels: Kernels, num_tokens: int) -> None:
     gate_up = draw(num_tokens, 4096)
     activated = kernels.silu_and_mul_fp8(gate_up).dequantize()
     assert relative_error(activated, reference.silu_and_mul(gate_up.float())) < 4e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_latents_are_stored_as_the_pool_is(kernels: Kernels, dtype: torch.dtype) -> None:
+    latents, weight, slots = draw(5, 576), draw(512), torch.tensor([3, 70, 69, 127, 2]).cuda()
+    angles = torch.rand(5, 32, device="cuda") * 6
+    pools = [torch.zeros(2, 64, 576, device="cuda").to(dtype) for _ in range(2)]
+    rotation = Rotation(cos=angles.cos(), sin=angles.sin())
+    for k, cache in zip((kernels, PortableKernels()), pools, strict=True):
+        k.store_latents(latents, weight, 1e-6, rotation, cache=cache, slots_T=slots)
+    own, expected = (pool.float().flatten(0, 1) for pool in pools)
+    assert relative_error(own[slots], expected[slots]) < (5e-3 if dtype.itemsize == 2 else 2e-2)
+    own[slots] = 0.0
+    assert not own.any()
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,23 @@
 """The plan covers every row exactly once and keeps its promises about padding and size."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import ForwardBatch, pack_forward_batch
+from engine.layers.absorbed_groups import MAX_GROUP_TOKENS
 from engine.layers.attention_plan import (
-    MAX_GROUP_TOKENS,
     AttentionPlan,
-    AttentionRule,
     DecompressedSegment,
     plan_attention,
 )
+from engine.layers.attention_rule import AttentionRule
 
 BLOCK_SIZE = 4
-DEEPSEEK_V3 = AttentionRule(nope=128, rope=64, value=128, latent=512)
+DEEPSEEK_V3 = AttentionRule(heads=128, nope=128, rope=64, value=128, latent=512)
 
 
 def make_batch(lengths: list[tuple[int, int]]) -> ForwardBatch:
@@ -58,7 +60,7 @@ def test_every_row_once_with_its_own_context(
     lengths: list[tuple[int, int]], cost: float, max_positions: int
 ) -> None:
     batch = make_batch(lengths)
-    rule = AttentionRule(nope=4, rope=2, value=4, latent=16, absorbed_cost=cost)
+    rule = AttentionRule(heads=1, nope=4, rope=2, value=4, latent=16, absorbed_cost=cost)
     plan = plan_attention(batch, BLOCK_SIZE, rule, max_positions=max_positions)
     owner = np.repeat(np.arange(len(lengths)), [q for q, _ in lengths]).tolist()
     blocks = {
@@ -93,6 +95,52 @@ def test_every_row_once_with_its_own_context(
     assert sorted(seen) == list(range(batch.num_tokens))
 
 
+@given(
+    lengths=SEQUENCES,
+    cost=st.sampled_from([0.0, 1.0]),
+    num_tokens=st.sampled_from([1, 3, 17, 1000]),
+)
+def test_where_pages_are_read_every_row_attends_once_and_few_at_a_time(
+    lengths: list[tuple[int, int]], cost: float, num_tokens: int
+) -> None:
+    batch = make_batch(lengths)
+    rule = AttentionRule(heads=1, nope=4, rope=2, value=4, latent=16, absorbed_cost=cost)
+    rule = replace(rule, absorbed_bytes=num_tokens * 2 * (4 + 2 + 16 + 2 + 16 + 4))
+    assert rule.tokens_at_once() == num_tokens
+    plan = plan_attention(batch, BLOCK_SIZE, rule, plan_pages=lambda queries: queries)
+    assert plan.groups == ()
+    owner = np.repeat(np.arange(len(lengths)), [q for q, _ in lengths]).tolist()
+    seen = [row for part in plan.segments for row in range(part.rows.start, part.rows.stop)]
+    for group in plan.paged_groups:
+        rows = torch.arange(batch.num_tokens)[group.rows].tolist()
+        seen += rows
+        queries = group.queries
+        assert queries.counts is not None
+        starts, spans = queries.counts.cu_seqlens_q.tolist(), queries.counts.lengths
+        assert starts[-1] == len(rows) <= num_tokens
+        assert [count for count, _ in spans] == np.diff(starts).tolist()
+        assert [positions for _, positions in spans] == queries.seq_lens_S.tolist()
+        assert queries.most == max(np.diff(starts))
+        for s, (count, positions) in enumerate(spans):
+            own = rows[starts[s] : starts[s + 1]]
+            index = owner[own[0]]
+            assert {owner[row] for row in own} == {index}
+            assert batch.positions[own].tolist() == list(range(positions - count, positions))
+            num_blocks = -(-positions // BLOCK_SIZE)
+            table = queries.block_tables_SB[s, :num_blocks].tolist()
+            assert table == batch.block_tables[index, :num_blocks].tolist()
+    assert sorted(seen) == list(range(batch.num_tokens))
+
+
+def test_scores_of_many_queries_are_kept_a_few_at_a_time() -> None:
+    rule = AttentionRule(heads=2, nope=4, rope=2, value=4, latent=16, absorbed_cost=0.0)
+    plan = plan_attention(make_batch([(40, 24)]), BLOCK_SIZE, rule)
+    assert plan.groups[0].num_at_once >= 40
+    rule = replace(rule, absorbed_bytes=8 * 2 * 64 * 7 + 1)
+    plan = plan_attention(make_batch([(40, 24)]), BLOCK_SIZE, rule)
+    assert plan.groups[0].num_at_once == 7
+
+
 def assert_parts(
     segment: DecompressedSegment, sequences: list[tuple[int, int]], max_positions: int
 ) -> None:
@@ -118,7 +166,7 @@ def assert_parts(
 
 
 def test_a_long_prefix_is_cut_into_parts() -> None:
-    rule = AttentionRule(nope=4, rope=2, value=4, latent=16, absorbed_cost=float("inf"))
+    rule = AttentionRule(heads=1, nope=4, rope=2, value=4, latent=16, absorbed_cost=float("inf"))
     plan = plan_attention(make_batch([(5, 42)]), BLOCK_SIZE, rule, max_positions=17)
     (segment,) = plan.segments
     assert [part.seqs.lengths for part in segment.parts] == [[(5, 16)], [(5, 16)], [(5, 15)]]
@@ -167,7 +215,7 @@ def test_rule_at_full_size() -> None:
 
 
 def test_rule_can_be_forced() -> None:
-    never = AttentionRule(nope=1, rope=1, value=1, latent=1, absorbed_cost=float("inf"))
-    always = AttentionRule(nope=1, rope=1, value=1, latent=1, absorbed_cost=0.0)
+    never = AttentionRule(heads=1, nope=1, rope=1, value=1, latent=1, absorbed_cost=float("inf"))
+    always = AttentionRule(heads=1, nope=1, rope=1, value=1, latent=1, absorbed_cost=0.0)
     assert not never.takes_absorbed(1, 5)
     assert always.takes_absorbed(500, 500)

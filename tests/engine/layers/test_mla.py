@@ -1,5 +1,8 @@
 """Attention gives the same result in both forms, in any chunks, in any company."""
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +10,11 @@ from torch import Tensor
 
 from engine.batch import pack_forward_batch
 from engine.config import ModelConfig
-from engine.layers.attention_plan import AttentionRule, AttentionStep, plan_attention
+from engine.kernels import paged_reference, reference
+from engine.kernels.paged_queries import PagedQueries
+from engine.kernels.portable import PortableKernels
+from engine.layers.attention_plan import AttentionStep, plan_attention
+from engine.layers.attention_rule import ABSORBED_BYTES, AttentionRule
 from engine.layers.context import LayerContext
 from engine.layers.mla import MLA
 from engine.layers.rotary import RotaryEmbedding
@@ -21,21 +28,51 @@ NUM_BLOCKS = 24
 DECOMPRESSED, ABSORBED = float("inf"), 0.0
 
 
+class RecordingKernels(PortableKernels):
+    """Notes how much absorbed attention does at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_scores: list[int] = []
+        self.num_tokens: list[int] = []
+
+    def absorbed_attention(
+        self, q: Tensor, latents: Tensor, hidden: Tensor, rank: int, scale: float
+    ) -> Tensor:
+        self.num_scores.append(q.shape[:3].numel() * latents.shape[1])
+        return reference.absorbed_attention(q, latents, hidden, rank, scale)
+
+    def paged_attention(
+        self, q: Tensor, cache: Tensor, queries: PagedQueries, rank: int, scale: float
+    ) -> Tensor:
+        self.num_tokens.append(q.shape[0])
+        return paged_reference.paged_attention(q, cache, queries, rank, scale)
+
+
 class Bench:
     """One attention layer, in the middle of a pool of three, and a table of blocks a sequence."""
 
     def __init__(
-        self, *, absorbed_cost: float = 1.0, max_positions: int = 0, **changes: object
+        self,
+        *,
+        absorbed_cost: float = 1.0,
+        absorbed_bytes: int = ABSORBED_BYTES,
+        reads_pages: bool = False,
+        max_positions: int = 0,
+        **changes: object,
     ) -> None:
         self.max_positions = max_positions
         self.config = ModelConfig.from_hf(tiny_config(**changes))
-        self.mla = MLA(self.config, LayerContext(), 1)
+        self.kernels = RecordingKernels()
+        self.reads_pages = reads_pages
+        self.mla = MLA(self.config, LayerContext(kernels=self.kernels), 1)
         generator = torch.Generator().manual_seed(0)
         for parameter in self.mla.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.data.copy_(noise / parameter.shape[-1] ** 0.5)
         self.rotary = RotaryEmbedding(self.config, torch.device("cpu"))
-        self.rule = AttentionRule.of(self.config, absorbed_cost=absorbed_cost)
+        rule = AttentionRule.of(self.config, absorbed_cost=absorbed_cost)
+        self.rule = replace(rule, absorbed_bytes=absorbed_bytes)
         self.pool = KVPool(NUM_BLOCKS, 3, BLOCK_SIZE, self.config.latent_dim)
         self.pool.data.fill_(float("nan"))  # what is read without having been written shows
         self.tables: dict[int, list[int]] = {}
@@ -59,8 +96,17 @@ class Bench:
             block_size=BLOCK_SIZE,
         )
         cos, sin = self.rotary(batch.positions)
+        plan_pages = partial(
+            self.kernels.plan_paged, cache=self.pool.layer(1), num_heads=self.rule.heads
+        )
         step = AttentionStep(
-            plan=plan_attention(batch, BLOCK_SIZE, self.rule, max_positions=self.max_positions),
+            plan=plan_attention(
+                batch,
+                BLOCK_SIZE,
+                self.rule,
+                max_positions=self.max_positions,
+                plan_pages=plan_pages if self.reads_pages else None,
+            ),
             slot_mapping=batch.slot_mapping,
             cos=cos,
             sin=sin,
@@ -110,6 +156,52 @@ def test_a_prefix_in_parts_changes_nothing(max_positions: int) -> None:
         outs.append(bench.run([(0, start, hidden[start : start + chunk]), company])[0])
         start += chunk
     torch.testing.assert_close(torch.cat(outs), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reads_pages", [False, True], ids=["gathered", "pages"])
+@pytest.mark.parametrize("chunks", [[37], [8, 8, 21], [5, 1, 30, 1]])
+def test_little_room_changes_nothing_but_how_much_is_done_at_a_time(
+    chunks: list[int], reads_pages: bool
+) -> None:
+    hidden = draw(37)
+    expected = Bench(absorbed_cost=DECOMPRESSED).run([(0, 0, hidden)])[0]
+    roomy = Bench(absorbed_cost=ABSORBED, reads_pages=reads_pages)
+    # Room for the scores of two queries, or for five tokens.
+    heads, numbers = roomy.rule.heads, roomy.rule.absorbed_bytes // roomy.rule.tokens_at_once()
+    room = 5 * numbers if reads_pages else 8 * heads * 40 * 2
+    narrow = Bench(absorbed_cost=ABSORBED, absorbed_bytes=room, reads_pages=reads_pages)
+    for bench in (roomy, narrow):
+        outs, start = [], 0
+        for chunk in chunks:
+            outs += bench.run([(0, start, hidden[start : start + chunk])])
+            start += chunk
+        torch.testing.assert_close(torch.cat(outs), expected, rtol=1e-4, atol=1e-5)
+    if reads_pages:
+        assert max(roomy.kernels.num_tokens) == max(chunks)
+        assert max(narrow.kernels.num_tokens) == 5
+    else:
+        assert max(roomy.kernels.num_scores) == max(chunks) * heads * 40
+        assert 8 * max(narrow.kernels.num_scores) <= room
+
+
+def test_groups_of_pages_stand_beside_prompts() -> None:
+    """Rows of the absorbed sequences lie apart, and are put where they belong."""
+    lengths = [3, 40, 2, 30]
+    hiddens = [draw(length + 2, seed) for seed, length in enumerate(lengths)]
+    plain, paged = Bench(), Bench(reads_pages=True)
+    for parts in (
+        [(s, 0, hidden[:-2]) for s, hidden in enumerate(hiddens)],
+        [
+            (0, 3, hiddens[0][-2:]),
+            (9, 0, draw(33)),
+            (3, 30, hiddens[3][-2:]),
+            (2, 2, hiddens[2][-2:]),
+        ],
+    ):
+        for expected, actual in zip(plain.run(parts), paged.run(parts), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert paged.kernels.num_tokens
+    assert not paged.kernels.num_scores
 
 
 def test_company_changes_nothing() -> None:

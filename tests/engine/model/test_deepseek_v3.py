@@ -9,7 +9,7 @@ import torch
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.build import build_kv_pool, build_model
 from engine.config import ModelConfig
-from engine.layers.attention_plan import AttentionRule
+from engine.layers.attention_rule import AttentionRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.weights.dummy import fill_with_dummy_weights

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import build_model
+from engine.batch import ForwardBatch
+from engine.build import build_kv_pool, build_model
 from engine.generate import generate
 from engine.kernels.portable import PortableKernels
 from runtime.sampling import SamplingParams
@@ -66,3 +67,56 @@ def test_paged_steps_in_fp8_sample_the_same_tokens(tmp_path: Path, size: int) ->
         model = build_model(checkpoint, dtype=torch.bfloat16, kernels=kernels)
         outputs.append([item.token_ids for item in generate(model, PROMPTS, SAMPLING)])
     assert outputs[0] == outputs[1]
+
+
+def fixed_shape(seq_lens: list[int], num_blocks: int) -> ForwardBatch:
+    """Return a step as a graph runs it: tables as wide as any may be, lengths on the device."""
+    count = len(seq_lens)
+    lens, zeros = torch.tensor(seq_lens), torch.zeros(count, dtype=torch.int64)
+    return ForwardBatch(
+        input_ids=zeros,
+        positions=lens - 1,
+        slot_mapping=zeros,
+        cu_seqlens_q=torch.arange(count + 1, dtype=torch.int32),
+        seq_lens=lens.int(),
+        block_tables=torch.zeros(count, num_blocks, dtype=torch.int32),
+        logits_indices=zeros,
+        max_seqlen_q=1,
+    )
+
+
+def test_without_pages_a_step_of_fixed_shape_costs_what_its_contexts_are(tmp_path: Path) -> None:
+    model = build_model(write_checkpoint(tmp_path))
+    plan = model.attention_step(fixed_shape([9, 3, 17], 1000), build_kv_pool(model, 2)).plan
+    assert plan.paged is None
+    assert sorted(group.hidden_SQP.shape[2] for group in plan.groups) == [64]
+    assert sum(group.hidden_SQP.shape[0] for group in plan.groups) == 3
+
+
+def test_with_pages_nothing_is_asked_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_model(
+        write_checkpoint(tmp_path), kernels=PortableKernels(has_paged_attention=True)
+    )
+    batch, pool = fixed_shape([9, 3, 17], 1000), build_kv_pool(model, 2)
+    for name in ("tolist", "item", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, None)
+    plan = model.attention_step(batch, pool).plan
+    assert plan.paged is not None
+    assert plan.paged.block_tables_SB.shape == (3, 1000)
+
+
+def test_a_gpu_does_not_attend_by_the_reference_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build_model(write_checkpoint(tmp_path))
+    batch, pool = fixed_shape([9], 4), build_kv_pool(model, 2)
+    model.attention_step(batch, pool)
+    assert not caplog.records, "on a CPU nobody expects another"
+    model.device = torch.device("cuda")
+    for _ in range(3):
+        model.attention_step(batch, pool)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "by the reference, slowly: the reference attends in groups" in record.getMessage()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
 from engine.kernels.torch_attention import TorchAttention
@@ -82,7 +83,10 @@ def test_every_operation_compiles(limits: DeviceLimits, monkeypatch: pytest.Monk
 def run_every_operation(limits: DeviceLimits) -> None:
     gemm = importlib.import_module("engine.kernels.triton_gemm.gemm").TritonGemm(limits)
     module = importlib.import_module("engine.kernels.triton_kernels")
-    kernels = module.TritonKernels(gemm=gemm, attention=TorchAttention())
+    paged_mla = importlib.import_module("engine.kernels.paged_mla.attention")
+    kernels = module.TritonKernels(
+        gemm=gemm, attention=TorchAttention(), pages=paged_mla.PagedMLA(limits)
+    )
 
     def bf16(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
@@ -113,6 +117,12 @@ def run_every_operation(limits: DeviceLimits) -> None:
     weights, pool = (bf16(128), bf16(512)), {"cache": cache, "slots_T": slots}
     kernels.split_latents(bf16(4, 128 + 576), *weights, 1e-6, rotation, **pool)
     kernels.join_keys(bf16(4, 8, 128), bf16(4, 64))
+    tables, lengths = (torch.zeros(shape, dtype=torch.int32) for shape in ((4, 3), (4,)))
+    queries = PagedQueries(block_tables_SB=tables, seq_lens_S=lengths)
+    for layer in (cache, cache.to(torch.float8_e4m3fn)):
+        kernels.store_latents(bf16(4, 576), bf16(512), 1e-6, rotation, cache=layer, slots_T=slots)
+        paged = kernels.plan_paged(queries, layer, 8)
+        kernels.paged_attention(bf16(4, 8, 576), layer, paged, 512, 0.1)
     lse = torch.zeros(8, 4)
     kernels.merge_attention(bf16(4, 8, 128), lse, bf16(4, 8, 128), lse)
     rule = RoutingRule(

@@ -1,0 +1,6 @@
+"""Absorbed attention to the pages of a KV pool, in Triton: any GPU from Ampere on, Q >= 1.
+
+- ``tiles``: how the work is cut, by kind of GPU and number of rows; pure arithmetic.
+- ``parts``: which programs attend to which pages; from lengths on the device, or on the host.
+- ``kernel``: what is compiled. ``attention``: launches it.
+"""
