@@ -100,9 +100,10 @@ class TokenDispatcher(Protocol[Handle]):
         Args:
             hidden: [T, D]; T may be 0, and the call must still be made. FP8 rows if, and only if,
                 `takes_fp8`.
-            topk_ids_TK: [T, K] int64 physical experts, no expert twice in a row; -1 for none. A
-                token whose experts all are -1 goes nowhere, and what it holds is not read.
-            topk_weights_TK: [T, K] float32, finite.
+            topk_ids_TK: [T, K] int64 physical experts, no expert twice in a row; -1 for none. Such
+                a pair goes nowhere and adds nothing, whatever its weight, and of a token whose
+                experts all are -1 nothing is read.
+            topk_weights_TK: [T, K] float32.
 
         Returns:
             The rows for this rank's experts, and what `start_combine` needs to undo it.

@@ -150,6 +150,28 @@ def test_rows_beyond_an_even_share_are_not_lost(kind: type, num_ranks: int) -> N
     torch.testing.assert_close(actual.float(), exact, rtol=0.02, atol=0.05)
 
 
+def test_a_pair_of_no_expert_adds_nothing() -> None:
+    hidden, ids, weights = draw_routing(0, 6, size=256)
+    ids[1], ids[3, 0] = -1, -1
+    weights[ids < 0] = torch.nan
+    exact = hidden * ((ids + 1) * weights.nan_to_num(0.0)).sum(-1, keepdim=True)
+    for dispatcher in (
+        LocalDispatcher(NUM_EXPERTS, RankGroup()),
+        ReplicatedDispatcher(NUM_EXPERTS, RankGroup()),
+        GatheredDispatcher(NUM_EXPERTS, 0, RankGroup()),
+        AllToAllDispatcher(NUM_EXPERTS, RankGroup()),
+    ):
+        torch.testing.assert_close(run(dispatcher, (hidden, ids, weights)), exact)
+    for fp8_dispatcher in (
+        AlignedDispatcher(KERNELS, ALL, RankGroup()),
+        GatheredFp8Dispatcher(KERNELS, ALL, RankGroup()),
+        AllToAllDispatcher(NUM_EXPERTS, RankGroup(), KERNELS),
+    ):
+        actual = run_fp8(fp8_dispatcher, (hidden, ids, weights), None)
+        torch.testing.assert_close(actual.float(), exact, rtol=0.1, atol=0.3)
+        assert not actual[1].any()
+
+
 @given(seed=st.integers(0, 1000), num_tokens=st.integers(0, 9))
 def test_routing_travels_as_one_message(seed: int, num_tokens: int) -> None:
     _, ids, weights = draw_routing(seed, num_tokens)
