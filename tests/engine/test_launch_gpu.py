@@ -239,7 +239,8 @@ def test_rows_behind_the_capacity_change_no_token(kernels: Kernels, tmp_path: Pa
             batch = build_forward_batch(schedule_prompts(), 64, "cuda")
             hidden = runner.model.forward(batch, runner.kv_pool)
             logits.append(runner.model.compute_logits(hidden[batch.logits_indices]))
-    assert relative_error(logits[1], logits[0]) < 0.05
+    # Sums of another order are rounded to e4m3 in every layer; a wrong expert gives about 1.
+    assert relative_error(logits[1], logits[0]) < 0.1
 
 
 @pytest.mark.gpu

@@ -29,6 +29,7 @@ NUM_PRODUCTS = 100  # some 20 ms of a large GPU
 CHUNK = 256
 NUM_REQUESTS = 6
 NUM_CHUNKS = 4
+VOCAB_SIZE = 4096
 
 
 class BusyModel:
@@ -36,7 +37,7 @@ class BusyModel:
 
     def __init__(self) -> None:
         self.weight = torch.randn(WIDTH, WIDTH, device="cuda", dtype=torch.bfloat16) / 64
-        self.head = torch.randn(32, 64, device="cuda")
+        self.head = torch.randn(VOCAB_SIZE, 64, device="cuda")
 
     def forward(
         self,
@@ -110,7 +111,7 @@ def run_prompts(
     pool = KVPool(num_blocks, 1, BLOCK_SIZE, 8, device="cuda")
     loop = EngineLoop(
         scheduler,
-        ModelRunner(model, pool, Sampler(32)),
+        ModelRunner(model, pool, Sampler(VOCAB_SIZE)),
         SenderGroup(sender),
         grant_all(emit, lambda command: loop.submit(command)),
         LoopSettings(

@@ -23,7 +23,9 @@ def _quantize_tile(x):
     amax = tl.max(tl.abs(x), axis=1)
     scale = tl.maximum(amax, LEAST_AMAX) / E4M3_MAX
     quantized = tl.clamp(x / scale[:, None], -E4M3_MAX, E4M3_MAX)
-    return quantized.to(tl.float8e4nv), scale
+    # On a GPU neither a maximum nor a clamp passes NaN on: a row of it would become numbers.
+    num_nan = tl.sum((x != x).to(tl.int32), axis=1)
+    return quantized.to(tl.float8e4nv), tl.where(num_nan > 0, float("nan"), scale)
 
 
 @launched("row_stride", "group_stride", "num_rows")
