@@ -10,6 +10,7 @@ from engine.kernels.alignment import ROW_BLOCK, Alignment, RowCounts, max_aligne
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MaskedPlaces
 from engine.kernels.reference import fp8_linear, quantize_rows, silu_and_mul
+from engine.kernels.widths import check_gather
 
 
 def count_rows(topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
@@ -45,9 +46,7 @@ def count_rows(topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
 
 def place_rows(counts: RowCounts, num_rows: int) -> Alignment:
     """Lay out `num_rows` rows, a multiple of 128 and at least `counts.num_rows`."""
-    assert num_rows % ROW_BLOCK == 0, num_rows
-    assert num_rows <= counts.expert_M.shape[0], num_rows
-    return Alignment(rows_TK=counts.rows_TK, expert_M=counts.expert_M[:num_rows])
+    return counts.lay_out(num_rows)
 
 
 def align_to_experts(topk_ids_TK: Tensor, first: int, num_experts: int) -> Alignment:
@@ -63,6 +62,7 @@ def gather_rows(
     own_TD: Tensor | None,
 ) -> Tensor:
     """Return [T, D]: the weighted sum of each token's rows plus `own_TD`, summed in float32."""
+    check_gather(source_MD, places, weights_TK, own_TD)
     rows_TK = places.rows_TK.long()
     parts_TKD = source_MD.new_zeros((*rows_TK.shape, source_MD.shape[1]), dtype=torch.float32)
     is_here = rows_TK >= 0

@@ -13,6 +13,8 @@ from typing import Final
 
 from torch import Tensor
 
+from engine.invariants import require
+
 ROW_BLOCK: Final = 128
 
 COARSE_STEP: Final = 1024
@@ -37,6 +39,11 @@ class Alignment:
     rows_TK: Tensor
     expert_M: Tensor
 
+    @property
+    def num_rows(self) -> int:
+        """M."""
+        return self.expert_M.shape[0]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
@@ -60,6 +67,21 @@ class RowCounts:
     def rows_to_lay_out(self, num_rows: int) -> int:
         """Return M for `num_rows`, which has reached the host: the next step, if there is room."""
         return min(stepped_rows(num_rows), self.expert_M.shape[0])
+
+    def lay_out(self, num_rows: int) -> Alignment:
+        """Return the places among `num_rows` rows, a multiple of 128 and at least `self.num_rows`.
+
+        Raises:
+            InternalError: no such number, or more than any routing needs.
+        """
+        most = self.expert_M.shape[0]
+        require(
+            num_rows % ROW_BLOCK == 0 and num_rows <= most,
+            "rows to lay out",
+            num_rows,
+            f"a multiple of {ROW_BLOCK} up to {most} is wanted",
+        )
+        return Alignment(rows_TK=self.rows_TK, expert_M=self.expert_M[:num_rows])
 
 
 def max_aligned_rows(num_pairs: int, num_experts: int) -> int:

@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MASKED_BLOCK, MaskedRows
 
@@ -118,8 +119,13 @@ class DeepGemm:
             [L, M, N] bfloat16; rows that are not in use hold anything.
         """
         num_experts, max_rows, _ = x.data_LMD.shape
-        # A tile is written whole: it must end where its expert does.
-        assert max_rows % MASKED_BLOCK == 0, max_rows
+        require(
+            max_rows % MASKED_BLOCK == 0,
+            "rows of an expert",
+            max_rows,
+            f"a multiple of {MASKED_BLOCK} is wanted: a tile, which is written whole, must end "
+            "where its expert does",
+        )
         out = torch.empty(
             (num_experts, max_rows, weight_LNK.shape[1]),
             dtype=torch.bfloat16,

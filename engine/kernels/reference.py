@@ -20,6 +20,7 @@ from engine.kernels.fp8_rows import GROUP, MIN_AMAX, Fp8Rows
 from engine.kernels.latent_storage import put_rows
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
+from engine.kernels.widths import check_latents
 
 QUERY_CHUNK = 256
 """Queries scored at once in `causal_attention`; bounds its memory at H x 256 x P scores."""
@@ -326,6 +327,7 @@ def store_latents(
         cache: [num_blocks, block_size, C + R], any strides.
         slots_T: [T] int64, block_id * block_size + offset.
     """
+    check_latents(latents_TL, weight_C.shape[0], rotation, cache=cache, slots_T=slots_T)
     kv_c_TC, k_pe_TR = latents_TL.tensor_split([weight_C.shape[0]], dim=1)
     kv_c_TC = rms_norm(kv_c_TC, weight_C, eps)
     k_pe_TR = apply_rotary(k_pe_TR, rotation.cos, rotation.sin, interleave=rotation.interleave)

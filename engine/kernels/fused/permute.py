@@ -15,6 +15,7 @@ from engine.kernels.alignment import ROW_BLOCK, Alignment, RowCounts, max_aligne
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.masked_rows import MaskedPlaces
+from engine.kernels.widths import check_gather, check_spread
 
 PAIRS = 256
 """Pairs (token, expert) of one program; they are compared with one another."""
@@ -210,9 +211,7 @@ def count_rows(topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
 
 def place_rows(counts: RowCounts, num_rows: int) -> Alignment:
     """Lay out `num_rows` rows, a multiple of 128 and at least `counts.num_rows`."""
-    assert num_rows % ROW_BLOCK == 0, num_rows
-    assert num_rows <= counts.expert_M.shape[0], num_rows
-    return Alignment(rows_TK=counts.rows_TK, expert_M=counts.expert_M[:num_rows])
+    return counts.lay_out(num_rows)
 
 
 def align_to_experts(topk_ids_TK: Tensor, first: int, num_experts: int) -> Alignment:
@@ -238,6 +237,7 @@ def spread_into(data: Tensor, scale: Tensor, rows: Fp8Rows, rows_TK: Tensor) -> 
         rows: [T, D], of any layout.
         rows_TK: [T, K] int32, -1 for no place.
     """
+    check_spread(data, scale, rows, rows_TK)
     (num_tokens, top_k), size = rows_TK.shape, data.shape[-1]
     if not num_tokens or not data.numel():
         return
@@ -265,6 +265,7 @@ def gather_rows(
     own_TD: Tensor | None,
 ) -> Tensor:
     """Return [T, D]: the weighted sum of each token's rows plus `own_TD`, summed in float32."""
+    check_gather(source_MD, places, weights_TK, own_TD)
     num_tokens, top_k = weights_TK.shape
     size = source_MD.shape[1]
     out = torch.empty((num_tokens, size), dtype=source_MD.dtype, device=source_MD.device)

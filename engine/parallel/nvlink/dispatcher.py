@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.kernels.masked_rows import MaskedRows
@@ -43,7 +44,7 @@ class NvlinkDispatcher:
     def masked_room(self, num_tokens: int, top_k: int) -> MaskedRoom:
         """See `MaskingDispatcher`."""
         shape = self._buffer.shape
-        assert top_k == shape.top_k, (top_k, shape)
+        require(top_k == shape.top_k, "experts of a token", top_k, f"{shape.top_k} are wanted")
         return MaskedRoom(shape.rows_per_expert, shape.expected_rows(num_tokens))
 
     def start_dispatch(
