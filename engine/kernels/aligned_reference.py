@@ -67,6 +67,8 @@ def gather_rows(
     parts_TKD = source_MD.new_zeros((*rows_TK.shape, source_MD.shape[1]), dtype=torch.float32)
     is_here = rows_TK >= 0
     parts_TKD[is_here] = source_MD[rows_TK[is_here]].float()
+    # Weights of pairs without a row may be anything, NaN included.
+    weights_TK = weights_TK.masked_fill(~is_here, 0.0)
     out_TD = (parts_TKD * weights_TK.unsqueeze(-1)).sum(dim=1)
     return (out_TD if own_TD is None else out_TD + own_TD.float()).to(source_MD.dtype)
 

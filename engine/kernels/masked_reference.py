@@ -40,7 +40,8 @@ def mask_to_experts(
 
     Args:
         topk_ids_TK: [T, K] int64 physical experts, none twice in a row, T at most M; those outside
-            of [first, first + num_experts) get no row.
+            of [first, first + num_experts), -1 among them, get no row. Nor do pairs beyond an
+            expert's M rows, which only rows that break the rule have.
         first: lowest expert of this rank.
         num_experts: L.
         max_rows: M; see `max_masked_rows`.
@@ -51,8 +52,9 @@ def mask_to_experts(
     local = topk_ids_TK.flatten() - first
     experts = torch.arange(num_experts, device=local.device)
     is_mine = (local.unsqueeze(1) == experts).int()  # [T * K, L]
-    rank = (is_mine.cumsum(0, dtype=torch.int32) - 1) * is_mine
-    rows = (rank + is_mine * experts * max_rows).sum(1) - (1 - is_mine.sum(1))
+    rank = is_mine.cumsum(0, dtype=torch.int32) - 1
+    is_mine *= rank < max_rows
+    rows = ((rank + experts * max_rows) * is_mine).sum(1) - (1 - is_mine.sum(1))
     return MaskedPlaces(
         rows_TK=rows.int().view(num_tokens, top_k),
         num_rows_L=is_mine.sum(0, dtype=torch.int32),

@@ -10,6 +10,7 @@ mean nothing).
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from engine.kernels.base import Kernels
@@ -59,8 +60,10 @@ class LoopbackMaskedDispatcher:
         rows = hidden if isinstance(hidden, Fp8Rows) else self._kernels.quantize_rows(hidden)
         num_tokens, top_k = topk_ids_TK.shape
         num_local, room = self._num_local_experts, self.masked_room(num_tokens, top_k)
+        # A pair of no expert (-1) stays one.
+        local_ids = torch.where(topk_ids_TK < 0, topk_ids_TK, topk_ids_TK % num_local)
         places = self._kernels.mask_to_experts(
-            topk_ids_TK % num_local,
+            local_ids,
             0,
             num_local,
             room.max_rows,

@@ -90,7 +90,8 @@ class TokenDispatcher(Protocol[Handle]):
         Args:
             hidden: [T, D]; T may be 0, and the call must still be made. FP8 rows if, and only if,
                 `takes_fp8`.
-            topk_ids_TK: [T, K] int64 physical experts, no expert twice in a row.
+            topk_ids_TK: [T, K] int64 physical experts, no expert twice in a row; -1 for none. Such
+                a pair goes nowhere and adds nothing, whatever its weight.
             topk_weights_TK: [T, K] float32.
 
         Returns:

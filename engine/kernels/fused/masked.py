@@ -37,13 +37,15 @@ def _mask(ids, rows, num_rows, num_pairs, num_experts, max_rows, first, B: tl.co
         local = tl.load(ids + pairs, mask=is_pair, other=-1).to(tl.int32) - first
         is_mine = (local == expert) & (expert < num_experts) & is_pair
         found = is_mine.to(tl.int32)
-        row = expert * max_rows + count + tl.cumsum(found, axis=0) - 1
+        place = count + tl.cumsum(found, axis=0) - 1
+        # Beyond an expert's room there is the next one's: such a pair gets no row.
+        row = tl.where(place < max_rows, expert * max_rows + place, -1)
         # The last program is no expert's: it marks the pairs of other ranks.
         is_foreign = ((local < 0) | (local >= num_experts)) & (expert == num_experts) & is_pair
         tl.store(rows + pairs, tl.where(is_foreign, -1, row), mask=is_mine | is_foreign)
         count += tl.sum(found, axis=0)
     index = expert + tl.arange(0, 1)
-    tl.store(num_rows + index, count, mask=index < num_experts)
+    tl.store(num_rows + index, tl.minimum(count, max_rows), mask=index < num_experts)
 
 
 @launched("num_splits")
@@ -120,7 +122,6 @@ def masked_silu_and_mul_fp8(gate_up_LMF: Tensor, like: MaskedRows) -> MaskedRows
         gate_up_LMF: [L, M, 2F] contiguous, gate before up; F is a multiple of 128.
         like: whose rows they are.
     """
-    assert gate_up_LMF.is_contiguous()
     num_experts, max_rows, double = gate_up_LMF.shape
     num_groups = double // 2 // GROUP
     require(

@@ -156,7 +156,8 @@ def _gather(
         total += tl.load(own + token * size + columns, mask=mask, other=0.0).to(tl.float32)
     for k in tl.static_range(K):
         row = tl.load(rows + token * K + k).to(tl.int64)
-        weight = tl.load(weights + token * weight_stride + k)
+        # Weights of pairs without a row may be anything, NaN included.
+        weight = tl.load(weights + token * weight_stride + k, mask=row >= 0, other=0.0)
         part = tl.load(source + row * size + columns, mask=mask & (row >= 0), other=0.0)
         total += part.to(tl.float32) * weight
     tl.store(out + token * size + columns, total.to(out.dtype.element_ty), mask=mask)

@@ -27,6 +27,9 @@ STAGES = 4
 MAX_PARTS = 14
 """Parts of the hidden size, at most."""
 
+FAR = tl.constexpr(1e38)
+"""Beyond every choice; two of them add up to a number."""
+
 
 @launched("num_tokens")
 def _score(
@@ -69,6 +72,8 @@ def _choose(
         total += tl.load(logits + (token + part * num_tokens) * E + expert)
     scores = tl.sigmoid(total)
     choice = scores + correction
+    # NaN counts as the largest, as in `torch.topk`; what is taken is -inf, and nothing else is.
+    choice = tl.where(choice != choice, FAR, tl.minimum(tl.maximum(choice, -FAR), FAR))
     if KEPT < GROUPS:
         best = tl.max(choice, axis=1)
         where = tl.argmax(choice, axis=1)
@@ -79,14 +84,15 @@ def _choose(
             top = tl.argmax(worth, axis=0)
             kept = tl.where(group == top, 1, kept)
             worth = tl.where(group == top, low, worth)
-        choice = tl.where((kept > 0)[:, None], choice, low)
+        choice = tl.where((kept > 0)[:, None], choice, -FAR)
     slots = tl.arange(0, KP)
     chosen = tl.zeros([KP], tl.int32)
     chosen_scores = tl.zeros([KP], tl.float32)
     for k in tl.static_range(K):
         best_in_group = tl.max(choice, axis=1)
         top = tl.max(best_in_group, axis=0)
-        # The lowest expert among equals, so that exactly one is taken.
+        # The lowest expert among equals, so that exactly one is taken, and none twice: a token that
+        # is twice at an expert takes the room of another.
         taken = tl.min(tl.min(tl.where(choice == top, expert, E), axis=1), axis=0)
         hit = expert == taken
         score = tl.sum(tl.sum(tl.where(hit, scores, 0.0), axis=1), axis=0)
@@ -95,8 +101,6 @@ def _choose(
         choice = tl.where(hit, low, choice)
     if NORM:
         chosen_scores = chosen_scores / (tl.sum(chosen_scores, axis=0) + 1e-20)
-    # NaN logits equal nothing: keep the ids valid, the weights carry the NaN.
-    chosen = tl.minimum(chosen, E - 1)
     mask = slots < K
     tl.store(ids + token * K + slots, chosen.to(tl.int64), mask=mask)
     tl.store(weights + token * K + slots, chosen_scores * scaling, mask=mask)

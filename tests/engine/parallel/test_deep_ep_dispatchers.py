@@ -128,6 +128,42 @@ def test_all_tokens_want_the_experts_of_one_rank(make: Make) -> None:
     compare(OneRank(num_ranks=4, slots=spread_slots(256), num_tokens=[32] * 4, max_tokens=32), make)
 
 
+class Padded(World):
+    """The last third of a rank's tokens is padding: it chooses no expert, and holds no numbers."""
+
+    def tokens(self, rank: int, step: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        hidden, ids, weights, own = super().tokens(rank, step)
+        padding = slice(len(ids) - len(ids) // 3, None)
+        hidden[padding], ids[padding], weights[padding] = torch.nan, -1, torch.nan
+        return hidden, ids, weights, own
+
+    def expected(self, rank: int, step: int = 0) -> Tensor:
+        _, ids, _, own = self.tokens(rank, step)
+        return torch.where(ids[:, :1] < 0, own.float(), super().expected(rank, step))
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("fp8", [None, False])
+def test_padding_goes_nowhere_and_comes_back_as_zero(make: Make, fp8: bool | None) -> None:
+    counts = [9, 0, 4, 16]
+    world = Padded(num_ranks=4, slots=spread_slots(256), num_tokens=counts, max_tokens=32)
+
+    def body(rank: int, meetings: Meetings) -> tuple[float, int]:
+        dispatcher = make(world, rank, meetings)
+        hidden, ids, weights, own = world.tokens(rank)
+        feed = quantize_rows(hidden) if dispatcher.takes_fp8 and fp8 is None else hidden
+        rows, handle = dispatcher.start_dispatch(feed, ids, weights).wait()
+        result = run_experts(rows, world, rank)
+        out = dispatcher.start_combine(result, handle, Ready(own)).wait()
+        num_rows = int(rows.num_rows_L.sum()) if isinstance(rows, MaskedRows) else 0
+        return relative_error(out, world.expected(rank)), num_rows
+
+    errors, num_rows = zip(*run_ranks(4, body), strict=True)
+    assert max(errors) < WORST_ERROR
+    real = sum(count - count // 3 for count in counts)
+    assert sum(num_rows) in (0, TOP_K * real), "no row for padding"
+
+
 def test_without_a_term_of_ones_own() -> None:
     world = World(num_ranks=2, slots=spread_slots(256), num_tokens=[4, 2], max_tokens=64)
 
@@ -213,6 +249,17 @@ def test_zero_copy() -> None:
     expected = world.expected(0) - own.float()
     torch.testing.assert_close(summed.float(), expected, rtol=0.02, atol=0.03)
     buffer.close()
+
+
+def test_loopback_leaves_padding_where_it_is() -> None:
+    dispatcher = LoopbackMaskedDispatcher(KERNELS, 4, num_ranks=8)
+    hidden = torch.randn(3, HIDDEN).bfloat16()
+    ids, weights = torch.tensor([[9, 2], [-1, -1], [4, -1]]), torch.full((3, 2), torch.nan)
+    weights[ids >= 0] = 1.0
+    rows, handle = dispatcher.start_dispatch(quantize_rows(hidden), ids, weights).wait()
+    assert rows.num_rows_L.tolist() == [1, 1, 1, 0]  # of 4, 9 and 2
+    out = dispatcher.start_combine(torch.ones(4, 128, HIDDEN).bfloat16(), handle, None).wait()
+    assert out[:, 0].tolist() == [2.0, 0.0, 1.0]
 
 
 def test_loopback_carries_the_load_of_one_of_eight() -> None:

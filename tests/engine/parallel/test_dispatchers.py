@@ -84,7 +84,7 @@ def run_fp8(dispatcher: TokenDispatcher[Any], routing: Routing, own: Tensor | No
     rows, handle = dispatcher.start_dispatch(KERNELS.quantize_rows(hidden), ids, weights).wait()
     assert isinstance(rows, AlignedRows)
     assert rows.rows.num_rows == rows.expert_M.shape[0]
-    used = sum(-(-n // 128) * 128 for n in ids.flatten().bincount().tolist())
+    used = sum(-(-n // 128) * 128 for n in ids[ids >= 0].bincount().tolist())
     assert used <= rows.rows.num_rows <= stepped_rows(used)
     factors = rows.expert_M.unsqueeze(1) + 1.0
     out = (rows.rows.dequantize() * factors).bfloat16()
@@ -108,6 +108,28 @@ def test_one_rank_in_fp8(seed: int, num_tokens: int) -> None:
             exact = expected((hidden, *routing[1:])) + (0 if term is None else 1)
             torch.testing.assert_close(actual.float(), exact, rtol=0.02, atol=0.05)
     assert own.eq(1).all(), "the caller's term is left alone"
+
+
+def test_a_pair_of_no_expert_adds_nothing() -> None:
+    hidden, ids, weights = draw_routing(0, 6, size=256)
+    ids[1], ids[3, 0] = -1, -1
+    weights[ids < 0] = torch.nan
+    exact = hidden * ((ids + 1) * weights.nan_to_num(0.0)).sum(-1, keepdim=True)
+    for dispatcher in (
+        LocalDispatcher(NUM_EXPERTS, RankGroup()),
+        ReplicatedDispatcher(NUM_EXPERTS, RankGroup()),
+        GatheredDispatcher(NUM_EXPERTS, 0, RankGroup()),
+        AllToAllDispatcher(NUM_EXPERTS, RankGroup()),
+    ):
+        torch.testing.assert_close(run(dispatcher, (hidden, ids, weights)), exact)
+    for fp8_dispatcher in (
+        AlignedDispatcher(KERNELS, NUM_EXPERTS, 0, RankGroup()),
+        GatheredFp8Dispatcher(KERNELS, NUM_EXPERTS, 0, RankGroup()),
+        AllToAllDispatcher(NUM_EXPERTS, RankGroup(), KERNELS),
+    ):
+        actual = run_fp8(fp8_dispatcher, (hidden, ids, weights), None)
+        torch.testing.assert_close(actual.float(), exact, rtol=0.1, atol=0.3)
+        assert not actual[1].any()
 
 
 @given(seed=st.integers(0, 1000), num_tokens=st.integers(0, 9))
