@@ -6,11 +6,9 @@ float32 inside. Operations whose shapes a fast kernel does not take go to the re
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from engine.kernels import absorb_reference, paged_reference, reference
-from engine.kernels.base import VarlenLengths
 from engine.kernels.flash_mla import KV_LORA_RANK, FlashMLA
 from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.kernels.fused import (
@@ -31,13 +29,11 @@ from engine.kernels.parts import BlockGemm, MaskedMlp, VarlenAttention
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
 
-ATTENTION_HEADS = (192, 128)
-"""Widths of keys and values that FlashAttention-4 is used for."""
-
 
 class HopperKernels:
     """See `Kernels`."""
 
+    name = "hopper"
     has_fp8 = True
     max_attention_positions = 32768
 
@@ -45,7 +41,7 @@ class HopperKernels:
         self,
         *,
         gemm: BlockGemm,
-        attention: VarlenAttention | None,
+        attention: VarlenAttention,
         paged: FlashMLA | None = None,
         experts: MaskedMlp | None = None,
     ) -> None:
@@ -53,19 +49,15 @@ class HopperKernels:
 
         Args:
             gemm: for all FP8 products.
-            attention: None where it is not installed; attention is then slow, and right.
-            paged: of decode steps; None as above.
+            attention: of heads of any width.
+            paged: of decode steps; None where it is not installed: they then attend slowly.
             experts: over few masked rows; what it does not take `gemm` multiplies.
         """
         self._gemm = gemm
-        self._attention = attention
+        self.varlen_attention = attention.varlen_attention
+        self.varlen_attention_part = attention.varlen_attention_part
         self._paged = paged
         self._experts = experts
-
-    @property
-    def name(self) -> str:
-        """See `Kernels`."""
-        return "hopper" if self._attention else "hopper without flash attention"
 
     silu_and_mul = staticmethod(reference.silu_and_mul)
     grouped_mlp = staticmethod(reference.grouped_mlp)
@@ -138,33 +130,6 @@ class HopperKernels:
             return reference.join_keys(k_nope_PHN, k_pe_PR)
         return latents.join_keys(k_nope_PHN, k_pe_PR)
 
-    def varlen_attention(
-        self, q_THA: Tensor, k_PHA: Tensor, v_PHV: Tensor, seqs: VarlenLengths, scale: float
-    ) -> Tensor:
-        """See `Kernels`."""
-        if self._attention is None or not _fits(q_THA, v_PHV):
-            return reference.varlen_attention(q_THA, k_PHA, v_PHV, seqs.lengths, scale)
-        return self._attention.varlen_attention(q_THA, k_PHA, v_PHV, seqs, scale)
-
-    def varlen_attention_part(
-        self,
-        q_THA: Tensor,
-        k_PHA: Tensor,
-        v_PHV: Tensor,
-        seqs: VarlenLengths,
-        scale: float,
-        *,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """See `Kernels`."""
-        if self._attention is None or not _fits(q_THA, v_PHV):
-            return reference.varlen_attention_part(
-                q_THA, k_PHA, v_PHV, seqs.lengths, scale, is_causal=is_causal
-            )
-        return self._attention.varlen_attention_part(
-            q_THA, k_PHA, v_PHV, seqs, scale, is_causal=is_causal
-        )
-
     def absorb_queries(
         self, q_THA: Tensor, weight_HNC: Tensor, rotation: Rotation, cache: Tensor
     ) -> Tensor:
@@ -208,8 +173,3 @@ class HopperKernels:
             return paged_reference.paged_attention(q_SHL, cache, queries, kv_lora_rank, scale)
         break_chain()  # its last kernel may end before its first one has
         return self._paged.paged_attention(q_SHL, cache, queries, queries.schedule, scale)
-
-
-def _fits(q_THA: Tensor, v_PHV: Tensor) -> bool:
-    """Return whether FlashAttention-4 takes these heads."""
-    return (q_THA.shape[2], v_PHV.shape[2]) == ATTENTION_HEADS and q_THA.dtype == torch.bfloat16

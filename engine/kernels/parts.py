@@ -34,6 +34,14 @@ class BlockGemm(Protocol):
 class VarlenAttention(Protocol):
     """Attention of decompressed heads; see `flash_attention.FlashAttention`."""
 
+    def takes(self, q_THA: Tensor, v_PHV: Tensor) -> bool:
+        """Return whether it attends with heads of these widths, in this number format."""
+        ...
+
+    def describe(self, q_THA: Tensor, v_PHV: Tensor) -> str:
+        """Return what attends with such heads, for the log."""
+        ...
+
     def varlen_attention(
         self, q_THA: Tensor, k_PHA: Tensor, v_PHV: Tensor, seqs: VarlenLengths, scale: float
     ) -> Tensor:
