@@ -113,7 +113,7 @@ def test_functions_and_classes_are_short(
 def _is_device_kernel(node: Function) -> bool:
     """A Triton kernel's parameters are what its launch hands to the device, one by one."""
     is_decorated = any(
-        ast.unparse(decorator).partition("(")[0] in ("triton.jit", "launched")
+        ast.unparse(decorator).partition("(")[0] in ("triton.jit", "gluon.jit", "launched")
         for decorator in node.decorator_list
     )
     annotations = [arg.annotation for arg in node.args.args if arg.annotation is not None]

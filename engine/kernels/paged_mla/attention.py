@@ -17,7 +17,7 @@ from engine.kernels.fused.launch import ceil_div
 from engine.kernels.fused.schedule import MAX_SEQS, schedule
 from engine.kernels.paged_mla import kernel
 from engine.kernels.paged_mla.parts import PART_INTS, count_parts, parts_on_host
-from engine.kernels.paged_mla.tiles import PagedTile, candidates
+from engine.kernels.paged_mla.tiles import PagedTile, PoolShape, candidates
 from engine.kernels.paged_queries import PagedParts, PagedQueries
 from engine.kernels.schedule_reference import PAGE
 from engine.kernels.triton_gemm.limits import DeviceLimits
@@ -67,8 +67,7 @@ class PagedMLA:
         """Return the tile for sequences of up to `num_rows` rows, heads times new tokens."""
         if self._tile is not None:
             return self._tile
-        is_fp8 = cache.dtype.itemsize == 1
-        return candidates(self._limits, num_rows, latent_dim=cache.shape[2], is_fp8=is_fp8)[0]
+        return candidates(self._limits, num_rows, PoolShape.of(cache))[0]
 
     def paged_attention(
         self, q_THL: Tensor, cache: Tensor, queries: PagedQueries, kv_lora_rank: int, scale: float
@@ -119,6 +118,12 @@ class PagedMLA:
     ) -> None:
         q_THL, cache, out, pieces, logs = tensors
         assert queries.parts is not None
+        if tile.is_hopper:
+            # Needs what Triton has for this GPU only.
+            from engine.kernels.paged_mla.hopper_attention import attend_on_hopper
+
+            attend_on_hopper(grid, tensors, queries, queries.parts.table, scale * LOG2_E)
+            return
         stored = self._stored(cache)
         widened = 256.0 if stored == kernel.BYTES.value else 1.0
         rank, block_size = out.shape[2], cache.shape[1]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.kernels.paged_mla.tiles import candidates, shared_memory
+from engine.kernels.paged_mla.tiles import PoolShape, candidates, shared_memory
 from engine.kernels.paged_queries import PagedQueries, QueryCounts
 from engine.kernels.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from tests.engine.elsewhere import compiling_only
@@ -49,6 +49,7 @@ def test_the_tile_that_runs_fits(
         kernel.paged_attention(q_THL, cache, planned, RANK, 0.1)
     found = dict(compiled)
     assert {"_schedule", "attend", "merge"} <= set(found)
-    tile = candidates(limits, num_heads * num_queries, latent_dim=LATENT, is_fp8=is_fp8)[0]
-    bound = shared_memory(tile, limits, latent_dim=LATENT, is_fp8=is_fp8)
+    pool = PoolShape.of(cache)
+    tile = candidates(limits, num_heads * num_queries, pool)[0]
+    bound = shared_memory(tile, limits, pool)
     assert found["attend"].metadata.shared <= bound <= limits.shared_memory

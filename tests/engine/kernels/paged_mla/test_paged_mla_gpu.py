@@ -155,8 +155,7 @@ def test_every_candidate_computes_the_same(kind: str, num_heads: int) -> None:
     if not IS_INTERPRETED and kind != "bytes":
         limits = DeviceLimits.of(DEVICE)
     case = draw([(1, 70), (1, 3)], kind, num_heads)
-    is_fp8 = kind != "plain"
-    for tile in tiles.candidates(limits, num_heads, latent_dim=RANK + ROPE, is_fp8=is_fp8):
+    for tile in tiles.candidates(limits, num_heads, tiles.PoolShape.of(case.cache)):
         check(case, attend(paged(kind, tile, num_sms=2), case))
 
 
