@@ -138,8 +138,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         self._launches = choose_launches(self.device, are_dependent=execution.dependent_launches)
         self._overlap, self._sharding, self._scratch = execution.overlap, ctx.sharding, Scratch()
         self._rotary, self._is_refusal_told = RotaryEmbedding(config, self.device), False
-        rule = attention_rule or AttentionRule.of(config, tp=self.groups.dims.tp)
-        self.attention_rule = rule
+        self.attention_rule = attention_rule or AttentionRule.of(config, tp=self.groups.dims.tp)
 
     def _context(self, execution: Execution) -> LayerContext:
         """Return what the layers are built with.
@@ -267,21 +266,14 @@ class DeepseekV3ForCausalLM(nn.Module):
 
         Then a launch takes as long as the step. On a CPU a launch does the step's work itself.
         """
-        layers = (module for module in self.modules() if isinstance(module, MoE))
-        return self.device.type == "cuda" and any(
-            layer.dispatcher.waits_for_counts for layer in layers
-        )
+        experts = (module for module in self.modules() if isinstance(module, MoE))
+        waits = (layer.dispatcher.waits_for_counts for layer in experts)
+        return self.device.type == "cuda" and any(waits)
 
     @property
     def unused_prefixes(self) -> tuple[str, ...]:
         """Checkpoint names that are known and left out on purpose."""
-        first, count = self.config.num_hidden_layers, self.config.num_nextn_predict_layers
-        layers = [f"model.layers.{index}." for index in range(first, first + count)]
-        if not self.with_mtp:
-            return tuple(layers)
-        # The MTP layers share embedding and head with the model; checkpoints repeat them.
-        parts = ("embed_tokens.", "shared_head.head.")
-        return tuple(layer + part for layer in layers for part in parts)
+        return _unused_prefixes(self.config, self.with_mtp)
 
     def attention_step(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionStep:
         """Return what all layers of a step share: plan, angles, slots, pool, padding."""
@@ -302,6 +294,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         refusal = kernels.why_no_pages(cache, self.config.kv_lora_rank)
         if batch.max_seqlen_q == 1 and not refusal:
             return plan_decode(batch, kernels, cache, num_heads)
+        plan_pages = partial(kernels.plan_paged, cache=cache, num_heads=num_heads)
         if refusal:
             self._tell(refusal)
         if not batch.lengths and batch.num_seqs:
@@ -313,9 +306,7 @@ class DeepseekV3ForCausalLM(nn.Module):
             kv_pool.block_size,
             self.attention_rule,
             max_positions=kernels.max_attention_positions,
-            plan_pages=None
-            if refusal
-            else partial(kernels.plan_paged, cache=cache, num_heads=num_heads),
+            plan_pages=None if refusal else plan_pages,
         )
 
     def _tell(self, refusal: str) -> None:
@@ -338,6 +329,16 @@ class DeepseekV3ForCausalLM(nn.Module):
         for name, module in self.named_modules(prefix=prefix):
             if module is not self and isinstance(module, HoldsWeights):
                 yield from module.weight_slices(name)
+
+
+def _unused_prefixes(config: ModelConfig, with_mtp: bool) -> tuple[str, ...]:
+    first, count = config.num_hidden_layers, config.num_nextn_predict_layers
+    layers = [f"model.layers.{index}." for index in range(first, first + count)]
+    if not with_mtp:
+        return tuple(layers)
+    # The MTP layers share embedding and head with the model; checkpoints repeat them.
+    parts = ("embed_tokens.", "shared_head.head.")
+    return tuple(layer + part for layer in layers for part in parts)
 
 
 def _when_all_have_called(

