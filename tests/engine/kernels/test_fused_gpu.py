@@ -1,7 +1,7 @@
 """Our Triton kernels against their references: fresh inputs, poisoned outputs, stated tolerances.
 
-They also run on a CPU in Triton's interpreter: TRITON_INTERPRET=1 pytest -m gpu, on small shapes
-(with a NumPy before 2.4: later ones refuse how it reads the bounds of a loop).
+They also run on a CPU in Triton's interpreter, on small shapes: `make kernels-check`, or
+TRITON_INTERPRET=1 pytest -m gpu. (Before Triton 3.8 that wants a NumPy before 2.4.)
 """
 
 import importlib
@@ -64,7 +64,7 @@ def test_quantize_rows(num_tokens: int) -> None:
     assert torch.equal(actual.scale_TG, expected.scale_TG)
     assert_rows(actual, expected)
     error = (actual.dequantize() - x.float()).norm() / x.float().norm()
-    assert error < (0.1 if IS_INTERPRETED else 0.03)  # e4m3 has 3 bits of mantissa
+    assert error < (0.125 if IS_INTERPRETED else 0.03)  # e4m3 has 3 bits of mantissa
     travelling = fused("quant").quantize_rows(x, packed(num_tokens, HIDDEN))
     assert torch.equal(travelling.dequantize(), actual.dequantize())
 
@@ -314,7 +314,7 @@ def test_masked_silu_and_mul_fp8(expected_rows: int, counts: list[int]) -> None:
             data_TK=actual.data_LMD[expert, :count], scale_TG=actual.scale_LMG[expert, :count]
         ).dequantize()
         difference = (mine - expected.dequantize()).norm()
-        assert difference <= (0.1 if IS_INTERPRETED else 2e-2) * expected.dequantize().norm()
+        assert difference <= (0.15 if IS_INTERPRETED else 2e-2) * expected.dequantize().norm()
         assert actual.scale_LMG[expert, count:].isnan().all(), "untouched"
         assert (actual.data_LMD[expert, count:].view(torch.uint8) == 0xFF).all(), "untouched"
 

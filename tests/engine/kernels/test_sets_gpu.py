@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"),
 ]
 
-MLP = 0.1 if IS_INTERPRETED else 4e-2
+MLP = 0.15 if IS_INTERPRETED else 4e-2
 """Relative error; the interpreter cuts to e4m3 and bfloat16 where a GPU rounds."""
 
 
@@ -98,7 +98,11 @@ def test_experts_of_any_width_are_served(make: Any, width: int, counts: list[int
 
 
 @pytest.mark.parametrize("make", [hopper, ampere])
-@pytest.mark.parametrize(("key_width", "value_width"), [(64, 64), (24, 40), (192, 128)])
+@pytest.mark.parametrize(
+    ("key_width", "value_width"),
+    # Those with a kernel of PyTorch for all sequences, and one that is too wide for it.
+    [(64, 64), (192, 128), (24, 40) if IS_INTERPRETED else (288, 128)],
+)
 def test_heads_of_any_width_are_served(
     make: Any,
     key_width: int,

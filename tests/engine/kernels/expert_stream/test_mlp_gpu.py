@@ -36,10 +36,13 @@ __all__ = ["driver"]
 PRODUCT = 1e-2 if IS_INTERPRETED else 6e-3
 """Relative error of a product: bfloat16 results (the interpreter cuts), sums in another order."""
 
-ROUNDING = 6.0 if IS_INTERPRETED else 1.05
+ROUNDING = 1.05
 """Error of activated numbers over the reference's own, which comes of rounding them to e4m3."""
 
-MLP = 0.1 if IS_INTERPRETED else 4e-2
+CUT = 0.125 if IS_INTERPRETED else 0.0
+"""What is added to it: the interpreter cuts the bits behind the third, also of 447.9999."""
+
+MLP = 0.15 if IS_INTERPRETED else 4e-2
 """Relative error of both, down to one row.
 
 The reference rounds to bfloat16 between them, so e4m3 falls apart.
@@ -112,7 +115,7 @@ def test_gate_and_up_are_activated_and_quantised(
             exact = rows_of(rows, expert, count) @ weight_of(w13, expert).T
             exact = reference.silu_and_mul(exact)
             own = relative_error(reference.quantize_rows(exact).dequantize(), exact)
-            assert relative_error(rows_of(out, expert, count), exact) < ROUNDING * own
+            assert relative_error(rows_of(out, expert, count), exact) < ROUNDING * own + CUT
 
 
 @pytest.mark.parametrize("tile", DOWN_TILES)

@@ -24,7 +24,7 @@ from tests.engine.triton_device import IS_INTERPRETED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
-NUM_TILES = 12
+NUM_TILES = 4
 """Drawn anew each time, of each kind of GPU."""
 
 

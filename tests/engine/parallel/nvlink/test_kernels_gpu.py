@@ -98,7 +98,7 @@ def draw_counts(shape: NvlinkShape) -> list[int]:
     return counts
 
 
-SHAPES = [(2, 6, 5, 4), (3, 24, 9, 3), (8, 16, 3, 2)]
+SHAPES = [(2, 6, 5, 4), (3, 24, 9, 3), (8, 16, 2, 2)]
 LARGE = [(2, 256, 200, 8), (3, 288, 128, 8), (8, 256, 128, 8), (4, 64, 7, 6)]
 
 
@@ -106,14 +106,15 @@ LARGE = [(2, 256, 200, 8), (3, 288, 128, 8), (8, 256, 128, 8), (4, 64, 7, 6)]
 def test_many_steps(sizes: tuple[int, int, int, int]) -> None:
     shape = shape_of(*sizes)
     world = OneDevice(shape)
-    for _ in range(3):
+    num_steps = 2 if IS_INTERPRETED else 3
+    for _ in range(num_steps):
         tokens = [draw_tokens(shape, count) for count in draw_counts(shape)]
         received = world.dispatch(tokens)
         assert_received(shape, tokens, received)
         outs = [draw_out(shape) for _ in range(shape.num_ranks)]
         assert_home(shape, outs, tokens, world.combine(outs, received, tokens))
     for window in world.windows:
-        assert window.state.tolist() == [6, 6]
+        assert window.state.tolist() == [2 * num_steps] * 2
 
 
 def test_two_micro_batches_take_turns() -> None:
