@@ -17,7 +17,7 @@ from engine.kernels.alignment import (
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MaskedPlaces
 from engine.kernels.reference import fp8_linear, quantize_rows, silu_and_mul
-from engine.kernels.widths import check_gather
+from engine.kernels.widths import check_capacity, check_gather
 
 
 def count_rows(topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
@@ -71,7 +71,7 @@ def align_to_experts(
     counts = count_rows(topk_ids_TK, first, num_experts)
     most = counts.expert_M.shape[0]
     capacity = most if capacity is None else capacity
-    assert capacity % ROW_BLOCK == 0, capacity
+    check_capacity(capacity)
     unused_M = counts.expert_M.new_full((max(capacity - most, 0),), -1)
     overflow = None
     if capacity < most:

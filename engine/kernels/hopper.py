@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels import absorb_reference, reference
 from engine.kernels.alignment import Overflow
 from engine.kernels.flash_mla import KV_LORA_RANK, FlashMLA
@@ -182,7 +183,8 @@ class HopperKernels:
         """See `Kernels`."""
         if queries.schedule is not None:
             assert self._paged is not None
-            assert kv_lora_rank == KV_LORA_RANK
+            is_wide = kv_lora_rank == KV_LORA_RANK
+            require(is_wide, "latents", kv_lora_rank, f"FlashMLA takes {KV_LORA_RANK} numbers")
             break_chain()  # its last kernel may end before its first one has
             return self._paged.paged_attention(q_THL, cache, queries, queries.schedule, scale)
         assert self._pages is not None

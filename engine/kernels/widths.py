@@ -10,7 +10,7 @@ numbers of a head, C kv_lora_rank, L = C + R, K experts per token, M expert rows
 from torch import Tensor
 
 from engine.invariants import require
-from engine.kernels.alignment import Alignment
+from engine.kernels.alignment import ROW_BLOCK, Alignment
 from engine.kernels.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.masked_rows import MaskedPlaces
 from engine.kernels.rotation import Rotation
@@ -99,6 +99,15 @@ def check_values(latents_THC: Tensor, weight_HVC: Tensor) -> None:
         tuple(latents_THC.shape),
         f"{num_heads} heads of {rank} numbers are wanted",
     )
+
+
+def check_capacity(capacity: int) -> None:
+    """Check the rows of the contiguous layout that the fast grouped GEMM runs over.
+
+    Raises:
+        InternalError: they end within a block of one expert.
+    """
+    require(not capacity % ROW_BLOCK, "capacity", capacity, f"a multiple of {ROW_BLOCK} is wanted")
 
 
 def check_gather(

@@ -21,7 +21,7 @@ from engine.kernels.alignment import (
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.masked_rows import MaskedPlaces
-from engine.kernels.widths import check_gather, check_spread
+from engine.kernels.widths import check_capacity, check_gather, check_spread
 
 PAIRS = 256
 """Pairs (token, expert) of one program; they are compared with one another."""
@@ -247,7 +247,7 @@ def align_to_experts(
     """
     if capacity is None:
         capacity = max_aligned_rows(topk_ids_TK.numel(), num_experts)
-    assert capacity % ROW_BLOCK == 0, capacity
+    check_capacity(capacity)
     counts, token_V = _count_rows(topk_ids_TK, first, num_experts, capacity)
     overflow = None
     if token_V.shape[0]:

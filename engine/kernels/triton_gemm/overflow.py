@@ -9,6 +9,7 @@ are, so the overflow takes memory for its activations and results alone.
 import torch
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.alignment import Overflow
 from engine.kernels.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.triton_gemm import overflow_kernel
@@ -37,14 +38,7 @@ class OverflowExperts:
         """Write the rows in use of `out_VD`; see `parts.OverflowMlp`."""
         (num_rows, hidden_size), (num_experts, _, width) = out_VD.shape, w2[0].shape
         source, places = overflow.source, overflow.places
-        assert places.token_V.shape == expert_V.shape == (num_rows,)
-        assert source.data_TK.shape[1] == w13[0].shape[2] == w2[0].shape[1] == hidden_size
-        assert w13[0].shape[:2] == (num_experts, 2 * width)
-        assert places.ends_E.shape == (num_experts,)
-        assert not width % GROUP
-        assert not hidden_size % GROUP
-        assert not num_rows % TILE_M
-        assert out_VD.is_contiguous()
+        _check(overflow, expert_V, (w13[0], w2[0]), out_VD)
         if not num_rows or not source.num_rows:
             return
         hidden = Fp8Rows.empty(num_rows, width, out_VD.device)
@@ -75,3 +69,33 @@ class OverflowExperts:
     def _bits(self, numbers: Tensor) -> Tensor:
         """Return what a kernel is given of e4m3 numbers."""
         return numbers.view(torch.uint8) if self._widens else numbers
+
+
+def _check(
+    overflow: Overflow, expert_V: Tensor, weights: tuple[Tensor, Tensor], out_VD: Tensor
+) -> None:
+    """Check that all sizes belong together; see `OverflowExperts.run`.
+
+    Raises:
+        InternalError: they do not.
+    """
+    (num_rows, hidden_size), (num_experts, _, width) = out_VD.shape, weights[1].shape
+    places, source = overflow.places, overflow.source
+    require(
+        places.token_V.shape == expert_V.shape == (num_rows,)
+        and places.ends_E.shape == (num_experts,)
+        and not num_rows % TILE_M
+        and out_VD.is_contiguous(),
+        "rows behind the capacity",
+        (tuple(places.token_V.shape), tuple(expert_V.shape), tuple(out_VD.shape)),
+        f"one number a row is wanted, of {num_experts} experts and a multiple of {TILE_M} rows",
+    )
+    require(
+        weights[0].shape == (num_experts, 2 * width, hidden_size)
+        and weights[1].shape[1] == source.data_TK.shape[1] == hidden_size
+        and not width % GROUP
+        and not hidden_size % GROUP,
+        "experts of rows behind the capacity",
+        (tuple(weights[0].shape), tuple(weights[1].shape), source.data_TK.shape[1]),
+        f"widths that belong together, in groups of {GROUP}, are wanted",
+    )
