@@ -142,13 +142,13 @@ def score(x: Tensor) -> Rows:
 
 
 def absorb(x: Tensor) -> Rows:
-    q = x[:, : HEADS * (128 + ROPE)].reshape(len(x), HEADS, 128 + ROPE).to(DOT)
+    q = x[:, : HEADS * (128 + ROPE)].reshape(len(x), HEADS, 128 + ROPE).to(DOT).contiguous()
     weight = draw(HEADS, 128, 384).to(DOT) / 12
     return [load("fused.absorb").absorb_queries(q, weight, rotation(len(x)), DOT)]
 
 
 def expand(x: Tensor) -> Rows:
-    latents = x[:, : HEADS * 384].reshape(len(x), HEADS, 384).to(DOT)
+    latents = x[:, : HEADS * 384].reshape(len(x), HEADS, 384).to(DOT).contiguous()
     weight = draw(HEADS, 128, 384).to(DOT) / 20
     return [load("fused.absorb").expand_values(latents, weight, fp8=False)]
 

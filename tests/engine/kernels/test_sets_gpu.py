@@ -49,6 +49,7 @@ def hopper() -> Any:
         pytest.skip("needs a Hopper GPU")
     return load("hopper").HopperKernels(
         gemm=gemm_of(HOPPER),
+        overflow=load("triton_gemm.overflow").OverflowExperts(HOPPER),
         attention=choose_attention(),
         experts=load("expert_stream.mlp").ExpertStream(MEASURED, 3 if IS_INTERPRETED else 132),
     )
