@@ -13,24 +13,31 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := deploy router prefill decode worker engine kv_transfer runtime
 SOURCES := $(PACKAGES) tests benchmarks
+# Apart from .venv, which has no Triton: nothing else on a CPU may come to need it.
+KERNELS := .venv-kernels
+RUNS := $(KERNELS)/runs
+KERNEL_TESTS := -m gpu tests/engine/kernels tests/engine/parallel/nvlink tests/engine/sampling \
+	tests/deploy/tune/test_bench_gpu.py
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 	$(PIP_ARGS) -c constraints-cpu.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test quick check lint types imports budgets proto proto-check chart-files format soak gpu-test \
-	install install-dev clean
+.PHONY: help up down test cluster-test kernels-check quick check lint types imports budgets proto \
+	proto-check chart-files format soak gpu-test install install-dev clean
 
 help:
 	@echo "make up         set up and start the default cluster (CONFIG=file.toml for another)"
 	@echo "make down       stop it"
 	@echo "make test       set up and run the whole test suite"
+	@echo "make cluster-test  run whole clusters that fail, move and roll (a minute each)"
 	@echo "make quick      run the quick tests of what a change touches"
+	@echo "make kernels-check  run the Triton kernels on this CPU, in Triton's interpreter"
 	@echo "make check      lint, types, import direction, size budgets, generated stubs"
 	@echo "make format     rewrite the code in the common style"
 	@echo "make proto      generate runtime/pb from proto/"
 	@echo "make chart-files  write what the Helm chart has from elsewhere"
 	@echo "make soak       the long tests        make gpu-test   the tests that need a GPU"
-	@echo "make clean      remove .venv and caches"
+	@echo "make clean      remove .venv, .venv-kernels and caches"
 
 up: install
 	$(BIN)/tandem up $(CONFIG)
@@ -41,6 +48,9 @@ down: install
 test: install-dev
 	$(BIN)/python -m pytest -q $(BESIDE)
 
+cluster-test: install-dev
+	$(BIN)/python -m pytest -q $(BESIDE) -m cluster
+
 quick: install-dev
 	$(BIN)/python scripts/quick.py $(BESIDE)
 
@@ -49,6 +59,13 @@ soak: install-dev
 
 gpu-test: install-dev
 	$(BIN)/python -m pytest -q -m gpu
+
+# In the interpreter; then what needs Triton's compiler and no GPU, and whether every kernel was run.
+kernels-check: $(KERNELS)/.installed
+	rm -rf $(RUNS)
+	TANDEM_KERNEL_RUNS=$(RUNS) TRITON_INTERPRET=1 \
+		$(KERNELS)/bin/python -m pytest -q -n $(JOBS) $(KERNEL_TESTS)
+	TANDEM_KERNEL_RUNS=$(RUNS) $(KERNELS)/bin/python -m pytest -q -n $(JOBS) $(KERNEL_TESTS)
 
 check: lint types imports budgets proto-check
 
@@ -82,7 +99,7 @@ install: $(VENV)/.installed
 
 install-dev: $(VENV)/.installed-dev
 
-$(VENV)/.made:
+$(VENV)/.made $(KERNELS)/.made:
 	@command -v $(PYTHON) >/dev/null || \
 		{ echo "error: no $(PYTHON); install Python 3.11 or later, or: make PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -91,8 +108,15 @@ $(VENV)/.made:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 		{ echo "error: $(PYTHON) cannot make virtual environments; on Debian:" \
 			"apt-get install python3-venv" >&2; exit 1; }
-	@echo "making $(VENV)"
-	$(PYTHON) -m venv $(VENV)
+	@echo "making $(@D)"
+	$(PYTHON) -m venv $(@D)
+	@touch $@
+
+$(KERNELS)/.installed: constraints-kernels.txt | $(KERNELS)/.made
+	@echo "installing Triton into $(KERNELS) (a minute the first time)"
+	$(KERNELS)/bin/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) \
+		-c constraints-kernels.txt -q torch triton numpy safetensors psutil \
+		hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(VENV)/.made
@@ -106,6 +130,6 @@ $(VENV)/.installed-dev: pyproject.toml constraints-cpu.txt | $(VENV)/.made
 	@touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) $(KERNELS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

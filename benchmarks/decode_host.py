@@ -128,7 +128,9 @@ class HostSteps:
             self.pool,
             desk,
             self.scheduler,
-            limits=RankLimits(max_model_len=max_model_len, transfer_timeout_s=60.0),
+            limits=RankLimits(
+                max_model_len=max_model_len, transfer_timeout_s=60.0, vocab_size=VOCAB_SIZE
+            ),
             metrics=DecodeMetrics(CollectorRegistry()),
             clock=time.monotonic,
             order=lambda order: None,

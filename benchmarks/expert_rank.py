@@ -63,6 +63,13 @@ class Bench:
         weights, ids = (scores * is_chosen).topk(TOP_K, dim=-1)
         return Tokens(hidden=hidden, ids=ids, weights=weights)
 
+    def draw_padded(self, num_tokens: int, num_rows: int) -> Tokens:
+        """Return fresh tokens of which those from `num_rows` on are padding, and hold NaN."""
+        tokens = self.draw(num_tokens)
+        tokens.ids[num_rows:] = -1
+        tokens.hidden[num_rows:] = torch.nan
+        return tokens
+
     def factor(self, experts: torch.Tensor) -> torch.Tensor:
         """Return what stands for an expert's product: a factor of its own."""
         return 1.0 + (experts * 37 % 256) / 256.0
@@ -87,10 +94,11 @@ class Bench:
         A kernel may round a number to e4m3 the other way than the reference, an eighth of it away,
         so the largest difference of one number says nothing.
         """
-        rows = quantize_rows(tokens.hidden).dequantize()
-        expected = rows * (self.factor(tokens.ids) * tokens.weights).sum(1, keepdim=True)
-        if not out.numel():
-            return 0.0
+        rows = quantize_rows(tokens.hidden.nan_to_num(0.0)).dequantize()
+        shares = self.factor(tokens.ids) * tokens.weights * (tokens.ids >= 0)
+        expected = rows * shares.sum(1, keepdim=True)
+        if not bool(expected.any()):  # nobody chose an expert
+            return float("inf") if bool((out != 0).any()) else 0.0
         worst = (out.float() - expected).norm() / expected.norm()
         # A comparison with NaN is false: it must not look like a small error.
         return float(worst) if bool(torch.isfinite(worst)) else float("inf")

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.device_time import median_seconds
+from deploy.engine_bench.data_sheets import find_sheet
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.build import build_kv_pool
 from engine.execution import Execution
@@ -155,7 +156,8 @@ def measure_layers(kernels: Kernels, ranks: int) -> list[dict[str, Any]]:
         config = replace(
             DEEPSEEK_V3, num_hidden_layers=1, first_k_dense_replace=first_dense, vocab_size=1024
         )
-        timer = StageTimer(kernels)
+        sheet = find_sheet(torch.cuda.get_device_name())
+        timer = StageTimer(kernels, None if sheet is None else sheet.rates)
         model = DeepseekV3ForCausalLM(
             config,
             silent_groups(ranks),
@@ -185,8 +187,9 @@ def measure_layer(
         return run(layer(Residual(hidden), step))
 
     whole = median_seconds(call, repeats=7)
-    timer.mode = TimerMode.BOUNDS
-    call()
+    if timer.hardware is not None:
+        timer.mode = TimerMode.BOUNDS
+        call()
     repeats = 5
     for index in range(repeats + 1):
         # The first pass only lets the host run ahead of the device.
@@ -198,7 +201,7 @@ def measure_layer(
             "stage": stage.name,
             "ms": stage.seconds / repeats * 1e3,
             "share": stage.seconds / repeats / whole,
-            "share_of_bound": stage.bound_s * repeats / stage.seconds,
+            "share_of_bound": stage.bound_s * repeats / stage.seconds or None,
         }
         for stage in sorted(timer.stages.values(), key=lambda stage: -stage.seconds)
     ]
@@ -206,8 +209,8 @@ def measure_layer(
     return {
         "what": f"{name}, {batch.num_tokens} tokens",
         "ms": whole * 1e3,
-        "bound_ms": bound * 1e3,
-        "share_of_bound": bound / whole,
+        "bound_ms": bound * 1e3 or None,
+        "share_of_bound": bound / whole or None,
         "stages": stages,
     }
 
@@ -233,9 +236,10 @@ def show(results: list[dict[str, Any]]) -> None:
         text = "  ".join(f"{key} {value:.3f}" for key, value in numbers.items())
         print(f"{result['what']}: {text}", flush=True)
         for stage in result.get("stages", ()):
+            share = stage["share_of_bound"]
             print(
                 f"    {stage['stage']:32} {stage['ms']:8.3f} ms  {stage['share']:6.1%} of the layer"
-                f"  {stage['share_of_bound']:6.1%} of its bound"
+                + (f"  {share:6.1%} of its bound" if share else "  no data sheet of this GPU")
             )
 
 

@@ -23,13 +23,15 @@ from decode.reservations import RankLimits
 from decode.scheduler import DecodeScheduler
 from decode.tickets import TicketDesk
 from engine.boot import BootedRank, boot_rank
-from engine.graphs.graph_runner import CaptureError, GraphRunner, capture_steps
+from engine.graphs.capture_errors import CaptureError
+from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.memory.block_pool import BlockPool
 from engine.memory.kv_pool import KVPool
 from engine.memory.pinned_blocks import PinnedBlocks
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.lockstep import Lockstep, create_lockstep
+from engine.refusals import refuse_capture
 from engine.weights.progress import Unit, progress_bar
 from kv_transfer.layout import KVDtype, KVLayout
 from kv_transfer.metadata import SlotArray, SlotLayout
@@ -39,7 +41,6 @@ from kv_transfer.settings import tls_contexts, transport_options
 from kv_transfer.transport import KV_REGION, METADATA_REGION, MemoryRegion, Transport, peer_name
 from kv_transfer.transports import create_transport
 from runtime.config import DecodeSection
-from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
 from runtime.metrics import gauge_of
 from runtime.pb import decode_pb2
@@ -56,7 +57,10 @@ QUARANTINE_PATIENCE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSide:
-    """The model of this rank, its KV memory, and how it keeps step with the other ranks."""
+    """The model of this rank, its KV memory, and how it keeps step with the other ranks.
+
+    `launch_waits` is that of `BootedRank`.
+    """
 
     groups: ProcessGroups
     close_steps: Callable[[], None]
@@ -67,6 +71,7 @@ class ModelSide:
     max_model_len: int
     kv_pool: KVPool
     runner: StepRunner
+    launch_waits: bool = False
 
     def close(self) -> None:
         """After the last step, all ranks together, before the groups end."""
@@ -134,7 +139,7 @@ def build_model_side(options: WorkerOptions) -> ModelSide:
     runner = choose_runner(options.config.decode, booted, show=options.rank == 0)
     return ModelSide(
         groups=booted.groups,
-        close_steps=runner.close if isinstance(runner, GraphRunner) else lambda: None,
+        close_steps=runner.close,
         close_transfers=booted.close_transfers,
         epoch=booted.epoch,
         lockstep=create_lockstep(booted.groups.ep_group, booted.epoch),
@@ -142,35 +147,46 @@ def build_model_side(options: WorkerOptions) -> ModelSide:
         max_model_len=booted.max_model_len,
         kv_pool=booted.kv_pool,
         runner=runner,
+        launch_waits=booted.launch_waits,
     )
 
 
-def choose_runner(section: DecodeSection, booted: BootedRank, *, show: bool) -> StepRunner:
+def choose_runner(section: DecodeSection, booted: BootedRank, *, show: bool) -> GraphRunner:
     """Capture the steps where that is wanted and possible; every rank does the same.
 
     Args:
         section: says whether.
-        booted: with the runner that is returned otherwise.
+        booted: with the runner of what is not captured.
         show: draw a progress bar.
 
     Raises:
-        ConfigError: graphs are asked for, and the model's step cannot be captured.
+        ConfigError: graphs are asked for, and the step of a rank cannot be captured; or the device
+            has no memory for them, or fails.
+        PeerLostError: another rank ended meanwhile.
     """
     if not section.wants_graphs:
-        return booted.runner
+        return GraphRunner(booted.runner, None)
+    group = booted.groups.boot_group
     with progress_bar("capturing steps", unit=Unit.CALLS) if show else nullcontext() as moved:
         try:
             return capture_steps(
                 booted.runner,
                 max_num_seqs=section.max_num_seqs,
                 max_model_len=booted.max_model_len,
+                group=group,
                 progress=moved,
             )
-        except CaptureError as error:
-            if section.cuda_graphs == "on":
-                raise ConfigError("decode.cuda_graphs", "on", str(error), '"off"') from error
-            logger.warning("steps run without graphs %s", fields(reason=error))
-            return booted.runner
+        except RuntimeError as error:
+            if isinstance(error, CaptureError) and section.cuda_graphs == "auto":
+                logger.warning(
+                    "steps run without graphs, on every rank, several times slower %s",
+                    fields(reason=error),
+                )
+                return GraphRunner(booted.runner, None)
+            refusal = refuse_capture(section, error, booted.sums, in_group=group.size > 1)
+            if refusal is None:
+                raise
+            raise refusal from error
 
 
 def build_transfer_side(
@@ -248,6 +264,7 @@ def build_rank(
     limits = RankLimits(
         max_model_len=side.max_model_len,
         transfer_timeout_s=settings.transfer_timeout_s,
+        vocab_size=side.vocab_size,
     )
     return DecodeRank(
         pool,

@@ -12,7 +12,7 @@ from decode.guard import before_changes
 from decode.live import LiveRequests
 from decode.metrics import DecodeMetrics
 from decode.requests import DecodeRequest
-from decode.reservations import Reservations
+from decode.reservations import RankLimits, Reservations
 from decode.scheduler import DecodeScheduler
 from decode.tickets import Ticket, TicketDesk
 from engine.memory.block_pool import BlockPool
@@ -35,7 +35,7 @@ class HandOver:
         scheduler: DecodeScheduler,
         reservations: Reservations,
         metrics: DecodeMetrics,
-        max_model_len: int,
+        limits: RankLimits,
         clock: Callable[[], float],
     ) -> None:
         self._pool = pool
@@ -44,7 +44,7 @@ class HandOver:
         self._scheduler = scheduler
         self._reservations = reservations
         self._metrics = metrics
-        self._max_model_len = max_model_len
+        self._limits = limits
         self._clock = clock
 
     def arrived(self, arrival: Arrival) -> None:
@@ -59,11 +59,18 @@ class HandOver:
             arrival.waited_s, inner.num_context_tokens, inner.num_cached_tokens
         )
         self._metrics.transfers.arrived(request.writer.instance, arrival.waited_s)
-        if arrival.record is not None:
-            self._start_waiting(request, arrival.record.first_token)
-            return
-        self._discard(request)
         error = arrival.error or TransferFailedError("the metadata record is unreadable")
+        if arrival.record is not None:
+            first_token, most = arrival.record.first_token, self._limits.vocab_size - 1
+            if 0 <= first_token <= most:
+                self._start_waiting(request, first_token)
+                return
+            # A step with it would read beyond the embedding, and end everybody's on a GPU.
+            error = TransferFailedError(
+                f"the metadata record of {request.writer.instance} has first token {first_token}, "
+                f"and the model knows 0..{most}"
+            )
+        self._discard(request)
         self._live.answer(request, FinishReason.ERROR, error)
 
     def close_tickets(self, message: decode_pb2.CloseTicketsRequest) -> list[int]:
@@ -92,7 +99,7 @@ class HandOver:
             num_output_tokens=inner.num_output_tokens,
             num_tokens=inner.num_tokens,
             params=inner.sampling,
-            max_model_len=self._max_model_len,
+            max_model_len=self._limits.max_model_len,
         )
         if reason is not None:
             self._discard(request)

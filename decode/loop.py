@@ -37,7 +37,7 @@ class StepRunner(Protocol):
         scheduled: Sequence[ScheduledRequest],
         *,
         after: PendingStep | None = None,
-        least: int = 0,
+        group_mean: int = 0,
     ) -> PendingStep:
         """Issue one step to the device and return without waiting for it.
 
@@ -45,11 +45,11 @@ class StepRunner(Protocol):
             scheduled: at least one request, one token each; what they hold is read now.
             after: the step before, if its tokens are not read: they are what `scheduled` runs where
                 `num_unread` says so.
-            least: the most tokens that a rank of the group runs in this step.
+            group_mean: tokens that a rank of the group runs in this step on average, rounded up.
         """
         ...
 
-    def run_dummy(self, *, least: int = 0) -> None:
+    def run_dummy(self, *, group_mean: int = 0) -> None:
         """Launch our part in the other ranks' step without a request of our own."""
         ...
 
@@ -87,12 +87,18 @@ class DecodeSteps:
         """One token a request."""
         return self._rank.plan_step(complete_launched)
 
-    def launch(self, plan: StepPlan, after: PendingStep | None, least: int) -> PendingStep | None:
-        """Issue the step."""
+    def launch(
+        self,
+        plan: StepPlan,
+        after: PendingStep | None,
+        group_mean: int,
+        meanwhile: Callable[[], None],
+    ) -> PendingStep | None:
+        """Issue the step, which is short: results wait for its end."""
         if not plan.requests:
-            self._runner.run_dummy(least=least)
+            self._runner.run_dummy(group_mean=group_mean)
             return None
-        return self._runner.launch(plan.scheduled, after=after, least=least)
+        return self._runner.launch(plan.scheduled, after=after, group_mean=group_mean)
 
     def book(
         self, plan: StepPlan, results: Sequence[StepResult], seconds: float, idle_s: float | None

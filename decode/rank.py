@@ -71,7 +71,7 @@ class DecodeRank:
             scheduler=scheduler,
             reservations=self._reservations,
             metrics=metrics,
-            max_model_len=limits.max_model_len,
+            limits=limits,
             clock=clock,
         )
         self._next_expiry = 0.0

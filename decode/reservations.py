@@ -38,6 +38,8 @@ class RankLimits:
     """Tokens of prompt and output together."""
     transfer_timeout_s: float
     """From a ticket, or its last renewal, to complete KV."""
+    vocab_size: int
+    """Token ids are below it."""
 
 
 class Reservations:

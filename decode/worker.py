@@ -33,7 +33,7 @@ from runtime.pb import common_pb2, decode_pb2_grpc, registry_pb2
 from runtime.worker import WorkerOptions
 from worker.health import thread_check
 from worker.host import Endpoint, HostedRank, Loop, WorkerHost
-from worker.step_driver import LoopOptions
+from worker.step_driver import LoopOptions, steps_ahead
 
 FLUSH_S = 2.0
 """How long routers may take to read their last frames when the process ends."""
@@ -111,7 +111,7 @@ class DecodeDriver:
         options = LoopOptions(
             name=name,
             step="decode",
-            max_ahead=section.max_ahead,
+            max_ahead=steps_ahead(section.max_ahead, launch_waits=side.launch_waits),
             limit_s=lambda num_tokens: section.step_timeout_s,
             enter_thread=partial(use_device, side.kv_pool.device),
         )

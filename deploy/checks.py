@@ -31,7 +31,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def resolve_config(config: ClusterConfig) -> ClusterConfig:
-    """``config`` with the model's folder and name, and free ports where it leaves them open.
+    """``config`` with what it leaves open: the model's folder, name and compute type, and ports.
 
     Raises:
         ConfigError: ``cluster.host`` or ``router.host`` is no address of this machine, or this
@@ -48,7 +48,9 @@ def resolve_config(config: ClusterConfig) -> ClusterConfig:
         port=config.router.port or free,
         control_port=config.router.control_port or control,
     )
-    return dataclasses.replace(with_model(config), router=router)
+    found = with_model(config)
+    model = dataclasses.replace(found.model, dtype=found.compute_dtype)
+    return dataclasses.replace(found, model=model, router=router)
 
 
 def _with_own_address(config: ClusterConfig) -> ClusterConfig:
@@ -146,6 +148,18 @@ def read_model(config: ClusterConfig) -> ModelConfig:
             raise
         problem = f"{error.path} = {error.value!r} in its config.json: {error.problem}"
         raise ConfigError("model.path", path, problem, error.fix) from error
+
+
+def remarks_of(config: ClusterConfig) -> list[str]:
+    """What works and is hardly meant, in sentences."""
+    on_gpus = [role for role in ("prefill", "decode") if getattr(config, role).device == "cuda"]
+    if config.compute_dtype == "float32" and on_gpus:
+        return [
+            f"{' and '.join(on_gpus)} on GPUs in float32: the plain PyTorch operations run, many "
+            'times slower, and FP8 weights take four times the memory; model.dtype = "auto" or '
+            '"bfloat16" is what GPUs are for'
+        ]
+    return []
 
 
 def _check_certificate(config: ClusterConfig) -> None:

@@ -35,7 +35,7 @@ def plan_decode_memory(config: ClusterConfig, model: ModelConfig) -> DecodeBudge
     decode = config.decode
     if decode.device != "cuda" or not decode.device_memory_gib:
         return None
-    dtype = config.model.dtype if decode.kv_dtype == "auto" else decode.kv_dtype
+    dtype = config.compute_dtype if decode.kv_dtype == "auto" else decode.kv_dtype
     plan = DecodePlan(
         num_ranks=decode.dp,
         num_redundant_experts=decode.num_redundant_experts,

@@ -46,7 +46,7 @@ class Left:
 
     num_requests: int
     num_tokens: int = 0
-    """That decode may still generate, at most."""
+    """That decode may still generate, or prefill compute, at most."""
 
     def __str__(self) -> str:
         tokens = f", at most {self.num_tokens} tokens" if self.num_tokens else ""

@@ -16,6 +16,7 @@ import psutil
 
 from deploy.plan import OWN_PYTHON, ProcessSpec, Role
 from deploy.ports import listen_at
+from deploy.rank_command import rank_command
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 from runtime.config_file import secret_variables
 from runtime.errors import ConfigError
@@ -180,17 +181,21 @@ def plan_ranks(
 
 
 def _command(place: HostPlace, rank: int, local: int, config_path: Path) -> tuple[str, ...]:
-    ports, advertise = place.ports, place.listen.advertise
+    ports = place.ports
     alone = join_address("127.0.0.1", ports.rendezvous)
+    command = rank_command(
+        (OWN_PYTHON, "-m", place.role.value),
+        config_path,
+        instance=place.instance,
+        rank=rank,
+        grace_s=place.grace_s,
+        rendezvous=place.rendezvous if place.num_hosts > 1 else alone,
+        routers=place.routers,
+        bind=place.listen.bind,
+        advertise=place.listen.advertise,
+    )
     return (
-        *(OWN_PYTHON, "-m", place.role.value, "--config", str(config_path)),
-        *("--instance", place.instance),
-        *("--rank", str(rank)),
-        *("--grace", f"{place.grace_s:g}"),
-        *("--rendezvous", place.rendezvous if place.num_hosts > 1 else alone),
-        *("--router", place.routers),
-        *("--host", place.listen.bind),
-        *(("--advertise", advertise) if advertise else ()),
+        *command,
         *("--port", str(ports.grpc(local))),
         *("--metrics-port", str(ports.metrics(local))),
         *("--data-port", str(ports.data(local))),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.places import Place, Places
+from deploy.rank_command import rank_command
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 from runtime.config.cluster import LOCAL_RAY
 from runtime.config_file import dump_config, secret_variables
@@ -231,19 +232,20 @@ def _command(plan: InstancePlan, rank: int, context: RunContext, places: Places)
     config_path = context.config_path
     if place.folder:
         config_path = Path(place.folder) / _file_name(plan, rank) / _CONFIG_NAME
-    command = (*context.entrypoints[plan.role], "--config", str(config_path))
+    entrypoint = context.entrypoints[plan.role]
     if plan.role is Role.ROUTER:
         index = ("--index", str(plan.index)) if plan.index else ()
-        return (*command, "--grace", f"{ROUTER_GRACE_S:g}", *index)
-    return (
-        *command,
-        *("--instance", plan.name),
-        *("--rank", str(rank)),
-        *("--grace", f"{WORKER_GRACE_S:g}"),
-        *("--rendezvous", places.rendezvous),
-        *("--router", context.control_address),
-        *("--host", place.bind),
-        *(("--advertise", place.advertise) if place.advertise else ()),
+        return (*entrypoint, "--config", str(config_path), "--grace", f"{ROUTER_GRACE_S:g}", *index)
+    return rank_command(
+        entrypoint,
+        config_path,
+        instance=plan.name,
+        rank=rank,
+        grace_s=WORKER_GRACE_S,
+        rendezvous=places.rendezvous,
+        routers=context.control_address,
+        bind=place.bind,
+        advertise=place.advertise,
     )
 
 

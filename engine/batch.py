@@ -11,15 +11,17 @@ logits are wanted.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.host_copy import upload
-from engine.request import ScheduledRequest, num_blocks_for
+from engine.request import Request, ScheduledRequest, num_blocks_for
+from runtime.errors import InternalError
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -41,6 +43,8 @@ class ForwardBatch:
         lengths: per request its tokens in this step and its context length, on the host, so that
             planning reads nothing from the device; empty in steps of fixed shape, whose lengths
             the host does not look at, and which run one token each.
+        num_rows: [1] int64 on the device, how many of the tokens, the first ones, are somebody's;
+            the others are padding, and go to no expert. None where all are.
     """
 
     input_ids: torch.Tensor
@@ -52,6 +56,7 @@ class ForwardBatch:
     logits_indices: torch.Tensor
     max_seqlen_q: int
     lengths: tuple[tuple[int, int], ...] = ()
+    num_rows: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -68,10 +73,10 @@ class ForwardBatch:
         """Return what an idle expert-parallel rank runs to take part in the collectives.
 
         One padding token at position 0, whose KV goes to block 0 (the dummy block, which no
-        request owns); no logits are wanted.
+        request owns), and which goes to no expert; no logits are wanted.
         """
         one = np.ones(1, dtype=np.int64)
-        return pack_forward_batch(
+        batch = pack_forward_batch(
             np.zeros(1, dtype=np.int64),
             one,
             one,
@@ -80,6 +85,7 @@ class ForwardBatch:
             block_size=1,
             device=device,
         )
+        return replace(batch, num_rows=torch.zeros(1, dtype=torch.int64, device=device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +101,60 @@ class UnreadTokens:
     places: Mapping[int, int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBounds:
+    """What the requests of a step may name; ids beyond it would address memory of others.
+
+    Attributes:
+        num_blocks: of the KV pool.
+        vocab_size: rows of the embedding.
+    """
+
+    num_blocks: int
+    vocab_size: int
+
+    def check_step(
+        self, scheduled: Sequence[ScheduledRequest], token_ids: Int64Array, tables: Int32Array
+    ) -> None:
+        """Refuse a step of [T] tokens and block tables [S, B]; see the other two."""
+        if _are_below(token_ids, self.vocab_size) and _are_below(tables, self.num_blocks):
+            return
+        for item in scheduled:
+            self.check_tokens(item.request, item.request.token_ids(item.start, item.end))
+            self.check_blocks(item.request, item.request.block_table)
+
+    def check_blocks(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Refuse block ids that the pool does not have.
+
+        Raises:
+            InternalError: names the request; the books of whoever scheduled it are wrong.
+        """
+        self._check(request, "KV block", block_ids, self.num_blocks)
+
+    def check_tokens(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Refuse token ids that the embedding does not have.
+
+        Raises:
+            InternalError: names the request; it was not checked when it was taken on.
+        """
+        self._check(request, "token", token_ids, self.vocab_size)
+
+    def _check(self, request: Request, kind: str, ids: Sequence[int], end: int) -> None:
+        if ids and not (min(ids) >= 0 and max(ids) < end):
+            bad = next(number for number in ids if not 0 <= number < end)
+            raise InternalError(
+                f"request {request.request_id!r} has {kind} {bad}, and there are 0..{end - 1}",
+                request_id=request.request_id,
+            )
+
+
 def build_forward_batch(
     scheduled: Sequence[ScheduledRequest],
     block_size: int,
     device: torch.device | str = "cpu",
     *,
     unread: UnreadTokens | None = None,
+    bounds: StepBounds | None = None,
 ) -> ForwardBatch:
     """Build the tensors of one step on `device`.
 
@@ -109,17 +163,25 @@ def build_forward_batch(
         block_size: tokens per block.
         device: where the tensors are to be.
         unread: must hold the last token of every item with `num_unread`.
+        bounds: of what the step may name; None where nobody else's memory is at stake.
+
+    Raises:
+        InternalError: a request names a block or a token beyond the bounds.
     """
     assert scheduled, "a step without requests is ForwardBatch.dummy()"
     input_ids: list[int] = []
     for item in scheduled:
         input_ids += item.request.token_ids(item.start, item.end)
         input_ids += [0] * item.num_unread  # replaced on the device
+    ids = np.array(input_ids, dtype=np.int64)
+    block_tables = _pad_block_tables(scheduled, block_size)
+    if bounds is not None:
+        bounds.check_step(scheduled, ids, block_tables)
     return pack_forward_batch(
-        np.array(input_ids, dtype=np.int64),
+        ids,
         np.array([item.num_scheduled_tokens for item in scheduled], dtype=np.int64),
         np.array([item.end for item in scheduled], dtype=np.int64),
-        _pad_block_tables(scheduled, block_size),
+        block_tables,
         logits_indices=logits_rows(scheduled),
         block_size=block_size,
         device=device,
@@ -202,6 +264,10 @@ def logits_rows(scheduled: Sequence[ScheduledRequest]) -> Int64Array:
         if item.samples:
             rows.append(first - 1)
     return np.array(rows, dtype=np.int64)
+
+
+def _are_below(ids: npt.NDArray[np.integer[Any]], end: int) -> bool:
+    return not ids.size or bool(ids.min() >= 0 and ids.max() < end)
 
 
 def _unread_sources(

@@ -19,11 +19,13 @@ from engine.build import build_kv_pool, build_model
 from engine.config import ModelConfig
 from engine.jit_cache import use_jit_cache
 from engine.kernels.create import create_kernels
-from engine.kv_size import choose_num_blocks, largest_steps
+from engine.kv_size import choose_num_blocks, largest_steps, measure_memory
+from engine.memory.kv_budget import MemorySums
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, agree_on_epoch, init_process_groups
+from engine.refusals import refuse_for_room
 from engine.rehearsal import rehearse, sampled_prefill, smaller_prefills
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
@@ -56,6 +58,8 @@ class BootedRank:
         max_model_len: most tokens of prompt and output together.
         kv_pool: on the rank's device.
         runner: of the model on that pool.
+        launch_waits: whether launching a step takes as long as the step; see `ModelRunner`.
+        sums: of the device's memory before that pool, where they were taken.
         close_transfers: frees what the ranks opened with one another, all together, after the last
             step and before they leave the groups.
     """
@@ -66,7 +70,9 @@ class BootedRank:
     max_model_len: int
     kv_pool: KVPool
     runner: ModelRunner
+    launch_waits: bool = False
     close_transfers: Callable[[], None]
+    sums: MemorySums | None = None
 
 
 def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
@@ -77,7 +83,7 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
         PeerLostError: the other ranks did not come.
     """
     model_section, section = options.config.model, options.section
-    config = ModelConfig.from_dir(model_section.path)
+    config = _read_config(options)
     max_model_len = choose_max_model_len(model_section.max_model_len, config)
     torch.set_num_threads(section.num_threads)
     device = _take_device(section.device, options.rank)
@@ -90,7 +96,7 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
         boot_timeout_s=options.config.cluster.boot_timeout_s,
     )
     epoch = agree_on_epoch(groups.tp_group if dims.tp > 1 else groups.ep_group)
-    dtype = _DTYPES[model_section.dtype]
+    dtype = _DTYPES[options.config.compute_dtype]
     kernels = create_kernels(device, dtype)
     opened = open_execution(
         section, config, groups, kernels=kernels, placement=placement, device=device
@@ -110,14 +116,13 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
     _compile(model, section, show=options.rank == 0)
     model.prepare_absorption()  # before the KV pool takes the memory: short prompts want it too
     kv_dtype = None if section.kv_dtype == "auto" else _DTYPES[section.kv_dtype]
-    num_blocks = choose_num_blocks(section, model, max_model_len=max_model_len, kv_dtype=kv_dtype)
+    sums = measure_memory(section, model, max_model_len=max_model_len, kv_dtype=kv_dtype)
+    num_blocks = choose_num_blocks(section, groups, sums, max_model_len=max_model_len)
     kv_pool = build_kv_pool(model, num_blocks, block_size=section.block_size, dtype=kv_dtype)
     runner = ModelRunner(model, kv_pool, Sampler(config.vocab_size))
-    _rehearse(runner, section, max_model_len, follows=dims.tp_rank > 0)
-    logger.info(
-        "the model is ready %s",
-        fields(epoch=f"{epoch:016x}", device=kv_pool.device, kv_pool_bytes=kv_pool.nbytes),
-    )
+    _rehearse(runner, section, max_model_len, sums, follows=dims.tp_rank > 0)
+    facts = fields(epoch=f"{epoch:016x}", device=kv_pool.device, kv_pool_bytes=kv_pool.nbytes)
+    logger.info("the model is ready %s", facts)
     return BootedRank(
         groups=groups,
         epoch=epoch,
@@ -125,14 +130,25 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
         max_model_len=max_model_len,
         kv_pool=kv_pool,
         runner=runner,
+        launch_waits=model.waits_for_counts,
         close_transfers=opened.close,
+        sums=sums,
     )
+
+
+def _read_config(options: WorkerOptions) -> ModelConfig:
+    """Read the model's configuration; one rank tells what is odd about it."""
+    config = ModelConfig.from_dir(options.config.model.path)
+    for remark in config.remarks if options.rank == 0 else ():
+        logger.warning("%s", remark)
+    return config
 
 
 def _rehearse(
     runner: ModelRunner,
     section: PrefillSection | DecodeSection,
     max_model_len: int,
+    sums: MemorySums | None,
     *,
     follows: bool,
 ) -> None:
@@ -148,7 +164,6 @@ def _rehearse(
     runner.run_dummy()
     if runner.kv_pool.device.type == "cpu":
         return
-    is_prefill = isinstance(section, PrefillSection)
     model = runner.model
     assert isinstance(model, DeepseekV3ForCausalLM)
     steps = largest_steps(section, model.attention_rule, max_model_len)
@@ -165,10 +180,8 @@ def _rehearse(
             rehearse(runner, scheduled, follows=follows)
         torch.cuda.synchronize()
     except torch.OutOfMemoryError as error:
-        path = f"{'prefill' if is_prefill else 'decode'}.num_blocks"
-        problem = "the largest step does not fit beside the KV pool"
-        fix = "fewer, or 0 for as many as fit"
-        raise ConfigError(path, runner.kv_pool.num_blocks, problem, fix) from error
+        measured = 0 if sums is None else sums.activations
+        raise refuse_for_room(section, "the largest step", measured, sums) from error
 
 
 def choose_max_model_len(wanted: int, config: ModelConfig) -> int:

@@ -8,6 +8,7 @@ step. What "auto" means is in the constants here, and is decided by measurements
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -63,6 +64,7 @@ def open_execution(
     kernels: Kernels,
     placement: ExpertPlacement,
     device: torch.device,
+    played_ranks: int = 0,
 ) -> OpenExecution:
     """Open what the section asks for; all ranks of the instance call.
 
@@ -73,12 +75,19 @@ def open_execution(
         kernels: of the model.
         placement: of its experts.
         device: of this rank.
+        played_ranks: for measurements: a decode rank alone plays one of so many; 0 to be itself.
 
     Raises:
         ConfigError: what is asked for does not run here.
     """
     opened = open_transfers(
-        section, config, groups, kernels, placement, is_halved=halves_steps(section)
+        section,
+        config,
+        groups,
+        kernels,
+        placement,
+        is_halved=halves_steps(section),
+        played_ranks=played_ranks,
     )
     dispatcher = None if opened is None else opened.dispatcher
     takes_turns = dispatcher is not None and dispatcher.takes_turns
@@ -88,7 +97,7 @@ def open_execution(
             dispatcher=dispatcher,
             overlap=decode_overlap(section, takes_turns=takes_turns),
             overlap_shared_expert=section.overlap_shared_expert,
-            side_stream=shared_expert_stream(section, device),
+            side_stream=shared_expert_stream(section, device, played_ranks=played_ranks),
             dependent_launches=launches_dependently(section),
         )
     else:
@@ -103,7 +112,7 @@ def open_execution(
     def close() -> None:
         for part in (symmetric, opened):
             if part is not None:
-                with torch.cuda.device(device):
+                with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                     part.close()
 
     return OpenExecution(execution=execution, close=close)
@@ -142,9 +151,11 @@ def decode_rule(*, takes_turns: bool) -> OverlapRule:
     return OverlapRule(min_tokens=0, lag=TURNS_LAG if takes_turns else 1)
 
 
-def shared_expert_stream(section: DecodeSection, device: torch.device) -> SideStream | None:
+def shared_expert_stream(
+    section: DecodeSection, device: torch.device, *, played_ranks: int = 0
+) -> SideStream | None:
     """Return a stream of its own for the shared expert, if it is to overlap with anything."""
-    travels = section.dp > 1
+    travels = max(section.dp, played_ranks) > 1
     if device.type != "cuda" or not travels or not section.overlap_shared_expert:
         return None
     return SideStream(device)

@@ -58,11 +58,13 @@ def open_transfers(
     placement: ExpertPlacement,
     *,
     is_halved: bool = False,
+    played_ranks: int = 0,
 ) -> OpenDispatcher | None:
     """Open the way to experts: for decode one that a captured step can hold, for prefill one for
     many tokens.
 
-    None where the axes alone say how tokens travel: on a CPU, and with tensor parallelism.
+    None where the axes alone say how tokens travel: on a CPU (but for a measurement that plays one
+    of many ranks), and with tensor parallelism.
 
     Args:
         section: of the role.
@@ -71,12 +73,13 @@ def open_transfers(
         kernels: of the rank.
         placement: of the experts.
         is_halved: every step runs as two micro-batches, so a transfer has half of the tokens.
+        played_ranks: for measurements: a decode rank alone plays one of so many; 0 to be itself.
 
     Raises:
         ConfigError: a step may bring more tokens than the ranks make room for, or the dispatcher
             that is asked for does not run here.
     """
-    if section.device == "cpu" or not config.num_moe_layers:
+    if (section.device == "cpu" and not played_ranks) or not config.num_moe_layers:
         return None
     experts = RankExperts(
         config=config,
@@ -92,7 +95,11 @@ def open_transfers(
         raise ConfigError("decode.max_num_seqs", section.max_num_seqs, problem, f"{most} or less")
     room = half_room(most, groups.ep_group.size) if is_halved else most
     kind = DispatcherKind(section.dispatcher)
-    return open_decode_dispatcher(kind, experts, max_tokens_per_rank=room)
+    if played_ranks and experts.are_fp8:
+        kind = DispatcherKind.LOOPBACK
+    return open_decode_dispatcher(
+        kind, experts, max_tokens_per_rank=room, played_ranks=played_ranks
+    )
 
 
 def half_room(num_tokens: int, num_ranks: int) -> int:

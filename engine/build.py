@@ -4,6 +4,7 @@ Reads as a list: configuration, check, allocate, load. The KV pool is built apar
 is decided after the model's memory is known.
 """
 
+import logging
 from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 from engine.config import ModelConfig
 from engine.execution import Execution
 from engine.kernels.base import Kernels
+from engine.kernels.fp8_rows import GROUP
+from engine.layers.plain_weights import describe_plain_weights
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.expert_placement import ExpertPlacement
@@ -21,6 +24,8 @@ from engine.weights.dummy import fill_with_dummy_weights
 from engine.weights.loader import load_weights
 from engine.weights.progress import progress_bar
 from runtime.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class LoadFormat(StrEnum):
@@ -77,6 +82,7 @@ def build_model(
         kernels=kernels,
         execution=execution,
     )
+    _tell_plain_weights(model)
     with progress_bar("loading weights") if progress else nullcontext() as moved:
         if load_format is LoadFormat.DUMMY:
             fill_with_dummy_weights(model, progress=moved)
@@ -112,6 +118,18 @@ def build_kv_pool(
         dtype=dtype or model.dtype,
         device=model.device,
     )
+
+
+def _tell_plain_weights(model: DeepseekV3ForCausalLM) -> None:
+    """Warn, once for all ranks, of FP8 weights that a GPU does not hold in FP8."""
+    plain = describe_plain_weights(model)
+    if model.device.type == "cuda" and model.config.fp8_block_size and not model.keeps_fp8:
+        block = model.config.fp8_block_size
+        plain = f"all weights (blocks of {block}; the kernels {model.kernels.name!r} take "
+        plain += f"{f'blocks of {GROUP}' if model.kernels.has_fp8 else 'no FP8'})"
+    if plain and model.groups.dims.rank == 0:
+        name = str(model.dtype).removeprefix("torch.")
+        logger.warning("held in %s and not in FP8, with more memory: %s", name, plain)
 
 
 def _check_device(groups: ProcessGroups, device: torch.device) -> None:

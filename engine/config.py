@@ -3,39 +3,26 @@
 Field names are those of the Hugging Face `config.json`, which are those of the paper. This module
 only reads and checks; it knows nothing about devices or ranks. The key idea: whatever the engine
 does not implement is refused here, by field and value, so that the model code never has to ask.
+What each field of the file means, absent or null, is in `engine.hf_config`.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TypedDict
 
+from engine.hf_config.fields import Fields
+from engine.hf_config.known import check_alike, check_served, one_name_each, unknown_fields
+from engine.hf_config.quantization import read_quantization
+from engine.hf_config.rope import read_rope
+from engine.yarn import YarnConfig
 from runtime.errors import ConfigError
+
+__all__ = ["ARCHITECTURE", "MODEL_TYPE", "ModelConfig", "YarnConfig"]
 
 ARCHITECTURE: Final = "DeepseekV3ForCausalLM"
 MODEL_TYPE: Final = "deepseek_v3"
-
-# Fields for which only one value is implemented, with that value (also what absence means).
-_ONLY_VALUE: Final[Mapping[str, object]] = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "moe_layer_freq": 1,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class YarnConfig:
-    """Context extension by YaRN (https://arxiv.org/abs/2309.00071), as in `rope_scaling`."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +30,10 @@ class ModelConfig:
     """One checkpoint's hyperparameters; see `from_dir` and `from_hf`.
 
     `fp8_block_size` is the edge of a quantisation block if the checkpoint may hold FP8 weights,
-    else 0. `num_nextn_predict_layers` counts MTP layers. `eos_token_ids` may be empty.
+    else 0, and `unquantized_modules` are the patterns of modules that it leaves as they are (see
+    `engine.hf_config.quantization`). `num_nextn_predict_layers` counts MTP layers. `eos_token_ids`
+    may be empty. `remarks` are sentences about the file for people: what it leaves out and tensors
+    do not show, and what in it has no effect.
     """
 
     vocab_size: int
@@ -81,9 +71,12 @@ class ModelConfig:
     num_nextn_predict_layers: int = 0
     # storage
     fp8_block_size: int = 0
+    unquantized_modules: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         _check_sizes(self)
+        _check_rope(self)
         _check_routing(self)
 
     @property
@@ -122,7 +115,7 @@ class ModelConfig:
                 f"cannot read {file.name} ({error.strerror})",
                 "point it to a checkpoint folder that holds config.json and *.safetensors",
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 "model.path", str(path), f"{file.name} is not JSON: {error}", "download it again"
             ) from error
@@ -133,176 +126,83 @@ class ModelConfig:
         return cls.from_hf(fields)
 
     @classmethod
-    def from_hf(cls, fields: Mapping[str, object]) -> "ModelConfig":
+    def from_hf(cls, content: Mapping[str, object]) -> "ModelConfig":
         """Build from the content of a Hugging Face `config.json`.
 
-        Both spellings of the rotary settings are understood: `rope_theta` with `rope_scaling`, and
-        `rope_parameters`.
+        Sizes have to be there. Everything else may be absent, and then is what it is for
+        `transformers`.
 
         Raises:
-            ConfigError: another architecture, a missing field, or an unsupported value.
+            ConfigError: another architecture, a size that is absent, or an unsupported value.
         """
-        read = _Reader(fields)
-        read.check_architecture()
-        rope = read.rope()
-        return cls(
-            vocab_size=read.integer("vocab_size"),
-            hidden_size=read.integer("hidden_size"),
-            num_hidden_layers=read.integer("num_hidden_layers"),
-            num_attention_heads=read.integer("num_attention_heads"),
-            max_position_embeddings=read.integer("max_position_embeddings"),
-            rms_norm_eps=read.number("rms_norm_eps", 1e-6),
-            tie_word_embeddings=read.flag("tie_word_embeddings", False),
-            eos_token_ids=read.token_ids("eos_token_id"),
-            bos_token_id=read.optional_integer("bos_token_id"),
-            q_lora_rank=read.optional_integer("q_lora_rank"),
-            kv_lora_rank=read.integer("kv_lora_rank"),
-            qk_nope_head_dim=read.integer("qk_nope_head_dim"),
-            qk_rope_head_dim=read.integer("qk_rope_head_dim"),
-            v_head_dim=read.integer("v_head_dim"),
-            rope_theta=rope.number("rope_theta", read.number("rope_theta", 10000.0)),
-            rope_interleave=read.flag("rope_interleave", True),
-            yarn=rope.yarn(),
-            intermediate_size=read.integer("intermediate_size"),
-            first_k_dense_replace=read.integer("first_k_dense_replace", 0),
-            moe_intermediate_size=read.integer("moe_intermediate_size"),
-            n_routed_experts=read.integer("n_routed_experts"),
-            n_shared_experts=read.integer("n_shared_experts", 1),
-            num_experts_per_tok=read.integer("num_experts_per_tok"),
-            n_group=read.integer("n_group", 1),
-            topk_group=read.integer("topk_group", 1),
-            norm_topk_prob=read.flag("norm_topk_prob", True),
-            routed_scaling_factor=read.number("routed_scaling_factor", 1.0),
-            num_nextn_predict_layers=read.integer("num_nextn_predict_layers", 0),
-            fp8_block_size=read.fp8_block_size(),
-        )
-
-
-class _Reader:
-    """Typed access to a JSON object; a null counts as absent."""
-
-    def __init__(self, fields: Mapping[str, object], prefix: str = "") -> None:
-        self._fields = fields
-        self._prefix = prefix
-
-    def check_architecture(self) -> None:
-        """Refuse models whose arithmetic is another."""
-        architectures = self._fields.get("architectures") or [ARCHITECTURE]
-        if architectures != [ARCHITECTURE]:
-            named = architectures[0] if isinstance(architectures, list) else architectures
-            raise ConfigError(
-                "architectures",
-                named,
-                "this server knows one architecture",
-                f"use a {ARCHITECTURE} checkpoint",
+        fields = Fields(one_name_each(content))
+        _check_architecture(fields)
+        check_served(fields)
+        context = fields.integer("max_position_embeddings")
+        theta, yarn, idle = read_rope(fields, context)
+        block_size, unquantized, idle_formats = read_quantization(fields)
+        sizes = {name: fields.integer(name) for name in _SIZES}
+        if "q_lora_rank" not in fields:
+            raise fields.refuse("q_lora_rank", "is absent", "the rank, or null for no latent")
+        if fields.get("num_key_value_heads") is not None:
+            meaning = "every head has a key and a value of its own"
+            check_alike(fields, "num_key_value_heads", sizes["num_attention_heads"], meaning)
+        check_alike(fields, "head_dim", sizes["qk_rope_head_dim"], "it is qk_rope_head_dim")
+        behaviour = _read_behaviour(fields)
+        idle += [*idle_formats, *unknown_fields(fields)]
+        try:
+            return cls(
+                **sizes,
+                **behaviour,
+                max_position_embeddings=context,
+                q_lora_rank=fields.optional_integer("q_lora_rank"),
+                rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+                tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+                eos_token_ids=fields.token_ids("eos_token_id"),
+                bos_token_id=fields.optional_integer("bos_token_id"),
+                rope_theta=theta,
+                rope_interleave=fields.flag("rope_interleave", True, null=False),
+                yarn=yarn,
+                fp8_block_size=block_size,
+                unquantized_modules=unquantized,
+                remarks=_remarks(fields, idle),
             )
-        model_type = self._fields.get("model_type", MODEL_TYPE)
-        if model_type != MODEL_TYPE:
-            raise ConfigError(
-                "model_type", model_type, "another model type", f"use a {MODEL_TYPE} checkpoint"
-            )
-        for name, only in _ONLY_VALUE.items():
-            value = self._fields.get(name)
-            if value is not None and value != only:
-                raise ConfigError(
-                    name, value, "not implemented", f"use a checkpoint with {name} = {only!r}"
-                )
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Return a float; without a default the field is required."""
-        value = self._fields.get(name)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ConfigError(
-                self._prefix + name, value, "a number is needed", "correct the model's config.json"
-            )
-        return float(value)
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        """Return an int; without a default the field is required."""
-        value = self.number(name, default)
-        if value != int(value):
-            raise ConfigError(
-                self._prefix + name,
-                value,
-                "an integer is needed",
-                "correct the model's config.json",
-            )
-        return int(value)
-
-    def optional_integer(self, name: str) -> int | None:
-        """Return an int, or None if absent."""
-        return None if self._fields.get(name) is None else self.integer(name)
-
-    def flag(self, name: str, default: bool) -> bool:
-        """Return a bool."""
-        value = self._fields.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise ConfigError(
-                self._prefix + name, value, "true or false is needed", "correct config.json"
-            )
-        return value
-
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        """Return one id, a list of ids, or nothing as a tuple."""
-        value = self._fields.get(name)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(item, int) for item in ids):
-            raise ConfigError(name, value, "token ids are needed", "correct config.json")
-        return tuple(ids)
-
-    def section(self, name: str) -> "_Reader":
-        """Return a nested object, empty if absent."""
-        value = self._fields.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise ConfigError(name, value, "an object is needed", "correct config.json")
-        return _Reader(value or {}, f"{self._prefix}{name}.")
-
-    def rope(self) -> "_Reader":
-        """Return the object that holds the rotary settings, in whichever spelling."""
-        return self.section("rope_parameters" if "rope_parameters" in self._fields else _SCALING)
-
-    def yarn(self) -> YarnConfig | None:
-        """Return the context extension that this rotary object states."""
-        kind = self._fields.get("rope_type", self._fields.get("type", "default"))
-        if kind == "default":
-            return None
-        if kind != "yarn":
-            raise ConfigError(
-                self._prefix + "rope_type", kind, "not implemented", "use 'yarn' or none"
-            )
-        return YarnConfig(
-            factor=self.number("factor"),
-            original_max_position_embeddings=self.integer("original_max_position_embeddings"),
-            beta_fast=self.number("beta_fast", 32.0),
-            beta_slow=self.number("beta_slow", 1.0),
-            mscale=self.number("mscale", 0.0),
-            mscale_all_dim=self.number("mscale_all_dim", 0.0),
-        )
-
-    def fp8_block_size(self) -> int:
-        """Return the edge of a quantisation block, 0 for an unquantised checkpoint."""
-        if self._fields.get("quantization_config") is None:
-            return 0
-        section = self.section("quantization_config")
-        method = section._fields.get("quant_method")
-        block = section._fields.get("weight_block_size")
-        square = isinstance(block, list) and len(block) == 2 and block[0] == block[1]
-        if method != "fp8" or not square:
-            raise ConfigError(
-                "quantization_config",
-                dict(section._fields),
-                "only block-wise FP8 is implemented",
-                "use quant_method 'fp8' with weight_block_size [128, 128]",
-            )
-        assert isinstance(block, list)
-        return int(block[0])
+        except ConfigError as error:
+            absent = _left_out(fields)
+            if not absent:
+                raise
+            problem, fix = f"{error.problem} ({absent})", f"{error.fix}, or say what is left out"
+            raise ConfigError(error.path, error.value, problem, fix) from error
 
 
-_SCALING: Final = "rope_scaling"
+_SIZES: Final = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "n_routed_experts",
+)
+"""Without these a file is broken: their defaults would be the sizes of one model, the 671B."""
+
+_TOLD: Final = (
+    "rms_norm_eps",
+    "rope_theta",
+    "first_k_dense_replace",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "n_group",
+    "topk_group",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+)
+"""Whose absence is told: tensors do not show a wrong one, and published checkpoints say them."""
+
 _POSITIVE: Final = (
     "vocab_size",
     "hidden_size",
@@ -315,12 +215,73 @@ _POSITIVE: Final = (
     "intermediate_size",
     "n_group",
 )
+_NOT_NEGATIVE: Final = (
+    "rms_norm_eps",
+    "first_k_dense_replace",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_nextn_predict_layers",
+)
+
+
+class _Behaviour(TypedDict):
+    first_k_dense_replace: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    num_nextn_predict_layers: int
+
+
+def _read_behaviour(fields: Fields) -> _Behaviour:
+    """Read what is not proved by shapes; defaults are those of transformers' DeepseekV3Config."""
+    num_mtp = "num_nextn_predict_layers"
+    is_null = num_mtp in fields and fields.get(num_mtp) is None
+    return _Behaviour(
+        first_k_dense_replace=fields.integer("first_k_dense_replace", 3),
+        n_shared_experts=fields.integer("n_shared_experts", 1),
+        num_experts_per_tok=fields.integer("num_experts_per_tok", 8),
+        n_group=fields.integer("n_group", 8),
+        topk_group=fields.integer("topk_group", 4),
+        norm_topk_prob=fields.flag("norm_topk_prob", True, null=False),
+        routed_scaling_factor=fields.number("routed_scaling_factor", 2.5),
+        num_nextn_predict_layers=0 if is_null else fields.integer(num_mtp, 1),
+    )
+
+
+def _left_out(fields: Fields) -> str:
+    """Say which fields are absent that matter; empty if none is."""
+    absent = [f"{name} = {fields.defaults[name]}" for name in _TOLD if name in fields.defaults]
+    return f"config.json leaves out {', '.join(absent)}: transformers' defaults" if absent else ""
+
+
+def _remarks(fields: Fields, idle: list[str]) -> tuple[str, ...]:
+    absent = _left_out(fields)
+    unread = f"config.json says {', '.join(idle)}: not read here, nor by transformers' DeepseekV3"
+    return tuple(remark for remark in (absent, unread if idle else "") if remark)
+
+
+def _check_architecture(fields: Fields) -> None:
+    """Refuse models whose arithmetic is another."""
+    architectures, model_type = fields.get("architectures"), fields.get("model_type")
+    if architectures and architectures != [ARCHITECTURE]:
+        named = architectures[0] if isinstance(architectures, list) else architectures
+        problem = "this server knows one architecture"
+        raise ConfigError("architectures", named, problem, f"use a {ARCHITECTURE} checkpoint")
+    if model_type != MODEL_TYPE and not (architectures and "model_type" not in fields):
+        problem = "another model type"
+        raise ConfigError("model_type", model_type, problem, f"use a {MODEL_TYPE} checkpoint")
 
 
 def _check_sizes(config: ModelConfig) -> None:
-    for name in _POSITIVE:
-        if getattr(config, name) < 1:
-            raise ConfigError(name, getattr(config, name), "must be positive", "correct it")
+    positive = _POSITIVE if config.q_lora_rank is None else (*_POSITIVE, "q_lora_rank")
+    for least, names in ((1, positive), (0, _NOT_NEGATIVE)):
+        for name in names:
+            if getattr(config, name) < least:
+                problem = "must be positive" if least else "must not be negative"
+                raise ConfigError(name, getattr(config, name), problem, "correct it")
     if config.qk_rope_head_dim < 2 or config.qk_rope_head_dim % 2:
         raise ConfigError(
             "qk_rope_head_dim",
@@ -330,10 +291,26 @@ def _check_sizes(config: ModelConfig) -> None:
         )
 
 
+def _check_rope(config: ModelConfig) -> None:
+    yarn = config.yarn
+    if config.rope_theta <= 0 or (yarn is not None and config.rope_theta == 1):
+        fix = "a base above 1, such as 10000"
+        raise ConfigError("rope_theta", config.rope_theta, "makes no frequencies", fix)
+    if yarn is None:
+        return
+    for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+        value = getattr(yarn, name)
+        if value <= 0:
+            raise ConfigError(f"rope_scaling.{name}", value, "must be positive", "correct it")
+
+
 def _check_routing(config: ModelConfig) -> None:
     if config.num_moe_layers == 0 and config.num_nextn_predict_layers == 0:
         return
     experts, groups = config.n_routed_experts, config.n_group
+    if config.moe_intermediate_size < 1:
+        width = config.moe_intermediate_size
+        raise ConfigError("moe_intermediate_size", width, "must be positive", "correct it")
     if experts < 1 or experts % groups:
         raise ConfigError(
             "n_routed_experts", experts, f"not a multiple of n_group = {groups}", "correct it"

@@ -24,3 +24,8 @@ class DeviceSpan:
         """Seconds between the end of `before` and our start; both must be over."""
         gap_ms: float = before._end.elapsed_time(self._start)
         return max(gap_ms / 1000, 0.0)
+
+    def ended_after(self, before: "DeviceSpan") -> float:
+        """Seconds from the end of `before` to our end; both must be over."""
+        distance_ms: float = before._end.elapsed_time(self._end)
+        return distance_ms / 1000

@@ -2,7 +2,9 @@
 
 The measuring half of `engine.memory.kv_budget`: over a pool of two blocks the largest step is run
 and the captured steps are sized; what then is in use stays in use. Takes some seconds, and every
-rank of the instance takes part, because steps are made together.
+rank of the instance takes part, because steps are made together. A number of blocks in the
+configuration is measured too where it takes most of the memory: it is refused here, by all ranks
+alike and with a number that fits, and not where one rank runs out of memory in a step of all.
 """
 
 import gc
@@ -12,47 +14,93 @@ from functools import partial
 import torch
 
 from engine.build import build_kv_pool
+from engine.graphs.capture_errors import CaptureError, is_no_memory
 from engine.graphs.graph_budget import measure_graph_bytes
 from engine.layers.attention_rule import AttentionRule
 from engine.memory.kv_budget import MemorySums, check_num_blocks
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.groups import ProcessGroups
+from engine.refusals import refuse_bare_step, refuse_blocks, refuse_capture
 from engine.rehearsal import absorbed_prefill, largest_decode, largest_prefill, rehearse
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from runtime.config import DecodeSection, PrefillSection
+from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
 
 logger = get_logger(__name__)
 
 
-def choose_num_blocks(
+def measure_memory(
     section: PrefillSection | DecodeSection,
     model: DeepseekV3ForCausalLM,
     *,
     max_model_len: int,
     kv_dtype: torch.dtype | None,
+) -> MemorySums | None:
+    """Measure what a rank's device holds before its KV pool; all ranks call.
+
+    Args:
+        section: of the role.
+        model: loaded, with all that it allocates at first use.
+        max_model_len: most tokens of a request.
+        kv_dtype: of the pool; None for the model's.
+
+    Returns:
+        None where nobody has to know: on a CPU, and where the blocks that are asked for take less
+        than half of what is free, on every rank.
+
+    Raises:
+        ConfigError: steps do not even fit without KV, or cannot be captured as they are to be.
+        PeerLostError: another rank ended.
+    """
+    if section.device == "cpu":
+        return None
+    if section.num_blocks:
+        pool = build_kv_pool(model, 2, block_size=section.block_size, dtype=kv_dtype)
+        free, _ = _memory(model.device)
+        is_roomy = 2 * section.num_blocks * pool.block_bytes < free
+        del pool
+        if agree_on_least(model.groups, int(is_roomy)):
+            return None
+    try:
+        return _measure(section, model, max_model_len, kv_dtype)
+    except torch.OutOfMemoryError as error:
+        free, _ = _memory(model.device)
+        raise refuse_bare_step(section, "the largest step", free) from error
+
+
+def choose_num_blocks(
+    section: PrefillSection | DecodeSection,
+    groups: ProcessGroups,
+    sums: MemorySums | None,
+    *,
+    max_model_len: int,
 ) -> int:
     """Return the blocks of the pool, the dummy block included; the same on all ranks.
 
     Args:
         section: of the role; 0 blocks ask for as many as fit, on a GPU.
-        model: loaded, with all that it allocates at first use.
+        groups: the ranks, all of which call.
+        sums: of `measure_memory`.
         max_model_len: most tokens of a request.
-        kv_dtype: of the pool; None for the model's.
 
     Raises:
-        ConfigError: not one request of `max_model_len` tokens fits.
+        ConfigError: not one request of `max_model_len` tokens fits, or not as many blocks as the
+            configuration says.
     """
-    if section.num_blocks:
+    if sums is None:
         return section.num_blocks
-    sums = _measure(section, model, max_model_len, kv_dtype)
-    num_blocks = agree_on_least(model.groups, sums.num_blocks)
-    logger.info("measured the device %s: %s", fields(num_blocks=num_blocks), sums)
+    fitting = agree_on_least(groups, sums.num_blocks)
+    logger.info("measured the device %s: %s", fields(num_blocks=fitting), sums)
+    if section.num_blocks:
+        if section.num_blocks > fitting:
+            raise refuse_blocks(section, fitting, sums)
+        return section.num_blocks
     return check_num_blocks(
         "prefill" if isinstance(section, PrefillSection) else "decode",
-        num_blocks,
+        fitting,
         sums,
         block_size=section.block_size,
         max_model_len=max_model_len,
@@ -133,7 +181,7 @@ def _measure(
         graphs=graphs,
         activations=activations,
         block_bytes=block_bytes,
-        fraction=section.gpu_memory_fraction,
+        fraction=1.0 if section.num_blocks else section.gpu_memory_fraction,
     )
 
 
@@ -143,6 +191,7 @@ def _graph_bytes(
     max_model_len: int,
     kv_dtype: torch.dtype | None,
 ) -> int:
+    """Return the bytes of the captured steps; 0 where all ranks agree that none can be captured."""
     try:
         return measure_graph_bytes(
             model,
@@ -151,10 +200,20 @@ def _graph_bytes(
             block_size=section.block_size,
             kv_dtype=kv_dtype,
         )
-    except RuntimeError as error:
-        # Capturing for good will fail alike, and says whether that is allowed.
+    except CaptureError as error:
+        if section.cuda_graphs == "on":
+            raise ConfigError("decode.cuda_graphs", "on", str(error), '"off"') from error
         logger.warning("steps cannot be captured %s", fields(reason=error))
         return 0
+    except RuntimeError as error:
+        if is_no_memory(error):
+            free, _ = _memory(model.device)
+            raise refuse_bare_step(section, "the captured steps", free) from error
+        in_group = model.groups.boot_group.size > 1
+        refusal = refuse_capture(section, error, None, in_group=in_group)
+        if refusal is None:
+            raise
+        raise refusal from error
 
 
 def _peak_bytes(device: torch.device, step: Callable[[], None]) -> int:

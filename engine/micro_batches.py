@@ -151,6 +151,7 @@ def _padding(batch: ForwardBatch) -> ForwardBatch:
         logits_indices=batch.logits_indices[:0],
         max_seqlen_q=1,
         lengths=((1, 1),) if batch.lengths else (),
+        num_rows=batch.positions.new_zeros(1),
     )
 
 
@@ -166,6 +167,9 @@ def _part(
 ) -> ForwardBatch:
     if max_seqlen_q is None:
         max_seqlen_q = max((queries for queries, _ in lengths), default=0)
+    num_rows = batch.num_rows
+    if num_rows is not None and tokens.start:
+        num_rows = num_rows - tokens.start  # maybe below 0: all of them are padding
     return ForwardBatch(
         input_ids=batch.input_ids[tokens],
         positions=batch.positions[tokens],
@@ -176,4 +180,5 @@ def _part(
         logits_indices=batch.logits_indices[:0],
         max_seqlen_q=max_seqlen_q,
         lengths=tuple(lengths),
+        num_rows=num_rows,
     )

@@ -1,9 +1,11 @@
 """Compare this engine with `transformers` on the same checkpoint: logits and greedy tokens.
 
-Both sides get float32 weights (FP8 is dequantised, by block, for both). The logits of random
-prompts are compared position by position; then both continue each prompt greedily, on their own
-tokens and through their own caches, so that decoding is compared too. `transformers` is needed for
-nothing else and is imported only here.
+Both sides get float32 weights, and what stands in the checkpoint is read twice: by our loader, and
+here for `transformers` by code that shares nothing with it, FP8 included; `config.json` is read by
+`transformers` itself. So a wrong reading shows as a difference. The logits of random prompts are
+compared position by position; then both continue each prompt greedily, on their own tokens and
+through their own caches, so that decoding is compared too. `transformers` is needed for nothing
+else and is imported only here.
 """
 
 import importlib
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.batch import build_forward_batch
@@ -22,7 +25,7 @@ from engine.config import ModelConfig
 from engine.generate import generate
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.request import Request, ScheduledRequest, num_blocks_for
-from engine.weights.checkpoint import Checkpoint
+from runtime.errors import ConfigError
 from runtime.sampling import SamplingParams
 
 LOGIT_TOLERANCE = 1e-4
@@ -93,17 +96,18 @@ def compare_with_transformers(
     Args:
         path: checkpoint folder that both can load.
         num_prompts: random prompts, of different and also odd lengths.
-        num_steps: greedy tokens after each.
+        num_steps: greedy tokens after each, or half of the context where that is less.
         seed: of the prompts.
 
     Raises:
-        ConfigError: not a model of this engine.
+        ConfigError: not a model of this engine, or one whose context has no room for a comparison.
         CheckpointError: tensors that do not fit.
         RuntimeError: `transformers` is not installed.
     """
     path = Path(path)
     model = build_model(path)
-    theirs = _load_theirs(path, model)
+    num_steps = _fitting_steps(model.config, num_steps)
+    theirs = load_theirs(path)
     prompts = _draw_prompts(model.config, num_prompts, num_steps, seed)
     greedy = SamplingParams(temperature=0.0, max_tokens=num_steps)
     outputs = generate(model, prompts, greedy)
@@ -122,10 +126,18 @@ def compare_with_transformers(
     return ParityReport(path=path, prompts=tuple(results))
 
 
+def _fitting_steps(config: ModelConfig, num_steps: int) -> int:
+    context = config.max_position_embeddings
+    if context < 2:
+        problem = "no room for a prompt and a token after it"
+        raise ConfigError("max_position_embeddings", context, problem, "2 or more")
+    return min(num_steps, context // 2)
+
+
 def _draw_prompts(
     config: ModelConfig, num_prompts: int, num_steps: int, seed: int
 ) -> list[list[int]]:
-    longest = config.max_position_embeddings - num_steps - 1
+    longest = max(1, config.max_position_embeddings - num_steps - 1)
     generator = torch.Generator().manual_seed(seed)
     lengths = [
         min(_PROMPT_LENGTHS[-1 - i % len(_PROMPT_LENGTHS)], longest) for i in range(num_prompts)
@@ -147,7 +159,12 @@ def _prompt_logits(model: DeepseekV3ForCausalLM, prompt: list[int]) -> Tensor:
     return model.compute_logits(model(batch, kv_pool))
 
 
-def _load_theirs(path: Path, model: DeepseekV3ForCausalLM) -> Any:
+def load_theirs(path: Path) -> Any:
+    """Return the model of `transformers` with the weights of a checkpoint, in float32.
+
+    Raises:
+        RuntimeError: `transformers` is not installed.
+    """
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
@@ -155,18 +172,50 @@ def _load_theirs(path: Path, model: DeepseekV3ForCausalLM) -> Any:
             "the comparison needs transformers: pip install 'tandem-serve[dev]'"
         ) from error
     fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    fields.pop("quantization_config", None)
+    quantization = fields.pop("quantization_config", None) or {}
     config = transformers.DeepseekV3Config.from_dict(fields)
-    weights = {}
-    with Checkpoint(path, fp8_block_size=model.config.fp8_block_size) as checkpoint:
-        for name in checkpoint:
-            if not name.startswith(model.unused_prefixes or ("\0",)):
-                ranges = tuple((0, size) for size in checkpoint.shape_of(name))
-                weights[name] = checkpoint.read(name, ranges).float()
+    # Its faster products of experts take widths of whole 16 bytes only.
+    config._experts_implementation = "eager"
+    weights = _read_tensors(path, quantization.get("weight_block_size") or [128, 128])
+    of_decoder = {
+        name: weight
+        for name, weight in weights.items()
+        if _layer_of(name) < config.num_hidden_layers
+    }
     theirs = transformers.DeepseekV3ForCausalLM.from_pretrained(
-        None, config=config, state_dict=weights, dtype=torch.float32
+        None, config=config, state_dict=of_decoder, dtype=torch.float32
     )
     return theirs.eval()
+
+
+def _layer_of(name: str) -> int:
+    """Return the layer of a tensor, -1 if it belongs to none."""
+    parts = name.split(".")
+    return int(parts[2]) if parts[:2] == ["model", "layers"] else -1
+
+
+def _read_tensors(path: Path, block: Sequence[int]) -> dict[str, Tensor]:
+    """Read all tensors in float32; of an FP8 matrix each block times its own scale."""
+    stored: dict[str, Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        stored.update(load_file(file))
+    scales = {
+        name: stored.pop(f"{name}_scale_inv")
+        for name, tensor in list(stored.items())
+        if tensor.dtype == torch.float8_e4m3fn
+    }
+    tensors = {name: tensor.to(torch.float32) for name, tensor in stored.items()}
+    for name, scale in scales.items():
+        for row, row_scales in enumerate(scale.tolist()):
+            rows = tensors[name].narrow(0, *_extent(row, block[0], tensors[name].shape[0]))
+            for column, value in enumerate(row_scales):
+                rows.narrow(1, *_extent(column, block[1], rows.shape[1])).mul_(value)
+    return tensors
+
+
+def _extent(index: int, size: int, total: int) -> tuple[int, int]:
+    """Return start and length of a block, of which the last may be partial."""
+    return index * size, min(size, total - index * size)
 
 
 def _run_theirs(theirs: Any, prompt: list[int], num_steps: int) -> tuple[Tensor, list[int]]:

@@ -4,7 +4,8 @@ They find out how much memory a step needs, and make kernels compile that would 
 under the first request that needs them: attention over a context in parts, sampling of every kind,
 and what is compiled for a size rounded up to a power of two. The key idea: such a step is made of
 ordinary requests whose blocks are all the dummy block, so it runs over a pool of any size and
-leaves no trace.
+leaves no trace. Where rows at experts are laid out for any routing (`engine.kernels.alignment`), it
+takes as much memory as the worst prompts.
 """
 
 from collections.abc import Sequence

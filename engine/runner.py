@@ -2,10 +2,11 @@
 
 The runner knows tensors and never queues: it builds the batch, runs the model, computes logits at
 the rows that need them and samples. `launch` issues all of that and reads nothing back, `collect`
-waits and reads; between the two another step can be launched. It does not change requests; whoever
-scheduled the step applies the results. Of a tensor-parallel group, rank 0 calls `launch` and the
-others `forward_only` with the same batch: both compute logits in the same slices, because each
-slice may be a collective.
+waits and reads; between the two another step can be launched. Where tokens travel to experts in a
+way that needs counts on the host (`TokenDispatcher.waits_for_counts`), launching takes as long as
+the step, and nobody should run ahead of it. The runner does not change requests; whoever scheduled
+the step applies the results. Of a tensor-parallel group, rank 0 calls `launch` and the
+others `forward_only` with the same batch: rank 0 alone computes logits, which needs no collective.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +16,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.batch import ForwardBatch, UnreadTokens, build_forward_batch
+from engine.batch import ForwardBatch, StepBounds, UnreadTokens, build_forward_batch
 from engine.device_span import DeviceSpan
 from engine.host_copy import HostCopies, upload
 from engine.memory.kv_pool import KVPool
+from engine.operations import do_nothing
 from engine.request import Request, ScheduledRequest
 from engine.sampling.inputs import SampledToken, SamplingInput
 from engine.sampling.logprobs import PendingLogprobs, launch_prompt_logprobs
@@ -36,13 +38,21 @@ class CausalModel(Protocol):
     """What the runner needs of a model."""
 
     def forward(
-        self, batch: ForwardBatch, kv_pool: KVPool, *, on_layer_done: LayerDone | None = None
+        self,
+        batch: ForwardBatch,
+        kv_pool: KVPool,
+        *,
+        on_layer_done: LayerDone | None = None,
+        meanwhile: Callable[[], None] = do_nothing,
     ) -> torch.Tensor:
-        """Run all layers, write the KV, return final-normed hidden states [T, hidden]."""
+        """Run all layers, write the KV, return final-normed hidden states [T, hidden].
+
+        Calls `on_layer_done` with each layer's index, `meanwhile` now and then.
+        """
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [L, vocab] float32 for hidden states [L, hidden]."""
+        """Return [L, vocab] float32 for hidden states [L, hidden]; no collective."""
         ...
 
 
@@ -55,8 +65,6 @@ class StepResult:
         sampled: the next token, or None if the step ended inside the prompt or failed.
         prompt_logprobs: one entry per prompt token whose predecessor was run in this step, in
             order; empty unless the request asked for them. Token 0 never has one.
-        last_hidden: [hidden] float32 on the host, final-normed hidden state of the sampled
-            position; None unless asked for and sampled.
         is_failed: a token was due, and the logits hold NaN or infinity: this request has to end,
             and says nothing about the others of the step.
     """
@@ -64,7 +72,6 @@ class StepResult:
     request: Request
     sampled: SampledToken | None
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
-    last_hidden: torch.Tensor | None = None
     is_failed: bool = False
 
 
@@ -78,7 +85,6 @@ class PendingStep:
         is_usable: one bool for each of these on the host, False where the logits hold NaN or
             infinity; the device's token is then any token.
         prompts: per scheduled request its prompt logprobs, in pieces.
-        hidden: one row of float32 on the host for each of those that sample, or None.
         copies: after which the host has all of these.
         span: when the device ran it; None on a CPU.
         span_before: the same of the step before it, if there was one.
@@ -88,7 +94,6 @@ class PendingStep:
     sample: PendingSample | None
     is_usable: torch.Tensor | None
     prompts: Sequence[Sequence[PendingLogprobs]]
-    hidden: torch.Tensor | None
     copies: HostCopies
     span: DeviceSpan | None = None
     span_before: DeviceSpan | None = None
@@ -111,7 +116,6 @@ class PendingStep:
         self.copies.wait()
         tokens = iter(self.sample.collect() if self.sample is not None else ())
         usable = iter(self.is_usable.tolist() if self.is_usable is not None else ())
-        hidden = iter(self.hidden if self.hidden is not None else ())
         results = []
         for item, pieces in zip(self.scheduled, self.prompts, strict=True):
             token = next(tokens) if item.samples else None
@@ -121,7 +125,6 @@ class PendingStep:
                     request=item.request,
                     sampled=None if is_failed else token,
                     prompt_logprobs=[entry for piece in pieces for entry in piece.collect()],
-                    last_hidden=next(hidden, None) if item.samples else None,
                     is_failed=is_failed,
                 )
             )
@@ -138,8 +141,11 @@ class PendingStep:
 class ModelRunner:
     """One model with its KV pool and sampler.
 
-    The host waits for the device in `PendingStep.collect` alone, so the next step can be launched
-    while one runs. Everything is issued to one stream: a later step sees the KV of an earlier one.
+    The host waits for the device in `PendingStep.collect` alone (and, while it launches, for counts
+    where the module says so), so the next step can be launched while one runs. CUDA takes some
+    thousand launches ahead; a longer step is launched as the device makes room, so what is to
+    happen soon after the step before it ends has to happen `meanwhile`. Everything is issued to one
+    stream: a later step sees the KV of an earlier one.
     """
 
     def __init__(self, model: CausalModel, kv_pool: KVPool, sampler: Sampler) -> None:
@@ -153,11 +159,9 @@ class ModelRunner:
         scheduled: Sequence[ScheduledRequest],
         *,
         on_layer_done: LayerDone | None = None,
-        keep_hidden: bool = False,
     ) -> list[StepResult]:
         """Run one step and wait for it: `launch` and `collect`."""
-        pending = self.launch(scheduled, on_layer_done=on_layer_done, keep_hidden=keep_hidden)
-        return pending.collect()
+        return self.launch(scheduled, on_layer_done=on_layer_done).collect()
 
     @torch.inference_mode()
     def launch(
@@ -165,9 +169,8 @@ class ModelRunner:
         scheduled: Sequence[ScheduledRequest],
         *,
         after: PendingStep | None = None,
-        least: int = 0,
         on_layer_done: LayerDone | None = None,
-        keep_hidden: bool = False,
+        meanwhile: Callable[[], None] = do_nothing,
     ) -> PendingStep:
         """Issue one step to the device and return without waiting for it.
 
@@ -176,18 +179,24 @@ class ModelRunner:
         Args:
             scheduled: at least one; block tables must cover the scheduled tokens.
             after: the step that samples the tokens that the host does not know yet.
-            least: the most tokens that a rank of the group runs; here every rank runs its own.
             on_layer_done: called with a layer's index once its KV of this step is issued.
-            keep_hidden: also return the hidden states of sampled positions.
+            meanwhile: called several times a layer, between two operations. May do what follows
+                from the ends of steps before this one; tokens and sampling of the requests of this
+                step stay as they are.
         """
         device = self.kv_pool.device
         unread = after.unread() if after is not None else None
-        batch = build_forward_batch(scheduled, self.kv_pool.block_size, device, unread=unread)
+        bounds = StepBounds(num_blocks=self.kv_pool.num_blocks, vocab_size=self.sampler.vocab_size)
+        batch = build_forward_batch(
+            scheduled, self.kv_pool.block_size, device, unread=unread, bounds=bounds
+        )
         span_before, self._span = self._span, DeviceSpan.start(device)
         copies = HostCopies(device)
-        hidden = self.model.forward(batch, self.kv_pool, on_layer_done=on_layer_done)
+        hidden = self.model.forward(
+            batch, self.kv_pool, on_layer_done=on_layer_done, meanwhile=meanwhile
+        )
         plan = _plan_rows(scheduled)
-        prompts, logits = self._walk_logits(hidden[batch.logits_indices], plan, copies)
+        prompts, logits = self._walk_logits(hidden[batch.logits_indices], plan, copies, meanwhile)
         sample = is_usable = None
         if logits is not None:
             # A sum is finite only if every term is, and reads the logits once.
@@ -195,13 +204,11 @@ class ModelRunner:
             is_usable = copies.add(finite)
             logits = torch.where(finite[:, None], logits, 0.0)  # the sampler knows numbers only
             sample = self._sample(logits, scheduled, batch, copies)
-        states = _sampled_hidden(hidden, scheduled) if keep_hidden else None
         pending = PendingStep(
             scheduled=scheduled,
             sample=sample,
             is_usable=is_usable,
             prompts=prompts,
-            hidden=None if states is None else copies.add(states),
             copies=copies,
             span=self._span,
             span_before=span_before,
@@ -214,22 +221,28 @@ class ModelRunner:
     @torch.inference_mode()
     def forward_only(self, batch: ForwardBatch, *, on_layer_done: LayerDone | None = None) -> None:
         """Take part in a step that another rank of the tensor-parallel group launches."""
-        hidden = self.model.forward(batch, self.kv_pool, on_layer_done=on_layer_done)
-        wanted = hidden[batch.logits_indices]
-        for start in range(0, len(wanted), MAX_LOGITS_ROWS):
-            self.model.compute_logits(wanted[start : start + MAX_LOGITS_ROWS])
+        self.model.forward(batch, self.kv_pool, on_layer_done=on_layer_done)
 
-    def run_dummy(self, *, least: int = 0) -> None:
-        """Launch one padding token, so that an idle expert-parallel rank joins the collectives."""
+    def run_dummy(self) -> DeviceSpan | None:
+        """Launch one padding token, so that an idle expert-parallel rank joins the collectives.
+
+        Returns:
+            When the device runs it; None on a CPU.
+        """
         device = self.kv_pool.device
         batch = ForwardBatch.dummy(device)
         self._span = DeviceSpan.start(device)
         self.forward_only(batch)
         if self._span is not None:
             self._span.end()
+        return self._span
 
     def _walk_logits(
-        self, wanted: torch.Tensor, plan: "_RowPlan", copies: HostCopies
+        self,
+        wanted: torch.Tensor,
+        plan: "_RowPlan",
+        copies: HostCopies,
+        meanwhile: Callable[[], None],
     ) -> tuple[list[list[PendingLogprobs]], torch.Tensor | None]:
         """Compute logits slice by slice; keep prompt logprobs and the rows to sample from."""
         prompts: list[list[PendingLogprobs]] = [[] for _ in range(plan.num_requests)]
@@ -250,6 +263,7 @@ class ModelRunner:
                 kept.append(logits)
             elif sample_rows:
                 kept.append(_select(logits, sample_rows))
+            meanwhile()
         if not kept:
             return prompts, None
         return prompts, kept[0] if len(kept) == 1 else torch.cat(kept)
@@ -324,11 +338,6 @@ def _sampled_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
         if item.samples:
             rows.append(end - 1)
     return rows
-
-
-def _sampled_hidden(hidden: torch.Tensor, scheduled: Sequence[ScheduledRequest]) -> torch.Tensor:
-    """Return the hidden states of the sampled positions, [samples, hidden] float32."""
-    return _select(hidden, _sampled_rows(scheduled)).float()
 
 
 def _select(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -5,7 +5,7 @@ does not know. There are two ways to measure. Events around each call (TIMES) ti
 runs one thing after another. Ranges (RANGES) only name the calls in a profiler's trace, which also
 knows what runs side by side, and what no call of ours launched. A stage's bound is the larger of
 its operations over the unit's peak and its least bytes over the memory's bandwidth, so its share
-says how far the stage is from what the chip can do.
+says how far the stage is from what the chip can do, whichever chip it is that the caller names.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from engine.bounds import H200
+from engine.bounds import Hardware
 from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.paged_queries import PagedQueries
@@ -60,12 +60,15 @@ class StageTimer:
     """A `Kernels` that times another one; use as the model's kernels.
 
     Attributes:
+        hardware: whose rates bounds are computed with; None where they are not known, and then
+            BOUNDS must not be asked for.
         mode: what is done beside the calls.
         stages: what was measured since `reset`, by name; ranges are in the profiler's trace.
     """
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, hardware: Hardware | None) -> None:
         self._kernels = kernels
+        self.hardware = hardware
         self.mode = TimerMode.OFF
         self.stages: dict[str, Stage] = {}
 
@@ -98,9 +101,10 @@ class StageTimer:
                 return call(*args, **kwargs)
             label = stage_name(name, args)
             if self.mode is TimerMode.BOUNDS:
+                assert self.hardware is not None, "no rates to compute bounds with"
                 result = call(*args, **kwargs)
                 everything = (*args, *kwargs.values())
-                self._stage(label).bound_s += bound_s(name, everything, result)
+                self._stage(label).bound_s += bound_s(name, everything, result, self.hardware)
                 return result
             return self._measure(label, call, args, kwargs)
 
@@ -154,10 +158,10 @@ def stage_name(name: str, args: tuple[Any, ...]) -> str:
     return f"{name} {args[0].shape[-1]}" if name in _SIZED else name
 
 
-def bound_s(name: str, args: tuple[Any, ...], result: Any) -> float:
+def bound_s(name: str, args: tuple[Any, ...], result: Any, hardware: Hardware) -> float:
     """Return the least seconds that a call could take: by operations or by bytes."""
     moved = sum(_nbytes(item) for item in (*args, result))
-    operations, peak = 0.0, H200.fp8
+    operations, peak = 0.0, hardware.fp8
     if name == "fp8_linear":
         operations = 2.0 * args[0].num_rows * args[1].numel()
     elif name == "grouped_fp8_mlp":
@@ -172,17 +176,17 @@ def bound_s(name: str, args: tuple[Any, ...], result: Any) -> float:
         moved = _nbytes(args[1]) + _nbytes(args[2]) + used * columns * 3
     elif name == "paged_attention":
         q_THL, cache, queries, rank = args[:4]
-        operations, peak = paged_operations(q_THL, queries, rank), H200.attention
+        operations, peak = paged_operations(q_THL, queries, rank), hardware.attention
         pages = int(queries.seq_lens_S.sum()) * cache.shape[-1] * cache.element_size()
         moved = _nbytes(q_THL) + _nbytes(result) + pages
     elif name == "varlen_attention":
-        operations, peak = attention_operations(args[0], args[2], args[3]), H200.attention
+        operations, peak = attention_operations(args[0], args[2], args[3]), hardware.attention
     elif name == "varlen_attention_part":
-        operations, peak = attention_operations(args[0], args[2], args[3]), H200.attention
+        operations, peak = attention_operations(args[0], args[2], args[3]), hardware.attention
         if not args[5]:
             operations = full_attention_operations(args[0], args[2], args[3])
     elif name == "gate_logits":
-        operations, peak = 2.0 * args[0].shape[0] * args[1].numel(), H200.attention
+        operations, peak = 2.0 * args[0].shape[0] * args[1].numel(), hardware.attention
     elif name == "gather_rows":
         pairs = int((args[1].rows_TK >= 0).sum())
         moved += (pairs - args[0].shape[0]) * args[0].shape[1] * args[0].element_size()
@@ -192,11 +196,11 @@ def bound_s(name: str, args: tuple[Any, ...], result: Any) -> float:
     elif name in _STORES or name == "plan_paged":
         return 0.0  # of the whole layer that they are given, they touch a few rows or nothing
     elif name == "rotate_queries":
-        return _nbytes(result) * 2 / 3 / H200.memory
+        return _nbytes(result) * 2 / 3 / hardware.memory
     elif name in ("absorb_queries", "expand_values"):
         operations = 2.0 * args[0].shape[0] * args[1].numel()
-        moved, peak = _nbytes(args[0]) + _nbytes(args[1]) + _nbytes(result), H200.attention
-    return max(operations / peak, moved / H200.memory)
+        moved, peak = _nbytes(args[0]) + _nbytes(args[1]) + _nbytes(result), hardware.attention
+    return max(operations / peak, moved / hardware.memory)
 
 
 def attention_operations(q_THA: Tensor, v_PHV: Tensor, seqs: VarlenLengths) -> float:

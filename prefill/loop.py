@@ -1,9 +1,10 @@
 """What a prefill rank does in its engine loop (`worker.step_loop`): chunks, pushes, followers.
 
 Chunks depend on nothing that a step finds out, so the next ones are scheduled while a step runs.
-What a step finds out is booked when it is taken over, in the order of the launches: computed tokens
-become findable, requests whose prompt is complete get their first token, requests that ended
-meanwhile let go of their blocks.
+What a step finds out is booked as soon as it is over, in the order of the launches, also in the
+middle of the next one's: computed tokens become findable, requests whose prompt is complete get
+their first token, requests that ended meanwhile let go of their blocks. None of these requests that
+ends is in the step that is being launched: only the last chunk of a prompt samples.
 
 The asyncio side and the sender's threads say commands, and hear events. Followers, if there are
 any, are told of every step, and hear something now and then when there is none.
@@ -56,7 +57,6 @@ class LoopSettings:
     Attributes:
         max_model_len: most tokens of prompt and output together.
         push: how layers are grouped for sending.
-        keep_hidden: send the last hidden state along, for MTP.
         idle_s: how often a loop that can run nothing looks at deadlines.
         heartbeat_s: followers hear of us at least so often.
         closure_poll_s: how often followers that owe closures are asked.
@@ -65,7 +65,6 @@ class LoopSettings:
 
     max_model_len: int
     push: PushSettings
-    keep_hidden: bool = False
     idle_s: float = 0.1
     heartbeat_s: float = 1.0
     closure_poll_s: float = 0.005
@@ -183,16 +182,22 @@ class EngineLoop:
         self._announce(chunks, pushes)
         return ChunkPlan(chunks, pushes)
 
-    def launch(self, plan: ChunkPlan, after: PendingStep | None, least: int) -> PendingStep | None:
-        """Issue a step, and what it completes to the sender."""
+    def launch(
+        self,
+        plan: ChunkPlan,
+        after: PendingStep | None,
+        group_mean: int,
+        meanwhile: Callable[[], None],
+    ) -> PendingStep | None:
+        """Issue a step, and what it completes to the sender; first tokens leave meanwhile."""
         if not plan.chunks:
-            self._runner.run_dummy(least=least)
+            self._runner.run_dummy()
             return None
         pusher = StepPusher(self._senders.local, plan.pushes, self._settings.push)
         pending = self._runner.launch(
             [chunk.scheduled for chunk in plan.chunks],
             on_layer_done=pusher.on_layer_done,
-            keep_hidden=self._settings.keep_hidden,
+            meanwhile=meanwhile,
         )
         pusher.finish()
         return pending

@@ -121,11 +121,6 @@ class Chunk:
     block_size: int
 
     @property
-    def num_context_blocks(self) -> int:
-        """Blocks that hold the request's context once the step is done."""
-        return num_blocks_for(self.scheduled.end, self.block_size)
-
-    @property
     def is_last(self) -> bool:
         """Whether the step completes the context, so that the next token is sampled."""
         return self.scheduled.samples

@@ -148,13 +148,11 @@ class RequestDesk:
         if item.finish_reason is not None:
             self._senders.abandon(item.nonce)
             return
-        hidden = result.last_hidden
         record = MetadataRecord(
             nonce=item.nonce,
             epoch=item.granted.ticket.epoch,
             first_token=sampled.token_id,
             logprobs=sampled.logprobs,
-            mtp_hidden=b"" if hidden is None else hidden.numpy().tobytes(),
         )
         self._senders.finish(item.nonce, record)
 

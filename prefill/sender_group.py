@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from engine.batch import logits_rows
+from engine.request import ScheduledRequest, num_blocks_for
 from kv_transfer.metadata import MetadataRecord
 from kv_transfer.ticket import PeerEndpoint, SendTicket
 from prefill.commands import (
@@ -120,7 +121,10 @@ class SenderGroup:
             return []
         commands = b"".join(encode_command(command) for command in (*self._outbox, *pushes))
         self._outbox.clear()
-        closed = self._followers.exchange(batch_arrays(chunks) if chunks else None, commands)
+        batch = None
+        if chunks:
+            batch = batch_arrays([chunk.scheduled for chunk in chunks], chunks[0].block_size)
+        closed = self._followers.exchange(batch, commands)
         self._num_awaited -= len(closed)
         return closed
 
@@ -130,16 +134,15 @@ class SenderGroup:
             self._followers.stop()
 
 
-def batch_arrays(chunks: Sequence[Chunk]) -> BatchArrays:
-    """Return the step as arrays, equal to what rank 0's own runner builds from the requests."""
-    scheduled = [chunk.scheduled for chunk in chunks]
+def batch_arrays(scheduled: Sequence[ScheduledRequest], block_size: int) -> BatchArrays:
+    """Return a step as arrays, equal to what rank 0's own runner builds from the requests."""
     token_ids: list[int] = []
     for item in scheduled:
         token_ids += item.request.token_ids(item.start, item.end)
-    counts = [chunk.num_context_blocks for chunk in chunks]
-    tables = np.zeros((len(chunks), max(counts)), dtype=np.int32)
-    for row, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
-        tables[row, :count] = chunk.item.request.block_table[:count]
+    counts = [num_blocks_for(item.end, block_size) for item in scheduled]
+    tables = np.zeros((len(scheduled), max(counts)), dtype=np.int32)
+    for row, (item, count) in enumerate(zip(scheduled, counts, strict=True)):
+        tables[row, :count] = item.request.block_table[:count]
     return BatchArrays(
         input_ids=np.array(token_ids, dtype=np.int32),
         query_lens=np.array([item.num_scheduled_tokens for item in scheduled], dtype=np.int32),

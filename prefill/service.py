@@ -57,6 +57,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         nonces: NonceMemory,
         submit: Callable[[Command], None],
         *,
+        num_tokens_left: Callable[[], int],
         on_draining: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -67,6 +68,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             runs: live calls.
             nonces: reservations that were seen.
             submit: hands a command to the engine loop.
+            num_tokens_left: context tokens that are still to be computed, told to who drains us.
             on_draining: called when the worker begins to refuse requests.
             clock: the engine loop's.
         """
@@ -74,6 +76,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._runs = runs
         self._nonces = nonces
         self._submit = submit
+        self._num_tokens_left = num_tokens_left
         self._on_draining = on_draining
         self._clock = clock
         self._is_draining = False
@@ -121,7 +124,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._runs.wait_empty()
-        return common_pb2.DrainResponse(num_requests_left=len(self._runs))
+        return common_pb2.DrainResponse(
+            num_requests_left=len(self._runs), num_tokens_left=self._num_tokens_left()
+        )
 
     def start_draining(self, deadline_s: float | None = None) -> None:
         """Refuse new requests from now on, and give back what has no ticket yet.

@@ -36,6 +36,7 @@ from runtime.rpc import open_channel
 from runtime.worker import WorkerOptions
 from worker.health import thread_check
 from worker.host import Endpoint, HostedRank, Loop, WorkerHost
+from worker.step_driver import steps_ahead
 
 FLUSH_TIMEOUT_S = 3.0
 
@@ -78,7 +79,12 @@ class PrefillDriver:
         host.health.watch_loop(loop.steps)
         host.health.add("sender_lanes", thread_check(lambda: send.sender.is_alive))
         service = PrefillService(
-            self._limits(host), runs, nonces, loop.submit, on_draining=host.tell_draining
+            self._limits(host),
+            runs,
+            nonces,
+            loop.submit,
+            num_tokens_left=lambda: loop.load.num_tokens_waiting,
+            on_draining=host.tell_draining,
         )
         endpoint = Endpoint(
             serve=lambda server, _: prefill_pb2_grpc.add_PrefillServicer_to_server(service, server),
@@ -131,7 +137,7 @@ class PrefillDriver:
                 max_model_len=model.max_model_len,
                 push=parts.send.push,
                 name=self._options.rank_name,
-                max_ahead=section.max_ahead,
+                max_ahead=steps_ahead(section.max_ahead, launch_waits=model.launch_waits),
                 step_limit_s=section.step_limit_s,
                 enter_thread=partial(use_device, model.kv_pool.device),
             ),

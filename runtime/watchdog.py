@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime.errors import InternalError
 from runtime.logging import fields, get_logger
@@ -106,7 +106,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watch(self, what: str, limit_s: float) -> Iterator[None]:
-        """Limit the time of what runs in this context; calls do not nest.
+        """Limit the time of what runs in this context; calls do not nest but in `unwatched`.
 
         Args:
             what: names the call in the error.
@@ -126,6 +126,27 @@ class Watchdog:
                 self._call = None
                 if self._is_overdue:
                     raise AbandonedError
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Stop watching inside of a `watch`: the thread may change what it owns, and watch others.
+
+        The time of this context does not count.
+
+        Raises:
+            AbandonedError: on entering, the call was declared overdue.
+        """
+        with self._lock:
+            if self._is_overdue:
+                raise AbandonedError
+            call, self._call = self._call, None
+        paused_at = time.monotonic()
+        try:
+            yield
+        finally:
+            if call is not None:
+                call = replace(call, since=call.since + time.monotonic() - paused_at)
+            self._call = call
 
     def _run(self) -> None:
         while not self._closed.wait(self._options.poll_s):

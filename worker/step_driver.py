@@ -10,7 +10,10 @@ from typing import Protocol, TypeVar
 from engine.runner import PendingStep, StepResult
 from runtime.endings import RankName
 from runtime.errors import TandemError
+from runtime.logging import get_logger
 from runtime.watchdog import WatchdogOptions
+
+logger = get_logger(__name__)
 
 
 class Plan(Protocol):
@@ -48,13 +51,21 @@ class StepDriver(Protocol[PlanT]):
         """End what is late, and decide the step; may have all launched steps taken over first."""
         ...
 
-    def launch(self, plan: PlanT, after: PendingStep | None, least: int) -> PendingStep | None:
+    def launch(
+        self,
+        plan: PlanT,
+        after: PendingStep | None,
+        group_mean: int,
+        meanwhile: Callable[[], None],
+    ) -> PendingStep | None:
         """Issue our part in the group's step without waiting for it; changes no request.
 
         Args:
             plan: without tokens it is a dummy, of which nothing is to be read: None.
             after: the step before, where its results are not read.
-            least: the most tokens that a rank of the group runs in this step.
+            group_mean: tokens that a rank of the group runs in this step on average, rounded up.
+            meanwhile: books steps that are over by then; to be called now and then where issuing a
+                step takes longer than their results may wait.
         """
         ...
 
@@ -83,6 +94,23 @@ class StepDriver(Protocol[PlanT]):
     def end(self, error: TandemError | None) -> None:
         """Answer everybody: the loop is over, because of `error` or told to stop. Called last."""
         ...
+
+
+def steps_ahead(wanted: int, *, launch_waits: bool) -> int:
+    """Return the steps that may run while another is launched: none where launching waits for them.
+
+    Running ahead would then hold the results of a step back until the end of the next one.
+
+    Args:
+        wanted: by the configuration.
+        launch_waits: whether launching a step takes as long as the step.
+    """
+    if not wanted or not launch_waits:
+        return wanted
+    logger.warning(
+        "steps do not overlap: tokens travel to experts in a way that needs counts on the host"
+    )
+    return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,9 @@ it blocks on nothing but its steps and, in a group, on the other ranks. What is 
 
 With `max_ahead` 1 a step is launched before the results of the one before it are read, so that a
 GPU never waits for the host. What happens to a request meanwhile finds it in a step that cannot be
-taken back; drivers drop such results, and keep the blocks until then.
+taken back; drivers drop such results, and keep the blocks until then. Results do not wait for a
+launch, which may take longer than the rest of the step before it: a driver lets them through in the
+middle of it (`meanwhile`).
 
 Data-parallel ranks share experts, so they launch the same number of steps: before each launch they
 meet (`engine.parallel.lockstep`), once however many are unread, and a rank without work of its own
@@ -67,7 +69,9 @@ class StepLoop(Generic[PlanT]):
         self._is_following = False  # the latest turn launched something
         self._taken_over_at = 0.0
         self._pace = IdlePace(self._clock)
-        self._group = GroupState(has_work=False, max_num_tokens=0, all_leaving=False)
+        self._group = GroupState(
+            has_work=False, max_num_tokens=0, mean_num_tokens=0, all_leaving=False
+        )
         self._leaving = self._is_checked = False
         self._turned_at: float | None = None  # since when a turn with work runs
         self.num_tokens = 0
@@ -165,15 +169,15 @@ class StepLoop(Generic[PlanT]):
         plan = self._driver.plan(self._complete_launched)
         group = self._group = self._meet(plan.num_tokens)
         follows, self._is_following = self._is_following, group.has_work
-        least = group.max_num_tokens
+        most = group.max_num_tokens
         if not plan.num_tokens and not group.has_work:
             return False
         self.num_tokens += plan.num_tokens
-        self.num_tokens_of_most += least
+        self.num_tokens_of_most += most
         launched_at = self._clock()
         after = self._in_flight[-1].pending if self._in_flight else None
-        with self.watch(f"the launch of a {self._options.step} step", least):
-            pending = self._driver.launch(plan, after, least)
+        with self.watch(f"the launch of a {self._options.step} step", most):
+            pending = self._driver.launch(plan, after, group.mean_num_tokens, self._take_over_ended)
         if pending is None:
             return False
         self._in_flight.append(
@@ -182,7 +186,7 @@ class StepLoop(Generic[PlanT]):
                 pending=pending,
                 launched_at=launched_at,
                 follows=follows,
-                num_tokens=least,
+                num_tokens=most,
             )
         )
         return True
@@ -224,14 +228,23 @@ class StepLoop(Generic[PlanT]):
     def _take_over_all_but(self, num_steps: int) -> None:
         """Wait for the ends of the oldest steps, and carry on with their requests."""
         while len(self._in_flight) > num_steps:
-            step = self._in_flight.popleft()
-            with self.watch(f"a {self._options.step} step", step.num_tokens):
-                results = step.pending.collect()
-            now = self._clock()
-            seconds = now - max(step.launched_at, self._taken_over_at)
-            self._taken_over_at = now
-            idle_s = step.pending.idle_s if step.follows else None
-            self._driver.book(step.plan, results, seconds, idle_s)
+            self._take_over_next()
+
+    def _take_over_ended(self) -> None:
+        """Carry on with the requests of steps that are over; in the middle of a launch."""
+        while self._in_flight and self._in_flight[0].pending.is_done:
+            with self._thread.unwatched():
+                self._take_over_next()
+
+    def _take_over_next(self) -> None:
+        step = self._in_flight.popleft()
+        with self.watch(f"a {self._options.step} step", step.num_tokens):
+            results = step.pending.collect()
+        now = self._clock()
+        seconds = now - max(step.launched_at, self._taken_over_at)
+        self._taken_over_at = now
+        idle_s = step.pending.idle_s if step.follows else None
+        self._driver.book(step.plan, results, seconds, idle_s)
 
     def _check_books(self, is_busy: bool) -> None:
         """Check once, whenever the last request has left, that it took nothing along."""

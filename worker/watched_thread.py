@@ -64,6 +64,10 @@ class WatchedThread:
         """Limit the time of a call that may never return; see `Watchdog.watch`."""
         return self._watchdog.watch(what, limit_s)
 
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Watch nothing inside of a `watch`; see `Watchdog.unwatched`."""
+        return self._watchdog.unwatched()
+
     def _run(self) -> None:
         caught: BaseException | None = None
         try:

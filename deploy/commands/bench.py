@@ -12,8 +12,10 @@ from deploy.commands.common import add_command
 from deploy.engine_bench.command import (
     add_decode_arguments,
     add_prefill_arguments,
+    add_rows_arguments,
     run_decode_command,
     run_prefill_command,
+    run_rows_command,
 )
 from deploy.kv_bench.command import add_arguments as add_kv_arguments
 from deploy.kv_bench.command import run as run_kv
@@ -99,6 +101,18 @@ def _add_engine_parsers(subjects: Subparsers) -> None:
     )
     add_decode_arguments(decode)
     decode.set_defaults(command=run_decode_command)
+    rows = add_command(
+        subjects,
+        "rows",
+        help="a table of both, row by row, as lines of JSON",
+        description="Row after row of a file, each as `tandem bench prefill` or `tandem bench "
+        "decode` would be given it. Neighbours with the same ranks share processes, and the model "
+        "where they agree on it.",
+        examples="tandem bench rows benchmarks/rows/one-gpu.txt --json table.jsonl\n"
+        "tandem bench rows table.txt --add '--seconds 10 --profile off'",
+    )
+    add_rows_arguments(rows)
+    rows.set_defaults(command=run_rows_command)
 
 
 def run_startup(arguments: argparse.Namespace) -> int:

@@ -66,7 +66,8 @@ def run_info(arguments: argparse.Namespace) -> int:
         "tensors": ", ".join(f"{count} {dtype}" for dtype, count in sorted(by_dtype.items())),
         "size": f"{num_bytes / 2**20:.1f} MiB",
     }
-    for name, value in rows.items():
+    notes = [("note", remark) for remark in config.remarks]
+    for name, value in (*rows.items(), *notes):
         print(f"{name:<12} {value}")
     return 0
 

@@ -38,7 +38,13 @@ tandem validate cluster.toml --devices 16 --set decode.dp=8    # for another hos
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what would be started; a ConfigError says what is wrong."""
-    from deploy.checks import check_config, count_devices_for, read_model, resolve_config
+    from deploy.checks import (
+        check_config,
+        count_devices_for,
+        read_model,
+        remarks_of,
+        resolve_config,
+    )
     from deploy.decode_memory import describe_decode_memory, plan_decode_memory
     from deploy.plan import num_devices_needed, plan_instances
     from deploy.posture import posture_of
@@ -51,8 +57,12 @@ def run(arguments: argparse.Namespace) -> int:
         ranks = "1 rank" if plan.num_ranks == 1 else f"{plan.num_ranks} ranks"
         print(f"{plan.name:<12} {ranks} on {plan.device}")
     print(f"model        {config.model.name} ({config.model.path})")
+    print(f"computes in  {config.compute_dtype}")
     print(f"devices      {num_devices_needed(plans)} of {num_devices} CUDA devices")
-    budget = plan_decode_memory(config, read_model(config))
+    model = read_model(config)
+    for remark in (*model.remarks, *remarks_of(config)):
+        print(f"note         {remark}")
+    budget = plan_decode_memory(config, model)
     if budget is not None:
         print("\n".join(describe_decode_memory(budget)))
     print(f"{arguments.config or 'the configuration'} is valid")

@@ -1,7 +1,4 @@
-"""What was measured on: devices, clocks, versions, and the command, so that a figure can be redone.
-
-Clocks are read while the device is busy: a figure at lower clocks is another one.
-"""
+"""What was measured on: devices, versions, and the command, so that a figure can be redone."""
 
 from __future__ import annotations
 
@@ -44,20 +41,11 @@ def describe_command() -> dict[str, object]:
     return {"command": shlex.join(["python", "-m", "deploy", *sys.argv[1:]]), "commit": _commit()}
 
 
-def read_clocks() -> dict[str, int] | None:
-    """Clock (MHz), power (mW) and temperature (C) of this rank's device now; None on a CPU, or
-    without NVIDIA's management library.
-    """
-    if not torch.cuda.is_available():
-        return None
-    try:
-        return {
-            "sm_mhz": torch.cuda.clock_rate(),
-            "power_mw": torch.cuda.power_draw(),
-            "temperature_c": torch.cuda.temperature(),
-        }
-    except (ModuleNotFoundError, RuntimeError):
-        return None
+def device_uuids(device: str, world_size: int) -> list[str]:
+    """The ids of the GPUs of a launch on this host; none on a CPU."""
+    if device != "cuda":
+        return []
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(world_size)]
 
 
 def _versions() -> dict[str, str]:

@@ -1,9 +1,8 @@
 """The prefill of whole prompts: batches one after another, and one prompt alone.
 
-Batches run as in a prefill worker: one is launched while the one before still runs, and its tokens
-are read when they are there. A batch's time is the distance between two such moments. Ranks that
-share heads run the same prompts, rank 0 samples; ranks with their own tokens run their own. What a
-worker does besides is left out: queues, the plan that rank 0 sends to the others, KV transfer.
+What runs is decided by the worker's own section of the configuration and driven by its own loop.
+Ranks that share heads are told each batch by rank 0, over the worker's own link, and only rank 0
+samples; ranks with their own tokens meet before each batch and run their own.
 """
 
 from __future__ import annotations
@@ -11,226 +10,206 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import torch
 
-from deploy.engine_bench.execution import prefill_execution
-from deploy.engine_bench.launcher import RankPlace
-from deploy.engine_bench.machine import describe_command, describe_machine, read_clocks
-from deploy.engine_bench.options import PrefillOptions
+from deploy.engine_bench.data_sheets import find_sheet
+from deploy.engine_bench.figures import prefill_rates
+from deploy.engine_bench.method import Run, describe_idle, describe_run, run_steps
+from deploy.engine_bench.options import BLOCK_SIZE, PrefillOptions
 from deploy.engine_bench.profiling import profile_batch
-from deploy.engine_bench.rates import HARDWARE, Bounds, RateBound, describe_rates
+from deploy.engine_bench.rank_model import RankModel, RankModels, device_name
 from deploy.engine_bench.report import Quantiles, Report, say
-from deploy.engine_bench.session import BLOCK_SIZE, Session, open_session
-from deploy.engine_bench.shapes import MeasuredModel
-from deploy.engine_bench.timing import distances, idle_between
+from deploy.engine_bench.requests import PromptBatches, SamplingChoice
+from deploy.engine_bench.session import Session, close_session, open_session
+from deploy.engine_bench.stages import BatchProfile
 from engine.batch import build_forward_batch
-from engine.bounds import PrefillTraffic, prefill_bound
-from engine.config import ModelConfig
-from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from engine.request import Request, ScheduledRequest, num_blocks_for
-from engine.runner import PendingStep
-from engine.warm_up import Product, attention_products, products
-from runtime.sampling import SamplingParams
+from engine.request import ScheduledRequest
+from engine.runner import ModelRunner, PendingStep
+from engine.warm_up import attention_products, products
+from prefill.assembly import plan_shape_of
+from prefill.follower import make_batch
+from prefill.rank_link import FollowerLink, LeaderLink
+from prefill.rank_plan import PlanKind
+from prefill.sender_group import batch_arrays
 
 _NUM_TTFT = 9
-_GREEDY = SamplingParams(temperature=0.0)
 
 
-def run_prefill(options: PrefillOptions, place: RankPlace) -> Report | None:
+def run_prefill(options: PrefillOptions, models: RankModels) -> Report | None:
     """Measure on one rank; the report on rank 0, None on the others."""
-    session = open_session(
-        options.setup,
-        place,
-        partial(prefill_execution, options),
-        max_tokens=options.batch_tokens,
-        list_products=partial(_list_products, options),
-        kv_tokens=2 * options.num_prompts * _blocks(options) * BLOCK_SIZE,
+    setup = options.setup
+    rank = models.get(setup, options.section)
+    rank.check_length("prompt-len", options.prompt_len + 1)
+    model, kernels = rank.model, rank.model.kernels
+    rank.compile_for(
+        [
+            *attention_products(model, kernels),
+            *products(model, kernels, options.batch_tokens, rows=_rows(options, rank)),
+        ]
     )
-    bench = _PrefillBench(session, options)
-    bench.run_batches(options.setup.warm_ups)
-    say("warmed up", rank=place.rank)
-    times, idle = bench.run_batches(options.setup.repeats + 1)
-    ttft = bench.run_alone() if options.ttft else []
-    clocks = bench.read_clocks()
-    profile = profile_batch(session, bench.run_one) if options.setup.profile else None
-    memory = session.memory_gb()
-    session.close()
-    if place.rank:
+    batches = invent_batches(options, rank)
+    session = open_session(
+        rank,
+        setup,
+        num_blocks=batches.num_blocks,
+        kv_dtype=options.section.kv_dtype,
+        max_tokens=options.batch_tokens,
+    )
+    say("ready", rank=rank.place.rank)
+    run = _run(session, options, batches)
+    alone = _Alone(session, invent_batches(options, rank, what="alone"))
+    ttft = alone.times() if options.ttft else []
+    profile = profile_batch(session, alone.run_batch) if setup.profile else None
+    report = None if run is None else _report(session, options, run, ttft, profile)
+    close_session(session)
+    return report if session.is_first else None
+
+
+def invent_batches(
+    options: PrefillOptions, rank: RankModel, what: str = "batches"
+) -> PromptBatches:
+    """The batches of a rank, drawn from the seed; ranks that share heads draw the same."""
+    setup = options.setup
+    own = rank.place.rank if setup.dp > 1 else 0
+    return PromptBatches(
+        options.prompt_len,
+        options.num_prompts,
+        block_size=BLOCK_SIZE,
+        sampling=SamplingChoice(
+            temperature=setup.temperature,
+            top_p=setup.top_p,
+            vocab_size=rank.measured.config.vocab_size,
+        ),
+        generator=random.Random(f"{setup.seed} {what} of rank {own}"),
+    )
+
+
+def _run(session: Session, options: PrefillOptions, batches: PromptBatches) -> Run | None:
+    """Run the loop; None on a rank that follows."""
+    group = session.rank.groups.tp_group
+    shape = plan_shape_of(options.cluster, session.rank.max_model_len)
+    if session.is_follower:
+        session.rank.meet()
+        _follow(session, FollowerLink(group, shape, session.epoch))
         return None
-    batch_ms = Quantiles.of(times)
+    runner = _PrefillRunner(session.runner)
+    if group.size == 1:
+        return run_steps(session, options.setup, options.section, batches, runner)
+    link = LeaderLink(group, shape, session.epoch)
+
+    def announce(scheduled: Sequence[ScheduledRequest]) -> None:
+        link.exchange(batch_arrays(scheduled, BLOCK_SIZE), b"")
+
+    return run_steps(
+        session,
+        options.setup,
+        options.section,
+        batches,
+        runner,
+        announce=announce,
+        dismiss=link.stop,
+    )
+
+
+def _follow(session: Session, link: FollowerLink) -> None:
+    """Take part in rank 0's batches until it says stop."""
+    while (plan := link.exchange(())).kind is not PlanKind.STOP:
+        assert plan.batch is not None, "rank 0 sends batches only"
+        session.begin_step()
+        session.runner.forward_only(make_batch(plan.batch, BLOCK_SIZE, session.device))
+
+
+def _report(
+    session: Session,
+    options: PrefillOptions,
+    run: Run,
+    ttft: Sequence[float],
+    profile: BatchProfile | None,
+) -> Report:
+    steps, tokens = run.of_rank_0, options.batch_tokens * options.setup.dp
+    batch_ms = 1e3 * steps.seconds / steps.num_steps
     return {
         "benchmark": "prefill",
-        "label": session.measured.label,
-        "notes": session.measured.notes,
+        **describe_run(session, options.setup, options.section, run),
         "options": dataclasses.asdict(options),
-        "batch_ms": dataclasses.asdict(batch_ms),
-        "rates": prefill_rates(session.measured, options, batch_ms.median / 1e3),
-        "ttft_ms": dataclasses.asdict(Quantiles.of(ttft)) if ttft else None,
-        "idle_between_batches_ms": dataclasses.asdict(Quantiles.of(idle)) if idle else None,
-        "profile": dataclasses.asdict(profile) if profile is not None else None,
-        "bubbles_ms": None if profile is None else profile.bubbles_ms(batch_ms.median),
-        "memory_gb": memory,
-        "machine": describe_machine(options.setup.device, place.world_size),
-        "clocks": clocks,
-        **describe_command(),
-    }
-
-
-def prefill_rates(measured: MeasuredModel, options: PrefillOptions, batch_s: float) -> Report:
-    """The rates of batches that take so long; see `rates`."""
-    own_tokens = options.setup.dp > 1
-    # Ranks that share heads run the batch of the whole node; ranks with own tokens only theirs.
-    factor = measured.virtual_gpus / measured.num_gpus if own_tokens else 1.0
-    return describe_rates(
-        measured,
-        tokens=options.batch_tokens * options.setup.dp,
-        seconds=batch_s,
-        ranks_factor=factor,
-        bounds=(
-            _bounds(measured.config, options, measured.num_gpus),
-            _bounds(measured.whole, options, measured.virtual_gpus),
+        "tokens_per_batch": tokens,
+        "batch_ms": dataclasses.asdict(Quantiles.of(steps.step_s)),
+        "rates": prefill_rates(
+            session.rank.measured,
+            options,
+            find_sheet(device_name(session.device)),
+            steps.per_s(tokens),
         ),
-        is_gpu=options.setup.device == "cuda",
-    )
-
-
-def _bounds(config: ModelConfig, options: PrefillOptions, num_gpus: int) -> Bounds:
-    traffic = PrefillTraffic.LATENTS_FP8 if options.is_scattered else PrefillTraffic.ALL_REDUCE
-    if options.setup.dp > 1:
-        traffic = PrefillTraffic.ALL_TO_ALL
-    bounds = {
-        name: prefill_bound(
-            config, options.prompt_len, num_gpus=num_gpus, traffic=traffic, hardware=hardware
-        )
-        for name, hardware in HARDWARE.items()
-    }
-    return {
-        name: RateBound(overlapped=bound.overlapped, serial=bound.serial)
-        for name, bound in bounds.items()
+        "ttft_ms": dataclasses.asdict(Quantiles.of(ttft)) if ttft else None,
+        "idle_between_batches_ms": describe_idle(steps),
+        "profile": dataclasses.asdict(profile) if profile is not None else None,
+        "bubbles_ms": None if profile is None else profile.bubbles_ms(batch_ms),
     }
 
 
-def _list_products(options: PrefillOptions, model: DeepseekV3ForCausalLM) -> list[Product]:
-    found = products(model, model.kernels, options.batch_tokens, rows=_rows(options))
-    return [*attention_products(model, model.kernels), *found]
-
-
-def _rows(options: PrefillOptions) -> list[int]:
+def _rows(options: PrefillOptions, rank: RankModel) -> list[int]:
     """Tokens of the steps and micro-batches that come, and each rank's rows of them."""
     rows = {options.batch_tokens, *([options.prompt_len] if options.ttft else [])}
-    if options.overlap:
-        rows |= {count // 2 for count in rows if count > 1}
-    if options.is_scattered:
+    overlap = rank.execution.overlap
+    if overlap is not None:
+        rows |= {count // 2 for count in rows if count >= max(overlap.min_tokens, 2)}
+    if options.section.is_scattered:
         rows |= {-(-count // options.setup.tp) for count in rows}
     return sorted(rows)
 
 
-def _blocks(options: PrefillOptions) -> int:
-    return num_blocks_for(options.prompt_len, BLOCK_SIZE)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _PrefillRunner:
+    """Launches as the loop of a prefill worker does: no prompt needs a token of the step before."""
+
+    runner: ModelRunner
+
+    def launch(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        after: PendingStep | None,
+        group_mean: int,
+        meanwhile: Callable[[], None],
+    ) -> PendingStep:
+        return self.runner.launch(scheduled, meanwhile=meanwhile)
+
+    def run_dummy(self, group_mean: int) -> None:
+        self.runner.run_dummy()
 
 
-class _PrefillBench:
-    """Batches of one rank. Two sets of blocks, used in turn by batches that follow each other."""
+class _Alone:
+    """Steps outside of the loop, each waited for: one prompt on idle ranks, a batch to look at.
 
-    def __init__(self, session: Session, options: PrefillOptions) -> None:
-        self._session = session
-        self._options = options
-        own = session.place.rank if options.setup.dp > 1 else 0
-        self._random = random.Random(own)
-        self._next_set = 0
+    All ranks call alike; those that share heads invent the same prompts.
+    """
 
-    def run_batches(self, count: int) -> tuple[list[float], list[float]]:
-        """Run batches back to back.
+    def __init__(self, session: Session, batches: PromptBatches) -> None:
+        self._session, self._batches = session, batches
 
-        Returns:
-            Seconds of each but the first, and seconds that the device idled before each of these
-            (empty on a CPU and on ranks that do not sample).
-        """
-        session = self._session
-        batches = [self._schedule(self._options.num_prompts) for _ in range(count)]
-        steps: list[PendingStep | None] = []
-        ends: list[float] = []
-        previous: _Launched | None = None
-        session.meet()
-        for batch in batches:
-            launched = self._launch(batch)
-            steps.append(launched.step)
-            if previous is not None:
-                previous.wait()
-                ends.append(time.perf_counter())
-            previous = launched
-        if previous is not None:
-            previous.wait()
-            ends.append(time.perf_counter())
-        session.meet()
-        return distances(ends), idle_between(steps)
-
-    def run_alone(self) -> list[float]:
-        """Run single prompts on an idle node: seconds from the tokens to the sampled token."""
-        times = []
+    def times(self) -> list[float]:
+        """Seconds from the tokens of one prompt to its sampled token."""
+        found = []
         for _ in range(_NUM_TTFT):
-            batch = self._schedule(1)
-            self._session.meet()
+            scheduled = self._batches.schedule(1)
+            self._session.rank.meet()
             began = time.perf_counter()
-            self._launch(batch).wait()
-            times.append(time.perf_counter() - began)
-        return times[_NUM_TTFT // 3 :]  # the first ones warm this size up
+            self._run(scheduled)
+            found.append(time.perf_counter() - began)
+        return found[_NUM_TTFT // 3 :]  # the first ones warm this size up
 
-    def read_clocks(self) -> dict[str, int] | None:
-        """Clocks of the device while it runs a batch."""
-        launched = self._launch(self._schedule(self._options.num_prompts))
-        clocks = read_clocks() if self._session.device.type == "cuda" else None
-        launched.wait()
-        return clocks
+    def run_batch(self) -> None:
+        """Run one batch."""
+        self._run(self._batches.schedule())
 
-    def run_one(self) -> None:
-        """Run a batch and wait for it."""
-        self._launch(self._schedule(self._options.num_prompts)).wait()
-
-    def _schedule(self, num_prompts: int) -> list[ScheduledRequest]:
-        length, blocks = self._options.prompt_len, _blocks(self._options)
-        first = 1 + self._next_set * self._options.num_prompts * blocks
-        self._next_set = 1 - self._next_set
-        vocabulary = self._session.measured.config.vocab_size
-        return [
-            ScheduledRequest(
-                Request(
-                    request_id=f"prompt-{index}",
-                    prompt_token_ids=self._random.choices(range(vocabulary), k=length),
-                    sampling=_GREEDY,
-                    block_table=list(range(first + index * blocks, first + (index + 1) * blocks)),
-                ),
-                length,
-            )
-            for index in range(num_prompts)
-        ]
-
-    def _launch(self, batch: list[ScheduledRequest]) -> _Launched:
+    def _run(self, scheduled: list[ScheduledRequest]) -> None:
         session = self._session
+        session.begin_step()
         if not session.is_follower:
-            return _Launched(step=session.runner.launch(batch))
+            session.runner.launch(scheduled).collect()
+            return
         with torch.inference_mode():
-            forward = build_forward_batch(batch, BLOCK_SIZE, session.device)
-        session.runner.forward_only(forward)
-        if session.device.type != "cuda":
-            return _Launched()
-        end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        end.record()
-        return _Launched(end=end)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Launched:
-    """A batch on its way: with tokens to collect, or, on a follower, with an event at its end."""
-
-    step: PendingStep | None = None
-    end: torch.cuda.Event | None = None
-
-    def wait(self) -> None:
-        """Return when it is over."""
-        if self.step is not None:
-            self.step.collect()
-        if self.end is not None:
-            self.end.synchronize()
+            batch = build_forward_batch(scheduled, BLOCK_SIZE, session.device)
+        session.runner.forward_only(batch)
+        session.rank.synchronize()

@@ -36,11 +36,11 @@ def profile_batch(
         None on other ranks.
     """
     bounds = _measure_bounds(session, named or run)
-    if session.place.rank:
+    if session.rank.place.rank:
         for call in (named or run, run):
             call()
         return None
-    session.timer.mode = TimerMode.RANGES
+    session.rank.timer.mode = TimerMode.RANGES
     activities = [torch.profiler.ProfilerActivity.CPU]
     if session.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -49,18 +49,21 @@ def profile_batch(
         for name, call in ((_NAMED, named or run), (_MEASURED, run)):
             with torch.profiler.record_function(name):
                 call()
-                session.synchronize()
-    session.timer.mode = TimerMode.OFF
+                session.rank.synchronize()
+    session.rank.timer.mode = TimerMode.OFF
     events = _read_trace(profiler)
     names = stage_names(read_spans(events, _NAMED)) if named is not None else {}
     return summarise(read_spans(events, _MEASURED, names), bounds)
 
 
 def _measure_bounds(session: Session, run: Callable[[], object]) -> dict[str, float]:
-    """Least seconds of each stage; none on a CPU, because bounds are those of a GPU."""
-    if session.device.type != "cuda":
+    """Least seconds of each stage; none where we have no data sheet of the device.
+
+    All ranks are on devices of one kind, so all of them or none run the batch once more.
+    """
+    timer = session.rank.timer
+    if session.device.type != "cuda" or timer.hardware is None:
         return {}
-    timer = session.timer
     timer.mode = TimerMode.BOUNDS
     run()
     timer.mode = TimerMode.OFF

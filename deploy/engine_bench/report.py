@@ -15,8 +15,8 @@ Report = dict[str, object]
 class Quantiles:
     """Of repeated times, in milliseconds."""
 
-    median: float
     p10: float
+    p50: float
     p90: float
     count: int
 
@@ -25,8 +25,8 @@ class Quantiles:
         """Those of at least one time; between two of them, by their distance."""
         ordered = sorted(seconds)
         return cls(
-            median=quantile(ordered, 0.5) * 1e3,
             p10=quantile(ordered, 0.1) * 1e3,
+            p50=quantile(ordered, 0.5) * 1e3,
             p90=quantile(ordered, 0.9) * 1e3,
             count=len(ordered),
         )
@@ -36,6 +36,18 @@ def say(text: str, *, rank: int = 0) -> None:
     """Progress, on stderr, of rank 0 alone."""
     if rank == 0:
         print(text, file=sys.stderr, flush=True)
+
+
+def append_line(report: Mapping[str, object], path: Path | None) -> None:
+    """Add the report as one line to the file, or to stdout, at once."""
+    text = json.dumps(report) + "\n"
+    if path is None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
 
 
 def write_report(report: Mapping[str, object], path: Path | None) -> None:

@@ -1,9 +1,14 @@
-"""Experts chosen evenly: a `Kernels` whose routing gives every expert the same number of rows.
+"""Who chooses experts: a `Kernels` whose routing takes the experts' numbers from tables.
 
 A trained router is balanced by its bias; invented weights are not, the deeper the less, and a
 measurement would then be one of their imbalance. The real operation still runs and its weights are
-used; only the experts' numbers are replaced, by a table made beforehand. The table keeps to the
-rule: experts of a token lie in `topk_group` groups, and are different.
+used; only the experts' numbers are replaced, by tables that are made beforehand and keep to the
+rule: experts of a token are different, and lie in `topk_group` groups.
+
+*Uniform*: every token draws its experts by itself, so that experts get as many rows in the mean and
+no two as many, as with a balanced router: rows are padded to tiles, and the fullest rank is waited
+for. Every layer has its own draws, and every step other ones. *Even*: every expert gets as many
+rows, in multiples of the tiles where the batch is one: no padding, no skew. That is a bound.
 """
 
 from __future__ import annotations
@@ -17,23 +22,117 @@ from engine.config import ModelConfig
 from engine.kernels.base import Kernels
 from engine.kernels.routing import RoutingRule
 
+MAX_STEPS = 64
+"""Of different draws; then they come again."""
+MAX_BYTES = 512 * 2**20
+"""Of draws of all steps on a device, but for those of two steps, which there always are."""
 
-class EvenRouting:
-    """Wraps the kernels of a rank; everything but the choice of experts is theirs."""
 
-    def __init__(self, kernels: Kernels, table_TK: Tensor) -> None:
+class RoutingTables:
+    """Experts of the tokens of a step, call by call.
+
+    The tables of a step lie where those of the one before did, so that a captured step reads them.
+    """
+
+    def __init__(self, draws_SCTK: Tensor, *, num_rows: int | None = None) -> None:
+        """Take tables of S steps, C calls of each and T tokens of a call; then they come again.
+
+        Args:
+            draws_SCTK: experts; changed.
+            num_rows: of every call, tokens behind so many are padding, which goes to no expert;
+                None where calls differ in that.
+        """
+        self.knows_padding = num_rows is not None
+        if num_rows is not None:
+            draws_SCTK[:, :, num_rows:] = -1
+        self._draws = draws_SCTK
+        self._current = draws_SCTK[0].clone()
+        self._step = self._call = 0
+
+    def begin_step(self) -> None:
+        """Issue the change to the next step's tables to the current stream."""
+        self._call = 0
+        if len(self._draws) > 1:
+            self._step = (self._step + 1) % len(self._draws)
+            self._current.copy_(self._draws[self._step])
+
+    def take(self, num_tokens: int) -> Tensor:
+        """The experts of the next call, [num_tokens, K] int64."""
+        table = self._current[self._call % len(self._current)]
+        self._call += 1
+        assert num_tokens <= len(table), (num_tokens, len(table))
+        return table[:num_tokens]
+
+
+class TableRouting:
+    """Wraps the kernels of a rank; everything but the choice of experts is theirs.
+
+    Attributes:
+        tables: in use; None for the router's own choice.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self._table_TK = table_TK
+        self.tables: RoutingTables | None = None
 
     def group_limited_topk(
-        self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule
+        self, logits: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the experts of the table, and the weights of those that were really chosen."""
-        _, weights_TK = self._kernels.group_limited_topk(logits_TE, bias_E, rule)
-        return self._table_TK[: weights_TK.shape[0]], weights_TK
+        """Return the experts of the tables, and the weights of those that were really chosen."""
+        ids_TK, weights_TK = self._kernels.group_limited_topk(logits, bias_E, rule, num_rows)
+        if self.tables is None:
+            return ids_TK, weights_TK
+        own_TK = self.tables.take(weights_TK.shape[0])
+        if num_rows is not None and not self.tables.knows_padding:
+            own_TK = torch.where(ids_TK < 0, ids_TK, own_TK)
+        return own_TK, weights_TK
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
+
+
+def num_draws(config: ModelConfig, num_tokens: int, num_calls: int) -> int:
+    """For how many steps draws are made: as many as there is room for, at least two."""
+    step_bytes = num_calls * num_tokens * config.num_experts_per_tok * torch.int64.itemsize
+    return max(2, min(MAX_STEPS, MAX_BYTES // max(step_bytes, 1)))
+
+
+def uniform_experts(config: ModelConfig, num_tokens: int, generator: torch.Generator) -> Tensor:
+    """Return [num_tokens, K] int64 on the generator's device: each token's own draw.
+
+    First `topk_group` of the groups, each set of them as likely, then K of their experts.
+    """
+    groups, device = config.n_group, generator.device
+    size = config.n_routed_experts // groups
+    # In float64, because equals would not be drawn alike.
+    keys_TGS = torch.rand(
+        (num_tokens, groups, size), dtype=torch.float64, generator=generator, device=device
+    )
+    if config.topk_group < groups:
+        order = torch.rand(
+            (num_tokens, groups), dtype=torch.float64, generator=generator, device=device
+        )
+        kept = order.topk(config.topk_group, dim=1).indices
+        left_out = torch.ones_like(order, dtype=torch.bool).scatter_(1, kept, False)
+        keys_TGS.masked_fill_(left_out.unsqueeze(2), -1.0)
+    return keys_TGS.flatten(1).topk(config.num_experts_per_tok, dim=1).indices
+
+
+def draw_uniform(
+    config: ModelConfig,
+    *,
+    num_steps: int,
+    num_calls: int,
+    num_tokens: int,
+    generator: torch.Generator,
+) -> Tensor:
+    """Return [num_steps, num_calls, num_tokens, K] int64, all drawn by themselves."""
+    shape = (num_steps, num_calls, num_tokens, config.num_experts_per_tok)
+    drawn = torch.empty(shape, dtype=torch.int64, device=generator.device)
+    for step in drawn:
+        for call in step:
+            call.copy_(uniform_experts(config, num_tokens, generator))
+    return drawn
 
 
 def even_experts(

@@ -1,225 +1,170 @@
-"""A rank that is ready to be measured: groups, model, KV pool and runner, as a worker boots them.
-
-What differs from a worker: weights are invented, experts may be chosen evenly, and calls of kernels
-and collectives can be named in a trace. Kernels are compiled for the rows that will come, each
-weight shape on one rank, so that no two ranks compile the same.
-"""
+"""A model with a KV pool, a runner and tables of experts: what one measurement needs of a rank."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
-from deploy.engine_bench.execution import MakeExecution, RankParts
-from deploy.engine_bench.launcher import RankPlace
-from deploy.engine_bench.options import Routing, Setup
-from deploy.engine_bench.report import say
-from deploy.engine_bench.routing import EvenRouting, even_experts
-from deploy.engine_bench.shapes import MeasuredModel, choose_model
-from engine.build import build_kv_pool, build_model
-from engine.config import ModelConfig
+from deploy.engine_bench.options import BLOCK_SIZE, Routing, Setup
+from deploy.engine_bench.rank_model import RankModel, free_memory
+from deploy.engine_bench.report import Report
+from deploy.engine_bench.routing import (
+    RoutingTables,
+    draw_uniform,
+    even_experts,
+    num_draws,
+)
+from engine.build import build_kv_pool
 from engine.execution import Execution
-from engine.kernels.base import Kernels
-from engine.kernels.create import create_kernels
-from engine.kernels.fp8_rows import GROUP
-from engine.kernels.portable import PortableKernels
 from engine.memory.kv_pool import KVPool
-from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from engine.parallel.groups import ProcessGroups, RankGroup, init_process_groups
+from engine.parallel.groups import agree_on_epoch
+from engine.parallel.lockstep import Lockstep, SoloLockstep, create_lockstep
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
-from engine.stage_timer import StageTimer
-from engine.warm_up import Product
 
-BLOCK_SIZE = 64
-ListProducts = Callable[[DeepseekV3ForCausalLM], Sequence[Product]]
-_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+_KV_DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """One rank, until its process ends.
+    """One rank during one measurement.
 
     Attributes:
-        place: which rank.
-        measured: the model and what it stands for.
-        groups: the ranks.
-        timer: names the calls of the model.
-        model: with invented weights.
-        runner: of the model, with a KV pool.
-        device: of the rank.
-        close_execution: frees what the ranks opened besides.
+        rank: its model.
+        runner: of the model on a pool of its own.
+        epoch: the same on all ranks.
     """
 
-    place: RankPlace
-    measured: MeasuredModel
-    groups: ProcessGroups
-    timer: StageTimer
-    model: DeepseekV3ForCausalLM
+    rank: RankModel
     runner: ModelRunner
-    device: torch.device
-    close_execution: Callable[[], None]
+    epoch: int
 
     @property
-    def everyone(self) -> RankGroup:
-        """All ranks."""
-        return _everyone(self.groups)
+    def is_first(self) -> bool:
+        """Whether this rank times and reports."""
+        return self.rank.place.rank == 0
 
     @property
     def is_follower(self) -> bool:
-        """Whether rank 0 samples for this rank."""
-        return self.groups.dims.tp > 1 and self.place.rank > 0
+        """Whether rank 0 schedules and samples for this rank."""
+        return self.rank.groups.dims.tp_rank > 0
 
-    def meet(self) -> None:
-        """Wait for the device, then for all ranks."""
-        self.synchronize()
-        self.everyone.barrier()
+    @property
+    def device(self) -> torch.device:
+        """Of the rank."""
+        return self.rank.device
 
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+    def lockstep(self) -> Lockstep:
+        """How this rank meets the others before each step, as in a worker."""
+        groups = self.rank.groups
+        if groups.dims.dp == 1:
+            return SoloLockstep()
+        return create_lockstep(groups.ep_group, self.epoch)
+
+    def begin_step(self) -> None:
+        """Issue what comes before a step: the experts of its tokens, where tables choose them."""
+        tables = self.rank.routing.tables
+        if tables is not None:
+            tables.begin_step()
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """The values of all ranks, by rank."""
+        row = torch.tensor([list(values)], dtype=torch.float64)
+        gathered: list[list[float]] = self.rank.groups.boot_group.all_gather(row).tolist()
+        return gathered
 
     def memory_gb(self) -> float | None:
         """Most bytes of device memory that tensors held, in 10**9; None on a CPU."""
         if self.device.type != "cuda":
             return None
-        return torch.cuda.max_memory_allocated() / 1e9
-
-    def close(self) -> None:
-        """Leave the groups, all ranks together."""
-        self.meet()
-        self.close_execution()
-        self.groups.destroy()
+        return torch.cuda.max_memory_allocated(self.device) / 1e9
 
 
 def open_session(
+    rank: RankModel,
     setup: Setup,
-    place: RankPlace,
-    make_execution: MakeExecution,
     *,
+    num_blocks: int,
+    kv_dtype: str,
     max_tokens: int,
-    list_products: ListProducts,
-    kv_tokens: int,
-    kv_dtype: torch.dtype | None = None,
+    num_rows: int | None = None,
 ) -> Session:
-    """Make a rank ready.
+    """Give a model what a measurement needs; all ranks call.
 
     Args:
-        setup: model and ranks.
-        place: which rank.
-        make_execution: opens what the ranks need besides.
-        max_tokens: most tokens of a step on this rank.
-        list_products: products of the model that will come, to compile them ahead.
-        kv_tokens: that the KV pool must hold, in whole blocks.
-        kv_dtype: of the pool; None for the model's.
-
-    Raises:
-        ConfigError: a shape that the ranks cannot split.
-        PeerLostError: the other ranks did not come.
+        rank: the model.
+        setup: says who chooses experts.
+        num_blocks: of the pool, block 0 included; ranks may differ.
+        kv_dtype: of the pool, as in the configuration.
+        max_tokens: most tokens of a step on this rank, padding included.
+        num_rows: of every step, those that are no padding; None where there is none.
     """
-    start = time.perf_counter()
-    measured = choose_model(setup)
-    device = _take_device(setup.device, place)
-    groups = init_process_groups(
-        setup.dims(place.rank),
-        place.rendezvous,
-        backend=_BACKENDS[setup.device],
-        timeout_s=setup.timeout_s,
-    )
-    config = measured.config
-    timer, kernels = _make_kernels(setup, config, device, max_tokens, place.rank)
-    watched = timer.watch_groups(groups)
-    parts = RankParts(config=config, groups=watched, kernels=kernels, timer=timer, device=device)
-    opened = make_execution(parts)
-    model = _build_model(parts, opened.execution)
-    say(f"weights are there after {time.perf_counter() - start:.1f} s", rank=place.rank)
-    if device.type == "cuda":
-        compile_kernels(list_products(model), _everyone(groups))
-    say(f"kernels are there after {time.perf_counter() - start:.1f} s", rank=place.rank)
-    pool = _fill(build_kv_pool(model, _num_blocks(kv_tokens), dtype=kv_dtype))
+    free_memory(rank.device)  # what the measurement before has left
+    if rank.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(rank.device)
+    rank.routing.tables = make_tables(rank, setup, max_tokens, num_rows)
+    pool = build_kv_pool(rank.model, num_blocks, block_size=BLOCK_SIZE, dtype=_KV_DTYPES[kv_dtype])
     return Session(
-        place=place,
-        measured=measured,
-        groups=groups,
-        timer=timer,
-        model=model,
-        runner=ModelRunner(model, pool, Sampler(config.vocab_size)),
-        device=device,
-        close_execution=opened.close,
+        rank=rank,
+        runner=ModelRunner(rank.model, _fill(pool), Sampler(rank.measured.config.vocab_size)),
+        epoch=agree_on_epoch(rank.everyone),
     )
 
 
-def _make_kernels(
-    setup: Setup, config: ModelConfig, device: torch.device, max_tokens: int, rank: int
-) -> tuple[StageTimer, Kernels]:
-    """Return the timer of the device's kernels, and the kernels that the model is given."""
-    timer = StageTimer(
-        create_kernels(device)
-        if device.type == "cuda"
-        else PortableKernels(has_fp8=_is_fp8(config))
+def close_session(session: Session) -> None:
+    """End a measurement, all ranks together; its pool goes with the last who refers to it."""
+    session.rank.meet()
+    session.rank.routing.tables = None
+
+
+def make_tables(
+    rank: RankModel, setup: Setup, max_tokens: int, num_rows: int | None
+) -> RoutingTables | None:
+    """Tables of experts; None where the router chooses, or there is none.
+
+    Ranks with their own tokens draw apart; ranks that share them have to agree on their experts.
+    """
+    config, dims = rank.measured.config, rank.groups.dims
+    if setup.routing is Routing.MODEL or not config.num_moe_layers:
+        return None
+    own = rank.place.rank if dims.dp > 1 else 0
+    if rank.execution.overlap is not None:
+        num_rows = None  # two micro-batches share the padding, as their cut lies
+    if setup.routing is Routing.EVEN:
+        table = even_experts(config, max_tokens, rank=own, num_ranks=dims.dp)
+        return RoutingTables(table.to(rank.device)[None, None], num_rows=num_rows)
+    # Two micro-batches ask once each.
+    num_calls = config.num_moe_layers * (1 if rank.execution.overlap is None else 2)
+    generator = torch.Generator(device=rank.device).manual_seed(setup.seed * dims.world_size + own)
+    drawn = draw_uniform(
+        config,
+        num_steps=num_draws(config, max_tokens, num_calls),
+        num_calls=num_calls,
+        num_tokens=max_tokens,
+        generator=generator,
     )
-    kernels = cast(Kernels, timer)
-    if setup.routing is Routing.EVEN and config.num_moe_layers:
-        # Ranks that share tokens have to agree on their experts.
-        table = even_experts(config, max_tokens, rank=rank % setup.dp, num_ranks=setup.dp)
-        kernels = cast(Kernels, EvenRouting(kernels, table.to(device)))
-    return timer, kernels
+    return RoutingTables(rank.groups.tp_group.broadcast(drawn), num_rows=num_rows)
 
 
-def _build_model(parts: RankParts, execution: Execution) -> DeepseekV3ForCausalLM:
-    model = build_model(
-        parts.config,
-        parts.groups,
-        dtype=torch.bfloat16 if _is_fp8(parts.config) else torch.float32,
-        device=parts.device,
-        load_format="dummy",
-        kernels=parts.kernels,
-        execution=execution,
-    )
-    if parts.device.type == "cuda":
-        torch.cuda.empty_cache()  # what drawing the weights took; the KV pool wants one piece
-    return model
-
-
-def _is_fp8(config: ModelConfig) -> bool:
-    return config.fp8_block_size == GROUP
-
-
-def compile_kernels(todo: Sequence[Product], group: RankGroup) -> None:
-    """Run products that compile: each weight shape on one rank, then all from the cache on all."""
-    shapes = sorted({_shape_of(product) for product in todo})
-    own = set(shapes[group.rank :: group.size])
-    for chosen in ([product for product in todo if _shape_of(product) in own], todo):
-        for product in chosen:
-            product.run()
-        torch.cuda.synchronize()
-        group.barrier()
-
-
-def _shape_of(product: Product) -> str:
-    return product.name.split(" x ")[0]
-
-
-def _everyone(groups: ProcessGroups) -> RankGroup:
-    return groups.tp_group if groups.dims.tp > 1 else groups.ep_group
-
-
-def _take_device(kind: str, place: RankPlace) -> torch.device:
-    if kind == "cpu":
-        torch.set_num_threads(1)
-        return torch.device("cpu")
-    device = torch.device("cuda", place.local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _num_blocks(kv_tokens: int) -> int:
-    return -(-kv_tokens // BLOCK_SIZE) + 1  # block 0 is nobody's
+def describe_execution(execution: Execution) -> Report:
+    """How steps run, for a report: what every "auto" of the section has become."""
+    dispatcher = execution.dispatcher
+    return {
+        "two_batch_overlap": execution.overlap is not None,
+        "scatter_tokens": execution.scatter_tokens,
+        "collectives": None if execution.collectives is None else "symmetric",
+        "dispatcher": None if dispatcher is None else type(dispatcher).__name__,
+        "overlap_shared_expert": execution.overlap_shared_expert,
+        "side_stream": execution.side_stream is not None,
+        "dependent_launches": execution.dependent_launches,
+    }
 
 
 def _fill(pool: KVPool) -> KVPool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deploy.engine_bench.options import Axis, Setup
+from deploy.engine_bench.options import ROUTING_LABELS, Axis, Setup
 from engine.config import ModelConfig
 from engine.shapes import expert_shard, read_shape, tensor_shard, with_layers
 
@@ -24,7 +24,7 @@ class MeasuredModel:
         num_gpus: ranks that run.
         virtual_gpus: GPUs of the node that the ranks stand for.
         label: what a figure of this run is a figure of.
-        notes: how it differs from the whole.
+        notes: how it differs from the whole; `left_out` has what a proxy leaves out.
     """
 
     config: ModelConfig
@@ -60,7 +60,6 @@ def choose_model(setup: Setup) -> MeasuredModel:
         config = shard(whole, ranks=num_gpus, of=of)
     if of > num_gpus:
         label = f"per-rank proxy on {num_gpus} {_places(setup, num_gpus)}"
-        notes = _shard_notes(setup, config, whole)
     if setup.layers and setup.layers != whole.num_hidden_layers:
         config = with_layers(config, setup.layers)
         label += f", {setup.layers} of {whole.num_hidden_layers} layers"
@@ -69,6 +68,8 @@ def choose_model(setup: Setup) -> MeasuredModel:
             f"{config.num_hidden_layers} layers, {dense} of them dense; embedding, head and"
             " sampling are done once, as for all layers"
         )
+    if config.num_moe_layers:
+        label += f", {ROUTING_LABELS[setup.routing]}"
     return MeasuredModel(
         config=config,
         whole=whole,
@@ -82,23 +83,3 @@ def choose_model(setup: Setup) -> MeasuredModel:
 def _places(setup: Setup, count: int) -> str:
     kind = "GPU" if setup.device == "cuda" else "CPU rank"
     return kind if count == 1 else f"{kind}s"
-
-
-def _shard_notes(setup: Setup, config: ModelConfig, whole: ModelConfig) -> list[str]:
-    """What a rank of the proxy has that a rank of the whole has not."""
-    num_gpus, of = setup.world_size, setup.shard_of
-    here, there = (num_gpus - 1) / num_gpus, (of - 1) / of
-    notes = [
-        f"each rank holds what one of {of} holds: {config.num_attention_heads // setup.tp} of the"
-        f" {whole.num_attention_heads} heads, {config.n_routed_experts // num_gpus} of"
-        f" {whole.n_routed_experts} experts, as many rows an expert",
-        f"communication: {here:.3f} of what a rank needs comes from others, {there:.3f} with {of}"
-        " ranks",
-    ]
-    if setup.shard_axis is Axis.TP:
-        notes.append(
-            f"a token chooses {config.num_experts_per_tok} of {config.n_routed_experts} experts;"
-            f" work on a rank's own rows (norms, router, shared expert) is for 1/{num_gpus} of"
-            f" the tokens instead of 1/{of}"
-        )
-    return notes

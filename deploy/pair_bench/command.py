@@ -17,7 +17,7 @@ _HELP: Mapping[str, tuple[type, object, str]] = {
     "decode-dp": (int, 1, "ranks of the decode instance"),
     "prompt-len": (int, 1024, "tokens of each prompt"),
     "output-len": (int, 128, "tokens of each answer"),
-    "decode-len": (int, 0, "tokens of an answer for decode alone (default: four answers)"),
+    "decode-len": (int, 0, "tokens of an answer for decode alone (default: four answers at most)"),
     "batch": (int, 128, "most running requests of a decode rank"),
     "batch-tokens": (int, 8192, "most prompt tokens of a prefill step"),
     "concurrency": (int, 0, "requests in flight (default: 1.25 times what decode can run)"),
@@ -135,7 +135,10 @@ def summarise(report: Report) -> list[str]:
             if key in phase
         }
         shown = ", ".join(f"{value:.1f} {what}" for what, value in rates.items())
-        lines.append(f"{name:14} {shown}; {phase['window_s']:.1f} s, {phase['num_failed']} failed")
+        context = phase.get("mean_context")
+        told = "" if context is None else f", contexts of {context:.0f}"
+        failed = f"{phase['window_s']:.1f} s, {phase['num_failed']} failed"
+        lines.append(f"{name:14} {shown}; {failed}{told}")
     lines += [*_tell_workers(found["pair"]["workers"], found["decode_alone"]["workers"])]
     for name in ("ttft_ms", "tpot_ms"):
         times = found["pair"][name]

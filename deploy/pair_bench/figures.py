@@ -2,7 +2,8 @@
 
 Rates count what arrived in a window, of requests that began before or ended after it too. The
 key idea for decode alone: between the moment at which the last request began to decode and that at
-which the first one ended, every request ran, and prefill had nothing to do.
+which the first one ended, every request ran, and prefill had nothing to do. Its answers are longer
+than the pair's and its prompts so much shorter that contexts are as long in the mean.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def describe_pair(logs: Sequence[RequestLog], window: Window) -> Report:
         "requests_per_s": tokens / output_len / seconds,
         "input_tokens_per_s": len(began) * prompt_len / seconds,
         "output_tokens_per_s": tokens / seconds,
+        "mean_context": mean_context(logs, window),
         "prefilled_per_s": len(began) / seconds,
         "finished_per_s": len(ended) / seconds,
         "ttft_ms": spread(log.arrivals[0][0] - log.sent for log in ended),
@@ -61,6 +63,7 @@ def describe_decode(logs: Sequence[RequestLog], output_len: int) -> Report:
         "window_s": ended - began,
         "requests_per_s": rate / (output_len - 1),
         "output_tokens_per_s": rate,
+        "mean_context": mean_context(running, (began, ended)),
         "num_running": len(running),
         "step_ms": 1e3 * len(running) / rate if rate else None,
         "num_requests": len(logs),
@@ -75,6 +78,22 @@ def all_run_in(logs: Sequence[RequestLog]) -> tuple[list[RequestLog], Window]:
     running = [log for log in over if log.arrivals[1][0] < ended]
     began = max((log.arrivals[1][0] for log in running), default=ended)
     return running, (began, ended)
+
+
+def mean_context(logs: Iterable[RequestLog], window: Window) -> float | None:
+    """Tokens that a decode step attended to for a request, in the mean over the window's tokens.
+
+    Those of an answer but the first, which is prefill's; None where there are none.
+    """
+    total = number = 0
+    for log in logs:
+        index = 0  # of the next token in the answer
+        for moment, count in log.arrivals:
+            first, index = max(index, 1), index + count
+            if _is_in(moment, window) and index > first:
+                number += index - first
+                total += sum(range(log.prompt_len + first, log.prompt_len + index))
+    return total / number if number else None
 
 
 def time_per_token(log: RequestLog) -> float:

@@ -32,11 +32,17 @@ def hf_config(config: ModelConfig) -> dict[str, object]:
     """The content of a ``config.json`` from which ``ModelConfig.from_hf`` makes ``config``."""
     fields = dataclasses.asdict(config)
     block, yarn = fields.pop("fp8_block_size"), fields.pop("yarn")
+    unquantized = fields.pop("unquantized_modules")
+    del fields["remarks"]  # of the file that it came from
     fields["eos_token_id"] = list(fields.pop("eos_token_ids"))
     if yarn is not None:
         fields["rope_scaling"] = {"type": "yarn", **yarn}
     if block:
-        fields["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [block, block]}
+        fields["quantization_config"] = {
+            "quant_method": "fp8",
+            "weight_block_size": [block, block],
+            "modules_to_not_convert": list(unquantized),
+        }
     return {"architectures": [ARCHITECTURE], "model_type": MODEL_TYPE, **fields}
 
 

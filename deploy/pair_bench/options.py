@@ -39,7 +39,8 @@ class PairOptions:
         decode_dp: ranks of the decode instance.
         prompt_len: tokens of each prompt.
         output_len: tokens of each answer.
-        decode_len: tokens of each answer while decode is measured alone; 0: four answers long.
+        decode_len: tokens of each answer while decode is measured alone; 0: four answers long, or
+            as long as contexts can then be those of the pair.
         batch: most running requests of a decode rank.
         batch_tokens: most prompt tokens of a prefill step.
         concurrency: requests in flight; 0: a quarter more than decode can run.
@@ -96,6 +97,13 @@ class PairOptions:
         if self.decode_len and self.decode_len < 8:
             problem = "too short to measure decode alone"
             raise ConfigError("decode-len", self.decode_len, problem, "8 or more")
+        if self.decode_len > self._max_decode_len:
+            problem = "longer contexts than the pair's, however short the prompts"
+            fix = f"at most {self._max_decode_len}, or a longer --prompt-len"
+            raise ConfigError("decode-len", self.decode_len, problem, fix)
+        if self.decode_alone_len < 8:
+            problem = "too short to measure decode alone at the pair's contexts"
+            raise ConfigError("prompt-len", self.prompt_len, problem, "longer prompts")
 
     @property
     def num_running(self) -> int:
@@ -110,12 +118,21 @@ class PairOptions:
     @property
     def decode_alone_len(self) -> int:
         """Tokens of an answer while decode is measured alone."""
-        return self.decode_len or max(4 * self.output_len, 8)
+        return self.decode_len or min(max(4 * self.output_len, 8), self._max_decode_len)
+
+    @property
+    def decode_prompt_len(self) -> int:
+        """Tokens of a prompt while decode is measured alone.
+
+        So many fewer that the longer answers attend to as many tokens in the mean as the pair's.
+        """
+        return self.prompt_len + (self.output_len - self.decode_alone_len) // 2
 
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and answer."""
-        return self.prompt_len + max(self.output_len, self.decode_alone_len)
+        alone = self.decode_prompt_len + self.decode_alone_len
+        return max(self.prompt_len + self.output_len, alone)
 
     def model(self) -> ModelConfig:
         """The shape that is run.
@@ -182,13 +199,20 @@ class PairOptions:
         return min(_MAX_PROMPTS_AHEAD, self.batch_tokens // self.prompt_len)
 
     @property
+    def _max_decode_len(self) -> int:
+        """Of an answer whose prompt still has a token."""
+        return 2 * (self.prompt_len - 1) + self.output_len
+
+    @property
     def prefill_rows(self) -> list[int]:
         """Rows of the products of the steps that come, on all ranks and on one.
 
         Full steps, and a few whole prompts: where decode is the slower side, they come one by one.
         """
         prompts = range(1, self.num_prompts_ahead + 1)
-        steps = {self.batch_tokens, *(count * self.prompt_len for count in prompts)}
+        lengths = (self.prompt_len, self.decode_prompt_len)
+        whole = (count * length for count in prompts for length in lengths)
+        steps = {self.batch_tokens, *whole}
         return sorted({-(-rows // share) for rows in steps for share in (1, self.prefill_tp)})
 
     def _prefill(self) -> PrefillSection:

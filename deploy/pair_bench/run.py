@@ -36,7 +36,9 @@ from engine.warm_up import ROWS_VARIABLE
 NOTES = (
     "weights are invented; experts are chosen by the invented router, so they are not balanced",
     "the model is drawn at temperature 1: every request goes a way of its own",
-    "requests/s of decode alone are its tokens/s over the tokens of an answer but the first",
+    "requests/s of decode alone are its tokens/s over the tokens of an answer but the first; its"
+    " prompts are shorter and its answers longer, so that contexts are as long in the mean",
+    "the pair's load ran before anything was measured: each phase finds warm processes and GPUs",
     "requests/s of the pair are its output tokens/s over the tokens of an answer",
 )
 _Measured = tuple[Report, Window]
@@ -134,9 +136,10 @@ class _Phases:
         self._num_loads = 0
 
     def run(self) -> None:
-        """All of them. The pair comes last, when nothing is new to any process."""
+        """All of them, behind a while of the pair's own load: nothing is new or cold for any."""
         options = self._options
         self._phase("first", self._first)
+        self._phase("warm", self._warm)
         self._phase("prefill_alone", self._prefill)
         self._phase("decode_alone", self._decode)
         self._phase("pair", self._pair)
@@ -168,7 +171,7 @@ class _Phases:
             "client_cpu_share": (time.process_time() - cpu_s) / seconds,
             "router_cpu_share": (self._cluster.router_cpu_s() - router_s) / seconds,
         }
-        if compiled and name != "first":
+        if compiled and name not in ("first", "warm"):
             self.notes.append(f"{name} compiled {len(compiled)} kernels, so steps waited for it")
         self._cluster.wait_idle()
         say(f"{name}: {seconds:.1f} s, {report.get('requests_per_s', 0.0):.2f} requests/s")
@@ -197,13 +200,25 @@ class _Phases:
         self._count_failed(load)
         return {}, (0.0, 0.0)
 
+    async def _warm(self) -> _Measured:
+        load = self._load(self._options.output_len)
+        window = await load.window(
+            in_flight=self._options.num_in_flight,
+            rate=0.0,
+            warm_up_s=self._options.warm_up_s,
+            seconds=self._options.warm_up_s,
+        )
+        self._count_failed(load)
+        return {}, window
+
     async def _prefill(self) -> _Measured:
         load = self._load(1)
         window = await self._window(load, rate=0.0)
         return describe_prefill(load.logs, window), window
 
     async def _decode(self) -> _Measured:
-        load = self._load(self._options.decode_alone_len)
+        options = self._options
+        load = self._load(options.decode_alone_len, prompt_len=options.decode_prompt_len)
         await load.burst(self._options.num_running)
         self._count_failed(load)
         return describe_decode(load.logs, self._options.output_len), all_run_in(load.logs)[1]
@@ -224,12 +239,12 @@ class _Phases:
         self._count_failed(load)
         return window
 
-    def _load(self, max_tokens: int) -> Load:
+    def _load(self, max_tokens: int, prompt_len: int | None = None) -> Load:
         self._num_loads += 1
         return Load(
             target=self._target,
             vocab_size=self._config.vocab_size,
-            prompt_len=self._options.prompt_len,
+            prompt_len=prompt_len or self._options.prompt_len,
             max_tokens=max_tokens,
             seed=1000 * self._options.seed + self._num_loads,
         )

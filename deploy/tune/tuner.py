@@ -17,7 +17,7 @@ from deploy.tune.rival import Rival, load_rival
 from deploy.tune.search import Found, TimeLimit, find_best
 from engine.kernels.triton_gemm.candidates import candidates
 from engine.kernels.triton_gemm.limits import DeviceLimits
-from engine.kernels.triton_gemm.tables import TunedEntry, TunedTable, file_name, read_table
+from engine.kernels.triton_gemm.tables import TunedEntry, TunedTable, file_name, table_to_extend
 from engine.kernels.triton_gemm.tiles import ProductShape
 
 RIVAL_SHARE = 0.25
@@ -105,12 +105,7 @@ class Tuner:
         empty = TunedTable(
             device=name, sm=self.limits.sm, shared_memory=self.limits.shared_memory, triton=version
         )
-        file = folder / file_name(name)
-        if not file.is_file():
-            return empty
-        old = read_table(file)
-        # Tiles of another version are as good as guesses: all are measured anew.
-        return empty.with_entries(old.entries if old.triton == version else ())
+        return table_to_extend(folder / file_name(name), empty)
 
 
 def _entry(

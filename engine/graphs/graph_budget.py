@@ -34,6 +34,11 @@ def measure_graph_bytes(
         max_model_len: most tokens of a request.
         block_size: tokens per block.
         kv_dtype: of the KV pool; None for the model's.
+
+    Raises:
+        CaptureError: the model of a rank cannot be captured, which all of them say.
+        RuntimeError: of this rank's device.
+        PeerLostError: another rank ended.
     """
     sizes = batch_buckets(max_num_seqs)
     pool = build_kv_pool(model, 2, block_size=block_size, dtype=kv_dtype)
@@ -48,8 +53,11 @@ def measure_graph_bytes(
             max_model_len=max_model_len,
             buckets=buckets,
         )
-        graphs.capture()
-        return _used_bytes(model.device) - before
+        try:
+            graphs.capture(group=model.groups.boot_group)
+            return _used_bytes(model.device) - before
+        finally:
+            graphs.close()
 
     measure(sizes[-1:])  # libraries allocate at first use, and keep it
     return extrapolate(measure(sizes[-1:]), measure(sizes[-2:]), len(sizes))

@@ -1,8 +1,8 @@
 """Runs decode steps by graphs where it can, and by the plain runner where it cannot.
 
-What a decode loop is given on a GPU. A step goes to the plain runner if one of its requests asks
-for what the graphs do not do (see `StepGraphs.takes`); both kinds may follow each other in any
-order.
+What a decode loop is given. A step goes to the plain runner if there are no graphs (on a CPU, or
+where a step cannot be captured), or if one of its requests asks for what they do not do (see
+`StepGraphs.takes`); both kinds may follow each other in any order.
 """
 
 import logging
@@ -11,61 +11,72 @@ from dataclasses import replace
 
 from engine.device_span import DeviceSpan
 from engine.graphs.step_graphs import CaptureProgress, StepGraphs
+from engine.parallel.groups import RankGroup
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner, PendingStep
 
 logger = logging.getLogger(__name__)
 
 
-class CaptureError(RuntimeError):
-    """The model's step cannot be captured: something in it reads the device."""
-
-
 class GraphRunner:
-    """See the module; `launch` and `run_dummy` mean what they mean for `ModelRunner`."""
+    """See the module; `launch` and `run_dummy` mean what they mean for `ModelRunner`.
 
-    def __init__(self, runner: ModelRunner, graphs: StepGraphs) -> None:
+    Attributes:
+        plain: the runner of what graphs do not run.
+    """
+
+    def __init__(self, plain: ModelRunner, graphs: StepGraphs | None) -> None:
         """Take both.
 
         Args:
-            runner: of the same model and KV pool.
-            graphs: captured.
+            plain: of the same model and KV pool.
+            graphs: captured; None to run every step without.
         """
-        assert graphs.is_captured
-        self._runner = runner
+        assert graphs is None or graphs.is_captured
+        self.plain = plain
         self._graphs = graphs
         self._span: DeviceSpan | None = None  # of the latest step
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps are replayed where they can be."""
+        return self._graphs is not None
 
     def launch(
         self,
         scheduled: Sequence[ScheduledRequest],
         *,
         after: PendingStep | None = None,
-        least: int = 0,
+        group_mean: int = 0,
     ) -> PendingStep:
         """Issue one step to the device and return without waiting for it.
 
         Args:
             scheduled: at least one; block tables must cover the scheduled tokens.
             after: the step that samples the tokens that the host does not know yet.
-            least: the most sequences that a rank of the group runs in this step.
+            group_mean: see `StepGraphs.launch_step`.
         """
-        if self._graphs.takes(scheduled):
-            pending = self._graphs.launch_step(scheduled, after=after, least=least)
+        if self._graphs is not None and self._graphs.takes(scheduled):
+            pending = self._graphs.launch_step(scheduled, after=after, group_mean=group_mean)
         else:
-            self._graphs.forget()
-            pending = self._runner.launch(scheduled, after=after, least=least)
+            if self._graphs is not None:
+                self._graphs.forget()
+            pending = self.plain.launch(scheduled, after=after)
         pending = replace(pending, span_before=self._span)
         self._span = pending.span
         return pending
 
     def close(self) -> None:
         """Forget the graphs, before the groups end; no step may follow."""
-        self._graphs.close()
+        if self._graphs is not None:
+            self._graphs.close()
 
-    def run_dummy(self, *, least: int = 0) -> None:
+    def run_dummy(self, *, group_mean: int = 0) -> None:
         """Join the other ranks' step without a request."""
-        self._span = self._graphs.launch_step((), least=least).span
+        if self._graphs is not None:
+            self._span = self._graphs.launch_step((), group_mean=group_mean).span
+        else:
+            self._span = self.plain.run_dummy()
 
 
 def capture_steps(
@@ -73,6 +84,7 @@ def capture_steps(
     *,
     max_num_seqs: int,
     max_model_len: int,
+    group: RankGroup | None = None,
     progress: CaptureProgress | None = None,
 ) -> GraphRunner:
     """Capture the decode steps of a runner; all ranks that share experts do it together.
@@ -81,10 +93,14 @@ def capture_steps(
         runner: of a loaded model.
         max_num_seqs: most requests of a step.
         max_model_len: most tokens of a request.
+        group: of these ranks, for host memory; None for a rank alone.
         progress: told how many graphs are done.
 
     Raises:
-        CaptureError: the model cannot be captured; the runner still works.
+        CaptureError: the model of a rank cannot be captured, which all of them say; the runner
+            still works.
+        RuntimeError: of this rank's device.
+        PeerLostError: another rank ended.
     """
     graphs = StepGraphs(
         runner.model,
@@ -94,9 +110,9 @@ def capture_steps(
         max_model_len=max_model_len,
     )
     try:
-        graphs.capture(progress)
-    except RuntimeError as error:
+        graphs.capture(progress, group=group)
+    except BaseException:
         graphs.close()  # now, and not when nobody refers to them any more
-        raise CaptureError(str(error).partition("\n")[0]) from error
+        raise
     logger.info("captured decode steps sizes=%s", graphs.buckets)
     return GraphRunner(runner, graphs)

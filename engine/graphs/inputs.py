@@ -3,7 +3,8 @@
 `DecodeInputs` is what one step runs, without padding. `StaticInputs` is memory that never moves,
 large enough for the largest batch: a step's inputs are copied in, and the first rows of every
 buffer are what the graph of a batch size reads. Positions, KV slots and the rest are computed from
-these on the device. Padding rows run token 0 at position 0 of the dummy block.
+these on the device. Padding rows run token 0 at position 0 of the dummy block, and how many rows
+are none is known to the device too, so that padding goes to no expert.
 """
 
 from collections.abc import Sequence
@@ -97,6 +98,7 @@ class StaticInputs:
         self._tables = torch.zeros(max_num_seqs, max_num_blocks, dtype=torch.int32, device=device)
         self._unread = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._num_seqs = torch.zeros(1, dtype=torch.int64, device=device)
 
     def load(self, inputs: DecodeInputs, bucket: int) -> None:
         """Copy a step's inputs in, padded to `bucket` rows; the host does not wait.
@@ -115,6 +117,7 @@ class StaticInputs:
         self._integers[:, :bucket].copy_(on_device[0])
         self._floats[:, :bucket].copy_(on_device[1])
         self._tables[:bucket, : tables.shape[1]].copy_(on_device[2])
+        self._num_seqs.fill_(num_seqs)
         if inputs.unread_ids is not None:
             self._unread[: len(inputs.unread_ids)].copy_(inputs.unread_ids)
 
@@ -140,6 +143,7 @@ class StaticInputs:
             block_tables=tables,
             logits_indices=self._starts[:bucket].long(),
             max_seqlen_q=1,
+            num_rows=self._num_seqs,
         )
 
     def sampling_rows(self, bucket: int) -> SamplingRows:

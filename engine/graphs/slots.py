@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.batch import UnreadTokens
+from engine.batch import StepBounds, UnreadTokens
 from engine.graphs.inputs import (
     DecodeInputs,
     FloatColumn,
@@ -26,13 +26,17 @@ from runtime.sampling import SamplingParams
 class Slots:
     """The slots of one rank, and the mirrors on the host of what the device knows by slot."""
 
-    def __init__(self, sampler: GraphSampler, max_num_blocks: int) -> None:
+    def __init__(
+        self, sampler: GraphSampler, max_num_blocks: int, bounds: StepBounds | None = None
+    ) -> None:
         """Take as many slots as the sampler has.
 
         Args:
             sampler: is told of every new owner.
             max_num_blocks: of one request.
+            bounds: of what a step may name; None where nobody else's memory is at stake.
         """
+        self._bounds = bounds
         self._sampler = sampler
         num_slots = sampler.num_slots
         self._slots: dict[Request, int] = {}
@@ -51,6 +55,9 @@ class Slots:
         Args:
             scheduled: each runs one token, and samples; may be empty.
             unread: holds the tokens that the host does not know.
+
+        Raises:
+            InternalError: a request names a block or a token beyond the bounds.
         """
         self._release({item.request for item in scheduled})
         slots = np.array([self._slot_of(item, unread) for item in scheduled], dtype=np.int64)
@@ -66,7 +73,7 @@ class Slots:
                 assert unread is not None, "a token that the host does not know, and no step"
                 integers[IntColumn.SOURCE, row] = unread.places[id(item.request)]
             else:
-                integers[IntColumn.TOKEN_ID, row] = _last_token(item)
+                integers[IntColumn.TOKEN_ID, row] = self._last_token(item)
         is_full = any(self._stages[slot] is SamplingStage.FULL for slot in slots.tolist())
         return DecodeInputs(
             integers=integers,
@@ -110,6 +117,13 @@ class Slots:
         )
         return slot
 
+    def _last_token(self, item: ScheduledRequest) -> int:
+        token_ids = item.request.token_ids(item.start, item.end)
+        if self._bounds is not None:
+            self._bounds.check_tokens(item.request, token_ids)
+        (token_id,) = token_ids
+        return token_id
+
     def _block_tables(
         self, scheduled: Sequence[ScheduledRequest], slots: Sequence[int]
     ) -> Int32Array:
@@ -122,15 +136,12 @@ class Slots:
                 self._tables[slot] = 0
                 count = 0
             if count != len(table):
+                if self._bounds is not None:
+                    self._bounds.check_blocks(item.request, table[count:])
                 self._tables[slot, count : len(table)] = table[count:]
                 self._written[slot] = (table, len(table))
             width = max(width, len(table))
         return self._tables[np.array(slots, dtype=np.int64), :width]
-
-
-def _last_token(item: ScheduledRequest) -> int:
-    (token_id,) = item.request.token_ids(item.start, item.end)
-    return token_id
 
 
 def _top_k(params: SamplingParams, vocab_size: int) -> int:

@@ -5,8 +5,12 @@ the head with the sampler, of which there is one for greedy batches and one for 
 copying the inputs in and copying the tokens out the host only issues two replays, so it can issue
 the next step while this one runs: the tokens of this step need not come by the host.
 
-On a CPU, or with `use_graphs=False`, the same work is called instead of replayed. Ranks that share
-experts may run different batch sizes only if their dispatcher allows it; `least` makes them equal.
+A batch is padded to the next larger size. Padding costs next to nothing, because few rows are
+bound by the reading of weights; it goes to no expert, so no other rank ever has more to do for it.
+Ranks that share experts may therefore run different sizes, also one of them none of its own: every
+dispatcher of decode takes that (`engine.parallel`).
+
+On a CPU, or with `use_graphs=False`, the same work is called instead of replayed.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.batch import StepBounds
 from engine.device_span import DeviceSpan
 from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.capture import Capture, Eager, Replayable
+from engine.graphs.capture_errors import agree_on_capture
 from engine.graphs.inputs import DecodeInputs, StaticInputs
 from engine.graphs.slots import Slots
 from engine.host_copy import HostCopies, upload
 from engine.memory.kv_pool import KVPool
+from engine.parallel.groups import RankGroup
 from engine.request import ScheduledRequest, num_blocks_for
 from engine.runner import CausalModel, PendingStep
 from engine.sampling.graph_sampler import GraphSampler, SamplingStage
@@ -94,7 +101,8 @@ class StepGraphs:
         self.buckets = tuple(buckets or batch_buckets(max_num_seqs))
         max_num_blocks = num_blocks_for(max_model_len, kv_pool.block_size)
         self._sampler = GraphSampler(vocab_size, max_num_seqs, device)
-        self._slots = Slots(self._sampler, max_num_blocks)
+        bounds = StepBounds(num_blocks=kv_pool.num_blocks, vocab_size=vocab_size)
+        self._slots = Slots(self._sampler, max_num_blocks, bounds)
         self._static = StaticInputs(
             max_num_seqs,
             max_num_blocks,
@@ -114,23 +122,34 @@ class StepGraphs:
         return bool(self._heads)
 
     @torch.inference_mode()
-    def capture(self, progress: CaptureProgress | None = None) -> None:
+    def capture(
+        self, progress: CaptureProgress | None = None, *, group: RankGroup | None = None
+    ) -> None:
         """Warm up and capture every batch size, the largest first.
 
         Every rank that shares experts has to call it at the same time: steps are run, with padding
         only, and what they write goes into the dummy block. Weights that are made at first use
         must have been made.
+
+        Args:
+            progress: told how many graphs are done.
+            group: these ranks, for host memory, to agree on each size; None for a rank alone.
+
+        Raises:
+            CaptureError: the model of a rank cannot be captured, which all of them say.
+            RuntimeError: of this rank's device.
+            PeerLostError: another rank ended.
         """
         assert not self.is_captured
-        largest = self.buckets[-1]
-        hidden = self._model.forward(self._static.batch(largest), self._kv_pool)
-        self._hidden = torch.empty_like(hidden)
         make = Capture(self._kv_pool.device).graph if self._use_graphs else Eager
         total = len(self.buckets) * (1 + len(SamplingStage))
         for bucket in reversed(self.buckets):
-            self._forwards[bucket] = make(partial(self._run_model, bucket))
-            for stage in SamplingStage:
-                self._heads[bucket, stage] = make(partial(self._run_head, bucket, stage))
+            failure = None
+            try:
+                self._capture_size(bucket, make)
+            except RuntimeError as error:
+                failure = error
+            agree_on_capture(group or RankGroup(), failure)
             if progress is not None:
                 progress(len(self._forwards) + len(self._heads), total)
 
@@ -163,39 +182,40 @@ class StepGraphs:
         scheduled: Sequence[ScheduledRequest],
         *,
         after: PendingStep | None = None,
-        least: int = 0,
+        group_mean: int = 0,
     ) -> PendingStep:
         """Issue a step that `takes` says yes to, as `ModelRunner.launch` does.
 
         Args:
             scheduled: none for a rank that only joins the others' collectives.
             after: the step that samples the tokens that the host does not know yet.
-            least: the most sequences that another rank of the group runs in this step.
+            group_mean: sequences of a rank of the group in this step on average, rounded up. This
+                rank's experts get their share of all of these, however few are its own, and
+                products choose their tiles by the size of the step; so it is at least as large.
         """
         with torch.inference_mode():
             inputs = self._slots.inputs(scheduled, None if after is None else after.unread())
-        pending = self.launch(inputs, least=least)
+        pending = self.launch(inputs, group_mean=group_mean)
         return PendingStep(
             scheduled=scheduled,
             sample=pending.sample,
             is_usable=pending.is_usable,
             prompts=[()] * len(scheduled),
-            hidden=None,
             copies=pending.copies,
             span=pending.span,
         )
 
     @torch.inference_mode()
-    def launch(self, inputs: DecodeInputs, *, least: int = 0) -> PendingTokens:
+    def launch(self, inputs: DecodeInputs, *, group_mean: int = 0) -> PendingTokens:
         """Copy a step's inputs in, replay it, and start to copy its tokens out.
 
         Args:
             inputs: of the step.
-            least: see `launch_step`.
+            group_mean: see `launch_step`.
         """
         assert self.is_captured
         num_seqs = inputs.num_seqs
-        bucket = bucket_for(max(num_seqs, least), self.buckets)
+        bucket = bucket_for(max(num_seqs, group_mean), self.buckets)
         self._static.load(inputs, bucket)
         span = DeviceSpan.start(self._kv_pool.device)
         self._forwards[bucket].replay()
@@ -227,6 +247,14 @@ class StepGraphs:
         raw = logits[:, : self._sampler.vocab_size]
         wanted = [num_top[row] for row in rows]
         return launch_logprobs(raw, tokens.index_select(0, index), wanted, copies)
+
+    def _capture_size(self, bucket: int, make: Callable[[Callable[[], None]], Replayable]) -> None:
+        if not self._forwards:  # the largest one
+            hidden = self._model.forward(self._static.batch(bucket), self._kv_pool)
+            self._hidden = torch.empty_like(hidden)
+        self._forwards[bucket] = make(partial(self._run_model, bucket))
+        for stage in SamplingStage:
+            self._heads[bucket, stage] = make(partial(self._run_head, bucket, stage))
 
     def _run_model(self, bucket: int) -> None:
         hidden = self._model.forward(self._static.batch(bucket), self._kv_pool)

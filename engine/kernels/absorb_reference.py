@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.kernels.reference import quantize_rows, rms_norm, rotate_queries, store_latents
 from engine.kernels.rotation import Rotation
+from engine.kernels.widths import check_queries, check_values
 
 
 def split_latents(
@@ -54,6 +55,7 @@ def absorb_queries(q_THA: Tensor, weight_HNC: Tensor, rotation: Rotation, cache:
     Returns:
         [T, H, L]: W_UK^T q_nope, then q_pe.
     """
+    check_queries(q_THA, weight_HNC, rotation)
     return carry(rotate_queries(q_THA, rotation), weight_HNC)
 
 
@@ -80,6 +82,7 @@ def expand_values(latents_THC: Tensor, weight_HVC: Tensor, *, fp8: bool) -> Acti
     Returns:
         [T, H * V].
     """
+    check_values(latents_THC, weight_HVC)
     values = expand(latents_THC, weight_HVC)
     return quantize_rows(values) if fp8 else values
 

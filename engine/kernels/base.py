@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.kernels.alignment import Alignment, RowCounts
+from engine.kernels.alignment import Alignment, Overflow, RowCounts
 from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
 from engine.kernels.paged_queries import PagedQueries
@@ -120,9 +120,9 @@ class Kernels(Protocol):
         ...
 
     def group_limited_topk(
-        self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule
+        self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Choose experts by what `gate_logits` returned."""
+        """Choose experts by what `gate_logits` returned, and none for padding."""
         ...
 
     def grouped_mlp(
@@ -132,22 +132,21 @@ class Kernels(Protocol):
         ...
 
     def count_rows(self, topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
-        """Choose the row of every (token, expert) pair; count the rows on the device.
-
-        Ids in int64 or int32, with any distance between rows.
-        """
+        """Choose the row of every (token, expert) pair, by int64 or int32 ids; count the rows."""
         ...
 
     def place_rows(self, counts: RowCounts, num_rows: int) -> Alignment:
         """Lay out as many rows as the host has learnt that there are."""
         ...
 
-    def align_to_experts(self, topk_ids_TK: Tensor, first: int, num_experts: int) -> Alignment:
-        """Do both without asking the device: as many rows as any routing could need."""
+    def align_to_experts(
+        self, topk_ids_TK: Tensor, first: int, num_experts: int, capacity: int | None = None
+    ) -> Alignment:
+        """Do both without asking the device, for any routing; cut at a capacity, if given."""
         ...
 
     def spread_rows(self, rows: Fp8Rows, alignment: Alignment) -> Fp8Rows:
-        """Copy each token's row to all of its places."""
+        """Copy each token's row to all of its places before the capacity."""
         ...
 
     def gather_rows(
@@ -166,6 +165,7 @@ class Kernels(Protocol):
         expert_M: Tensor,
         w13: tuple[Tensor, Tensor],
         w2: tuple[Tensor, Tensor],
+        overflow: Overflow | None = None,
     ) -> Tensor:
         """Experts in FP8 over aligned rows, weights as (e4m3, scales): [M, D] bfloat16."""
         ...

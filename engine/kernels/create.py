@@ -3,11 +3,14 @@
 import importlib
 import importlib.util
 import logging
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 import torch
 
 from engine.kernels import deep_gemm, flash_attention, flash_mla
+from engine.kernels.attention_choice import AttentionChoice
 from engine.kernels.base import Kernels
 from engine.kernels.expert_stream.tiles import MEASURED
 from engine.kernels.portable import PortableKernels
@@ -17,6 +20,27 @@ from runtime.errors import ConfigError
 
 MIN_SM = 80
 """Compute capability of the oldest GPUs that our Triton kernels run on (Ampere)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A library for some GPUs: what it does there, and what does it where the library is missing.
+
+    It is for compute capabilities [least_sm, end_sm).
+    """
+
+    module: str
+    least_sm: int
+    end_sm: int
+    work: str
+    instead: str
+
+
+WHEELS: Final = (
+    Wheel("deep_gemm", 90, 100, "products", "our Triton kernels"),
+    Wheel("flash_attn.cute", 90, 1000, "attention of prompts", "PyTorch"),
+    Wheel("flash_mla", 90, 100, "attention of decode steps", "plain PyTorch over whole tables"),
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +79,8 @@ def create_kernels(
     elif reasons[kernels]:
         fitting = [kind for kind in KernelSet if not reasons[kind]]
         raise ConfigError("kernels", kernels, reasons[kernels], ", ".join(fitting))
+    if kernels is not KernelSet.PORTABLE:
+        _warn_of_missing_wheels(DeviceLimits.of(device).sm)
     created = _build(kernels, device)
     logger.info(
         "chose kernels name=%s device=%s fp8=%s%s",
@@ -92,6 +118,34 @@ def _build(kind: KernelSet, device: torch.device) -> Kernels:
             return PortableKernels()
 
 
+def _warn_of_missing_wheels(sm: int) -> None:
+    """Say in one line which libraries this GPU could use and has not, and what runs instead."""
+    missing = [
+        f"{wheel.work} by {wheel.instead}, as {wheel.module} is not installed"
+        for wheel in WHEELS
+        if wheel.least_sm <= sm < wheel.end_sm and not _is_installed(wheel.module)
+    ]
+    if missing:
+        logger.warning(
+            'this GPU could be faster: %s. Fix: pip install "tandem-serve[gpu]"', "; ".join(missing)
+        )
+
+
+def _is_installed(module: str) -> bool:
+    package, _, rest = module.partition(".")
+    if importlib.util.find_spec(package) is None:
+        return False
+    return not rest or importlib.util.find_spec(module) is not None
+
+
+def choose_attention() -> AttentionChoice:
+    """Return attention of decompressed heads: the fastest that is installed, and one for all."""
+    from engine.kernels.torch_attention import TorchAttention  # late: CPUs have no use for it
+
+    fastest = [flash_attention.FlashAttention()] if flash_attention.is_available() else []
+    return AttentionChoice(*fastest, TorchAttention())
+
+
 # Modules that need Triton are imported late: a machine without a GPU lacks it.
 
 
@@ -99,16 +153,14 @@ def _build_hopper(device: torch.device) -> Kernels:
     from engine.kernels.expert_stream.mlp import ExpertStream
     from engine.kernels.hopper import HopperKernels
     from engine.kernels.paged_mla.attention import PagedMLA
+    from engine.kernels.triton_gemm.overflow import OverflowExperts
 
-    attention = flash_attention.FlashAttention() if flash_attention.is_available() else None
-    paged = flash_mla.FlashMLA() if flash_mla.is_available() else None
-    if paged is None:
-        logger.warning("decode attends by our own kernel: flash_mla is not installed")
     limits = DeviceLimits.of(device)
     return HopperKernels(
         gemm=deep_gemm.DeepGemm(),
-        attention=attention,
-        paged=paged,
+        overflow=OverflowExperts(limits),
+        attention=choose_attention(),
+        paged=flash_mla.FlashMLA() if flash_mla.is_available() else None,
         pages=PagedMLA(limits),
         experts=ExpertStream(MEASURED, limits.num_sms),
     )
@@ -116,15 +168,12 @@ def _build_hopper(device: torch.device) -> Kernels:
 
 def _build_triton(device: torch.device) -> Kernels:
     from engine.kernels.paged_mla.attention import PagedMLA
-    from engine.kernels.torch_attention import TorchAttention
     from engine.kernels.triton_gemm.gemm import TritonGemm
     from engine.kernels.triton_kernels import TritonKernels
 
     name, version = torch.cuda.get_device_name(device), _triton_version()
     gemm = TritonGemm(DeviceLimits.of(device), find_table(name, version))
-    has_flash = flash_attention.is_available()
-    attention = flash_attention.FlashAttention() if has_flash else TorchAttention()
-    return TritonKernels(gemm=gemm, attention=attention, pages=PagedMLA(gemm.limits))
+    return TritonKernels(gemm=gemm, attention=choose_attention(), pages=PagedMLA(gemm.limits))
 
 
 def _triton_version() -> str:

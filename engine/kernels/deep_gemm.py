@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MASKED_BLOCK, MaskedRows
 
@@ -84,22 +85,31 @@ class DeepGemm:
         return out
 
     def grouped_linear(
-        self, x: Fp8Rows, expert_M: Tensor, weight_ENK: Tensor, scale_inv_EPQ: Tensor
+        self,
+        x: Fp8Rows,
+        expert_M: Tensor,
+        weight_ENK: Tensor,
+        scale_inv_EPQ: Tensor,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Multiply aligned rows with their expert's weight.
 
         Args:
             x: [M, K] rows in the layout of `Alignment`.
-            expert_M: [M] int32; blocks of 128 rows of -1 are skipped and stay uninitialised.
+            expert_M: [M] int32; blocks of 128 rows of -1 stay uninitialised, but are loaded like
+                others, which takes about as long.
             weight_ENK: [E, N, K] e4m3.
             scale_inv_EPQ: [E, N / 128, K / 128] float32.
+            out: [M, N] bfloat16, contiguous, to be written; None for one that is made here.
 
         Returns:
             [M, N] bfloat16.
         """
-        out = torch.empty(
-            (x.num_rows, weight_ENK.shape[1]), dtype=torch.bfloat16, device=weight_ENK.device
-        )
+        if out is None:
+            out = torch.empty(
+                (x.num_rows, weight_ENK.shape[1]), dtype=torch.bfloat16, device=weight_ENK.device
+            )
         if x.num_rows:
             self._library.m_grouped_fp8_gemm_nt_contiguous(
                 (x.data_TK, x.scale_TG), (weight_ENK, scale_inv_EPQ), out, expert_M
@@ -118,8 +128,13 @@ class DeepGemm:
             [L, M, N] bfloat16; rows that are not in use hold anything.
         """
         num_experts, max_rows, _ = x.data_LMD.shape
-        # A tile is written whole: it must end where its expert does.
-        assert max_rows % MASKED_BLOCK == 0, max_rows
+        require(
+            max_rows % MASKED_BLOCK == 0,
+            "rows of an expert",
+            max_rows,
+            f"a multiple of {MASKED_BLOCK} is wanted: a tile, which is written whole, must end "
+            "where its expert does",
+        )
         out = torch.empty(
             (num_experts, max_rows, weight_LNK.shape[1]),
             dtype=torch.bfloat16,

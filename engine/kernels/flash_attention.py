@@ -24,6 +24,9 @@ MIN_QUERIES: Final = 512
 MAX_SEQUENCES: Final = 256
 """For a repeated call: with more sequences the library makes a table of them first."""
 
+HEADS: Final = (192, 128)
+"""Numbers of a query or key, and of a value."""
+
 ALIGNMENT: Final = 16
 """Bytes; what is not aligned is copied by the library."""
 
@@ -85,6 +88,14 @@ class FlashAttention:
         self._run: Callable[..., Any] = library.flash_attn_varlen_func
         self._forward = _forward_of(library)
         self._calls: dict[tuple[object, ...], _Call | None] = {}
+
+    def takes(self, q_THA: Tensor, v_PHV: Tensor) -> bool:
+        """See `VarlenAttention`: heads of `HEADS` in bfloat16."""
+        return (q_THA.shape[2], v_PHV.shape[2]) == HEADS and q_THA.dtype == torch.bfloat16
+
+    def describe(self, q_THA: Tensor, v_PHV: Tensor) -> str:
+        """See `VarlenAttention`."""
+        return "FlashAttention-4"
 
     def varlen_attention(
         self, q_THA: Tensor, k_PHA: Tensor, v_PHV: Tensor, seqs: VarlenLengths, scale: float

@@ -13,6 +13,8 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
+from engine.invariants import require
+
 GROUP: Final = 128
 """Neighbours that share a scale."""
 
@@ -23,6 +25,10 @@ MIN_AMAX: Final = 1e-10
 def packed_row_bytes(num_columns: int) -> int:
     """Return the bytes of a packed row: numbers, scales, and padding to 16."""
     return -(-(num_columns + num_columns // GROUP * 4) // 16) * 16
+
+
+def _require_groups(num_columns: int) -> None:
+    require(num_columns % GROUP == 0, "columns", num_columns, f"a multiple of {GROUP} is wanted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +46,7 @@ class Fp8Rows:
     @classmethod
     def empty(cls, num_rows: int, num_columns: int, device: torch.device) -> "Fp8Rows":
         """Return uninitialised rows; `num_columns` is a multiple of 128."""
-        assert num_columns % GROUP == 0, num_columns
+        _require_groups(num_columns)
         padded = -(-num_rows // 4) * 4
         scales = torch.empty((num_columns // GROUP, padded), dtype=torch.float32, device=device)
         scale_TG = scales.t()
@@ -57,8 +63,14 @@ class Fp8Rows:
             buffer_TB: [T, packed_row_bytes(num_columns)] uint8, unit stride along B.
             num_columns: K, a multiple of 128.
         """
-        assert num_columns % GROUP == 0, num_columns
-        assert buffer_TB.shape[1] == packed_row_bytes(num_columns), buffer_TB.shape
+        _require_groups(num_columns)
+        wanted = packed_row_bytes(num_columns)
+        require(
+            buffer_TB.shape[1] == wanted,
+            "packed rows",
+            tuple(buffer_TB.shape),
+            f"rows of {wanted} bytes are wanted",
+        )
         end = num_columns + num_columns // GROUP * 4
         return cls(
             data_TK=buffer_TB[:, :num_columns].view(torch.float8_e4m3fn),

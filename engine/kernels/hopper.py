@@ -4,14 +4,14 @@ Products run in FP8 with the weights as the checkpoint stores them; everything e
 float32 inside. Operations whose shapes a fast kernel does not take go to the reference.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from engine.kernels import absorb_reference, reference
-from engine.kernels.base import VarlenLengths
+from engine.kernels.alignment import Overflow
 from engine.kernels.flash_mla import KV_LORA_RANK, FlashMLA
 from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.kernels.fused import (
@@ -28,17 +28,21 @@ from engine.kernels.fused import (
 from engine.kernels.fused.dependent import break_chain
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.paged_queries import PagedQueries
-from engine.kernels.parts import BlockGemm, MaskedMlp, PageAttention, VarlenAttention
+from engine.kernels.parts import (
+    BlockGemm,
+    MaskedMlp,
+    OverflowMlp,
+    PageAttention,
+    VarlenAttention,
+)
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
-
-ATTENTION_HEADS = (192, 128)
-"""Widths of keys and values that FlashAttention-4 is used for."""
 
 
 class HopperKernels:
     """See `Kernels`."""
 
+    name = "hopper"
     has_fp8 = True
     max_attention_positions = 32768
 
@@ -46,7 +50,8 @@ class HopperKernels:
         self,
         *,
         gemm: BlockGemm,
-        attention: VarlenAttention | None,
+        overflow: OverflowMlp,
+        attention: VarlenAttention,
         paged: FlashMLA | None = None,
         pages: PageAttention | None = None,
         experts: MaskedMlp | None = None,
@@ -55,21 +60,19 @@ class HopperKernels:
 
         Args:
             gemm: for all FP8 products.
-            attention: None where it is not installed; attention is then slow, and right.
+            overflow: for experts' rows behind the capacity.
+            attention: of heads of any width.
             paged: of decode steps, for what it takes; None where it is not installed.
             pages: of everything else that is found by block tables; None in tests without it.
             experts: over few masked rows; what it does not take `gemm` multiplies.
         """
         self._gemm = gemm
-        self._attention = attention
+        self._overflow = overflow
+        self.varlen_attention = attention.varlen_attention
+        self.varlen_attention_part = attention.varlen_attention_part
         self._paged = paged
         self._pages = pages
         self._experts = experts
-
-    @property
-    def name(self) -> str:
-        """See `Kernels`."""
-        return "hopper" if self._attention else "hopper without flash attention"
 
     silu_and_mul = staticmethod(reference.silu_and_mul)
     grouped_mlp = staticmethod(reference.grouped_mlp)
@@ -106,13 +109,13 @@ class HopperKernels:
         return routing.score(hidden_TD, weight_ED)
 
     def group_limited_topk(
-        self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule
+        self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `Kernels`."""
         if routing.is_supported(logits_TE.shape[-1], rule):
-            return routing.group_limited_topk(logits_TE, bias_E, rule)
+            return routing.group_limited_topk(logits_TE, bias_E, rule, num_rows)
         logits_TE = logits_TE if logits_TE.dim() == 2 else logits_TE.sum(0)
-        return reference.group_limited_topk(logits_TE, bias_E, rule)
+        return reference.group_limited_topk(logits_TE, bias_E, rule, num_rows)
 
     def grouped_fp8_mlp(
         self,
@@ -120,11 +123,11 @@ class HopperKernels:
         expert_M: Tensor,
         w13: tuple[Tensor, Tensor],
         w2: tuple[Tensor, Tensor],
+        overflow: Overflow | None = None,
     ) -> Tensor:
         """See `Kernels`."""
-        gate_up = self._gemm.grouped_linear(rows, expert_M, *w13)
-        hidden = quant.silu_and_mul_fp8(gate_up, expert_M)
-        return self._gemm.grouped_linear(hidden, expert_M, *w2)
+        parts = self._gemm, quant.silu_and_mul_fp8, self._overflow
+        return grouped_fp8_mlp(*parts, rows, expert_M, w13=w13, w2=w2, overflow=overflow)
 
     def masked_fp8_mlp(
         self, rows: MaskedRows, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]
@@ -141,33 +144,6 @@ class HopperKernels:
         if any(size & (size - 1) for size in sizes):
             return reference.join_keys(k_nope_PHN, k_pe_PR)
         return latents.join_keys(k_nope_PHN, k_pe_PR)
-
-    def varlen_attention(
-        self, q_THA: Tensor, k_PHA: Tensor, v_PHV: Tensor, seqs: VarlenLengths, scale: float
-    ) -> Tensor:
-        """See `Kernels`."""
-        if self._attention is None or not _fits(q_THA, v_PHV):
-            return reference.varlen_attention(q_THA, k_PHA, v_PHV, seqs.lengths, scale)
-        return self._attention.varlen_attention(q_THA, k_PHA, v_PHV, seqs, scale)
-
-    def varlen_attention_part(
-        self,
-        q_THA: Tensor,
-        k_PHA: Tensor,
-        v_PHV: Tensor,
-        seqs: VarlenLengths,
-        scale: float,
-        *,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """See `Kernels`."""
-        if self._attention is None or not _fits(q_THA, v_PHV):
-            return reference.varlen_attention_part(
-                q_THA, k_PHA, v_PHV, seqs.lengths, scale, is_causal=is_causal
-            )
-        return self._attention.varlen_attention_part(
-            q_THA, k_PHA, v_PHV, seqs, scale, is_causal=is_causal
-        )
 
     def absorb_queries(
         self, q_THA: Tensor, weight_HNC: Tensor, rotation: Rotation, cache: Tensor
@@ -213,6 +189,29 @@ class HopperKernels:
         return self._pages.paged_attention(q_THL, cache, queries, kv_lora_rank, scale)
 
 
-def _fits(q_THA: Tensor, v_PHV: Tensor) -> bool:
-    """Return whether FlashAttention-4 takes these heads."""
-    return (q_THA.shape[2], v_PHV.shape[2]) == ATTENTION_HEADS and q_THA.dtype == torch.bfloat16
+def grouped_fp8_mlp(
+    gemm: BlockGemm,
+    activate: Callable[[Tensor, Tensor], Fp8Rows],
+    overflow_mlp: OverflowMlp,
+    rows: Fp8Rows,
+    expert_M: Tensor,
+    *,
+    w13: tuple[Tensor, Tensor],
+    w2: tuple[Tensor, Tensor],
+    overflow: Overflow | None,
+) -> Tensor:
+    """Run the experts over the rows before the capacity, and over those behind it, by these parts.
+
+    Arguments and result are those of `aligned_reference.grouped_fp8_mlp`.
+    """
+    capacity, num_rows = rows.num_rows, expert_M.shape[0]
+    assert capacity == num_rows or overflow is not None, (capacity, num_rows)
+    out_MD = torch.empty(
+        (num_rows, w2[0].shape[1]), dtype=torch.bfloat16, device=rows.data_TK.device
+    )
+    expert_C = expert_M[:capacity]
+    hidden = activate(gemm.grouped_linear(rows, expert_C, *w13), expert_C)
+    gemm.grouped_linear(hidden, expert_C, *w2, out=out_MD[:capacity])
+    if overflow is not None:
+        overflow_mlp.run(overflow, expert_M[capacity:], w13, w2, out_MD[capacity:])
+    return out_MD

@@ -1,7 +1,8 @@
 """Latents in and out of one layer of a KV pool, in plain PyTorch, for every dtype of a pool.
 
-A pool in e4m3 holds the numbers as they are, with scale 1: normed latents and rotated keys are far
-from its limits (448 and 2**-9). Not every device indexes e4m3, so it travels as bytes.
+A pool in e4m3 holds the numbers as they are, with scale 1. Those of the bundled model are far from
+its limits (448 and 2**-9); what is beyond 448 saturates. Not every device indexes e4m3, so it
+travels as bytes.
 """
 
 import torch

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.fp8_rows import GROUP, Fp8Rows
-from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows
+from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows, require_room
 from engine.kernels.reference import fp8_linear, quantize_rows, silu_and_mul
 
 
@@ -12,7 +13,12 @@ def empty_masked(
     num_experts: int, max_rows: int, num_columns: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return uninitialised data and scales as `MaskedRows` has them."""
-    assert max_rows % 4 == 0, max_rows
+    require(
+        max_rows % 4 == num_columns % GROUP == 0,
+        "rows and columns",
+        (max_rows, num_columns),
+        f"multiples of 4 and of {GROUP} are wanted",
+    )
     data = torch.empty(
         (num_experts, max_rows, num_columns), dtype=torch.float8_e4m3fn, device=device
     )
@@ -34,19 +40,21 @@ def mask_to_experts(
 
     Args:
         topk_ids_TK: [T, K] int64 physical experts, none twice in a row, T at most M; those outside
-            of [first, first + num_experts) get no row.
+            of [first, first + num_experts), -1 among them, get no row. Nor do pairs beyond an
+            expert's M rows, which only rows that break the rule have.
         first: lowest expert of this rank.
         num_experts: L.
         max_rows: M; see `max_masked_rows`.
         expected_rows: see `MaskedRows`; by default as if all pairs were this rank's.
     """
     num_tokens, top_k = topk_ids_TK.shape
-    assert num_tokens <= max_rows, (num_tokens, max_rows)
+    require_room(num_tokens, max_rows)
     local = topk_ids_TK.flatten() - first
     experts = torch.arange(num_experts, device=local.device)
     is_mine = (local.unsqueeze(1) == experts).int()  # [T * K, L]
-    rank = (is_mine.cumsum(0, dtype=torch.int32) - 1) * is_mine
-    rows = (rank + is_mine * experts * max_rows).sum(1) - (1 - is_mine.sum(1))
+    rank = is_mine.cumsum(0, dtype=torch.int32) - 1
+    is_mine *= rank < max_rows
+    rows = ((rank + experts * max_rows) * is_mine).sum(1) - (1 - is_mine.sum(1))
     return MaskedPlaces(
         rows_TK=rows.int().view(num_tokens, top_k),
         num_rows_L=is_mine.sum(0, dtype=torch.int32),

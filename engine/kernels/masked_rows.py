@@ -13,6 +13,8 @@ from typing import Final
 
 from torch import Tensor
 
+from engine.invariants import require
+
 MASKED_BLOCK: Final = 128
 """M is a multiple: products write whole tiles of rows, which must not reach the next expert."""
 
@@ -34,6 +36,11 @@ class MaskedPlaces:
     max_rows: int
     expected_rows: int
 
+    @property
+    def num_rows(self) -> int:
+        """L * M."""
+        return self.num_rows_L.shape[0] * self.max_rows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedRows:
@@ -52,6 +59,15 @@ class MaskedRows:
     scale_LMG: Tensor
     num_rows_L: Tensor
     expected_rows: int
+
+
+def require_room(num_tokens: int, max_rows: int) -> None:
+    """Check that each expert has room for every token.
+
+    Raises:
+        InternalError: it has not.
+    """
+    require(num_tokens <= max_rows, "tokens", num_tokens, f"there is room for {max_rows}")
 
 
 def max_masked_rows(num_tokens: int) -> int:

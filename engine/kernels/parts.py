@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.kernels.alignment import Overflow
 from engine.kernels.base import VarlenLengths
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MaskedRows
@@ -22,9 +23,15 @@ class BlockGemm(Protocol):
         ...
 
     def grouped_linear(
-        self, x: Fp8Rows, expert_M: Tensor, weight_ENK: Tensor, scale_inv_EPQ: Tensor
+        self,
+        x: Fp8Rows,
+        expert_M: Tensor,
+        weight_ENK: Tensor,
+        scale_inv_EPQ: Tensor,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Multiply aligned rows with their expert's weight: [M, N] bfloat16."""
+        """Multiply aligned rows with their expert's weight: [M, N] bfloat16, in `out` if given."""
         ...
 
     def masked_linear(self, x: MaskedRows, weight_LNK: Tensor, scale_inv_LPQ: Tensor) -> Tensor:
@@ -34,6 +41,14 @@ class BlockGemm(Protocol):
 
 class VarlenAttention(Protocol):
     """Attention of decompressed heads; see `flash_attention.FlashAttention`."""
+
+    def takes(self, q_THA: Tensor, v_PHV: Tensor) -> bool:
+        """Return whether it attends with heads of these widths, in this number format."""
+        ...
+
+    def describe(self, q_THA: Tensor, v_PHV: Tensor) -> str:
+        """Return what attends with such heads, for the log."""
+        ...
 
     def varlen_attention(
         self, q_THA: Tensor, k_PHA: Tensor, v_PHV: Tensor, seqs: VarlenLengths, scale: float
@@ -86,4 +101,28 @@ class MaskedMlp(Protocol):
         self, rows: MaskedRows, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]
     ) -> Tensor:
         """Run each expert's MLP over its rows in use: [L, M, D] bfloat16."""
+        ...
+
+
+class OverflowMlp(Protocol):
+    """Experts over the rows behind the capacity; see `triton_gemm.overflow.OverflowExperts`."""
+
+    def run(
+        self,
+        overflow: Overflow,
+        expert_V: Tensor,
+        w13: tuple[Tensor, Tensor],
+        w2: tuple[Tensor, Tensor],
+        out_VD: Tensor,
+    ) -> None:
+        """Run each expert's MLP; costs next to nothing where no row is in use.
+
+        Args:
+            overflow: tokens' rows, and which of them stand where.
+            expert_V: [V] int32, expert of each row, equal inside a block of 128.
+            w13: [E, 2F, D] e4m3, gate over up, and its scales.
+            w2: [E, D, F] e4m3, and its scales.
+            out_VD: [V, D] bfloat16, contiguous, to be written; rows not in use are left as they
+                are, those of no token in a block in use hold anything.
+        """
         ...

@@ -21,6 +21,7 @@ from engine.kernels.latent_storage import put_rows
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
 from engine.kernels.scores import as_factor, multiply_scores, softmax_
+from engine.kernels.widths import check_latents
 
 QUERY_CHUNK = 256
 """Queries scored at once in `causal_attention`; bounds its memory at H x 256 x P scores."""
@@ -81,7 +82,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleave: bool = True
 
 
 def group_limited_topk(
-    logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule
+    logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Choose experts as DeepSeek-V3 does (report, section 2.1.2).
 
@@ -94,9 +95,10 @@ def group_limited_topk(
         bias_E: [E] float32, `e_score_correction_bias`.
         rule: K = `top_k`; `n_group` groups of neighbouring experts, of which a token may use
             `topk_group`; whether weights are divided by their sum; the factor of all weights.
+        num_rows: [1] int64, from which token on there is padding; None where there is none.
 
     Returns:
-        topk_ids [T, K] int64 and topk_weights [T, K] float32.
+        topk_ids [T, K] int64, -1 for padding, and topk_weights [T, K] float32.
     """
     scores_TE = logits_TE.sigmoid()
     choice_TE = scores_TE + bias_E
@@ -110,6 +112,9 @@ def group_limited_topk(
     topk_weights_TK = scores_TE.gather(1, topk_ids_TK)
     if rule.norm_topk_prob:
         topk_weights_TK = topk_weights_TK / (topk_weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+    if num_rows is not None:
+        tokens_T1 = torch.arange(len(topk_ids_TK), device=topk_ids_TK.device).unsqueeze(1)
+        topk_ids_TK = topk_ids_TK.masked_fill(tokens_T1 >= num_rows, -1)
     return topk_ids_TK, topk_weights_TK * rule.routed_scaling_factor
 
 
@@ -330,6 +335,7 @@ def store_latents(
         cache: [num_blocks, block_size, C + R], any strides.
         slots_T: [T] int64, block_id * block_size + offset.
     """
+    check_latents(latents_TL, weight_C.shape[0], rotation, cache=cache, slots_T=slots_T)
     kv_c_TC, k_pe_TR = latents_TL.tensor_split([weight_C.shape[0]], dim=1)
     kv_c_TC = rms_norm(kv_c_TC, weight_C, eps)
     k_pe_TR = apply_rotary(k_pe_TR, rotation.cos, rotation.sin, interleave=rotation.interleave)

@@ -21,6 +21,16 @@ MAX_FLASH_HEAD = 256
 class TorchAttention:
     """See `engine.kernels.flash_attention.FlashAttention`, whose methods these are."""
 
+    def takes(self, q_THA: Tensor, v_PHV: Tensor) -> bool:
+        """See `VarlenAttention`: all heads."""
+        return True
+
+    def describe(self, q_THA: Tensor, v_PHV: Tensor) -> str:
+        """See `VarlenAttention`."""
+        if _takes_flash(q_THA, v_PHV):
+            return "PyTorch's FlashAttention-2"
+        return "PyTorch, one sequence after another"
+
     def varlen_attention(
         self, q_THA: Tensor, k_PHA: Tensor, v_PHV: Tensor, seqs: VarlenLengths, scale: float
     ) -> Tensor:

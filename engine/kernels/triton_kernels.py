@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 from engine.kernels import absorb_reference
+from engine.kernels.alignment import Overflow
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.fused import routing
-from engine.kernels.hopper import HopperKernels
+from engine.kernels.hopper import HopperKernels, grouped_fp8_mlp
 from engine.kernels.latent_storage import put_rows
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.parts import PageAttention, VarlenAttention
 from engine.kernels.rotation import Rotation
 from engine.kernels.triton_gemm import byte_quant
 from engine.kernels.triton_gemm.gemm import TritonGemm
+from engine.kernels.triton_gemm.overflow import OverflowExperts
 
 
 class _Quantised(Protocol):
@@ -69,6 +71,7 @@ class _Quantised(Protocol):
         expert_M: Tensor,
         w13: tuple[Tensor, Tensor],
         w2: tuple[Tensor, Tensor],
+        overflow: Overflow | None = None,
     ) -> Tensor: ...
 
     def masked_fp8_mlp(
@@ -89,8 +92,9 @@ class TritonKernels:
         self, *, gemm: TritonGemm, attention: VarlenAttention, pages: PageAttention | None = None
     ) -> None:
         """Take what multiplies, which also says what the GPU can do, and what attends."""
-        shared = HopperKernels(gemm=gemm, attention=attention, pages=pages)
-        own: _Quantised = _ByHand(gemm, shared) if gemm.widens else shared
+        overflow = OverflowExperts(gemm.limits)
+        shared = HopperKernels(gemm=gemm, overflow=overflow, attention=attention, pages=pages)
+        own: _Quantised = _ByHand(gemm, overflow, shared) if gemm.widens else shared
         self.name = f"triton on sm{gemm.limits.sm}"
 
         self.store_latents = own.store_latents
@@ -129,8 +133,9 @@ class TritonKernels:
 class _ByHand:
     """What writes e4m3 numbers, on a GPU that does not know them."""
 
-    def __init__(self, gemm: TritonGemm, shared: HopperKernels) -> None:
+    def __init__(self, gemm: TritonGemm, overflow: OverflowExperts, shared: HopperKernels) -> None:
         self._gemm = gemm
+        self._overflow = overflow
         self._shared = shared
 
     silu_and_mul_fp8 = staticmethod(byte_quant.silu_and_mul_fp8)
@@ -196,10 +201,10 @@ class _ByHand:
         expert_M: Tensor,
         w13: tuple[Tensor, Tensor],
         w2: tuple[Tensor, Tensor],
+        overflow: Overflow | None = None,
     ) -> Tensor:
-        gate_up = self._gemm.grouped_linear(rows, expert_M, *w13)
-        hidden = byte_quant.silu_and_mul_fp8(gate_up, expert_M)
-        return self._gemm.grouped_linear(hidden, expert_M, *w2)
+        parts = self._gemm, byte_quant.silu_and_mul_fp8, self._overflow
+        return grouped_fp8_mlp(*parts, rows, expert_M, w13=w13, w2=w2, overflow=overflow)
 
     def masked_fp8_mlp(
         self, rows: MaskedRows, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]

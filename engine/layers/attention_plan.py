@@ -94,7 +94,10 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStep:
-    """What attention needs beside the hidden states: the same object for all layers of a step."""
+    """What layers need beside the hidden states: the same object for all layers of a step.
+
+    All but `num_rows` (see `ForwardBatch`) is for attention.
+    """
 
     plan: AttentionPlan
     slot_mapping: Tensor
@@ -102,6 +105,7 @@ class AttentionStep:
     sin: Tensor
     kv_pool: KVPool
     scratch: Scratch
+    num_rows: Tensor | None = None
 
     def gather(self, layer_index: int, block_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the latents of blocks [b] as [b * block_size, L], valid until the next gather."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from engine.hf_config.quantization import ModulePatterns
 from engine.kernels.base import Kernels
 from engine.kernels.portable import PortableKernels
 from engine.parallel.groups import Collectives, ProcessGroups
@@ -21,7 +22,9 @@ class LayerContext:
     """Compute dtype, device, process groups and kernels of this rank.
 
     Attributes:
+        path: of the module that is built with it, as the checkpoint names modules.
         fp8: whether weights that the checkpoint quantises stay in FP8.
+        unquantized: modules that it does not quantise.
         scatter_tokens: whether the tp ranks keep shares of the hidden states, not all of them.
         collectives: for scattered tokens, over the ranks of the tp group; None for the group's.
         overlap_shared_expert: whether it runs while tokens travel to the routed experts.
@@ -32,7 +35,9 @@ class LayerContext:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     groups: ProcessGroups = field(default_factory=ProcessGroups)
     kernels: Kernels = field(default_factory=PortableKernels)
+    path: str = ""
     fp8: bool = False
+    unquantized: ModulePatterns = field(default_factory=lambda: ModulePatterns(()))
     scatter_tokens: bool = False
     collectives: Collectives | None = None
     overlap_shared_expert: bool = True
@@ -49,6 +54,10 @@ class LayerContext:
     def unsplit(self) -> "LayerContext":
         """For a layer that a rank runs whole, on whatever rows it is given."""
         return replace(self, groups=ProcessGroups(), scatter_tokens=False, collectives=None)
+
+    def within(self, name: str) -> "LayerContext":
+        """For a part of the module that this is for."""
+        return replace(self, path=f"{self.path}.{name}" if self.path else name)
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Return uninitialised memory for a weight; a loader fills it. `dtype` overrides."""

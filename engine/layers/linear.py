@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
-from engine.kernels.fp8_rows import GROUP, Activation
+from engine.kernels.fp8_rows import Activation
 from engine.layers.context import LayerContext
 from engine.layers.matrix import Matrix
 from engine.weights.slices import WeightSlice, split_evenly
@@ -37,15 +37,28 @@ class ColumnParallelLinear(nn.Module):
         *,
         quantized: bool = True,
     ) -> None:
-        """Allocate; `quantized=False` for a weight that checkpoints never quantise."""
+        """Allocate.
+
+        Args:
+            ctx: of the module whose parts the outputs are.
+            in_features: K.
+            outputs: rows by name.
+            quantized: false for a weight that checkpoints never quantise.
+        """
         super().__init__()
         self._group = ctx.groups.tp_group
         self.in_features = in_features
         self.outputs = dict(outputs)
         shares = [size // self._group.size for size in outputs.values()]
-        # A share that begins inside a block of scales cannot keep the checkpoint's numbers.
-        splits_blocks = self._group.size > 1 and any(share % GROUP for share in shares)
-        self.matrix = Matrix(ctx, shares, in_features, quantized=quantized and not splits_blocks)
+        self.matrix = Matrix(
+            ctx,
+            shares,
+            in_features,
+            quantized=quantized,
+            # A share that begins inside a block of scales cannot keep the checkpoint's numbers.
+            whole_blocks=self._group.size > 1,
+            names=[ctx.within(name).path for name in outputs],
+        )
 
     @property
     def weight(self) -> Tensor:
@@ -80,10 +93,12 @@ class RowParallelLinear(nn.Module):
     """A product whose input is split over the tp ranks, as a column-parallel layer leaves it."""
 
     def __init__(self, ctx: LayerContext, in_features: int, out_features: int) -> None:
+        """Allocate; `ctx` is that of this product itself."""
         super().__init__()
         self._group = ctx.groups.tp_group
         self.in_features, self.out_features = in_features, out_features
-        self.matrix = Matrix(ctx, [out_features], in_features // self._group.size)
+        share = in_features // self._group.size
+        self.matrix = Matrix(ctx, [out_features], share, names=[ctx.path])
 
     @property
     def weight(self) -> Tensor:

@@ -5,12 +5,13 @@ loads does not ask. The key idea: an FP8 weight keeps the checkpoint's bytes, so
 grown at load, and its input is quantised on the way in, unless it comes quantised already.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.hf_config.quantization import UNQUANTIZED
 from engine.kernels.fp8_rows import GROUP, Activation, Fp8Rows
 from engine.layers.context import LayerContext
 from engine.weights.fp8 import dequantize_block, scale_shape
@@ -23,6 +24,8 @@ class Matrix(nn.Module):
     Attributes:
         weight: [..., N, K].
         scale: [..., ceil(N / 128), ceil(K / 128)] float32, or None in the compute dtype.
+        plain_because: why it is in the compute dtype although the checkpoint may have it in FP8,
+            and the kernels could use it so; empty if that is not so.
     """
 
     def __init__(
@@ -33,6 +36,8 @@ class Matrix(nn.Module):
         *,
         stack: tuple[int, ...] = (),
         quantized: bool = True,
+        whole_blocks: bool = False,
+        names: Iterable[str] = (),
     ) -> None:
         """Allocate.
 
@@ -42,13 +47,22 @@ class Matrix(nn.Module):
             columns: K.
             stack: leading dimensions.
             quantized: false for a weight that checkpoints never quantise.
+            whole_blocks: whether the last part too has to end on a block of scales.
+            names: of the checkpoint's modules that lie here.
         """
         super().__init__()
-        rows, inner = sum(parts), parts[:-1]
-        fits = columns % GROUP == 0 and all(part % GROUP == 0 for part in inner)
+        rows, inner = sum(parts), parts if whole_blocks else parts[:-1]
         self._ctx = ctx
         self.scale: nn.Parameter | None = None
-        if ctx.fp8 and quantized and fits:
+        self.plain_because = ""
+        if ctx.fp8 and quantized:
+            named = next((name for name in names if ctx.unquantized.match(name)), "")
+            if named:
+                self.plain_because = f"{UNQUANTIZED} names {named.rpartition('.')[2]}"
+            elif columns % GROUP or any(part % GROUP for part in inner):
+                shares = " + ".join(map(str, parts))
+                self.plain_because = f"{shares} rows x {columns} columns are not blocks of {GROUP}"
+        if ctx.fp8 and quantized and not self.plain_because:
             self.weight = ctx.parameter(*stack, rows, columns, dtype=torch.float8_e4m3fn)
             shape = (*stack, *scale_shape(rows, columns))
             self.scale = ctx.parameter(*shape, dtype=torch.float32)

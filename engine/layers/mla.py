@@ -64,7 +64,9 @@ class MLA(nn.Module):
         self.kv_b_proj = ColumnParallelLinear(
             ctx, config.kv_lora_rank, {"kv_b_proj": all_heads * (self.nope_dim + self.value_dim)}
         )
-        self.o_proj = RowParallelLinear(ctx, all_heads * self.value_dim, config.hidden_size)
+        self.o_proj = RowParallelLinear(
+            ctx.within("o_proj"), all_heads * self.value_dim, config.hidden_size
+        )
         is_fp8 = self.qkv_a_proj.is_fp8 and (self.q_lora_rank > 0 or self.q_proj.is_fp8)
         self.feed_format = FeedFormat.of(is_fp8=is_fp8)
         # Of kv_b_proj, made at the first absorbed step: the weight itself unless that is FP8.

@@ -23,7 +23,7 @@ class MLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(
             ctx, hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         )
-        self.down_proj = RowParallelLinear(ctx, intermediate_size, hidden_size)
+        self.down_proj = RowParallelLinear(ctx.within("down_proj"), intermediate_size, hidden_size)
         self.feed_format = FeedFormat.of(is_fp8=self.is_fp8, is_sent=self._sharding.sends_rows)
 
     @property

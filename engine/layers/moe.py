@@ -29,6 +29,7 @@ from engine.operations import Operations
 from engine.parallel.create_dispatcher import create_dispatcher
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.token_dispatcher import ExpertRows, Rows, TokenDispatcher
+from engine.weights.expert_format import expert_modules, experts_are_quantized
 from engine.weights.slices import WeightSlice, split_evenly
 
 
@@ -49,10 +50,12 @@ class Gate(nn.Module):
         """K."""
         return self._rule.top_k
 
-    def forward(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logical topk_ids [T, K] int64 and topk_weights [T, K] float32."""
+    def forward(self, hidden_TD: Tensor, num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return logical topk_ids [T, K] int64, -1 for padding, and topk_weights [T, K] float32."""
         logits_TE = self._kernels.gate_logits(hidden_TD, self.weight)
-        return self._kernels.group_limited_topk(logits_TE, self.e_score_correction_bias, self._rule)
+        return self._kernels.group_limited_topk(
+            logits_TE, self.e_score_correction_bias, self._rule, num_rows
+        )
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """See `HoldsWeights`."""
@@ -77,10 +80,10 @@ class Experts(nn.Module):
         self._hidden_size = config.hidden_size
         num_slots, width = self._slots[1] - self._slots[0], self._width // num_shares
         stack = (num_slots,)
-        is_whole = width % GROUP == 0  # else tp cuts through a block of scales
-        self.up = Matrix(ctx, [width] * 2, config.hidden_size, stack=stack, quantized=is_whole)
-        self.down = Matrix(ctx, [config.hidden_size], width, stack=stack, quantized=is_whole)
-        assert self.up.is_fp8 == self.down.is_fp8, "hidden_size is a multiple of 128, or is not"
+        hidden, names = config.hidden_size, [*expert_modules(ctx.path, config.n_routed_experts)]
+        # Both in one format: a width that is not whole blocks decides for the two.
+        self.up = Matrix(ctx, [width] * 2, hidden, stack=stack, whole_blocks=True, names=names)
+        self.down = Matrix(ctx, [hidden], width, stack=stack, whole_blocks=True, names=names)
 
     @property
     def num_local_experts(self) -> int:
@@ -112,10 +115,11 @@ class Experts(nn.Module):
             return self._kernels.masked_fp8_mlp(
                 rows, self.up.quantized_pair(), self.down.quantized_pair()
             )
-        if not rows.rows.num_rows:
+        if not rows.expert_M.shape[0]:
             return torch.empty_like(rows.rows.data_TK, dtype=torch.bfloat16)
+        weights = self.up.quantized_pair(), self.down.quantized_pair()
         return self._kernels.grouped_fp8_mlp(
-            rows.rows, rows.expert_M, self.up.quantized_pair(), self.down.quantized_pair()
+            rows.rows, rows.expert_M, *weights, overflow=rows.overflow
         )
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
@@ -166,11 +170,12 @@ class MoE(nn.Module):
         super().__init__()
         self.placement = placement
         self.gate = Gate(config, ctx)
-        self.experts = Experts(config, ctx, placement)
+        self.experts = Experts(config, ctx.within("experts"), placement)
         self.shared_experts = None
         if config.n_shared_experts:
             width = config.moe_intermediate_size * config.n_shared_experts
             shared_ctx = ctx.unsplit if ctx.scatter_tokens else ctx
+            shared_ctx = shared_ctx.within("shared_experts")
             self.shared_experts = MLP(shared_ctx, config.hidden_size, width)
         self.dispatcher = dispatcher
         self._shared_schedule = SharedSchedule(
@@ -181,10 +186,16 @@ class MoE(nn.Module):
             is_fp8=dispatcher.takes_fp8 or is_shared_fp8, is_sent=ctx.sharding.sends_rows
         )
 
-    def forward(self, normed: Normed) -> Operations[Tensor]:
-        """Map [T, D] to [T, D]; T may be 0, and with ep > 1 every rank must call."""
+    def forward(self, normed: Normed, num_rows: Tensor | None = None) -> Operations[Tensor]:
+        """Map [T, D] to [T, D]; T may be 0, and with ep > 1 every rank must call.
+
+        Args:
+            normed: the rows.
+            num_rows: [1] int64, rows from there on go to no routed expert; None where there are
+                none such.
+        """
         shared = self._shared_schedule.start(self.shared_experts, normed)
-        topk_ids_TK, topk_weights_TK = self.gate(normed.plain)
+        topk_ids_TK, topk_weights_TK = self.gate(normed.plain, num_rows)
         topk_ids_TK = self.placement.to_physical(topk_ids_TK)
         feed = normed.feed if self.dispatcher.takes_fp8 else normed.plain
         dispatching = self.dispatcher.start_dispatch(feed, topk_ids_TK, topk_weights_TK)
@@ -207,7 +218,8 @@ def create_expert_dispatcher(
     groups, width = ctx.groups, config.moe_intermediate_size
     if groups.dims.ep == 1:
         width //= groups.dims.tp
-    is_fp8 = ctx.fp8 and width % GROUP == 0 and config.hidden_size % GROUP == 0
+    is_whole = width % GROUP == 0 and config.hidden_size % GROUP == 0
+    is_fp8 = ctx.fp8 and is_whole and experts_are_quantized(config)
     return create_dispatcher(
         groups,
         placement.num_physical_experts // groups.ep_group.size,

@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig, YarnConfig
+from engine.config import ModelConfig
+from engine.yarn import YarnConfig
 
 
 class RotaryEmbedding:
@@ -33,11 +34,14 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
     trained = 1.0 / wavelengths
     if yarn is None:
         return trained
-    low = math.floor(_pair_with_rotations(yarn.beta_fast, dim, base, yarn))
-    high = math.ceil(_pair_with_rotations(yarn.beta_slow, dim, base, yarn))
+    low = _pair_with_rotations(yarn.beta_fast, dim, base, yarn)
+    high = _pair_with_rotations(yarn.beta_slow, dim, base, yarn)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    # 1 up to the pair `low` (keep as trained), falling to 0 at the pair `high` (stretch).
-    width = max(high - low, 0.001)
+    # 1 up to the pair `low` (keep as trained), falling to 0 at the pair `high` (stretch). Where no
+    # pair lies between, the sign of the width says on which side all of them are.
+    width = high - low or 0.001
     keep = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     return 1.0 / (yarn.factor * wavelengths) * (1 - keep) + trained * keep
 
@@ -46,6 +50,8 @@ def cos_sin_scale(yarn: YarnConfig | None) -> float:
     """Return the factor of cos and sin; 1 where mscale equals mscale_all_dim, as in DeepSeek-V3."""
     if yarn is None:
         return 1.0
+    if yarn.attention_factor is not None:
+        return yarn.attention_factor
     if yarn.mscale and yarn.mscale_all_dim:
         return _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
     return _mscale(yarn.factor, 1.0)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.kernels.latent_storage import put_rows, take_blocks
+from engine.kernels.latent_storage import take_blocks
 
 
 class KVPool:
@@ -73,19 +73,6 @@ class KVPool:
     def layer(self, index: int) -> torch.Tensor:
         """Return the view [num_blocks, block_size, latent_dim] of one layer (strided)."""
         return self.data[:, index]
-
-    def write(
-        self, layer: int, slot_mapping: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor
-    ) -> None:
-        """Store the latents of T tokens in one layer.
-
-        Args:
-            layer: index of the layer.
-            slot_mapping: [T] int64; padding tokens point into block 0.
-            kv_c: [T, kv_lora_rank], normalised latent; converted to the pool's dtype.
-            k_pe: [T, qk_rope_head_dim], after rotation.
-        """
-        put_rows(self.layer(layer), slot_mapping, torch.cat((kv_c, k_pe), dim=-1))
 
     def copy_out(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Return a host copy [n, num_layers, block_size, latent_dim] of the blocks."""

@@ -29,13 +29,13 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
-        self.self_attn = MLA(config, ctx, index)
+        self.self_attn = MLA(config, ctx.within("self_attn"), index)
         self.post_attention_layernorm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
         self.mlp: MLP | MoE
         if index < config.first_k_dense_replace:
-            self.mlp = MLP(ctx, config.hidden_size, config.intermediate_size)
+            self.mlp = MLP(ctx.within("mlp"), config.hidden_size, config.intermediate_size)
         else:
-            self.mlp = MoE(config, ctx, placement, dispatcher)
+            self.mlp = MoE(config, ctx.within("mlp"), placement, dispatcher)
 
     def forward(self, stream: Residual, step: AttentionStep) -> Operations[Residual]:
         """Map this rank's rows of the stream to the same rows."""
@@ -46,5 +46,8 @@ class DecoderLayer(nn.Module):
         rows, normed = self.post_attention_layernorm.add(
             stream, mlp.feed_format, with_plain=isinstance(mlp, MoE)
         )
-        out = yield from mlp(normed)
+        if isinstance(mlp, MoE):
+            out = yield from mlp(normed, step.num_rows)
+        else:
+            out = yield from mlp(normed)
         return Residual(rows, out)

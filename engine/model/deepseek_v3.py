@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.execution import Execution
+from engine.hf_config.quantization import ModulePatterns
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.kernels.fp8_rows import GROUP
@@ -36,7 +37,7 @@ from engine.layers.attention_rule import AttentionRule
 from engine.layers.context import LayerContext
 from engine.layers.embedding import LMHead, VocabEmbedding
 from engine.layers.mla import MLA
-from engine.layers.moe import create_expert_dispatcher
+from engine.layers.moe import MoE, create_expert_dispatcher
 from engine.layers.norm import FeedFormat, Residual, RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.scratch import Scratch
@@ -44,10 +45,11 @@ from engine.memory.kv_pool import KVPool
 from engine.micro_batches import choose_cut, split_batch, split_decode
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.mtp import MTPLayer
-from engine.operations import Operations, interleave, run
+from engine.operations import Operations, do_nothing, interleave, run
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.token_dispatcher import TokenDispatcher
+from engine.weights.expert_format import experts_are_quantized
 from engine.weights.slices import HoldsWeights, WeightSlice
 
 logger = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ class DeepseekV3Model(nn.Module):
         self.embed_tokens = VocabEmbedding(ctx, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             (DecoderLayer if index < num_layers else MTPLayer)(
-                config, ctx, index, placement, dispatcher
+                config, ctx.within(f"model.layers.{index}"), index, placement, dispatcher
             )
             for index in range(config.num_kv_layers(with_mtp=with_mtp))
         )
@@ -87,6 +89,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         groups: the ranks that share the model.
         with_mtp: whether the MTP layers were built.
         kernels: that the layers call.
+        keeps_fp8: whether weights that the checkpoint has in FP8 stay so.
         attention_rule: when attention is absorbed, and how much of it at a time.
     """
 
@@ -117,7 +120,7 @@ class DeepseekV3ForCausalLM(nn.Module):
             execution: how steps run on several ranks; None for what fits `groups`.
 
         Raises:
-            ConfigError: the axes do not divide the model.
+            ConfigError: the axes do not divide the model, or some routed experts are in FP8 only.
         """
         super().__init__()
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
@@ -125,31 +128,40 @@ class DeepseekV3ForCausalLM(nn.Module):
         placement = placement or ExpertPlacement.identity(config.n_routed_experts, device)
         self.groups.dims.check_model(config, num_physical_experts=placement.num_physical_experts)
         self.kernels = kernels or create_kernels(self.device, dtype)
-        execution, dims = execution or Execution(), self.groups.dims
-        scatter = execution.scatter_tokens
-        ctx = LayerContext(
-            dtype=dtype,
+        execution = execution or Execution()
+        ctx = self._context(execution)
+        self.keeps_fp8 = ctx.fp8
+        dispatcher = execution.dispatcher or create_expert_dispatcher(config, ctx, placement)
+        self.model = DeepseekV3Model(config, ctx, placement, dispatcher, with_mtp=with_mtp)
+        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(ctx, config.vocab_size, config.hidden_size, tied_to=tied_to)
+        self._launches = choose_launches(self.device, are_dependent=execution.dependent_launches)
+        self._overlap, self._sharding, self._scratch = execution.overlap, ctx.sharding, Scratch()
+        self._rotary, self._is_refusal_told = RotaryEmbedding(config, self.device), False
+        self.attention_rule = attention_rule or AttentionRule.of(config, tp=self.groups.dims.tp)
+
+    def _context(self, execution: Execution) -> LayerContext:
+        """Return what the layers are built with.
+
+        Raises:
+            ConfigError: some routed experts are in FP8 only.
+        """
+        config, dims, scatter = self.config, self.groups.dims, execution.scatter_tokens
+        fp8 = self.kernels.has_fp8 and config.fp8_block_size == GROUP
+        if fp8:
+            experts_are_quantized(config, with_mtp=self.with_mtp)  # all of them or none
+        return LayerContext(
+            dtype=self.dtype,
             device=self.device,
             groups=self.groups,
             kernels=self.kernels,
-            fp8=self.kernels.has_fp8 and config.fp8_block_size == GROUP,
+            fp8=fp8,
+            unquantized=ModulePatterns(config.unquantized_modules),
             scatter_tokens=dims.tp > 1 and dims.ep > 1 if scatter is None else scatter,
             collectives=execution.collectives,
             overlap_shared_expert=execution.overlap_shared_expert,
             side_stream=execution.side_stream,
         )
-        dispatcher = execution.dispatcher or create_expert_dispatcher(config, ctx, placement)
-        self.model = DeepseekV3Model(config, ctx, placement, dispatcher, with_mtp=with_mtp)
-        self.lm_head = LMHead(
-            ctx,
-            config.vocab_size,
-            config.hidden_size,
-            tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,
-        )
-        self._launches = choose_launches(self.device, are_dependent=execution.dependent_launches)
-        self._overlap, self._sharding, self._scratch = execution.overlap, ctx.sharding, Scratch()
-        self._rotary, self._is_refusal_told = RotaryEmbedding(config, self.device), False
-        self.attention_rule = attention_rule or AttentionRule.of(config, tp=dims.tp)
 
     def forward(
         self,
@@ -157,6 +169,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         kv_pool: KVPool,
         *,
         on_layer_done: Callable[[int], None] | None = None,
+        meanwhile: Callable[[], None] = do_nothing,
     ) -> Tensor:
         """Run one step; the latents of its tokens are in the pool afterwards.
 
@@ -165,23 +178,29 @@ class DeepseekV3ForCausalLM(nn.Module):
             kv_pool: on the same device, with a layer for each decoder layer.
             on_layer_done: called with a layer's index after that layer has written its latents
                 for all of the step's tokens (on a GPU: has been launched to).
+            meanwhile: called several times a layer, between two operations.
 
         Returns:
             [T, D], after the final norm.
         """
         with self._launching(batch):
-            return self._run(batch, kv_pool, on_layer_done)
+            return self._run(batch, kv_pool, on_layer_done, meanwhile)
 
     def _run(
-        self, batch: ForwardBatch, kv_pool: KVPool, on_layer_done: Callable[[int], None] | None
+        self,
+        batch: ForwardBatch,
+        kv_pool: KVPool,
+        on_layer_done: Callable[[int], None] | None,
+        meanwhile: Callable[[], None],
     ) -> Tensor:
         """Run one step, as one or two micro-batches."""
         parts = self._split(batch)
         layer_done = _when_all_have_called(len(parts), on_layer_done)
         operations = [self._operations(part, kv_pool, layer_done) for part in parts]
         if self._overlap is None or len(operations) == 1:
-            return run(operations[0])
-        return torch.cat(interleave(*operations, lag=self._overlap.lag))[: batch.num_tokens]
+            return run(operations[0], meanwhile)
+        halves = interleave(*operations, lag=self._overlap.lag, meanwhile=meanwhile)
+        return torch.cat(halves)[: batch.num_tokens]
 
     def _operations(
         self, batch: ForwardBatch, kv_pool: KVPool, layer_done: Callable[[int], None]
@@ -242,18 +261,22 @@ class DeepseekV3ForCausalLM(nn.Module):
         return self._sharding.start_gather(normed, batch.num_tokens).wait()
 
     @property
+    def waits_for_counts(self) -> bool:
+        """Whether launching a step waits, layer by layer, for what the device has counted.
+
+        Then a launch takes as long as the step. On a CPU a launch does the step's work itself.
+        """
+        experts = (module for module in self.modules() if isinstance(module, MoE))
+        waits = (layer.dispatcher.waits_for_counts for layer in experts)
+        return self.device.type == "cuda" and any(waits)
+
+    @property
     def unused_prefixes(self) -> tuple[str, ...]:
         """Checkpoint names that are known and left out on purpose."""
-        first, count = self.config.num_hidden_layers, self.config.num_nextn_predict_layers
-        layers = [f"model.layers.{index}." for index in range(first, first + count)]
-        if not self.with_mtp:
-            return tuple(layers)
-        # The MTP layers share embedding and head with the model; checkpoints repeat them.
-        parts = ("embed_tokens.", "shared_head.head.")
-        return tuple(layer + part for layer in layers for part in parts)
+        return _unused_prefixes(self.config, self.with_mtp)
 
     def attention_step(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionStep:
-        """Return what all layers of a step share: plan, angles, slots, pool."""
+        """Return what all layers of a step share: plan, angles, slots, pool, padding."""
         cos, sin = self._rotary(batch.positions)
         return AttentionStep(
             plan=self._plan(batch, kv_pool),
@@ -262,6 +285,7 @@ class DeepseekV3ForCausalLM(nn.Module):
             sin=sin,
             kv_pool=kv_pool,
             scratch=self._scratch,
+            num_rows=batch.num_rows,
         )
 
     def _plan(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionPlan:
@@ -270,6 +294,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         refusal = kernels.why_no_pages(cache, self.config.kv_lora_rank)
         if batch.max_seqlen_q == 1 and not refusal:
             return plan_decode(batch, kernels, cache, num_heads)
+        plan_pages = partial(kernels.plan_paged, cache=cache, num_heads=num_heads)
         if refusal:
             self._tell(refusal)
         if not batch.lengths and batch.num_seqs:
@@ -281,9 +306,7 @@ class DeepseekV3ForCausalLM(nn.Module):
             kv_pool.block_size,
             self.attention_rule,
             max_positions=kernels.max_attention_positions,
-            plan_pages=None
-            if refusal
-            else partial(kernels.plan_paged, cache=cache, num_heads=num_heads),
+            plan_pages=None if refusal else plan_pages,
         )
 
     def _tell(self, refusal: str) -> None:
@@ -306,6 +329,16 @@ class DeepseekV3ForCausalLM(nn.Module):
         for name, module in self.named_modules(prefix=prefix):
             if module is not self and isinstance(module, HoldsWeights):
                 yield from module.weight_slices(name)
+
+
+def _unused_prefixes(config: ModelConfig, with_mtp: bool) -> tuple[str, ...]:
+    first, count = config.num_hidden_layers, config.num_nextn_predict_layers
+    layers = [f"model.layers.{index}." for index in range(first, first + count)]
+    if not with_mtp:
+        return tuple(layers)
+    # The MTP layers share embedding and head with the model; checkpoints repeat them.
+    parts = ("embed_tokens.", "shared_head.head.")
+    return tuple(layer + part for layer in layers for part in parts)
 
 
 def _when_all_have_called(

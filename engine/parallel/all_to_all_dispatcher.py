@@ -73,6 +73,7 @@ class AllToAllDispatcher:
         self._ep_group = ep_group
         self._kernels = fp8_kernels
         self.takes_fp8 = fp8_kernels is not None
+        self.waits_for_counts = True
         self.takes_turns = False
 
     def start_dispatch(

@@ -3,7 +3,7 @@
 from typing import Any
 
 from engine.kernels.base import Kernels
-from engine.parallel.aligned_dispatcher import AlignedDispatcher
+from engine.parallel.aligned_dispatcher import AlignedDispatcher, ExpertShare
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.gathered_dispatcher import GatheredDispatcher, GatheredFp8Dispatcher
 from engine.parallel.groups import Collectives, ProcessGroups
@@ -33,15 +33,16 @@ def create_dispatcher(
         `AlignedDispatcher`, else `ReplicatedDispatcher` (ep > 1) or `LocalDispatcher`.
     """
     first = groups.ep_group.rank * num_local_experts
+    share = ExpertShare(first=first, num_local=num_local_experts, num_ranks=groups.dims.ep)
     if scattered_over is not None:
         if fp8_kernels is not None:
-            return GatheredFp8Dispatcher(fp8_kernels, num_local_experts, first, scattered_over)
+            return GatheredFp8Dispatcher(fp8_kernels, share, scattered_over)
         return GatheredDispatcher(num_local_experts, first, scattered_over)
     if groups.dims.ep > 1 and groups.dims.tp == 1:
         return AllToAllDispatcher(num_local_experts, groups.ep_group, fp8_kernels)
     if fp8_kernels is not None:
         group = groups.tp_group if groups.dims.ep == 1 else groups.ep_group
-        return AlignedDispatcher(fp8_kernels, num_local_experts, first, group)
+        return AlignedDispatcher(fp8_kernels, share, group)
     if groups.dims.ep == 1:
         return LocalDispatcher(num_local_experts, groups.tp_group)
     return ReplicatedDispatcher(num_local_experts, groups.ep_group)

@@ -24,6 +24,7 @@ from engine.kernels.fp8_rows import Fp8Rows
 from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
 from engine.parallel.deferred import Deferred
 from engine.parallel.pending import Pending
+from engine.parallel.turns import require_in_turn
 from runtime.errors import PeerLostError
 
 LibraryHandle: TypeAlias = object
@@ -316,9 +317,7 @@ class LowLatencyBuffer:
         self._library.destroy()
 
     def _send(self, what: str) -> None:
-        assert not self._under_way, (
-            f"{what} started while a {self._under_way} was not received: receive it first"
-        )
+        require_in_turn(what, self._under_way)
         self._under_way = what
 
     def _receive(self, hook: Callable[[], None]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.fp8_rows import Activation
 from engine.kernels.masked_rows import MaskedRows
 from engine.parallel.deep_ep_buffers import LibraryHandle, LowLatencyBuffer, Masked
@@ -34,6 +35,7 @@ class DeepEPLowLatencyDispatcher:
     """See the module; all layers share one buffer."""
 
     takes_fp8 = False
+    waits_for_counts = False
     takes_turns = True
 
     def __init__(self, buffer: LowLatencyBuffer) -> None:
@@ -51,7 +53,8 @@ class DeepEPLowLatencyDispatcher:
         hidden_TD = plain(hidden)
         num_tokens, top_k = topk_ids_TK.shape
         shape = self._buffer.shape
-        assert num_tokens <= shape.max_tokens_per_rank, (num_tokens, shape)
+        most = shape.max_tokens_per_rank
+        require(num_tokens <= most, "tokens of a rank", num_tokens, f"there is room for {most}")
         arriving = self._buffer.start_dispatch(hidden_TD, topk_ids_TK)
 
         def receive(masked: Masked) -> tuple[MaskedRows, LowLatencyHandle]:

@@ -23,15 +23,14 @@ class ExpertPlacement:
 
     Attributes:
         physical_to_logical_map: P entries, the logical expert in each slot.
-        logical_to_physical_map: [E, X] int64, the slots of each expert, padded with its first.
-        logical_replica_count: [E] int64, how many slots each expert has, at least 1.
         is_identity: whether every logical number is its physical number.
     """
 
     physical_to_logical_map: tuple[int, ...]
-    logical_to_physical_map: Tensor
-    logical_replica_count: Tensor
     is_identity: bool
+    # With a row more than there are experts: that of -1, which is no expert, in no slot.
+    _slots: Tensor
+    _num_slots: Tensor
 
     @classmethod
     def identity(cls, num_experts: int, device: torch.device | str = "cpu") -> "ExpertPlacement":
@@ -60,15 +59,24 @@ class ExpertPlacement:
         if homeless:
             raise ValueError(f"experts {homeless} have no slot; each needs at least one")
         width = max(map(len, slots), default=1)
+        slots.append([-1])
         padded = [found + found[:1] * (width - len(found)) for found in slots]
         return cls(
             physical_to_logical_map=tuple(physical_to_logical),
-            logical_to_physical_map=torch.tensor(padded, dtype=torch.int64, device=device),
-            logical_replica_count=torch.tensor(
-                [len(found) for found in slots], dtype=torch.int64, device=device
-            ),
             is_identity=tuple(physical_to_logical) == tuple(range(num_experts)),
+            _slots=torch.tensor(padded, dtype=torch.int64, device=device),
+            _num_slots=torch.tensor(list(map(len, slots)), dtype=torch.int64, device=device),
         )
+
+    @property
+    def logical_to_physical_map(self) -> Tensor:
+        """[E, X] int64, the slots of each expert, padded with its first."""
+        return self._slots[:-1]
+
+    @property
+    def logical_replica_count(self) -> Tensor:
+        """[E] int64, how many slots each expert has, at least 1."""
+        return self._num_slots[:-1]
 
     @property
     def num_physical_experts(self) -> int:
@@ -76,9 +84,12 @@ class ExpertPlacement:
         return len(self.physical_to_logical_map)
 
     def to_physical(self, topk_ids_TK: Tensor) -> Tensor:
-        """Map logical ids [T, K] to physical ids [T, K], spreading tokens over replicas."""
+        """Map logical ids [T, K] to physical ids [T, K], spreading tokens over replicas; -1 to -1.
+
+        Without a step of its own for -1: the maps' last row is what it names.
+        """
         if self.is_identity:
             return topk_ids_TK
         tokens_T1 = torch.arange(topk_ids_TK.shape[0], device=topk_ids_TK.device).unsqueeze(1)
-        replica_TK = tokens_T1 % self.logical_replica_count[topk_ids_TK]
-        return self.logical_to_physical_map[topk_ids_TK, replica_TK]
+        replica_TK = tokens_T1 % self._num_slots[topk_ids_TK]
+        return self._slots[topk_ids_TK, replica_TK]

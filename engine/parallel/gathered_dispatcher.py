@@ -3,26 +3,23 @@
 For a residual stream that is scattered over the tp ranks. Rows go to every rank, and each picks
 those of its experts: with 8 experts a token and 8 ranks, most ranks need most rows, and a gather
 needs no counts. Routing is gathered first, because it is small and the places of the rows can be
-chosen while the rows fly. The way back is a sum per token and a reduce-scatter, that is one
-message, and each rank gets the rows it came with.
+chosen while the rows fly: on the device, the host never waits for them. The way back is a sum per
+token and a reduce-scatter, that is one message, and each rank gets the rows it came with.
 
 Legend: t rows of this rank, P rows of all ranks (padding included), D hidden size, K experts per
 token, B bytes of a packed row.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from engine.kernels.alignment import Alignment
 from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows
-from engine.parallel.aligned_dispatcher import AlignedHandle
+from engine.parallel.aligned_dispatcher import AlignedHandle, ExpertShare
+from engine.parallel.deferred import Deferred
 from engine.parallel.groups import Collectives
 from engine.parallel.packed_rows import packed_bytes
 from engine.parallel.pending import Pending, Then
-from engine.parallel.row_placer import RowPlacer
 from engine.parallel.token_dispatcher import (
     AlignedRows,
     ExpertRows,
@@ -38,6 +35,7 @@ class GatheredDispatcher:
     """Rows in the compute dtype; this rank holds experts [first, first + num_local_experts)."""
 
     takes_fp8 = False
+    waits_for_counts = True
     takes_turns = False
 
     def __init__(self, num_local_experts: int, first: int, group: Collectives) -> None:
@@ -71,17 +69,14 @@ class GatheredDispatcher:
 
 
 class GatheredFp8Dispatcher:
-    """Rows in FP8; this rank holds experts [first, first + num_local_experts)."""
+    """Rows in FP8."""
 
     takes_fp8 = True
+    waits_for_counts = False
     takes_turns = False
 
-    def __init__(
-        self, kernels: Kernels, num_local_experts: int, first: int, group: Collectives
-    ) -> None:
-        self._kernels = kernels
-        self._placer = RowPlacer(kernels, first, num_local_experts)
-        self._group = group
+    def __init__(self, kernels: Kernels, share: ExpertShare, group: Collectives) -> None:
+        self._kernels, self._share, self._group = kernels, share, group
 
     def start_dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
@@ -89,10 +84,16 @@ class GatheredFp8Dispatcher:
         """Gather routing, then rows; place them meanwhile; see `TokenDispatcher`."""
         send = quantized(hidden)
         routing = self._group.start_all_gather(pack_routing(topk_ids_TK, topk_weights_TK))
-        rows = self._group.start_all_gather(packed_bytes(send))
-        arrived = _Arrived(routing)
-        placing = self._placer.start(Then(arrived, lambda pair: pair[0]), topk_ids_TK.device)
-        return _Dispatch(self._kernels, rows, placing, arrived, send.data_TK.shape[1])
+        arriving = self._group.start_all_gather(packed_bytes(send))
+
+        def finish() -> tuple[AlignedRows, AlignedHandle]:
+            ids_PK, weights_PK = unpack_routing(routing.wait())
+            alignment = self._share.align(self._kernels, ids_PK)
+            gathered = Fp8Rows.packed(arriving.wait(), send.data_TK.shape[1])
+            rows = AlignedRows.spread(self._kernels, gathered, alignment)
+            return rows, AlignedHandle(alignment=alignment, topk_weights_TK=weights_PK)
+
+        return Deferred(finish)
 
     def start_combine(
         self, expert_out_MD: Tensor, handle: AlignedHandle, own: Pending[Tensor] | None
@@ -102,41 +103,6 @@ class GatheredFp8Dispatcher:
             expert_out_MD, handle.alignment, handle.topk_weights_TK, None
         )
         return _add_own(self._group.start_reduce_scatter(summed_PD), own)
-
-
-class _Arrived:
-    """Routing of all ranks: the placer waits for it on its own stream, the weights are used later.
-
-    Attributes:
-        weights_PK: [P, K] float32, valid once `wait` was called.
-    """
-
-    def __init__(self, routing: Pending[Tensor]) -> None:
-        self._routing = routing
-        self.weights_PK: Tensor | None = None
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        ids_PK, self.weights_PK = unpack_routing(self._routing.wait())
-        return ids_PK, self.weights_PK
-
-
-@dataclass(frozen=True, slots=True)
-class _Dispatch:
-    """Rows and places on their way."""
-
-    kernels: Kernels
-    rows: Pending[Tensor]
-    placing: Pending[Alignment]
-    arrived: _Arrived
-    num_columns: int
-
-    def wait(self) -> tuple[AlignedRows, AlignedHandle]:
-        alignment = self.placing.wait()
-        weights_PK = self.arrived.weights_PK
-        assert weights_PK is not None
-        gathered = Fp8Rows.packed(self.rows.wait(), self.num_columns)
-        aligned = AlignedRows.spread(self.kernels, gathered, alignment)
-        return aligned, AlignedHandle(alignment=alignment, topk_weights_TK=weights_PK)
 
 
 def pack_routing(topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ class LocalDispatcher:
     """See the module; `tp_group` is the axis that splits the experts' width."""
 
     takes_fp8 = False
+    waits_for_counts = True
     takes_turns = False
 
     def __init__(self, num_experts: int, tp_group: RankGroup) -> None:

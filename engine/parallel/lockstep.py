@@ -55,6 +55,7 @@ class GroupState:
     Attributes:
         has_work: at least one rank runs tokens, so all take the step.
         max_num_tokens: most tokens of a rank in this step.
+        mean_num_tokens: tokens of a rank in this step on average, rounded up.
         all_leaving: no rank needs another step, ever.
         in_flight: at least one rank has a step in flight, so all come again at once.
         any_leaving: at least one rank was asked to stop: without it there is no group.
@@ -62,6 +63,7 @@ class GroupState:
 
     has_work: bool
     max_num_tokens: int
+    mean_num_tokens: int
     all_leaving: bool
     in_flight: bool = False
     any_leaving: bool = False
@@ -94,6 +96,7 @@ class SoloLockstep:
         return GroupState(
             has_work=state.num_tokens > 0,
             max_num_tokens=state.num_tokens,
+            mean_num_tokens=state.num_tokens,
             all_leaving=state.leaving,
             in_flight=state.in_flight,
             any_leaving=state.leaving,
@@ -125,6 +128,7 @@ class GroupLockstep:
         return GroupState(
             has_work=any(item[_HAS_WORK] for item in rows),
             max_num_tokens=max(item[_NUM_TOKENS] for item in rows),
+            mean_num_tokens=-(-sum(item[_NUM_TOKENS] for item in rows) // len(rows)),
             all_leaving=all(item[_LEAVING] for item in rows),
             in_flight=any(item[_IN_FLIGHT] for item in rows),
             any_leaving=any(item[_LEAVING] for item in rows),

@@ -10,6 +10,7 @@ mean nothing).
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from engine.kernels.base import Kernels
@@ -31,6 +32,7 @@ class LoopbackMaskedDispatcher:
     """See the module."""
 
     takes_fp8 = True
+    waits_for_counts = False
     takes_turns = False
 
     def __init__(self, kernels: Kernels, num_local_experts: int, num_ranks: int) -> None:
@@ -38,9 +40,10 @@ class LoopbackMaskedDispatcher:
 
         Args:
             kernels: that place and sum.
-            num_local_experts: L, experts that this rank holds.
+            num_local_experts: L, experts that this rank holds, at least 2.
             num_ranks: R, ranks of the instance that is played.
         """
+        assert num_local_experts > 1, num_local_experts
         self._kernels = kernels
         self._num_local_experts = num_local_experts
         self._num_ranks = num_ranks
@@ -60,7 +63,7 @@ class LoopbackMaskedDispatcher:
         num_tokens, top_k = topk_ids_TK.shape
         num_local, room = self._num_local_experts, self.masked_room(num_tokens, top_k)
         places = self._kernels.mask_to_experts(
-            topk_ids_TK % num_local,
+            torch.fmod(topk_ids_TK, num_local),  # whose remainder of -1 is -1
             0,
             num_local,
             room.max_rows,

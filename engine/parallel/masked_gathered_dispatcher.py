@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows, packed_row_bytes
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows, max_masked_rows
@@ -46,6 +47,7 @@ class MaskedGatheredDispatcher:
     """See the module."""
 
     takes_fp8 = True
+    waits_for_counts = False
     takes_turns = False
 
     def __init__(
@@ -115,7 +117,9 @@ class MaskedGatheredDispatcher:
 
     def _padded(self, num_tokens: int) -> int:
         num_rows = num_tokens if self._group.size == 1 else self._max_tokens_per_rank
-        assert num_tokens <= num_rows, (num_tokens, num_rows)
+        require(
+            num_tokens <= num_rows, "tokens of a rank", num_tokens, f"there is room for {num_rows}"
+        )
         return num_rows
 
     def _place(self, ids: Tensor, room: MaskedRoom) -> MaskedPlaces:

@@ -25,6 +25,7 @@ from engine.parallel.nvlink import open as nvlink
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
 from engine.parallel.nvlink.shape import NvlinkShape
 from engine.parallel.token_dispatcher import TokenDispatcher
+from engine.weights.expert_format import experts_are_quantized
 from runtime.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class RankExperts:
         config = self.config
         sizes = (config.hidden_size, config.moe_intermediate_size)
         is_stored = config.fp8_block_size == GROUP and not any(size % GROUP for size in sizes)
-        return self.kernels.has_fp8 and is_stored
+        return self.kernels.has_fp8 and is_stored and experts_are_quantized(config)
 
 
 def open_decode_dispatcher(

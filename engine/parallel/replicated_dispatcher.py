@@ -22,6 +22,7 @@ class ReplicatedDispatcher:
     """See the module; `num_local_experts` is the same on all ranks of `ep_group`."""
 
     takes_fp8 = False
+    waits_for_counts = True
     takes_turns = False
 
     def __init__(self, num_local_experts: int, ep_group: RankGroup) -> None:

@@ -29,6 +29,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels import reference
 from engine.parallel.groups import RankGroup
 from engine.parallel.pending import Pending
@@ -187,7 +188,8 @@ class SymmetricGroup:
         """
         if not self._fits(x_TD, x_TD.nbytes):
             return self._group.start_reduce_scatter(x_TD)
-        assert x_TD.shape[0] % self.size == 0
+        num_rows = x_TD.shape[0]
+        require(num_rows % self.size == 0, "rows", num_rows, f"a multiple of {self.size} is wanted")
         source = x_TD.contiguous()
         shape = (source.shape[0] // self.size, *source.shape[1:])
         result = source.new_empty(shape)

@@ -15,7 +15,7 @@ from typing import Final, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from engine.kernels.alignment import Alignment
+from engine.kernels.alignment import Alignment, Overflow
 from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.kernels.masked_rows import MaskedRows
@@ -42,17 +42,24 @@ class AlignedRows:
     """Tokens at their experts in FP8, in the layout of `engine.kernels.alignment`.
 
     Attributes:
-        rows: [M, D]; M is exact or an upper bound.
-        expert_M: [M] int32, local expert of each row, -1 for none.
+        rows: [C, D], those before the capacity.
+        expert_M: [M] int32, local expert of each row, -1 for none; M is exact or an upper bound.
+        overflow: the rows behind the capacity; None where C is M.
     """
 
     rows: Fp8Rows
     expert_M: Tensor
+    overflow: Overflow | None = None
 
     @classmethod
     def spread(cls, kernels: Kernels, rows: Fp8Rows, alignment: Alignment) -> "AlignedRows":
-        """Copy each of `rows` to its places."""
-        return cls(rows=kernels.spread_rows(rows, alignment), expert_M=alignment.expert_M)
+        """Copy each of `rows` to its places before the capacity; others are read as they are."""
+        places = alignment.overflow
+        return cls(
+            rows=kernels.spread_rows(rows, alignment),
+            expert_M=alignment.expert_M,
+            overflow=None if places is None else Overflow(source=rows, places=places),
+        )
 
 
 TURNS_LAG: Final = 2
@@ -70,16 +77,19 @@ Rows: TypeAlias = ExpertRows | AlignedRows | MaskedRows
 class TokenDispatcher(Protocol[Handle]):
     """One way for tokens to travel. Each dispatch is followed by its combine.
 
-    Two micro-batches may be under way at a time. Ranks make the same calls in the same order. What
-    has to stop the host is done in `wait`: before it, another micro-batch has launched its work.
+    Two micro-batches may be under way at a time. Ranks make the same calls in the same order.
 
     Attributes:
         takes_fp8: whether `start_dispatch` takes FP8 rows.
+        waits_for_counts: whether the `wait` of a dispatch stops the host until the device has come
+            so far and said how many rows there are. A step then takes as long to launch as to run
+            (`ModelRunner.launch`). Otherwise nothing here ever reads the device.
         takes_turns: whether a transfer may start only after the one before it was waited for, also
             that of the other micro-batch: see `TURNS_LAG`.
     """
 
     takes_fp8: bool
+    waits_for_counts: bool
     takes_turns: bool
 
     def start_dispatch(
@@ -90,7 +100,9 @@ class TokenDispatcher(Protocol[Handle]):
         Args:
             hidden: [T, D]; T may be 0, and the call must still be made. FP8 rows if, and only if,
                 `takes_fp8`.
-            topk_ids_TK: [T, K] int64 physical experts, no expert twice in a row.
+            topk_ids_TK: [T, K] int64 physical experts, no expert twice in a row; -1 for none. Such
+                a pair goes nowhere and adds nothing, whatever its weight, and of a token whose
+                experts all are -1 nothing is read.
             topk_weights_TK: [T, K] float32.
 
         Returns:
@@ -112,7 +124,7 @@ class TokenDispatcher(Protocol[Handle]):
                 is this rank's part of a sum over the ranks, so that both terms share one reduction.
 
         Returns:
-            [T, D], complete.
+            [T, D], complete; `own` alone, or zeros, for a token without an expert.
         """
         ...
 

@@ -16,12 +16,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.hf_config.quantization import SECTION, UNQUANTIZED
 from engine.weights.errors import CheckpointError
-from engine.weights.fp8 import dequantize_block, quantize_block
+from engine.weights.fp8 import dequantize_block
+from runtime.errors import InternalError
 
 INDEX: Final = "model.safetensors.index.json"
 _SCALE_SUFFIX: Final = "_scale_inv"
 _FP8: Final = "F8_E4M3"
+_PLAIN: Final = ("BF16", "F32", "F16", "F64")
+"""Numbers that are the weights themselves; anything else would be converted to wrong ones."""
+_SCALES: Final = (*_PLAIN, "F8_E8M0")
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -73,6 +78,11 @@ class Checkpoint:
         """Return the full shape of a tensor."""
         return tuple(self._slice(name).get_shape())
 
+    def is_fp8(self, name: str) -> bool:
+        """Return whether a tensor is stored in FP8."""
+        dtype: str = self._slice(name).get_dtype()
+        return dtype == _FP8
+
     def read(self, name: str, ranges: Ranges) -> Tensor:
         """Read part of a tensor, one half-open range per dimension.
 
@@ -80,28 +90,39 @@ class Checkpoint:
             The part, on the CPU; FP8 weights as float32, all else as stored.
 
         Raises:
-            CheckpointError: FP8 without scales, or scales of another shape.
+            CheckpointError: FP8 without scales, scales of another shape, or numbers of a kind that
+                weights are not stored in.
         """
         part = self._slice(name)
-        return _cut(part, ranges) if part.get_dtype() != _FP8 else self._read_fp8(name, ranges)
+        if self.is_fp8(name):
+            return self._read_fp8(name, ranges)
+        self._check_dtype(name, _PLAIN)
+        return _cut(part, ranges)
 
     def read_quantized(self, name: str, ranges: Ranges) -> tuple[Tensor, Tensor]:
-        """Read part of a matrix as block FP8; a tensor stored otherwise is quantised.
+        """Read part of a matrix as block FP8.
 
         Args:
             name: of a matrix.
             ranges: begin on block borders, and end on them or with the matrix.
 
         Returns:
-            e4m3 and float32 scales, on the CPU.
+            e4m3 and scales, on the CPU.
 
         Raises:
-            CheckpointError: FP8 without scales, or scales of another shape.
+            CheckpointError: not stored in FP8 (it would be rounded here, and the model be another),
+                FP8 without scales, or scales of another shape.
         """
         part = self._slice(name)
-        if part.get_dtype() != _FP8:
-            return quantize_block(_cut(part, ranges), self._block)
-        assert all(start % self._block == 0 for start, _ in ranges)
+        if not self.is_fp8(name):
+            raise CheckpointError(
+                f"stored as {part.get_dtype()}, and by {SECTION} it is FP8. Fix: name its module "
+                f"in {SECTION}.{UNQUANTIZED} of config.json, and it is served as it is stored",
+                file=self.file_of(name),
+                tensor=name,
+            )
+        if any(start % self._block for start, _ in ranges):
+            raise InternalError(f"{name}: {ranges} begin inside a block of {self._block}")
         blocks = tuple((start // self._block, -(-end // self._block)) for start, end in ranges)
         return _cut(part, ranges), _cut(self._scales(name), blocks)
 
@@ -120,7 +141,18 @@ class Checkpoint:
                 file=self.file_of(name + _SCALE_SUFFIX),
                 tensor=name + _SCALE_SUFFIX,
             )
+        self._check_dtype(name + _SCALE_SUFFIX, _SCALES)
         return scale
+
+    def _check_dtype(self, name: str, known: tuple[str, ...]) -> None:
+        dtype = self._slice(name).get_dtype()
+        if dtype not in known:
+            raise CheckpointError(
+                f"stored as {dtype}, which this server does not read. Fix: a checkpoint in BF16, "
+                "or in FP8 (e4m3) with scales of blocks",
+                file=self.file_of(name),
+                tensor=name,
+            )
 
     def _read_fp8(self, name: str, ranges: Ranges) -> Tensor:
         block, shape, scale = self._block, self.shape_of(name), self._scales(name)
@@ -154,7 +186,7 @@ class Checkpoint:
 
     def _is_scale(self, name: str) -> bool:
         weight = name.removesuffix(_SCALE_SUFFIX)
-        return weight != name and weight in self and self._slice(weight).get_dtype() == _FP8
+        return weight != name and weight in self and self.is_fp8(weight)
 
 
 def _list_files(path: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from engine.config import ModelConfig
+from engine.hf_config.quantization import SECTION
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.errors import CheckpointError
 from engine.weights.slices import WeightSlice
@@ -69,6 +70,7 @@ def load_weights(
     with Checkpoint(path, fp8_block_size=model.config.fp8_block_size) as checkpoint:
         _check_names(plan, checkpoint, model.unused_prefixes)
         _check_shapes(plan, checkpoint)
+        _tell_format(plan, checkpoint, model.config)
         wanted = [part for name in checkpoint for part in plan.get(name, ())]
         wanted = [part for part in wanted if part.destination is not None]
         total = sum(_num_bytes(part) for part in wanted)
@@ -143,6 +145,20 @@ def _check_shapes(plan: Mapping[str, list[WeightSlice]], checkpoint: Checkpoint)
                 file=checkpoint.file_of(name),
                 tensor=name,
             )
+
+
+def _tell_format(
+    plan: Mapping[str, list[WeightSlice]], checkpoint: Checkpoint, config: ModelConfig
+) -> None:
+    """Warn of FP8 weights of which config.json says nothing."""
+    found = [] if config.fp8_block_size else [name for name in plan if checkpoint.is_fp8(name)]
+    if found:
+        logger.warning(
+            "dequantised, as config.json has no %s num_tensors=%d first=%s",
+            SECTION,
+            len(found),
+            found[0],
+        )
 
 
 def _and_more(names: list[str]) -> str:

@@ -12,6 +12,8 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from runtime.errors import InternalError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSlice:
@@ -56,7 +58,13 @@ class HoldsWeights(Protocol):
 
 
 def split_evenly(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return the half-open range of `rank`'s share; `size` must be a multiple of `num_ranks`."""
-    assert size % num_ranks == 0, "ParallelDims.check_model refuses this"
+    """Return the half-open range of `rank`'s share.
+
+    Raises:
+        InternalError: `size` is no multiple of `num_ranks`: rows would be lost, so
+            `ParallelDims.check_model` refuses such a model.
+    """
+    if size % num_ranks:
+        raise InternalError(f"{size} rows cannot be split evenly over {num_ranks} ranks")
     share = size // num_ranks
     return rank * share, (rank + 1) * share

@@ -51,7 +51,7 @@ class ClusterConfig:
                 "the same block size in both roles",
             )
         stored = {
-            role: self.model.dtype if section.kv_dtype == "auto" else section.kv_dtype
+            role: self.compute_dtype if section.kv_dtype == "auto" else section.kv_dtype
             for role, section in (("prefill", self.prefill), ("decode", self.decode))
         }
         if stored["prefill"] != stored["decode"]:
@@ -65,6 +65,15 @@ class ClusterConfig:
         port, control_port = self.router.port, self.router.control_port
         if port and port == control_port:
             raise ConfigError("router.control_port", control_port, "is router.port", "another port")
+
+    @property
+    def compute_dtype(self) -> str:
+        """What ``model.dtype`` stands for: "float32" or "bfloat16"."""
+        if self.model.dtype != "auto":
+            return self.model.dtype
+        # One for both roles, as they exchange KV.
+        is_on_gpus = "cuda" in (self.prefill.device, self.decode.device)
+        return "bfloat16" if is_on_gpus else "float32"
 
     @property
     def http_host(self) -> str:

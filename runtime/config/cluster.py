@@ -72,12 +72,13 @@ class ModelSection:
     """Most tokens of prompt and output together; 0: what the checkpoint says."""
     load_format: str = "safetensors"
     """Either "safetensors", or "dummy" for random weights of the right shapes."""
-    dtype: str = "float32"
-    """Compute type: "float32" or "bfloat16"."""
+    dtype: str = "auto"
+    """Compute type: "float32", "bfloat16", or "auto" (bfloat16 where a role runs on GPUs, whose
+    fast kernels know nothing else, and float32 on CPUs)."""
 
     def __post_init__(self) -> None:
         one_of("model.load_format", self.load_format, ("safetensors", "dummy"))
-        one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
+        one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16"))
         at_least("model.max_model_len", self.max_model_len, 0)
 
 

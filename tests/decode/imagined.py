@@ -97,7 +97,7 @@ class ContextRunner:
         scheduled: Sequence[ScheduledRequest],
         *,
         after: ContextStep | None = None,
-        least: int = 0,
+        group_mean: int = 0,
     ) -> ContextStep:
         requests = [item.request for item in scheduled]
         rows = []
@@ -108,7 +108,7 @@ class ContextRunner:
         unread = after.tokens if after is not None else None
         return ContextStep(requests, self._stream.submit(self._run_all, rows, unread))
 
-    def run_dummy(self, *, least: int = 0) -> None:
+    def run_dummy(self, *, group_mean: int = 0) -> None:
         """Nothing to take part in."""
 
     def _run_all(

@@ -108,10 +108,10 @@ class Device:
         scheduled: Sequence[ScheduledRequest],
         *,
         after: DeviceStep | None = None,
-        least: int = 0,
+        group_mean: int = 0,
     ) -> DeviceStep:
         assert 0 < len(scheduled) <= self._max_num_seqs
-        assert least >= len(scheduled)
+        assert group_mean > 0
         places = {id(row.request): place for place, row in enumerate(after.rows)} if after else {}
         rows = []
         for item in scheduled:
@@ -130,7 +130,7 @@ class Device:
         self.log.append("launch")
         return step
 
-    def run_dummy(self, *, least: int = 0) -> None:
+    def run_dummy(self, *, group_mean: int = 0) -> None:
         self.log.append("dummy")
 
     def run_next(self) -> None:

@@ -45,14 +45,14 @@ class HangingRunner(FakeRunner):
         self.release = threading.Event()
 
     def launch(
-        self, scheduled: Sequence[ScheduledRequest], *, after: object = None, least: int = 0
+        self, scheduled: Sequence[ScheduledRequest], *, after: object = None, group_mean: int = 0
     ) -> FakePending:
         if self.where == "launch":
             self.release.wait(TIMEOUT_S)
-        pending = super().launch(scheduled, after=after, least=least)
+        pending = super().launch(scheduled, after=after, group_mean=group_mean)
         return HangingPending(self, pending._results) if self.where == "collect" else pending
 
-    def run_dummy(self, *, least: int = 0) -> None:
+    def run_dummy(self, *, group_mean: int = 0) -> None:
         if self.where == "dummy":
             self.release.wait(TIMEOUT_S)
 
@@ -68,7 +68,9 @@ class HangingPeer:
     def exchange(self, state: RankState) -> GroupState:
         if self._runner.where == "exchange" and state.num_tokens:
             self._runner.release.wait(TIMEOUT_S)
-        return GroupState(has_work=True, max_num_tokens=1, all_leaving=state.leaving)
+        return GroupState(
+            has_work=True, max_num_tokens=1, mean_num_tokens=1, all_leaving=state.leaving
+        )
 
 
 @pytest.mark.parametrize(

@@ -56,19 +56,19 @@ class FakeRunner:
         self.error: Exception | None = None
 
     def launch(
-        self, scheduled: Sequence[ScheduledRequest], *, after: object = None, least: int = 0
+        self, scheduled: Sequence[ScheduledRequest], *, after: object = None, group_mean: int = 0
     ) -> FakePending:
         if self.error is not None:
             raise self.error
-        assert least >= len(scheduled)
+        assert group_mean > 0
         assert (after is not None) == (self.num_in_flight > 0)
         self.num_in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
         results = [StepResult(request=s.request, sampled=SampledToken(9)) for s in scheduled]
         return FakePending(self, results)
 
-    def run_dummy(self, *, least: int = 0) -> None:
-        assert least > 0
+    def run_dummy(self, *, group_mean: int = 0) -> None:
+        assert group_mean > 0
         self.num_dummies += 1
 
 
@@ -91,7 +91,9 @@ class PeerWithWork:
         busy = len(self.states) <= self._num_steps
         if not busy and self._error is not None:
             raise self._error
-        return GroupState(has_work=busy, max_num_tokens=1, all_leaving=state.leaving)
+        return GroupState(
+            has_work=busy, max_num_tokens=1, mean_num_tokens=1, all_leaving=state.leaving
+        )
 
 
 class Driver:

@@ -38,6 +38,7 @@ from tests.decode.helpers import BLOCK_SIZE, FakeClock, FakeKV, claim_of, make_r
 from tests.decode.test_tickets import FakeReceiver, FakeSlots
 
 CANCELLED = RequestCancelledError("the client left")
+VOCAB_SIZE = 100_000
 
 
 class Bench:
@@ -73,7 +74,7 @@ class Bench:
             self.pool,
             desk,
             self.scheduler,
-            limits=RankLimits(max_model_len=200, transfer_timeout_s=60.0),
+            limits=RankLimits(max_model_len=200, transfer_timeout_s=60.0, vocab_size=VOCAB_SIZE),
             metrics=DecodeMetrics(self.registry),
             clock=self.clock,
             order=self.orders.append,
@@ -318,6 +319,17 @@ def test_a_damaged_record_fails_the_request_and_frees_its_blocks() -> None:
     bench.arrive(request, TransferFailedError("checksum mismatch"))
     assert bench.last_delta() == (FinishReason.ERROR, ErrorCode.TRANSFER_FAILED)
     bench.check_empty()
+
+
+@pytest.mark.parametrize("first_token", [VOCAB_SIZE, -1, 2**31])
+def test_a_first_token_that_the_model_does_not_have_fails_the_request(first_token: int) -> None:
+    bench = Bench()
+    other, request = bench.reserve(), bench.reserve()
+    bench.arrive(request, first_token=first_token)
+    assert bench.last_delta() == (FinishReason.ERROR, ErrorCode.TRANSFER_FAILED)
+    assert request.status is DecodeStatus.FINISHED
+    bench.arrive(other, first_token=VOCAB_SIZE - 1)
+    assert other.status is DecodeStatus.WAITING
 
 
 def test_an_unknown_nonce_is_stale() -> None:

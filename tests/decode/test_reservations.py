@@ -35,7 +35,7 @@ class Bench:
             Quarantine(clock, timeout_s=30.0, max_blocks=num_usable),
             fence_generation=lambda writer: 0,
         )
-        limits = RankLimits(max_model_len=MAX_MODEL_LEN, transfer_timeout_s=60.0)
+        limits = RankLimits(max_model_len=MAX_MODEL_LEN, transfer_timeout_s=60.0, vocab_size=1000)
         self.clock = clock
         self.reservations = Reservations(self.pool, self.desk, self.growth, limits, clock)
         self.queued: list[DecodeRequest] = []

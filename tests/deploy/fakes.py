@@ -40,6 +40,12 @@ MODEL_FIELDS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
 }
 """A config.json that the checks accept; heads split by 4, experts by 8."""
 

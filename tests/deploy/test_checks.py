@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import socket
 from pathlib import Path
 
@@ -12,13 +13,14 @@ from deploy.checks import (
     check_config,
     check_ports,
     count_devices,
+    remarks_of,
     resolve_config,
 )
 from deploy.model_folder import BUNDLED_MODEL
 from deploy.ports import free_port
 from runtime.config import ClusterConfig
 from runtime.errors import ConfigError
-from tests.deploy.fakes import fake_config, write_model
+from tests.deploy.fakes import MODEL_FIELDS, fake_config, write_model
 
 
 def refused(config: ClusterConfig, *, num_devices: int = 0) -> ConfigError:
@@ -72,6 +74,49 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
     assert error.path == "model.path"
     assert "LlamaForCausalLM" in error.problem
     assert "DeepseekV3ForCausalLM" in error.fix
+
+
+def test_what_the_checkpoint_s_config_leaves_open_is_named_with_its_default(tmp_path: Path) -> None:
+    """As transformers reads it: 8 groups, of which a model of 8 experts cannot have any."""
+    config = fake_config(tmp_path)
+    fields = {name: value for name, value in MODEL_FIELDS.items() if name != "n_group"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    error = refused(config)
+    assert error.path == "model.path"
+    assert "n_group = 8 in its config.json" in error.problem
+    assert "leaves out n_group = 8: transformers' defaults" in error.problem
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "given", "expected"),
+    [
+        ("cpu", "cpu", "auto", "float32"),
+        ("cuda", "cuda", "auto", "bfloat16"),
+        ("cuda", "cpu", "auto", "bfloat16"),
+        ("cpu", "cuda", "auto", "bfloat16"),
+        ("cuda", "cuda", "float32", "float32"),
+        ("cpu", "cpu", "bfloat16", "bfloat16"),
+    ],
+)
+def test_the_compute_type_follows_the_devices(
+    tmp_path: Path, prefill: str, decode: str, given: str, expected: str
+) -> None:
+    config = with_section(fake_config(tmp_path), "model", dtype=given)
+    config = with_section(config, "prefill", device=prefill)
+    config = with_section(config, "decode", device=decode)
+    assert config.compute_dtype == expected
+    resolved = resolve_config(config)
+    assert (resolved.model.dtype, resolved.compute_dtype) == (expected, expected)
+    is_odd = expected == "float32" and "cuda" in (prefill, decode)
+    assert len(remarks_of(config)) == is_odd
+
+
+def test_both_roles_store_kv_in_what_the_compute_type_comes_to(tmp_path: Path) -> None:
+    config = with_section(fake_config(tmp_path), "model", dtype="auto")
+    config = with_section(config, "prefill", device="cuda", kv_dtype="bfloat16")
+    assert config.compute_dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="prefill stores its KV in float32"):
+        with_section(config, "prefill", device="cuda", kv_dtype="float32")
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

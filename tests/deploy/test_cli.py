@@ -217,10 +217,27 @@ def test_fields_are_set_on_the_command_line(
     assert "unknown key. Fix: did you mean decode.instances?" in error
 
 
+def test_validate_says_in_which_type_it_computes_and_what_is_odd(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path, mystery=1)
+    monkeypatch.chdir(tmp_path)
+    words = ["validate", "--model", "model", "--devices", "2", "--set", "prefill.device=cuda"]
+    status, output, _ = run(*words, capsys=capsys)
+    assert status == 0
+    assert "computes in  bfloat16" in output
+    assert "note         config.json says mystery: not read here" in output
+    assert "plain PyTorch" not in output
+    status, output, _ = run(*words, "--set", "model.dtype=float32", capsys=capsys)
+    assert status == 0
+    assert "computes in  float32" in output
+    assert "note         prefill on GPUs in float32: the plain PyTorch operations run" in output
+
+
 def test_a_missing_gpu_is_told_of_the_field_that_asks_for_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["validate", "--devices", "0", "--set", "prefill.device=cuda"]
-    status, _, error = run(*words, "--set", "model.dtype=bfloat16", capsys=capsys)
+    status, _, error = run(*words, capsys=capsys)
     assert status == 2
     assert error.startswith("error: prefill.device = 'cuda': all ranks together need 1 CUDA device")

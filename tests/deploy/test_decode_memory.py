@@ -13,6 +13,7 @@ import deploy
 from deploy.checks import check_config, resolve_config
 from deploy.cli import main
 from deploy.decode_memory import describe_decode_memory, plan_decode_memory
+from deploy.pair_bench.model_folder import hf_config
 from engine.parallel.ep_budget import ALLOCATOR_SLACK
 from engine.shapes import DEEPSEEK_V3
 from runtime.config import ClusterConfig
@@ -27,13 +28,7 @@ FILES = {"ep16": (24, 16), "ep72": (96, 4)}
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks like the published checkpoint."""
     folder = tmp_path_factory.mktemp("DeepSeek-V3")
-    fields = {
-        field.name: getattr(DEEPSEEK_V3, field.name)
-        for field in dataclasses.fields(DEEPSEEK_V3)
-        if field.name not in ("yarn", "fp8_block_size", "eos_token_ids")
-    }
-    fields["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "config.json").write_text(json.dumps(hf_config(DEEPSEEK_V3)))
     (folder / "tokenizer.json").touch()
     (folder / "model-00001-of-000163.safetensors").touch()
     return folder

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from deploy.cli import main as tandem
 from deploy.ports import free_port
+from deploy.ray_connection import is_reachable
 from deploy.state import ClusterState, Phase, RunDir, run_dir_of
 from deploy.sweep import find_processes, is_alive, ray_folder
 from runtime.config import ClusterConfig
@@ -181,6 +186,40 @@ def test_what_outlived_its_controller_can_be_stopped_without_one(tmp_path: Path)
         assert tandem(["down", "--config", str(run.config_path)]) == 0
         assert find_processes(run_id) == []
         assert run.run_dir.read_state() is None
+
+
+@pytest.fixture
+def others_ray() -> Iterator[str]:
+    """The address of a Ray that somebody else has started on this machine."""
+    # Ray's sockets are below this folder, and their paths may not be long.
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))
+    port = free_port("127.0.0.1")
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}"]
+    command += ["--node-ip-address=127.0.0.1", f"--temp-dir={folder}", "--num-cpus=8"]
+    command += ["--num-gpus=0", "--include-dashboard=false", "--disable-usage-stats"]
+    marked = {**os.environ, "OTHERS_RAY": str(folder)}
+    subprocess.run(command, env=marked, check=True, capture_output=True, timeout=120)
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("OTHERS_RAY") == str(folder):
+                    process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_auto_joins_the_ray_of_this_machine_and_leaves_it_running(
+    tmp_path: Path, others_ray: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", others_ray)
+    with fake_run(tmp_path, ray_address="auto", network="127.0.0.0/8") as run:
+        state = run.state()
+        assert "gcs_server" not in {process.name() for process in find_processes(state.run_id)}
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(60) == 0, run.output.read_text()
+        assert find_processes(state.run_id) == []
+    assert is_reachable(others_ray)
 
 
 def test_a_ray_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:

@@ -228,6 +228,7 @@ def kill_one_rank_of_two(cluster: Cluster) -> None:
     assert [cluster.process(name)["num_restarts"] for name in names] == [1, 1]
 
 
+@pytest.mark.cluster
 def test_parallel_ranks_come_back_together_and_ctrl_c_leaves_nothing(
     detached: tuple[Cluster, str], tmp_path: Path
 ) -> None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.engine.kernel_runs import noting_runs
+
 settings.register_profile("engine", deadline=None, max_examples=50)
 settings.load_profile("engine")
 
@@ -18,3 +20,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernel_runs() -> Iterator[None]:
+    with noting_runs():
+        yield

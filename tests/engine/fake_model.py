@@ -5,11 +5,15 @@ is the sum, over the context read back through the block table, of these latents
 distance. So a wrong slot, table, position or length changes the logits.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
+from engine.kernels.latent_storage import put_rows
 from engine.memory.kv_pool import KVPool
+from engine.operations import do_nothing
 from engine.runner import LayerDone
 
 LATENT_DIM = 8
@@ -49,14 +53,20 @@ class FakeModel:
         self.batches: list[ForwardBatch] = []
 
     def forward(
-        self, batch: ForwardBatch, kv_pool: KVPool, *, on_layer_done: LayerDone | None = None
+        self,
+        batch: ForwardBatch,
+        kv_pool: KVPool,
+        *,
+        on_layer_done: LayerDone | None = None,
+        meanwhile: Callable[[], None] = do_nothing,
     ) -> torch.Tensor:
         self.batches.append(batch)
         latents = self.embedding[batch.input_ids] + torch.sin(batch.positions)[:, None]
         for layer in range(kv_pool.num_layers):
-            kv_pool.write(layer, batch.slot_mapping, latents[:, :-2], latents[:, -2:])
+            put_rows(kv_pool.layer(layer), batch.slot_mapping, latents)
             if on_layer_done is not None:
                 on_layer_done(layer)
+            meanwhile()
         hidden = torch.empty(batch.num_tokens, LATENT_DIM)
         pages = kv_pool.layer(1)
         for seq in range(batch.num_seqs):

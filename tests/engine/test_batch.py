@@ -95,3 +95,5 @@ def test_the_dummy_batch_is_one_token_in_block_zero() -> None:
     assert batch.seq_lens.tolist() == [1]
     assert batch.block_tables.tolist() == [[0]]
     assert batch.logits_indices.tolist() == []
+    assert batch.num_rows is not None
+    assert batch.num_rows.tolist() == [0], "and nobody's"

@@ -11,11 +11,13 @@ from engine.boot_execution import (
     launches_dependently,
     open_execution,
     prefill_overlap,
+    shared_expert_stream,
 )
 from engine.kernels.portable import PortableKernels
 from engine.micro_batches import OverlapRule
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
+from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.parallel.symmetric import SymmetricOptions
 from engine.shapes import TINY
 from runtime.config import DecodeSection, PrefillSection
@@ -24,14 +26,17 @@ from runtime.errors import ConfigError
 SYMMETRIC = {"device": "cuda", "tp": 2, "collectives": "symmetric"}
 
 
-def open_with(section: PrefillSection | DecodeSection) -> OpenExecution:
+def open_with(
+    section: PrefillSection | DecodeSection, *, has_fp8: bool = True, played_ranks: int = 0
+) -> OpenExecution:
     return open_execution(
         section,
         TINY,
         ProcessGroups(),
-        kernels=PortableKernels(has_fp8=True),
+        kernels=PortableKernels(has_fp8=has_fp8),
         placement=ExpertPlacement.identity(64),
         device=torch.device("cpu"),
+        played_ranks=played_ranks,
     )
 
 
@@ -112,3 +117,24 @@ def test_the_shared_expert_overlaps_unless_told_otherwise() -> None:
     assert open_with(DecodeSection()).execution.overlap_shared_expert
     off = DecodeSection(overlap_shared_expert=False)
     assert not open_with(off).execution.overlap_shared_expert
+
+
+def test_a_measurement_plays_one_of_many_decode_ranks() -> None:
+    opened = open_with(DecodeSection(), played_ranks=8)
+    assert isinstance(opened.execution.dispatcher, LoopbackMaskedDispatcher)
+    opened.close()
+    assert open_with(DecodeSection()).execution.dispatcher is None
+    assert open_with(DecodeSection(), has_fp8=False, played_ranks=8).execution.dispatcher is None
+    assert open_with(PrefillSection(), played_ranks=8).execution.dispatcher is None
+
+
+def test_the_shared_expert_of_a_played_rank_has_a_stream_as_the_real_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(boot_execution, "SideStream", lambda device: device)
+    gpu = torch.device("cuda", 0)
+    assert shared_expert_stream(DecodeSection(dp=8), gpu) is not None
+    assert shared_expert_stream(DecodeSection(), gpu) is None
+    assert shared_expert_stream(DecodeSection(), gpu, played_ranks=8) is not None
+    off = DecodeSection(overlap_shared_expert=False)
+    assert shared_expert_stream(off, gpu, played_ranks=8) is None

@@ -1,18 +1,37 @@
-"""On a GPU a step is launched without the host ever waiting, and its results are right."""
+"""On a GPU a step is launched without the host ever waiting, and its results are right.
+
+That nothing reads the device, PyTorch itself checks (`set_sync_debug_mode`). What it does not see,
+like an event that is waited for, is seen by a device that is kept busy: a launch must return before
+the device has begun with the step.
+"""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from engine.batch import ForwardBatch
+from engine.batch import ForwardBatch, build_forward_batch
+from engine.build import build_kv_pool, build_model
+from engine.config import ModelConfig
+from engine.execution import Execution
 from engine.host_copy import HostCopies, upload
+from engine.kernels import deep_gemm
+from engine.kernels.base import Kernels
+from engine.kernels.create import KernelSet, create_kernels
+from engine.kernels.triton_gemm.limits import DeviceLimits
 from engine.memory.kv_pool import KVPool
+from engine.operations import do_nothing
+from engine.parallel.aligned_dispatcher import AlignedDispatcher, ExpertShare
+from engine.parallel.gathered_dispatcher import GatheredFp8Dispatcher
+from engine.parallel.groups import RankGroup
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner, StepResult
 from engine.sampling.sampler import Sampler
 from runtime.sampling import SamplingParams
+from tests.engine.relative_error import relative_error
+from tests.engine.tiny import tiny_config, write_checkpoint
 
 pytestmark = pytest.mark.gpu
 
@@ -35,6 +54,7 @@ class TokenModel:
         kv_pool: KVPool,
         *,
         on_layer_done: Callable[[int], None] | None = None,
+        meanwhile: Callable[[], None] = do_nothing,
     ) -> torch.Tensor:
         return self.embedding[batch.input_ids] + torch.sin(batch.positions)[:, None]
 
@@ -78,7 +98,7 @@ def run_two_steps(runner: ModelRunner) -> list[list[StepResult]]:
     """Launch the prompts and, before they are read, a step on their tokens."""
     requests = make_requests()
     plan = [ScheduledRequest(request, 3) for request in requests]
-    first = runner.launch(plan, keep_hidden=True)
+    first = runner.launch(plan)
     for request in requests:
         request.num_launched_tokens = 3
     second = runner.launch([ScheduledRequest(request, 1) for request in requests], after=first)
@@ -116,6 +136,111 @@ def test_the_tokens_are_those_of_a_cpu() -> None:
             assert logprobs == pytest.approx(
                 [entry.logprob for entry in other.prompt_logprobs], abs=1e-4
             )
+
+
+CONFIG = tiny_config(
+    vocab_size=4096,
+    hidden_size=1024,
+    intermediate_size=1024,
+    moe_intermediate_size=256,
+    num_hidden_layers=6,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    q_lora_rank=256,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    max_position_embeddings=4096,
+    # Every token uses every expert: a rounding that changes the choice would change everything.
+    topk_group=2,
+    num_experts_per_tok=8,
+    num_nextn_predict_layers=0,
+    quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
+)
+NUM_TOKENS = 2000
+
+
+@pytest.fixture(params=[KernelSet.TRITON, KernelSet.HOPPER])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    pytest.importorskip("triton")
+    if request.param is KernelSet.HOPPER and not deep_gemm.is_available():
+        pytest.skip("needs a Hopper GPU with DeepGEMM")
+    if not DeviceLimits.of("cuda").has_fp8:
+        pytest.skip("this GPU has no FP8")
+    return create_kernels("cuda", kernels=request.param)
+
+
+def make_experts(kernels: Kernels, num_ranks: int, tmp_path: Path) -> ModelRunner:
+    """A model in FP8 with five layers of experts, on one rank.
+
+    As one of several it lays out rows for its share of the experts and holds all of them, so that
+    most rows are behind the capacity.
+    """
+    config = ModelConfig.from_dir(write_checkpoint(tmp_path, CONFIG, fp8=True))
+    share = ExpertShare(first=0, num_local=config.n_routed_experts, num_ranks=num_ranks)
+    dispatcher = GatheredFp8Dispatcher if num_ranks > 1 else AlignedDispatcher
+    execution = Execution(dispatcher=dispatcher(kernels, share, RankGroup()))
+    model = build_model(
+        tmp_path, dtype=torch.bfloat16, device="cuda", kernels=kernels, execution=execution
+    )
+    assert not model.waits_for_counts
+    return ModelRunner(model, build_kv_pool(model, 80), Sampler(config.vocab_size))
+
+
+def schedule_prompts() -> list[ScheduledRequest]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        ScheduledRequest(
+            Request(
+                request_id=str(index),
+                prompt_token_ids=torch.randint(4096, (count,), generator=generator).tolist(),
+                sampling=SamplingParams(temperature=0.0),
+                block_table=list(range(1 + 40 * index, 1 + 40 * index + -(-count // 64))),
+            ),
+            count,
+        )
+        for index, count in enumerate([NUM_TOKENS - 300, 300])
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 8])
+def test_a_prefill_step_with_experts_is_launched_before_the_device_begins(
+    kernels: Kernels, num_ranks: int, tmp_path: Path
+) -> None:
+    runner = make_experts(kernels, num_ranks, tmp_path)
+    expected = [result.sampled for result in runner.execute(schedule_prompts())]
+    for _ in range(2):  # first calls compile and wait for memory
+        runner.execute(schedule_prompts())
+    torch.cuda.synchronize()
+    begins = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    turns: list[int] = []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(4_000_000_000)  # type: ignore[no-untyped-call]  # cycles: two seconds
+        begins.record()
+        pending = runner.launch(schedule_prompts(), meanwhile=lambda: turns.append(1))
+        is_ahead = not begins.query()  # type: ignore[no-untyped-call]
+        is_done = pending.is_done
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert is_ahead, "the launch waited for the device"
+    assert not is_done
+    assert len(turns) >= 2 * 5, "others have their turn at least twice a layer of experts"
+    assert [result.sampled for result in pending.collect()] == expected
+
+
+def test_rows_behind_the_capacity_change_no_token(kernels: Kernels, tmp_path: Path) -> None:
+    """Nearly all rows of a rank that holds eight times its share are behind the capacity."""
+    logits = []
+    for num_ranks in (1, 8):
+        runner = make_experts(kernels, num_ranks, tmp_path / str(num_ranks))
+        with torch.inference_mode():
+            batch = build_forward_batch(schedule_prompts(), 64, "cuda")
+            hidden = runner.model.forward(batch, runner.kv_pool)
+            logits.append(runner.model.compute_logits(hidden[batch.logits_indices]))
+    # Sums of another order are rounded to e4m3 in every layer; a wrong expert gives about 1.
+    assert relative_error(logits[1], logits[0]) < 0.1
 
 
 @pytest.mark.gpu

@@ -1,5 +1,7 @@
 """Two micro-batches hold what the step held, each is a step of its own, and they are balanced."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from engine.micro_batches import (
     OverlapRule,
     choose_cut,
     split_batch,
+    split_decode,
 )
 
 BLOCK_SIZE = 4
@@ -73,6 +76,28 @@ def test_parts_are_the_steps_that_would_have_been_built(
         ]
         assert part.slot_mapping.tolist() == slots
     assert torch.cat((first.input_ids, second.input_ids)).equal(batch.input_ids)
+
+
+@given(num_seqs=st.integers(1, 9), data=st.data())
+def test_halves_of_a_padded_step_have_its_padding(num_seqs: int, data: st.DataObject) -> None:
+    num_rows = data.draw(st.integers(0, num_seqs))
+    batch = replace(make_batch([(1, 5)] * num_seqs), num_rows=torch.tensor([num_rows]))
+    parts = split_decode(batch)
+    assert [is_real for part in parts for is_real in real_rows(part)][:num_seqs] == [
+        row < num_rows for row in range(num_seqs)
+    ]
+    assert sum(sum(real_rows(part)) for part in parts) == num_rows
+
+
+def test_one_sequence_is_followed_by_padding() -> None:
+    first, second = split_decode(make_batch([(1, 5)]))
+    assert first.num_rows is None
+    assert real_rows(second) == [False]
+
+
+def real_rows(part: ForwardBatch) -> list[bool]:
+    assert part.num_rows is not None
+    return (torch.arange(part.num_tokens) < part.num_rows).tolist()
 
 
 @given(query_lens=st.lists(st.integers(1, 5000), min_size=1, max_size=40))

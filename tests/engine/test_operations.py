@@ -21,6 +21,17 @@ def test_alone() -> None:
     assert log == [("a", 0), ("a", 1), ("a", 2)]
 
 
+def test_what_is_done_meanwhile_is_done_at_each_yield() -> None:
+    log: list[tuple[str, int]] = []
+    calls: list[int] = []
+    run(chain("a", 3, log), lambda: calls.append(len(log)))
+    assert calls == [1, 2, 3]
+    log.clear()
+    calls.clear()
+    interleave(chain("a", 2, log), chain("b", 2, log), lag=1, meanwhile=lambda: calls.append(1))
+    assert len(calls) >= 4
+
+
 def test_nested() -> None:
     def outer(log: list[tuple[str, int]]) -> Operations[int]:
         first = yield from chain("a", 1, log)

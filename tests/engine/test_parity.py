@@ -4,8 +4,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from engine.parity import LOGIT_TOLERANCE, ParityReport, PromptParity, compare_with_transformers
+from engine.weights.fp8 import dequantize_block
+from runtime.errors import ConfigError
 from tests.engine.tiny import random_config, random_tensors, tiny_config, write_checkpoint
 
 NUM_STEPS = 64
@@ -58,6 +61,49 @@ def test_a_wrong_weight_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert report.max_relative_error > LOGIT_TOLERANCE
     assert not report.passed
     assert "FAIL" in report.format()
+
+
+def test_widths_of_which_rows_are_no_whole_16_bytes(tmp_path: Path) -> None:
+    """Products of experts in transformers that are faster than the plain ones refuse these."""
+    config = tiny_config(hidden_size=42, moe_intermediate_size=26, intermediate_size=50)
+    write_checkpoint(tmp_path, config)
+    report = compare_with_transformers(tmp_path, num_prompts=1, num_steps=4)
+    assert report.passed, report.format()
+
+
+@pytest.mark.parametrize("context", [2, 3, 40, 65, 66])
+def test_contexts_that_are_shorter_than_the_usual_prompts(tmp_path: Path, context: int) -> None:
+    write_checkpoint(tmp_path, tiny_config(max_position_embeddings=context))
+    report = compare_with_transformers(tmp_path)
+    assert report.passed, report.format()
+    for prompt in report.prompts:
+        assert 1 <= prompt.num_steps <= 64
+        assert prompt.num_prompt_tokens + prompt.num_steps <= context
+
+
+def test_a_context_without_room(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_config(max_position_embeddings=1))
+    with pytest.raises(ConfigError, match="no room for a prompt and a token") as caught:
+        compare_with_transformers(tmp_path)
+    assert caught.value.path == "max_position_embeddings"
+
+
+@pytest.mark.parametrize("mistake", ["exchanged", "one scale"])
+def test_a_wrong_dequantisation_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str
+) -> None:
+    """The other side does not share it."""
+    config = tiny_config(hidden_size=256, intermediate_size=256)
+    write_checkpoint(tmp_path, config, fp8=True)
+
+    def wrong(weight: Tensor, scale: Tensor, block: int) -> Tensor:
+        other = scale.flip(0) if mistake == "exchanged" else scale.mean().expand(scale.shape)
+        return dequantize_block(weight, other.contiguous(), block)
+
+    monkeypatch.setattr("engine.weights.checkpoint.dequantize_block", wrong)
+    report = compare_with_transformers(tmp_path, num_prompts=1, num_steps=4)
+    assert report.max_relative_error > LOGIT_TOLERANCE, report.format()
+    assert not report.passed
 
 
 def test_transformers_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

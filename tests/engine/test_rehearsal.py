@@ -1,15 +1,25 @@
 """Rehearsed steps are as large as can come, run in every way, and leave no trace."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import kv_size
 from engine.build import build_kv_pool, build_model
 from engine.config import ModelConfig
-from engine.kv_size import agree_on_least, choose_num_blocks, largest_step, largest_steps
+from engine.graphs.capture_errors import CaptureError
+from engine.kv_size import (
+    agree_on_least,
+    choose_num_blocks,
+    largest_step,
+    largest_steps,
+    measure_memory,
+)
 from engine.layers.attention_rule import AttentionRule
-from engine.memory.kv_budget import MemorySums
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.groups import ProcessGroups
 from engine.rehearsal import (
@@ -142,26 +152,129 @@ def test_prefill_measures_both_forms_and_decode_its_own(model: DeepseekV3ForCaus
     assert len(largest_steps(decode, rule, MAX_MODEL_LEN)) == 1
 
 
-def test_blocks_are_those_of_the_configuration_or_of_the_measured_device(
+GIB = 2**30
+
+
+@dataclass
+class FakeDevice:
+    """Its memory, in GiB; a step of prefill or decode takes 4, graphs take `graphs` or fail."""
+
+    monkeypatch: pytest.MonkeyPatch
+    free: float = 50.0
+    graphs: int | RuntimeError = 2 * GIB
+    activations: int | RuntimeError = 4 * GIB
+    num_measured: int = 0
+
+    def __post_init__(self) -> None:
+        def measure(outcome: int | RuntimeError) -> int:
+            self.num_measured += 1
+            if isinstance(outcome, RuntimeError):
+                raise outcome
+            return outcome
+
+        put = self.monkeypatch.setattr
+        put(kv_size, "_memory", lambda _: (int(self.free * GIB), 100 * GIB))
+        put(kv_size, "_peak_bytes", lambda *_: measure(self.activations))
+        put(kv_size, "measure_graph_bytes", lambda *_, **__: measure(self.graphs))
+
+    def choose(self, model: DeepseekV3ForCausalLM, **changes: Any) -> int:
+        section = DecodeSection(**{"device": "cuda", "block_size": 8, **changes})
+        return self.choose_for(model, section)
+
+    def choose_for(
+        self, model: DeepseekV3ForCausalLM, section: DecodeSection | PrefillSection
+    ) -> int:
+        sums = measure_memory(section, model, max_model_len=MAX_MODEL_LEN, kv_dtype=None)
+        return choose_num_blocks(section, ProcessGroups(), sums, max_model_len=MAX_MODEL_LEN)
+
+
+@pytest.fixture
+def block_bytes(model: DeepseekV3ForCausalLM) -> int:
+    return build_kv_pool(model, 2, block_size=8).block_bytes
+
+
+def test_a_cpu_takes_the_blocks_of_the_configuration(
     model: DeepseekV3ForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def choose(section: DecodeSection) -> int:
-        return choose_num_blocks(section, model, max_model_len=MAX_MODEL_LEN, kv_dtype=None)
+    device = FakeDevice(monkeypatch)
+    assert device.choose(model, device="cpu", num_blocks=77) == 77
+    assert device.num_measured == 0
 
-    assert choose(DecodeSection(num_blocks=77)) == 77
 
-    def measured(total: int) -> None:
-        sums = MemorySums(
-            total=total, used=100, graphs=10, activations=10, block_bytes=10, fraction=0.5
-        )
-        monkeypatch.setattr(kv_size, "_measure", lambda *_: sums)
+def test_a_gpu_takes_as_many_blocks_as_fit(
+    model: DeepseekV3ForCausalLM, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    device = FakeDevice(monkeypatch)
+    room = 50 - 10 - 2 - 4  # a tenth of the device is not ours
+    taken = device.choose(model, num_blocks=0, gpu_memory_fraction=0.9)
+    assert taken == room * GIB // block_bytes
+    device.free = 16.0
+    with pytest.raises(ConfigError, match="0 fit on the rank with the least room"):
+        device.choose(model, num_blocks=0, gpu_memory_fraction=0.9)
 
-    section = DecodeSection(num_blocks=0, device="cuda", block_size=8)
-    measured(1000)
-    assert choose(section) == 38
-    measured(300)
-    with pytest.raises(ConfigError, match="3 fit on the rank with the least room"):
-        choose(section)
+
+def test_few_blocks_need_no_measuring_and_many_are_checked(
+    model: DeepseekV3ForCausalLM, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    device = FakeDevice(monkeypatch)
+    half = 25 * GIB // block_bytes
+    assert device.choose(model, num_blocks=half - 1) == half - 1
+    assert device.num_measured == 0
+    fitting = (50 - 2 - 4) * GIB // block_bytes
+    assert device.choose(model, num_blocks=fitting) == fitting
+    assert device.num_measured == 2
+    with pytest.raises(ConfigError) as caught:
+        device.choose(model, num_blocks=fitting + 1)
+    assert (caught.value.path, caught.value.value) == ("decode.num_blocks", fitting + 1)
+    assert caught.value.fix == f"{fitting} or less, or 0 for as many as fit"
+    device.free = 5.0
+    with pytest.raises(ConfigError, match=r"Fix: 0, and more ranks, or a decode\.max_num_seqs"):
+        device.choose(model, num_blocks=fitting)
+
+
+def test_a_step_that_cannot_be_captured_takes_no_memory_unless_it_has_to_be(
+    model: DeepseekV3ForCausalLM,
+    monkeypatch: pytest.MonkeyPatch,
+    block_bytes: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    device = FakeDevice(monkeypatch, graphs=CaptureError("not permitted when stream is capturing"))
+    assert device.choose(model, num_blocks=0, gpu_memory_fraction=1.0) == 46 * GIB // block_bytes
+    assert "steps cannot be captured" in caplog.text
+    with pytest.raises(ConfigError, match="cuda_graphs = 'on': not permitted"):
+        device.choose(model, num_blocks=0, cuda_graphs="on")
+
+
+@pytest.mark.parametrize("num_blocks", [0, 10**9])
+def test_steps_that_do_not_fit_without_kv_are_refused(
+    model: DeepseekV3ForCausalLM, monkeypatch: pytest.MonkeyPatch, num_blocks: int
+) -> None:
+    no_memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+    device = FakeDevice(monkeypatch, graphs=no_memory)
+    with pytest.raises(
+        ConfigError, match=r"max_num_seqs = 9: the captured steps ran out"
+    ) as caught:
+        device.choose(model, num_blocks=num_blocks, max_num_seqs=9)
+    assert caught.value.fix == "4 or less, or more ranks"
+    device = FakeDevice(monkeypatch, activations=no_memory)
+    with pytest.raises(ConfigError, match=r"the largest step ran out of the 50\.00 GiB"):
+        device.choose(model, num_blocks=num_blocks)
+    prefill = PrefillSection(
+        device="cuda", num_blocks=num_blocks, max_num_batched_tokens=100, block_size=8
+    )
+    with pytest.raises(ConfigError, match=r"prefill.max_num_batched_tokens = 100: .*Fix: 50 or"):
+        device.choose_for(model, prefill)
+
+
+def test_a_device_that_fails_while_graphs_are_measured_is_not_served_without(
+    model: DeepseekV3ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice(monkeypatch, graphs=RuntimeError("CUDA error: misaligned address"))
+    with pytest.raises(ConfigError, match="the device failed while steps were captured"):
+        device.choose(model, num_blocks=0)
+    device.graphs = RuntimeError("shapes differ")
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        device.choose(model, num_blocks=0)
 
 
 def test_one_rank_agrees_with_itself() -> None:

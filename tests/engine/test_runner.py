@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -150,25 +149,16 @@ def test_logits_exist_a_slice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
     for actual, whole in zip(results[1].prompt_logprobs, expected[1].prompt_logprobs, strict=True):
         assert actual.logprob == pytest.approx(whole.logprob, abs=1e-5)
         assert actual.top_ids == whole.top_ids
-    batch = build_forward_batch(plan, BLOCK_SIZE)
-    runner.model.logits_calls.clear()
-    runner.forward_only(batch)
-    assert runner.model.logits_calls == [4, 4, 4]
 
 
-def test_hidden_states_of_sampled_positions_are_kept_on_request() -> None:
+def test_a_rank_that_follows_computes_no_logits() -> None:
     runner = make_runner()
-    plan = [
-        ScheduledRequest(make_request([1, 2, 3, 4], 1), 2),
-        ScheduledRequest(make_request([5, 6], 10), 2),
-    ]
-    assert all(result.last_hidden is None for result in runner.execute(plan))
-    inside, sampled = runner.execute(plan, keep_hidden=True)
-    assert inside.last_hidden is None
-    assert sampled.last_hidden is not None
-    assert sampled.last_hidden.dtype == torch.float32
-    hidden = runner.model.forward(build_forward_batch(plan, BLOCK_SIZE), runner.kv_pool)
-    assert torch.equal(sampled.last_hidden, hidden[-1])
+    plan = [ScheduledRequest(make_request([5, 6, 7], 10), 3)]
+    runner.forward_only(build_forward_batch(plan, BLOCK_SIZE))
+    assert isinstance(runner.model, FakeModel)
+    assert len(runner.model.batches) == 1
+    assert runner.model.logits_calls == []
+    assert runner.kv_pool.data[10].any(), "its KV is written"
 
 
 def test_a_request_without_finite_logits_fails_alone() -> None:
@@ -189,6 +179,20 @@ def test_layers_are_reported_in_order() -> None:
     done: list[int] = []
     make_runner().execute([ScheduledRequest(make_request([1]), 1)], on_layer_done=done.append)
     assert done == [0, 1]
+
+
+def test_others_get_their_turn_between_layers_and_slices_of_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = make_runner()
+    monkeypatch.setattr(engine.runner, "MAX_LOGITS_ROWS", 4)
+    sampling = dataclasses.replace(GREEDY, num_prompt_logprobs=1)
+    seen: list[int] = []
+    assert isinstance(runner.model, FakeModel)
+    model = runner.model
+    plan = [ScheduledRequest(make_request(list(range(10)), 1, sampling), 10)]
+    runner.launch(plan, meanwhile=lambda: seen.append(len(model.logits_calls)))
+    assert seen == [0, 0, 1, 2, 3]
 
 
 def test_the_dummy_step_touches_block_zero_alone() -> None:

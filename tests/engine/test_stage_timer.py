@@ -24,7 +24,7 @@ from engine.weights.fp8 import quantize_block
 
 def test_calls_pass_through_and_are_counted_by_shape() -> None:
     kernels = PortableKernels(has_fp8=True)
-    timer = StageTimer(kernels)
+    timer = StageTimer(kernels, H200)
     assert timer.has_fp8
     assert timer.name == kernels.name
     x, weight = torch.randn(64, 512), quantize_block(torch.randn(256, 512))
@@ -50,7 +50,7 @@ def test_causal_attention_counts_visible_pairs() -> None:
     seqs = VarlenLengths(lengths=[(2, 6), (3, 3)], cu_seqlens_q=ends, cu_seqlens_k=ends)
     pairs = (5 + 6) + (1 + 2 + 3)
     assert attention_operations(q, v, seqs) == 2 * pairs * 2 * (24 + 16)
-    timer = StageTimer(PortableKernels())
+    timer = StageTimer(PortableKernels(), H200)
     timer.mode = TimerMode.BOUNDS
     timer.varlen_attention(q, k, v, seqs, 1.0)
     assert timer.stages["varlen_attention"].bound_s > 2 * pairs * 2 * 40 / H200.attention * 0.99
@@ -80,7 +80,7 @@ def test_parts_of_a_context_count_what_they_see() -> None:
     assert full_attention_operations(q, v, seqs) == 2 * 12 * 2 * (24 + 16)
     bounds = []
     for is_causal in (True, False):
-        timer = StageTimer(PortableKernels())
+        timer = StageTimer(PortableKernels(), H200)
         timer.mode = TimerMode.BOUNDS
         timer.varlen_attention_part(q, k, v, seqs, 1.0, is_causal=is_causal)
         bounds.append(timer.stages["varlen_attention_part"].bound_s)
@@ -89,7 +89,7 @@ def test_parts_of_a_context_count_what_they_see() -> None:
 
 def test_masked_experts_count_rows_in_use() -> None:
     kernels = PortableKernels(has_fp8=True)
-    timer = StageTimer(kernels)
+    timer = StageTimer(kernels, H200)
     ids = torch.tensor([[0, 1], [0, 1], [1, 0]])
     places = kernels.mask_to_experts(ids, 0, 2, 128)
     rows = kernels.spread_masked_rows(kernels.quantize_rows(torch.randn(3, 128)), places)
@@ -109,7 +109,7 @@ class EchoGroup(RankGroup):
 
 
 def test_calls_and_collectives_are_named_in_a_trace() -> None:
-    timer = StageTimer(PortableKernels())
+    timer = StageTimer(PortableKernels(), H200)
     groups = ProcessGroups(
         dims=ParallelDims(tp=2), tp_group=EchoGroup(size=2), ep_group=RankGroup()
     )

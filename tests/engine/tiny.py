@@ -7,7 +7,8 @@ the engine's own loading is used, so that a mistake there cannot hide.
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ TINY: Mapping[str, Any] = {
     "num_hidden_layers": 3,
     "num_nextn_predict_layers": 1,
     "num_attention_heads": 4,
-    "num_key_value_heads": 4,
+    "num_key_value_heads": None,
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
@@ -179,12 +180,19 @@ def random_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor
     return tensors
 
 
-def to_fp8(tensors: Mapping[str, Tensor], block: int = 128) -> dict[str, Tensor]:
-    """Quantise the matrices that DeepSeek quantises, and add their scales."""
+def to_fp8(
+    tensors: Mapping[str, Tensor], block: int = 128, unquantized: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """Quantise the matrices that DeepSeek quantises, and add their scales.
+
+    Those whose name matches one of `unquantized`, a regular expression, become bfloat16.
+    """
     quantised: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         is_projection = name.endswith(("_proj.weight", "_with_mqa.weight"))
-        if is_projection and "eh_proj" not in name:
+        if any(re.search(pattern, name) for pattern in unquantized):
+            quantised[name] = tensor.bfloat16()
+        elif is_projection and "eh_proj" not in name:
             quantised[name], quantised[name + "_scale_inv"] = quantize_block(tensor, block)
         else:
             quantised[name] = tensor
@@ -197,15 +205,20 @@ def write_checkpoint(
     *,
     seed: int = 0,
     fp8: bool = False,
+    unquantized: Sequence[str] = (),
     num_files: int = 1,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> Path:
-    """Write config.json and safetensors into `path`, and return it."""
+    """Write config.json and safetensors into `path`, and return it.
+
+    With `fp8`, modules that `unquantized` names stay as they are, and config.json says so.
+    """
     config = dict(config or TINY)
     tensors = dict(tensors if tensors is not None else random_tensors(config, seed))
     if fp8:
-        tensors = to_fp8(tensors)
+        tensors = to_fp8(tensors, unquantized=unquantized)
         config["quantization_config"] = {
+            **({"modules_to_not_convert": [*unquantized]} if unquantized else {}),
             "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",

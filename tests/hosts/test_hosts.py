@@ -18,7 +18,7 @@ from tests.hosts.hosts import Hosts, why_no_hosts
 from tests.hosts.load import Expected, Load, expect
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.cluster,
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(why_no_hosts()), reason=f"no hosts here: {why_no_hosts()}"),
 ]

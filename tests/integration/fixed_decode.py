@@ -12,7 +12,6 @@ from dataclasses import replace
 from decode.assembly import ModelSide, build_model_side
 from decode.worker import DecodeDriver
 from engine.graphs.graph_runner import GraphRunner, capture_steps
-from engine.runner import ModelRunner
 from runtime.worker import WorkerOptions
 from worker.host import WorkerHost
 from worker.run import RankService, run_worker
@@ -20,9 +19,9 @@ from worker.run import RankService, run_worker
 
 def fixed_runner(options: WorkerOptions, side: ModelSide) -> GraphRunner:
     """The runner of a GPU for a rank that was booted without."""
-    assert isinstance(side.runner, ModelRunner)
+    assert isinstance(side.runner, GraphRunner)
     return capture_steps(
-        side.runner,
+        side.runner.plain,
         max_num_seqs=options.config.decode.max_num_seqs,
         max_model_len=side.max_model_len,
     )

@@ -101,7 +101,7 @@ class Device:
         scheduled: Sequence[ScheduledRequest],
         *,
         after: LaggingStep | None = None,
-        least: int = 0,
+        group_mean: int = 0,
     ) -> LaggingStep:
         """See `decode.loop.StepRunner`."""
         self.shadows = {item.request: self._shadow(item.request) for item in scheduled}
@@ -115,11 +115,11 @@ class Device:
             )
             for item in scheduled
         ]
-        return LaggingStep(self.stream.submit(self._run, noted, after, least), noted)
+        return LaggingStep(self.stream.submit(self._run, noted, after, group_mean), noted)
 
-    def run_dummy(self, *, least: int = 0) -> None:
+    def run_dummy(self, *, group_mean: int = 0) -> None:
         """See `decode.loop.StepRunner`."""
-        self.stream.submit(self.runner.run_dummy, least=least)
+        self.stream.submit(self.runner.run_dummy, group_mean=group_mean)
 
     def copy_out(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Wait for all that was launched, as a copy from a GPU does."""
@@ -136,11 +136,11 @@ class Device:
             sampling=request.sampling,
         )
 
-    def _run(self, noted: list[Noted], after: LaggingStep | None, least: int) -> PendingStep:
+    def _run(self, noted: list[Noted], after: LaggingStep | None, group_mean: int) -> PendingStep:
         time.sleep(self.lag.choice(LAGS_S))
         scheduled = [item.scheduled() for item in noted]
         pending = self.runner.launch(
-            scheduled, after=None if after is None else after.done.result(), least=least
+            scheduled, after=None if after is None else after.done.result(), group_mean=group_mean
         )
         for item in noted:
             if item.is_broken:

@@ -83,7 +83,7 @@ class DecodeSide:
         self.scheduler = DecodeScheduler(
             self.pool, host, max_num_seqs=shape.batch, max_model_len=most
         )
-        limits = RankLimits(max_model_len=most, transfer_timeout_s=1e6)
+        limits = RankLimits(max_model_len=most, transfer_timeout_s=1e6, vocab_size=1000)
         self.rank = DecodeRank(
             self.pool,
             desk,

@@ -34,15 +34,15 @@ class SlowRunner:
         scheduled: Sequence[ScheduledRequest],
         *,
         after: PendingStep | None = None,
-        least: int = 0,
+        group_mean: int = 0,
     ) -> PendingStep:
         """See `decode.loop.StepRunner`."""
         time.sleep(STEP_S)
-        return self.runner.launch(scheduled, after=after, least=least)
+        return self.runner.launch(scheduled, after=after, group_mean=group_mean)
 
-    def run_dummy(self, *, least: int = 0) -> None:
+    def run_dummy(self, *, group_mean: int = 0) -> None:
         """See `decode.loop.StepRunner`."""
-        self.runner.run_dummy(least=least)
+        self.runner.run_dummy(group_mean=group_mean)
 
 
 def build_slow(options: WorkerOptions) -> ModelSide:

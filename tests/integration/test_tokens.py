@@ -100,14 +100,14 @@ CONFIGS = {
 }
 
 
-LONG = frozenset({"dp2-ep2-to-dp2-ep2", "tp2-to-dp2-ep2"})
-"""The same ranks with overlapped steps are in every run: these are for the long one."""
+OTHERS = frozenset({"dp2-ep2-to-dp2-ep2", "tp2-to-dp2-ep2"})
+"""The same ranks with overlapped steps are in `make test`; these are in `make cluster-test`."""
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[pytest.mark.soak] if name in LONG else [])
+        pytest.param(name, marks=[pytest.mark.cluster] if name in OTHERS else [])
         for name in sorted(CONFIGS)
     ],
 )

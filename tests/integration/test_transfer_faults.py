@@ -60,6 +60,7 @@ async def run_streams(
         return await asyncio.gather(*(one(session, index) for index in range(len(prompts))))
 
 
+@pytest.mark.cluster
 def test_late_writes_never_reach_the_next_owner(
     oracle: DeepseekV3ForCausalLM, tmp_path: Path
 ) -> None:

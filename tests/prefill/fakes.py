@@ -144,7 +144,10 @@ class FakeTicketSender:
 
 @dataclass
 class FakePending:
-    """A step that is done when it was looked at `num_polls` times, or when it is collected."""
+    """A step that is done when it was looked at `num_polls` times, or when it is collected.
+
+    Where the runner says which steps are `running`, it is done when it is none of these.
+    """
 
     runner: FakeRunner
     results: list[StepResult]
@@ -154,10 +157,15 @@ class FakePending:
 
     @property
     def is_done(self) -> bool:
+        if self.runner.running is not None:
+            return self.number not in self.runner.running
         self.num_polls -= 1
         return self.num_polls < 0
 
     def collect(self) -> list[StepResult]:
+        if self.runner.running is not None and self.number in self.runner.running:
+            self.runner.log.append(f"wait {self.number}")
+            self.runner.running.discard(self.number)
         self.runner.log.append(f"collect {self.number}")
         return self.results
 
@@ -167,6 +175,7 @@ class FakeRunner:
     """Samples FIRST_TOKEN for every request whose prompt is complete.
 
     `log` tells launches and collects in order; `num_polls` and `idle_s` are those of every step.
+    `at_layer` is called with step and layer in the middle of a launch.
     """
 
     num_layers: int = 3
@@ -176,9 +185,11 @@ class FakeRunner:
     before_step: Callable[[], None] | None = None
     num_polls: int = 0
     idle_s: float | None = None
+    running: set[int] | None = None
+    at_layer: Callable[[int, int], None] = lambda step, layer: None
     log: list[str] = field(default_factory=list)
 
-    def run_dummy(self, *, least: int = 0) -> None:
+    def run_dummy(self) -> None:
         self.log.append("dummy")
 
     def launch(
@@ -186,7 +197,7 @@ class FakeRunner:
         scheduled: Sequence[ScheduledRequest],
         *,
         on_layer_done: Callable[[int], None] | None = None,
-        keep_hidden: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> FakePending:
         if self.before_step:
             self.before_step()
@@ -197,6 +208,8 @@ class FakeRunner:
         for layer in range(self.num_layers):
             if on_layer_done:
                 on_layer_done(layer)
+            self.at_layer(len(self.steps) - 1, layer)
+            meanwhile()
         results = [
             StepResult(
                 request=item.request,

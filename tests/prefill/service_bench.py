@@ -167,6 +167,24 @@ def make_claims(
     return Claims(peers, renewer, submit, block_size=BLOCK_SIZE, clock=clock), peers
 
 
+def make_service(
+    runs: LiveRuns,
+    nonces: NonceMemory,
+    submit: Callable[[Command], None],
+    num_tokens_left: Callable[[], int],
+    drains: list[int],
+) -> PrefillService:
+    """The service, which counts in ``drains`` how often it began to refuse."""
+    return PrefillService(
+        LIMITS,
+        runs,
+        nonces,
+        submit,
+        num_tokens_left=num_tokens_left,
+        on_draining=lambda: drains.append(1),
+    )
+
+
 @contextlib.asynccontextmanager
 async def service_bench(
     num_blocks: int = 33, max_num_batched_tokens: int = 64, *, num_nonces: int = 1000
@@ -205,7 +223,7 @@ async def service_bench(
     loop = EngineLoop(scheduler, runner, SenderGroup(sender), emit, settings)
     metrics.watch(lambda: loop.load, lambda: closer.num_dropped)
     drains: list[int] = []
-    service = PrefillService(LIMITS, runs, nonces, submit, on_draining=lambda: drains.append(1))
+    service = make_service(runs, nonces, submit, lambda: scheduler.num_tokens_waiting, drains)
     async with serve_decode(FakeDecode()) as decode, serve_prefill(service) as stub:
         loop.start()
         yield ServiceBench(

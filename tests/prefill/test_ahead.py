@@ -56,6 +56,68 @@ def test_the_next_step_is_launched_before_the_last_is_collected(
     bench.assert_over()
 
 
+class EndsInLaunch:
+    """Step `step` ends on the device when layer 1 of the next one is launched."""
+
+    def __init__(self, bench: Bench, step: int = 0) -> None:
+        self._bench, self._step = bench, step
+        self.running = set(range(10))
+        self.num_tokens: list[int] = []  # that have left, at each layer of the next launch
+        bench.runner.running, bench.runner.at_layer = self.running, self._at_layer
+
+    def _at_layer(self, step: int, layer: int) -> None:
+        if step == self._step + 1:
+            self.num_tokens.append(len(self._bench.of_type(FirstTokenSampled)))
+            if layer == 1:
+                self.running.discard(self._step)
+
+
+def test_a_first_token_leaves_in_the_middle_of_the_next_launch() -> None:
+    bench = Bench(max_ahead=1)
+    device = EndsInLaunch(bench)
+    bench.add(make_item(1, 8))
+    bench.add(make_item(2, 20))
+    bench.turn(steps=2)
+    assert device.num_tokens == [0, 0, 1]
+    assert bench.runner.log == ["launch 0", "launch 1", "collect 0"], "nobody waited"
+    assert 1 in device.running
+    device.running.clear()
+    bench.turn(steps=4)
+    assert len(bench.of_type(FirstTokenSampled)) == 2
+    bench.drain()
+    bench.assert_over(2)
+
+
+def test_what_a_step_broke_ends_in_the_middle_of_the_next_launch() -> None:
+    bench = Bench(max_ahead=1)
+    device = EndsInLaunch(bench)
+    broken, other = bench.add(make_item(1, 4)), bench.add(make_item(2, 20))
+    bench.runner.broken_requests = {broken.request_id}
+    bench.turn(steps=2)
+    assert bench.runner.steps[0][1][0] == other.request_id, "it is in both steps"
+    assert [event.nonce for event in bench.events if isinstance(event, RequestFailed)] == [1]
+    assert bench.sender.open_tickets == {1: "abandoned", 2: "open"}
+    assert other.request.num_computed_tokens == 4
+    device.running.clear()
+    bench.turn(steps=4)
+    assert len(bench.of_type(FirstTokenSampled)) == 1
+    bench.drain()
+    bench.assert_over(2)
+
+
+def test_a_step_that_ends_behind_the_next_launch_is_taken_over_at_once() -> None:
+    bench = Bench(max_ahead=1)
+    bench.runner.running = {0, 1, 2}
+    bench.add(make_item(1, 8))
+    bench.add(make_item(2, 16))
+    bench.turn(steps=3)
+    assert bench.runner.log == [
+        *("launch 0", "launch 1", "wait 0", "collect 0"),
+        *("launch 2", "wait 1", "collect 1"),
+    ]
+    assert len(bench.of_type(FirstTokenSampled)) == 1
+
+
 def test_a_request_is_not_scheduled_again_after_its_last_chunk() -> None:
     bench = Bench(max_ahead=1)
     first = bench.add(make_item(1, 8))

@@ -42,10 +42,10 @@ class HangingRunner(FakeRunner):
         self.where = where
         self.release = threading.Event()
 
-    def launch(self, scheduled, *, on_layer_done=None, keep_hidden=False):  # type: ignore[no-untyped-def]
+    def launch(self, scheduled, **hooks):  # type: ignore[no-untyped-def]
         if self.where == "launch":
             self.release.wait(TIMEOUT_S)
-        pending = super().launch(scheduled, on_layer_done=on_layer_done, keep_hidden=keep_hidden)
+        pending = super().launch(scheduled, **hooks)
         return pending if self.where == "launch" else _Hanging(self, pending)
 
 

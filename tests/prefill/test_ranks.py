@@ -94,9 +94,9 @@ class LeaderRunner(FakeRunner):
         super().__init__()
         self.batches: list[ForwardBatch] = []
 
-    def launch(self, scheduled, *, on_layer_done=None, keep_hidden=False):  # type: ignore[no-untyped-def]
+    def launch(self, scheduled, **hooks):  # type: ignore[no-untyped-def]
         self.batches.append(build_forward_batch(scheduled, BLOCK_SIZE))
-        return super().launch(scheduled, on_layer_done=on_layer_done, keep_hidden=keep_hidden)
+        return super().launch(scheduled, **hooks)
 
 
 class Pair:

@@ -59,6 +59,38 @@ def test_time_between_calls_does_not_count() -> None:
     bench.watchdog.close()
 
 
+def test_time_unwatched_inside_of_a_call_does_not_count() -> None:
+    bench = Bench()
+    with bench.watchdog.watch("a launch", 1.0), bench.watchdog.unwatched():
+        time.sleep(1.5)
+        with bench.watchdog.watch("a step", 60.0):
+            pass
+        time.sleep(0.05)
+    with bench.watchdog.unwatched():
+        pass
+    assert not bench.watchdog.is_overdue
+    bench.watchdog.close()
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_a_call_around_or_inside_what_is_unwatched_is_limited(is_inner: bool) -> None:
+    bench = Bench()
+
+    def hang() -> None:
+        with bench.watchdog.unwatched(), bench.watchdog.watch("a step", 0.2 if is_inner else 60.0):
+            if is_inner:
+                assert bench.told.wait(TIMEOUT_S)
+        assert bench.told.wait(TIMEOUT_S)
+        with bench.watchdog.unwatched():
+            raise AssertionError("its thread changes what the watchdog owns by now")
+
+    launch = bench.watchdog.watch("a launch", 60.0 if is_inner else 0.2)
+    with pytest.raises(AbandonedError), launch:
+        hang()
+    (error,) = bench.errors
+    assert str(error).startswith("a step" if is_inner else "a launch")
+
+
 def test_an_overdue_call_is_told_once_and_its_thread_must_end() -> None:
     bench = Bench()
     release = threading.Event()

@@ -14,8 +14,9 @@ from engine.parallel.lockstep import GroupState, Lockstep, RankState, SoloLockst
 from engine.runner import StepResult
 from runtime.endings import RankName
 from runtime.errors import DrainingError, InternalError, InvalidRequestError, TandemError
+from runtime.watchdog import WatchdogOptions
 from worker.health import Health
-from worker.step_driver import LoopOptions
+from worker.step_driver import LoopOptions, steps_ahead
 from worker.step_loop import StepLoop
 
 TIMEOUT_S = 60.0
@@ -44,10 +45,13 @@ class CountingDriver:
     def __init__(self) -> None:
         self.work: list[int] = []
         self.booked: list[int] = []
+        self.means: list[int] = []
         self.ends: list[TandemError | None] = []
         self.log: list[str] = []
         self.num_rests = 0
         self.on_launch: Callable[[], None] = lambda: None
+        self.on_book: Callable[[], None] = lambda: None
+        self.lets_through = False
         self.is_broken = False
         self.is_alone = True
 
@@ -66,16 +70,25 @@ class CountingDriver:
     def plan(self, complete_launched: Callable[[], None]) -> Work:
         return Work(self.work[0] if self.work else 0)
 
-    def launch(self, plan: Work, after: Done | None, least: int) -> Done | None:
-        assert plan.num_tokens == least > 0 or not self.is_alone
+    def launch(
+        self, plan: Work, after: Done | None, group_mean: int, meanwhile: Callable[[], None]
+    ) -> Done | None:
+        assert plan.num_tokens == group_mean > 0 or not self.is_alone
+        self.means.append(group_mean)
         if not plan.num_tokens:
             return None
         self.on_launch()
+        if self.lets_through:
+            self.log.append(f"launching {plan.num_tokens}")
+            meanwhile()
+            self.log.append(f"launched {plan.num_tokens}")
         return Done()
 
     def book(
         self, plan: Work, results: Sequence[StepResult], seconds: float, idle_s: float | None
     ) -> None:
+        self.on_book()
+        self.log += [f"booked {plan.num_tokens}"] * self.lets_through
         self.booked.append(self.work.pop(0))
 
     def tell(self) -> None:
@@ -113,6 +126,47 @@ def test_it_runs_what_there_is_and_ends_once() -> None:
     assert loop.ended.result(TIMEOUT_S) is None
 
 
+class AheadDriver(CountingDriver):
+    """Plans the next item while the one before it is not booked."""
+
+    def plan(self, complete_launched: Callable[[], None]) -> Work:
+        planned = sum(line.startswith("launched") for line in self.log) - len(self.booked)
+        return Work(self.work[planned] if len(self.work) > planned else 0)
+
+
+def test_a_step_that_is_over_is_booked_in_the_middle_of_the_next_launch() -> None:
+    driver = AheadDriver()
+    driver.lets_through = True
+    driver.work = [3, 1]
+    # Booking takes longer than a launch may, which is not watched for it.
+    driver.on_book = lambda: time.sleep(0.0 if driver.booked else 2.5)
+    options = LoopOptions(
+        name=RankName(instance="rank"),
+        step="counting",
+        max_ahead=1,
+        limit_s=lambda num_tokens: 2.0,
+        watchdog=WatchdogOptions(poll_s=0.005, abort=lambda: None),
+    )
+    loop = StepLoop[Work](driver, SoloLockstep(), options)
+    loop.start()
+    while len(driver.booked) < 2:
+        time.sleep(0.001)
+    assert loop.stop(TIMEOUT_S)
+    assert loop.ended.result(TIMEOUT_S) is None
+    assert driver.log[:5] == [
+        *("launching 3", "launched 3", "launching 1", "booked 3", "launched 1")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "launch_waits", "steps"), [(1, False, 1), (1, True, 0), (0, True, 0), (0, False, 0)]
+)
+def test_nobody_runs_ahead_of_a_launch_that_waits(
+    wanted: int, launch_waits: bool, steps: int
+) -> None:
+    assert steps_ahead(wanted, launch_waits=launch_waits) == steps
+
+
 class LeavingGroup:
     """Another rank was told to stop, and goes as soon as this one does."""
 
@@ -122,6 +176,7 @@ class LeavingGroup:
         return GroupState(
             has_work=state.num_tokens > 0,
             max_num_tokens=state.num_tokens,
+            mean_num_tokens=state.num_tokens,
             all_leaving=state.leaving,
             any_leaving=True,
         )
@@ -142,7 +197,7 @@ class FullerGroup(LeavingGroup):
     """Another rank brings ten tokens to every step."""
 
     def exchange(self, state: RankState) -> GroupState:
-        return replace(super().exchange(state), has_work=True, max_num_tokens=10)
+        return replace(super().exchange(state), has_work=True, max_num_tokens=10, mean_num_tokens=6)
 
 
 def test_it_counts_its_own_tokens_and_those_that_it_waited_for() -> None:
@@ -152,6 +207,7 @@ def test_it_counts_its_own_tokens_and_those_that_it_waited_for() -> None:
     for _ in range(3):
         loop.step()
     assert (loop.num_tokens, loop.num_tokens_of_most) == (4, 30)
+    assert driver.means == [6, 6, 6], "steps are as large as the group's mean, not its largest"
     registry = CollectorRegistry()
     Health(registry).watch_loop(loop)
     assert registry.get_sample_value("pd_worker_step_tokens_total") == 4

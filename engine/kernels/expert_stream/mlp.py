@@ -8,12 +8,14 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from engine.invariants import require
 from engine.kernels.expert_stream import kernel
-from engine.kernels.expert_stream.tiles import StreamTile, StreamTiles, choose_tiles
+from engine.kernels.expert_stream.tiles import StreamTile, StreamTiles, choose_tiles, refusal
 from engine.kernels.fp8_rows import GROUP
 from engine.kernels.fused.dependent import joins_chain
 from engine.kernels.masked_reference import empty_masked
-from engine.kernels.masked_rows import MASKED_BLOCK, MaskedRows
+from engine.kernels.masked_rows import MaskedRows
+from runtime.errors import InternalError
 
 Weight = tuple[Tensor, Tensor]
 """[L, N, K] e4m3 and [L, N / 128, K / 128] float32, contiguous."""
@@ -28,12 +30,15 @@ class ExpertStream:
         self._num_sms = num_sms
 
     def takes(self, rows: MaskedRows, w13: Weight, w2: Weight) -> bool:
-        """Return whether these shapes can be run, and are what the tiles were measured on."""
-        widths = w13[0].shape[1], w2[0].shape[1]
+        """Return whether there are tiles for so many rows, and both products can be cut into them.
+
+        Tiles were measured on one shape (see `tiles.MEASURED`); others run with the same.
+        """
+        tiles, max_rows = choose_tiles(self._table, rows.expected_rows), rows.data_LMD.shape[1]
         return (
-            choose_tiles(self._table, rows.expected_rows) is not None
-            and all(width % (2 * GROUP) == 0 for width in widths)
-            and rows.data_LMD.shape[1] % MASKED_BLOCK == 0
+            tiles is not None
+            and not refusal(tiles.gated, max_rows, *w13[0].shape[1:], is_gated=True)
+            and not refusal(tiles.down, max_rows, *w2[0].shape[1:], is_gated=False)
         )
 
     def masked_fp8_mlp(self, rows: MaskedRows, w13: Weight, w2: Weight) -> Tensor:
@@ -42,7 +47,8 @@ class ExpertStream:
         Between the products numbers stay in float32, where the reference rounds to bfloat16.
         """
         tiles = choose_tiles(self._table, rows.expected_rows)
-        assert tiles is not None, rows.expected_rows
+        if tiles is None:
+            raise InternalError(f"no tiles for {rows.expected_rows} rows: `takes` was not asked")
         hidden = gated_product(rows, w13, tiles.gated, num_sms=self._num_sms)
         return down_product(hidden, w2, tiles.down, num_sms=self._num_sms)
 
@@ -91,14 +97,10 @@ def launch(
     num_groups, max_rows, depth = data.shape
     width = weight[0].shape[1]
     is_gated = out[0].dtype == torch.float8_e4m3fn
-    assert data.is_contiguous()
-    assert scale.stride() == (depth // GROUP * max_rows, 1, max_rows)
-    assert weight[0].is_contiguous()
-    assert weight[1].is_contiguous()
-    assert max_rows % tile.block_m == 0
-    assert width % (2 * tile.block_n) == 0
-    assert depth % (GROUP * tile.unroll) == 0
-    assert tile.block_n == GROUP or not is_gated
+    problem = refusal(tile, max_rows, width, depth, is_gated=is_gated)
+    if problem:
+        raise InternalError(f"streamed product: {problem}; `takes` is to be asked first")
+    _check(rows, weight, out[0])
     is_compiled = isinstance(kernel.stream, triton.runtime.JITFunction)
     waits = joins_chain() and is_compiled
     options = {"launch_pdl": True} if waits else {}
@@ -112,6 +114,30 @@ def launch(
         UNROLL=tile.unroll, STAGES=tile.num_stages, WAITS=waits,
         num_warps=tile.num_warps, grid=(num_sms * tile.per_sm,), **options,
     )  # fmt: skip
+
+
+def _check(rows: MaskedRows, weight: Weight, out: Tensor) -> None:
+    """Raise InternalError unless sizes belong together: the kernel addresses memory by them."""
+    num_groups, max_rows, depth = rows.data_LMD.shape
+    width = weight[0].shape[1]
+    is_gated = out.dtype == torch.float8_e4m3fn
+    scale_strides = rows.scale_LMG.stride()
+    require(
+        scale_strides == (depth // GROUP * max_rows, 1, max_rows),
+        "scales of masked rows",
+        scale_strides,
+        "one matrix an expert, column after column, is wanted",
+    )
+    wanted = {
+        "weight": (weight[0], (num_groups, width, depth)),
+        "scales of the weight": (weight[1], (num_groups, width // GROUP, depth // GROUP)),
+        "counts of rows": (rows.num_rows_L, (num_groups,)),
+        "masked rows": (rows.data_LMD, (num_groups, max_rows, depth)),
+        "result": (out, (num_groups, max_rows, width // 2 if is_gated else width)),
+    }
+    for name, (tensor, shape) in wanted.items():
+        is_right = tensor.shape == shape and tensor.is_contiguous()
+        require(is_right, name, tuple(tensor.shape), f"contiguous {shape} is wanted")
 
 
 def _run(*arguments: Any, grid: tuple[int], **options: Any) -> object:

@@ -76,6 +76,30 @@ def is_legal(tile: StreamTile, limits: DeviceLimits) -> bool:
     )
 
 
+def refusal(tile: StreamTile, max_rows: int, width: int, depth: int, *, is_gated: bool) -> str:
+    """Return why a product of [M, K] rows and an [N, K] weight cannot be cut so; empty if it can.
+
+    Args:
+        tile: how it would be cut.
+        max_rows: M, of an expert.
+        width: N.
+        depth: K.
+        is_gated: whether the weight is a gate over as many rows of `up`, which are quantised
+            together: blocks of 128 of them, of each half.
+    """
+    steps = {
+        "rows of an expert": (max_rows, tile.block_m),
+        "rows of the weight": (width, 2 * (GROUP if is_gated else tile.block_n)),
+        "depth": (depth, GROUP * tile.unroll),
+    }
+    for name, (size, step) in steps.items():
+        if size % step:
+            return f"{name}: {size} is no multiple of {step}"
+    if is_gated and tile.block_n != GROUP:
+        return f"blocks of {tile.block_n} rows: gated ones have {GROUP}"
+    return ""
+
+
 def choose_tiles(table: tuple[StreamTiles, ...], expected_rows: int) -> StreamTiles | None:
     """Return the cuts for so many rows of an expert, None if the table has none for as many."""
     return next((tiles for tiles in table if expected_rows <= tiles.rows), None)

@@ -12,11 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.fp8_rows import GROUP, Activation, Fp8Rows
 from engine.kernels.fused.latents import rotated
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.fused.quant import _quantize_tile
 from engine.kernels.rotation import Rotation
+from engine.kernels.widths import check_queries, check_values
+
+TAKEN = "heads of 128 numbers and latents of whole groups of 128 are taken, contiguous per head"
+"""What `takes` says yes to."""
 
 STAGES = 3
 """Tiles of a value product that are on their way at a time."""
@@ -104,7 +109,9 @@ def absorb_queries(
     q_THA: Tensor, weight_HNC: Tensor, rotation: Rotation, pool_dtype: torch.dtype
 ) -> Tensor:
     """Return [T, H, C + R]; see `absorb_reference`. For a weight that `takes` takes."""
-    assert q_THA.is_contiguous()
+    check_queries(q_THA, weight_HNC, rotation)
+    require(takes(weight_HNC), "weight of queries", tuple(weight_HNC.shape), TAKEN)
+    require(q_THA.is_contiguous(), "queries", q_THA.stride(), "contiguous ones are wanted")
     num_tokens, num_heads, _ = q_THA.shape
     _, nope, rank = weight_HNC.shape
     half = rotation.cos.shape[1]
@@ -128,6 +135,8 @@ def absorb_queries(
 
 def expand_values(latents_THC: Tensor, weight_HVC: Tensor, *, fp8: bool) -> Activation:
     """Return [T, H * V]; see `absorb_reference`. For a weight that `takes` takes."""
+    check_values(latents_THC, weight_HVC)
+    require(takes(weight_HVC), "weight of values", tuple(weight_HVC.shape), TAKEN)
     latents_THC = latents_THC.contiguous()
     num_tokens, num_heads, rank = latents_THC.shape
     value, device = weight_HVC.shape[1], latents_THC.device

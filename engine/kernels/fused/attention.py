@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 
 TOKENS = 32
@@ -49,8 +50,15 @@ def merge_attention(
 ) -> tuple[Tensor, Tensor]:
     """Merge the second part into the first's values, in place; all contiguous. See `reference`."""
     tensors = (out_THV, lse_HT, other_THV, other_lse_HT)
-    assert all(tensor.is_contiguous() for tensor in tensors)
     num_tokens, num_heads, width = out_THV.shape
+    require(
+        all(tensor.is_contiguous() for tensor in tensors)
+        and other_THV.shape == out_THV.shape
+        and lse_HT.shape == other_lse_HT.shape == (num_heads, num_tokens),
+        "parts of attention",
+        [tuple(tensor.shape) for tensor in tensors],
+        "contiguous [T, H, V] and [H, T] are wanted, twice",
+    )
     merged_HT = torch.empty_like(lse_HT)
     if num_tokens:
         _merge(

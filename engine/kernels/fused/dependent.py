@@ -74,12 +74,16 @@ def with_wait(source: str) -> str:
 
     Args:
         source: of one function; `tl` is Triton's language where it is defined.
+
+    Raises:
+        ValueError: its body begins on the line of its head.
     """
     (function,) = ast.parse(source).body
     assert isinstance(function, ast.FunctionDef)
     has_doc = ast.get_docstring(function, clean=False) is not None
     first = function.body[int(has_doc)]
     lines, indent = source.split("\n"), " " * first.col_offset
-    assert not lines[first.lineno - 1][: first.col_offset].strip(), "the body has its own line"
+    if lines[first.lineno - 1][: first.col_offset].strip():
+        raise ValueError(f"the body of {function.name} does not begin on a line of its own")
     lines[first.lineno - 1 : first.lineno - 1] = [indent + statement for statement in WAIT]
     return "\n".join(lines)

@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.fused.quant import _quantize_tile
 from engine.kernels.rotation import Rotation
+from engine.kernels.widths import check_latents, check_rotation
 
 
 @triton.jit
@@ -145,9 +147,15 @@ def _join_keys(
 
 def rotate_queries(q_THA: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the last R numbers of every head of contiguous [T, H, A] in place, and return it."""
-    assert q_THA.is_contiguous()
     num_tokens, num_heads, head_size = q_THA.shape
     half = rotation.cos.shape[1]
+    check_rotation(rotation, num_tokens)
+    require(
+        q_THA.is_contiguous() and head_size >= 2 * half,
+        "queries",
+        (tuple(q_THA.shape), q_THA.stride()),
+        f"contiguous heads of at least {2 * half} numbers are wanted",
+    )
     # In place: a tile has a number for every thread, else warps hold copies and race.
     heads = max(4, min(32, next_power_of_2(num_heads)))
     if num_tokens:
@@ -174,10 +182,10 @@ def store_latents(
         cache: [num_blocks, block_size, C + R], unit stride along the last dimension.
         slots_T: [T] int64, block_id * block_size + offset.
     """
-    assert latents_TL.stride(1) == 1
-    assert cache.stride(2) == 1
+    rank = weight_C.shape[0]
+    check_latents(latents_TL, rank, rotation, cache=cache, slots_T=slots_T)
+    _require_runs(latents_TL, cache)
     if latents_TL.shape[0]:
-        rank = weight_C.shape[0]
         block_stride, row_stride, _ = cache.stride()
         _store_latents(
             (latents_TL.shape[0],),
@@ -202,9 +210,9 @@ def split_latents(
         cache: one layer of the pool.
         slots_T: of the T tokens.
     """
-    assert latents_TX.stride(1) == 1
-    assert cache.stride(2) == 1
     num_tokens, (q_rank,), (rank,) = latents_TX.shape[0], q_weight_Q.shape, weight_C.shape
+    check_latents(latents_TX[:, q_rank:], rank, rotation, cache=cache, slots_T=slots_T)
+    _require_runs(latents_TX, cache)
     out = Fp8Rows.empty(num_tokens, q_rank, latents_TX.device)
     if num_tokens:
         block_stride, row_stride, _ = cache.stride()
@@ -226,6 +234,11 @@ def split_latents(
     return out
 
 
+def _require_runs(latents: Tensor, cache: Tensor) -> None:
+    strides = latents.stride(1), cache.stride(2)
+    require(strides == (1, 1), "latents and their layer", strides, "rows without gaps are wanted")
+
+
 def join_keys(k_nope_PHN: Tensor, k_pe_PR: Tensor) -> Tensor:
     """Return [P, H, N + R]: each head's own part and the part that all heads share.
 
@@ -233,6 +246,14 @@ def join_keys(k_nope_PHN: Tensor, k_pe_PR: Tensor) -> Tensor:
     """
     num_positions, num_heads, nope = k_nope_PHN.shape
     rope = k_pe_PR.shape[1]
+    require(
+        k_pe_PR.shape[0] == num_positions and not (nope & (nope - 1) or rope & (rope - 1)),
+        "parts of keys",
+        (tuple(k_nope_PHN.shape), tuple(k_pe_PR.shape)),
+        "as many positions, and widths that are powers of two, are wanted",
+    )
+    strides = k_nope_PHN.stride(2), k_pe_PR.stride(1)
+    require(strides == (1, 1), "parts of keys", strides, "rows without gaps are wanted")
     out = torch.empty(
         (num_positions, num_heads, nope + rope), dtype=k_nope_PHN.dtype, device=k_nope_PHN.device
     )

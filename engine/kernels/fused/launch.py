@@ -134,14 +134,19 @@ class Launcher:
 
 
 def launched(*counts: str) -> Callable[[Function], Launcher]:
-    """Make a function a kernel with these counts; its constants are its `tl.constexpr`s."""
+    """Make a function a kernel with these counts; its constants are its `tl.constexpr`s.
+
+    Raises:
+        TypeError: (when the kernel is defined) its last parameters are not these, in this order.
+    """
 
     def compile_later(function: Function) -> Launcher:
         names = list(inspect.signature(function).parameters)
         hints = inspect.get_annotations(function)
         constants = [name for name in names if hints.get(name) is triton.language.constexpr]
         tail = [*counts, *constants]
-        assert names[len(names) - len(tail) :] == tail, (names, tail)
+        if names[len(names) - len(tail) :] != tail:
+            raise TypeError(f"{function.__name__}{tuple(names)} does not end with {tail}")
         compile_now = triton.jit(do_not_specialize=list(counts))
         return Launcher(compile_now(function), lambda: compile_now(function))
 

@@ -9,12 +9,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.fused.permute import spread_into
 from engine.kernels.fused.quant import _quantize_tile
 from engine.kernels.masked_reference import empty_masked
-from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows
+from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows, require_room
 
 PAIRS = 1024
 """Pairs (token, expert) that a program of `mask_to_experts` looks at in one go."""
@@ -36,13 +37,15 @@ def _mask(ids, rows, num_rows, num_pairs, num_experts, max_rows, first, B: tl.co
         local = tl.load(ids + pairs, mask=is_pair, other=-1).to(tl.int32) - first
         is_mine = (local == expert) & (expert < num_experts) & is_pair
         found = is_mine.to(tl.int32)
-        row = expert * max_rows + count + tl.cumsum(found, axis=0) - 1
+        place = count + tl.cumsum(found, axis=0) - 1
+        # Beyond an expert's room there is the next one's: such a pair gets no row.
+        row = tl.where(place < max_rows, expert * max_rows + place, -1)
         # The last program is no expert's: it marks the pairs of other ranks.
         is_foreign = ((local < 0) | (local >= num_experts)) & (expert == num_experts) & is_pair
         tl.store(rows + pairs, tl.where(is_foreign, -1, row), mask=is_mine | is_foreign)
         count += tl.sum(found, axis=0)
     index = expert + tl.arange(0, 1)
-    tl.store(num_rows + index, count, mask=index < num_experts)
+    tl.store(num_rows + index, tl.minimum(count, max_rows), mask=index < num_experts)
 
 
 @launched("num_splits")
@@ -79,7 +82,7 @@ def mask_to_experts(
 ) -> MaskedPlaces:
     """Choose the row of every (token, expert) pair; see `masked_reference`."""
     num_tokens, top_k = topk_ids_TK.shape
-    assert num_tokens <= max_rows, (num_tokens, max_rows)
+    require_room(num_tokens, max_rows)
     ids = topk_ids_TK.contiguous()
     rows = torch.empty((num_tokens, top_k), dtype=torch.int32, device=ids.device)
     num_rows = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
@@ -119,9 +122,16 @@ def masked_silu_and_mul_fp8(gate_up_LMF: Tensor, like: MaskedRows) -> MaskedRows
         gate_up_LMF: [L, M, 2F] contiguous, gate before up; F is a multiple of 128.
         like: whose rows they are.
     """
-    assert gate_up_LMF.is_contiguous()
     num_experts, max_rows, double = gate_up_LMF.shape
     num_groups = double // 2 // GROUP
+    require(
+        gate_up_LMF.is_contiguous()
+        and double == 2 * GROUP * num_groups
+        and like.num_rows_L.shape == (num_experts,),
+        "gate and up",
+        (tuple(gate_up_LMF.shape), gate_up_LMF.stride()),
+        f"contiguous [L, M, 2F] of L = {like.num_rows_L.shape[0]} experts are wanted, F in groups",
+    )
     data, scale = empty_masked(num_experts, max_rows, double // 2, gate_up_LMF.device)
     wanted = ceil_div(min(like.expected_rows, max_rows), ROWS)
     least, most = SPLITS

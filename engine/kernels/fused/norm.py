@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.fused.quant import _quantize_tile
@@ -98,7 +99,15 @@ def _launch(
     fp8: Fp8Rows | None = None,
 ) -> None:
     num_rows, size = x_TD.shape
-    assert x_TD.stride(1) == 1
+    require(x_TD.stride(1) == 1, "rows to be normed", x_TD.stride(), "no gaps are wanted")
+    parts = delta, None if fp8 is None else fp8.data_TK
+    sizes = [tuple(part.shape) for part in parts if part is not None]
+    require(
+        weight_D.shape == (size,) and all(part == x_TD.shape for part in sizes),
+        "rows to be normed",
+        (tuple(x_TD.shape), tuple(weight_D.shape), sizes),
+        "weight, residual and room for the result of the same size are wanted",
+    )
     if not num_rows:
         return
     absent = x_TD

@@ -11,10 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.alignment import ROW_BLOCK, Alignment, RowCounts, max_aligned_rows
+from engine.kernels.alignment import (
+    ROW_BLOCK,
+    Alignment,
+    OverflowPlaces,
+    RowCounts,
+    max_aligned_rows,
+)
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.masked_rows import MaskedPlaces
+from engine.kernels.widths import check_gather, check_spread
 
 PAIRS = 256
 """Pairs (token, expert) of one program; they are compared with one another."""
@@ -84,11 +91,12 @@ def _rank_pairs(
     return rank
 
 
-@launched("num_pairs", "num_blocks", "first", "num_row_blocks")
+@launched("num_pairs", "num_blocks", "first", "num_row_blocks", "capacity")
 def _place(
-    ids, scratch, rows, ends, expert, id_stride, num_experts, num_pairs, num_blocks, first,
-    num_row_blocks, K: tl.constexpr, B: tl.constexpr, S: tl.constexpr, E: tl.constexpr,
-    BLOCK: tl.constexpr, N: tl.constexpr,
+    ids, scratch, rows, ends, expert, overflow, id_stride, num_experts, num_pairs, num_blocks,
+    first, num_row_blocks, capacity,
+    K: tl.constexpr, B: tl.constexpr, S: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr,
 ):  # fmt: skip
     """Place a block of pairs, or (programs beyond those) name the experts of N blocks of rows."""
     block = tl.program_id(0)
@@ -107,6 +115,8 @@ def _place(
         mine = tl.maximum(local, 0)
         row = tl.gather(end - padded, mine, 0) + tl.load(sums + mine * num_blocks + block) + rank
         tl.store(rows + pairs, tl.where(local >= 0, row, -1), mask=pairs < num_pairs)
+        is_behind = (local >= 0) & (row >= capacity)
+        tl.store(overflow + row - capacity, pairs // K, mask=is_behind)
         if block == 0:
             tl.store(ends + bins, end, mask=bins < num_experts)
     else:
@@ -119,10 +129,10 @@ def _place(
         tl.store(expert + place, names, mask=(row_blocks < num_row_blocks)[:, None])
 
 
-@launched("row_stride", "group_stride", "out_stride", "max_rows")
+@launched("row_stride", "group_stride", "out_stride", "max_rows", "num_places")
 def _spread(
     data, scale, rows, out, out_scale, data_stride, size, num_groups, row_stride, group_stride,
-    out_stride, max_rows,
+    out_stride, max_rows, num_places,
     K: tl.constexpr, C: tl.constexpr, G: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -133,7 +143,7 @@ def _spread(
     scales = tl.load(place, mask=groups < num_groups)
     for k in tl.static_range(K):
         row = tl.load(rows + token * K + k).to(tl.int64)
-        here = row >= 0
+        here = (row >= 0) & (row < num_places)
         tl.store(out + row * size + columns, values, mask=(columns < size) & here)
         target = out_scale + groups * out_stride + row
         if IS_MASKED:
@@ -155,7 +165,8 @@ def _gather(
         total += tl.load(own + token * size + columns, mask=mask, other=0.0).to(tl.float32)
     for k in tl.static_range(K):
         row = tl.load(rows + token * K + k).to(tl.int64)
-        weight = tl.load(weights + token * weight_stride + k)
+        # Weights of pairs without a row may be anything, NaN included.
+        weight = tl.load(weights + token * weight_stride + k, mask=row >= 0, other=0.0)
         part = tl.load(source + row * size + columns, mask=mask & (row >= 0), other=0.0)
         total += part.to(tl.float32) * weight
     tl.store(out + token * size + columns, total.to(out.dtype.element_ty), mask=mask)
@@ -170,14 +181,23 @@ def count_rows(topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
         first: lowest expert of this rank.
         num_experts: experts of this rank.
     """
+    num_rows = max_aligned_rows(topk_ids_TK.numel(), num_experts)
+    return _count_rows(topk_ids_TK, first, num_experts, num_rows)[0]
+
+
+def _count_rows(
+    topk_ids_TK: Tensor, first: int, num_experts: int, capacity: int
+) -> tuple[RowCounts, Tensor]:
+    """Return the counts, and the tokens of the rows behind the capacity: [V] int32."""
     (num_tokens, top_k), device = topk_ids_TK.shape, topk_ids_TK.device
     num_pairs = num_tokens * top_k
-    num_rows = max_aligned_rows(num_pairs, num_experts)
+    num_rows = max(max_aligned_rows(num_pairs, num_experts), capacity)
     rows_TK = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
     expert_M = torch.empty(num_rows, dtype=torch.int32, device=device)
+    token_V = torch.empty(num_rows - capacity, dtype=torch.int32, device=device)
     if not num_pairs:
         ends_E = torch.zeros(num_experts, dtype=torch.int32, device=device)
-        return RowCounts(rows_TK=rows_TK, ends_E=ends_E, expert_M=expert_M)
+        return RowCounts(rows_TK=rows_TK, ends_E=ends_E, expert_M=expert_M), token_V
     ids = topk_ids_TK if topk_ids_TK.stride(1) == 1 else topk_ids_TK.contiguous()
     ends_E = torch.empty(num_experts, dtype=torch.int32, device=device)
     num_blocks, num_row_blocks = ceil_div(num_pairs, PAIRS), num_rows // ROW_BLOCK
@@ -199,38 +219,55 @@ def count_rows(topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
     )
     _place(
         (num_blocks + ceil_div(num_row_blocks, NAMED),),
-        (ids, scratch, rows_TK, ends_E, expert_M),
+        (ids, scratch, rows_TK, ends_E, expert_M, token_V if len(token_V) else rows_TK),
         sizes,
-        (num_pairs, num_blocks, first, num_row_blocks),
+        (num_pairs, num_blocks, first, num_row_blocks, capacity),
         (top_k, PAIRS, COMPARED, next_power_of_2(num_experts), ROW_BLOCK, NAMED),
         num_warps=8,
     )
-    return RowCounts(rows_TK=rows_TK, ends_E=ends_E, expert_M=expert_M)
+    return RowCounts(rows_TK=rows_TK, ends_E=ends_E, expert_M=expert_M), token_V
 
 
 def place_rows(counts: RowCounts, num_rows: int) -> Alignment:
     """Lay out `num_rows` rows, a multiple of 128 and at least `counts.num_rows`."""
-    assert num_rows % ROW_BLOCK == 0, num_rows
-    assert num_rows <= counts.expert_M.shape[0], num_rows
-    return Alignment(rows_TK=counts.rows_TK, expert_M=counts.expert_M[:num_rows])
+    return counts.lay_out(num_rows)
 
 
-def align_to_experts(topk_ids_TK: Tensor, first: int, num_experts: int) -> Alignment:
-    """Do both steps, with as many rows as any routing could need; the host learns nothing."""
-    counts = count_rows(topk_ids_TK, first, num_experts)
-    return Alignment(rows_TK=counts.rows_TK, expert_M=counts.expert_M)
+def align_to_experts(
+    topk_ids_TK: Tensor, first: int, num_experts: int, capacity: int | None = None
+) -> Alignment:
+    """Lay out as many rows as any routing could need; the host learns nothing.
+
+    Args:
+        topk_ids_TK: as in `count_rows`.
+        first: lowest expert of this rank.
+        num_experts: experts of this rank.
+        capacity: rows before the overflow, a multiple of 128; None for all of them. So many are
+            laid out, also if none could need them.
+    """
+    if capacity is None:
+        capacity = max_aligned_rows(topk_ids_TK.numel(), num_experts)
+    assert capacity % ROW_BLOCK == 0, capacity
+    counts, token_V = _count_rows(topk_ids_TK, first, num_experts, capacity)
+    overflow = None
+    if token_V.shape[0]:
+        overflow = OverflowPlaces(capacity=capacity, ends_E=counts.ends_E, token_V=token_V)
+    return Alignment(rows_TK=counts.rows_TK, expert_M=counts.expert_M, overflow=overflow)
 
 
 def spread_rows(rows: Fp8Rows, alignment: Alignment) -> Fp8Rows:
-    """Copy each token's row to all of its places: [M, D]; other rows are uninitialised."""
-    device = rows.data_TK.device
-    out = Fp8Rows.empty(alignment.expert_M.shape[0], rows.data_TK.shape[1], device)
+    """Copy each token's row to its places before the capacity C; other rows are uninitialised.
+
+    Returns:
+        [C, D].
+    """
+    out = Fp8Rows.empty(alignment.capacity, rows.data_TK.shape[1], rows.data_TK.device)
     spread_into(out.data_TK, out.scale_TG, rows, alignment.rows_TK)
     return out
 
 
 def spread_into(data: Tensor, scale: Tensor, rows: Fp8Rows, rows_TK: Tensor) -> None:
-    """Copy each token's row to the rows of contiguous `data` that `rows_TK` names.
+    """Copy each token's row to the rows of contiguous `data` that `rows_TK` names and `data` has.
 
     Args:
         data: [M, D], or [L, M, D] in the masked layout.
@@ -238,6 +275,7 @@ def spread_into(data: Tensor, scale: Tensor, rows: Fp8Rows, rows_TK: Tensor) -> 
         rows: [T, D], of any layout.
         rows_TK: [T, K] int32, -1 for no place.
     """
+    check_spread(data, scale, rows, rows_TK)
     (num_tokens, top_k), size = rows_TK.shape, data.shape[-1]
     if not num_tokens or not data.numel():
         return
@@ -248,7 +286,7 @@ def spread_into(data: Tensor, scale: Tensor, rows: Fp8Rows, rows_TK: Tensor) -> 
         (num_tokens,),
         (words, rows.scale_TG, rows_TK, data.view(torch.int32), scale),
         (words.stride(0), size // 4, num_groups),
-        (*rows.scale_TG.stride(), scale.stride(-1), data.shape[-2]),
+        (*rows.scale_TG.stride(), scale.stride(-1), data.shape[-2], data.numel() // size),
         (
             top_k,
             next_power_of_2(size // 4),
@@ -265,6 +303,7 @@ def gather_rows(
     own_TD: Tensor | None,
 ) -> Tensor:
     """Return [T, D]: the weighted sum of each token's rows plus `own_TD`, summed in float32."""
+    check_gather(source_MD, places, weights_TK, own_TD)
     num_tokens, top_k = weights_TK.shape
     size = source_MD.shape[1]
     out = torch.empty((num_tokens, size), dtype=source_MD.dtype, device=source_MD.device)

@@ -8,20 +8,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.fp8_rows import GROUP, MIN_AMAX, Fp8Rows
 from engine.kernels.fused.launch import ceil_div, launched
 
 BLOCK_T = 32
 E4M3_MAX = tl.constexpr(448.0)
+LEAST_AMAX = tl.constexpr(MIN_AMAX)
 
 
 @triton.jit
 def _quantize_tile(x):
     """Return e4m3 [T, 128] and scale [T] of float32 [T, 128]."""
     amax = tl.max(tl.abs(x), axis=1)
-    scale = tl.maximum(amax, 1e-10) / E4M3_MAX
+    scale = tl.maximum(amax, LEAST_AMAX) / E4M3_MAX
     quantized = tl.clamp(x / scale[:, None], -E4M3_MAX, E4M3_MAX)
-    return quantized.to(tl.float8e4nv), scale
+    # On a GPU neither a maximum nor a clamp passes NaN on: a row of it would become numbers.
+    num_nan = tl.sum((x != x).to(tl.int32), axis=1)
+    return quantized.to(tl.float8e4nv), tl.where(num_nan > 0, float("nan"), scale)
 
 
 @launched("row_stride", "group_stride", "num_rows")
@@ -64,11 +68,15 @@ def _silu_and_mul(
 
 def quantize_rows(x_TK: Tensor, out: Fp8Rows | None = None) -> Fp8Rows:
     """Quantise [T, K] with unit stride along K; K is a multiple of 128; `out` of any layout."""
-    assert x_TK.stride(1) == 1
-    assert MIN_AMAX == 1e-10  # the kernel spells it out
     num_rows, num_columns = x_TK.shape
     if out is None:
         out = Fp8Rows.empty(num_rows, num_columns, x_TK.device)
+    require(
+        x_TK.stride(1) == 1 and out.data_TK.shape == x_TK.shape,
+        "rows to be quantised",
+        (tuple(x_TK.shape), x_TK.stride(), tuple(out.data_TK.shape)),
+        "no gaps, and room of the same size, are wanted",
+    )
     if num_rows:
         _quantize_rows(
             (ceil_div(num_rows, BLOCK_T), num_columns // GROUP),
@@ -88,8 +96,13 @@ def silu_and_mul_fp8(gate_up_TF: Tensor, expert_T: Tensor | None = None) -> Fp8R
         expert_T: [T] int32, the expert of each row in blocks of 128 rows; blocks of -1 are left
             uninitialised.
     """
-    assert gate_up_TF.is_contiguous()
     num_rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
+    require(
+        gate_up_TF.is_contiguous() and (expert_T is None or expert_T.shape == (num_rows,)),
+        "gate and up",
+        (tuple(gate_up_TF.shape), gate_up_TF.stride()),
+        "contiguous rows are wanted, and an expert for each if any",
+    )
     out = Fp8Rows.empty(num_rows, width, gate_up_TF.device)
     if num_rows:
         _silu_and_mul(

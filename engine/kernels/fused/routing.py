@@ -27,6 +27,9 @@ STAGES = 4
 MAX_PARTS = 14
 """Parts of the hidden size, at most."""
 
+FAR = tl.constexpr(1e38)
+"""Beyond every choice; two of them add up to a number."""
+
 
 @launched("num_tokens")
 def _score(
@@ -52,9 +55,9 @@ def _score(
 
 @launched("num_tokens")
 def _choose(
-    logits, bias, ids, weights, scaling, num_tokens, S: tl.constexpr,
+    logits, bias, ids, weights, num_rows, scaling, num_tokens, S: tl.constexpr,
     E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, HAS_PADDING: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     SIZE: tl.constexpr = E // GROUPS
@@ -69,6 +72,8 @@ def _choose(
         total += tl.load(logits + (token + part * num_tokens) * E + expert)
     scores = tl.sigmoid(total)
     choice = scores + correction
+    # NaN counts as the largest, as in `torch.topk`; what is taken is -inf, and nothing else is.
+    choice = tl.where(choice != choice, FAR, tl.minimum(tl.maximum(choice, -FAR), FAR))
     if KEPT < GROUPS:
         best = tl.max(choice, axis=1)
         where = tl.argmax(choice, axis=1)
@@ -79,14 +84,15 @@ def _choose(
             top = tl.argmax(worth, axis=0)
             kept = tl.where(group == top, 1, kept)
             worth = tl.where(group == top, low, worth)
-        choice = tl.where((kept > 0)[:, None], choice, low)
+        choice = tl.where((kept > 0)[:, None], choice, -FAR)
     slots = tl.arange(0, KP)
     chosen = tl.zeros([KP], tl.int32)
     chosen_scores = tl.zeros([KP], tl.float32)
     for k in tl.static_range(K):
         best_in_group = tl.max(choice, axis=1)
         top = tl.max(best_in_group, axis=0)
-        # The lowest expert among equals, so that exactly one is taken.
+        # The lowest expert among equals, so that exactly one is taken, and none twice: a token that
+        # is twice at an expert takes the room of another.
         taken = tl.min(tl.min(tl.where(choice == top, expert, E), axis=1), axis=0)
         hit = expert == taken
         score = tl.sum(tl.sum(tl.where(hit, scores, 0.0), axis=1), axis=0)
@@ -95,8 +101,8 @@ def _choose(
         choice = tl.where(hit, low, choice)
     if NORM:
         chosen_scores = chosen_scores / (tl.sum(chosen_scores, axis=0) + 1e-20)
-    # NaN logits equal nothing: keep the ids valid, the weights carry the NaN.
-    chosen = tl.minimum(chosen, E - 1)
+    if HAS_PADDING:
+        chosen = tl.where(token < tl.load(num_rows), chosen, -1)
     mask = slots < K
     tl.store(ids + token * K + slots, chosen.to(tl.int64), mask=mask)
     tl.store(weights + token * K + slots, chosen_scores * scaling, mask=mask)
@@ -154,14 +160,17 @@ def _num_parts(size: int) -> int:
     return max(parts for parts in range(1, MAX_PARTS + 1) if steps % parts == 0)
 
 
-def group_limited_topk(logits: Tensor, bias_E: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
-    """Return topk_ids [T, K] int64 and topk_weights [T, K] float32.
+def group_limited_topk(
+    logits: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return topk_ids [T, K] int64, -1 for padding, and topk_weights [T, K] float32.
 
     Args:
         logits: [T, E] float32, or [S, T, E] parts of a sum; E and the size of a group must be
             powers of two (`is_supported`).
         bias_E: see `reference`.
         rule: see `reference`.
+        num_rows: see `reference`.
     """
     num_parts = logits.shape[0] if logits.dim() == 3 else 1
     num_tokens, num_experts = logits.shape[-2:]
@@ -172,10 +181,17 @@ def group_limited_topk(logits: Tensor, bias_E: Tensor, rule: RoutingRule) -> tup
         chosen = (rule.top_k, next_power_of_2(rule.top_k))
         _choose(
             (num_tokens,),
-            (logits.contiguous(), bias_E, ids, weights),
+            (logits.contiguous(), bias_E, ids, weights, ids if num_rows is None else num_rows),
             (rule.routed_scaling_factor,),
             (num_tokens,),
-            (num_parts, num_experts, *groups, *chosen, rule.norm_topk_prob),
+            (
+                num_parts,
+                num_experts,
+                *groups,
+                *chosen,
+                rule.norm_topk_prob,
+                num_rows is not None,
+            ),
             num_warps=1,
         )
     return ids, weights

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.fused.noise import (
     LOG2E,
     first_of_race,
@@ -277,8 +278,20 @@ def choose_tokens(
     """
     num_rows, vocab = values.shape
     num_edits = edits[0].shape[1]
-    assert values.stride(1) == 1
-    assert all(table.is_contiguous() for table in (seen, *edits))
+    tables = (seen, *edits)
+    require(
+        values.stride(1) == 1 and all(table.is_contiguous() for table in tables),
+        "logits and tables",
+        [table.stride() for table in (values, *tables)],
+        "no gaps are wanted",
+    )
+    require(
+        [table.shape[1] for table in tables] == [vocab, num_edits, num_edits, num_edits]
+        and slot.shape == (num_rows,),
+        "logits and tables",
+        [tuple(table.shape) for table in (values, *tables, slot)],
+        "as wide as the vocabulary, or as the edits, and a slot a row are wanted",
+    )
     out = torch.empty(num_rows, dtype=torch.int64, device=values.device)
     kept = torch.empty((num_rows, CANDIDATES), dtype=torch.float32, device=values.device)
     kept_ids = torch.empty((num_rows, CANDIDATES), dtype=torch.int32, device=values.device)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.schedule_reference import (
     CUT_COST,
@@ -187,8 +188,9 @@ def schedule(
         overhead: of a piece, in pages; at most MAX_SPARE.
     """
     (num_seqs,) = seq_lens_S.shape
-    assert 0 < num_seqs <= MAX_SEQS
-    assert overhead <= MAX_SPARE
+    require(0 < num_seqs <= MAX_SEQS, "sequences", num_seqs, f"1 to {MAX_SEQS} are wanted")
+    require(overhead <= MAX_SPARE, "overhead", overhead, f"at most {MAX_SPARE} is wanted")
+    require(seq_lens_S.is_contiguous(), "lengths", seq_lens_S.stride(), "no gaps are wanted")
     device = seq_lens_S.device
     tiles = torch.empty((num_parts, ROW), dtype=torch.int32, device=device)
     sums = torch.empty(num_seqs + 1, dtype=torch.int32, device=device)

@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.fused.launch import ceil_div, launched
 
 BLOCK = 2048
@@ -35,11 +36,15 @@ def sum_slices(
 
     Each slice, the residual and `out_TD` are contiguous.
     """
-    assert slices_RTD[0].is_contiguous()
-    assert residual_TD is None or residual_TD.is_contiguous()
     if out_TD is None:
         out_TD = torch.empty(slices_RTD.shape[1:], dtype=slices_RTD.dtype, device=slices_RTD.device)
-    assert out_TD.is_contiguous()
+    parts = [slices_RTD[0], out_TD, *([] if residual_TD is None else [residual_TD])]
+    require(
+        all(part.is_contiguous() and part.shape == slices_RTD.shape[1:] for part in parts),
+        "slices, room and residual",
+        [(tuple(part.shape), part.stride()) for part in parts],
+        "contiguous ones of the same size are wanted",
+    )
     size = out_TD.numel()
     if size:
         _sum_slices(

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.fp8_rows import GROUP, MIN_AMAX, Fp8Rows
 from engine.kernels.masked_reference import empty_masked
 from engine.kernels.masked_rows import MaskedRows
@@ -17,6 +18,7 @@ from engine.kernels.triton_gemm.product import ALIGNED, MASKED, PLAIN
 
 BLOCK_T = 32
 E4M3_MAX = tl.constexpr(448.0)
+LEAST_AMAX = tl.constexpr(MIN_AMAX)
 
 
 @triton.jit
@@ -32,6 +34,15 @@ def _encode(x):
     small = shifted.to(tl.int32, bitcast=True) - 0x46800000
     value = tl.where(magnitude < 0x3C800000, small, normal)
     return (value | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _quantize_tile(values):
+    """Return the bits [T, 128] and the scales [T] of float32 [T, 128]."""
+    scales = tl.maximum(tl.max(tl.abs(values), axis=1), LEAST_AMAX) / E4M3_MAX
+    bits = _encode(tl.clamp(values / scales[:, None], -E4M3_MAX, E4M3_MAX))
+    num_nan = tl.sum((values != values).to(tl.int32), axis=1)
+    return bits, tl.where(num_nan > 0, float("nan"), scales)
 
 
 @triton.jit
@@ -56,10 +67,7 @@ def _quantize(
     if ACTIVATE:
         up = tl.load(source + width, mask=mask, other=0.0).to(tl.float32)
         values = values * tl.sigmoid(values) * up
-    scales = tl.maximum(tl.max(tl.abs(values), axis=1), 1e-10) / E4M3_MAX
-    bits = _encode(tl.clamp(values / scales[:, None], -E4M3_MAX, E4M3_MAX))
-    num_nan = tl.sum((values != values).to(tl.int32), axis=1)
-    scales = tl.where(num_nan > 0, float("nan"), scales)
+    bits, scales = _quantize_tile(values)
     tl.store(data + group * data_group + rows[:, None] * data_row + columns, bits, mask=mask)
     place = scale + group * scale_group + rows * scale_row + column * scale_column
     tl.store(place, scales, mask=rows < num_rows)
@@ -119,9 +127,13 @@ def _run(
     """Quantise [G, R, K] (or [G, R, 2K] to be activated) into data [G, R, K] and its scales."""
     data, scale = out
     num_groups, num_rows, width = data.shape
-    assert x.stride(2) == 1
-    assert width % GROUP == 0
-    assert MIN_AMAX == 1e-10  # the kernel spells it out
+    wanted = (num_groups, num_rows, 2 * width if activate else width)
+    require(
+        x.shape == wanted and x.stride(2) == 1 and width % GROUP == 0,
+        "rows to be quantised",
+        (tuple(x.shape), x.stride()),
+        f"{wanted} without gaps, in groups of {GROUP}, are wanted",
+    )
     if not num_rows:
         return
     _quantize[(triton.cdiv(num_rows, BLOCK_T), width // GROUP, num_groups)](

@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.alignment import ROW_BLOCK
 from engine.kernels.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.masked_rows import MaskedRows
@@ -59,6 +60,32 @@ class Product:
 
         return self._with(tile, widen, warm)
 
+    def _check(self, tile: TileConfig) -> None:
+        """Raise InternalError unless sizes belong together: the kernel addresses memory by them."""
+        (data, scale), (weight, weight_scale) = self.rows, self.weight
+        num_groups, num_rows, depth = data.shape
+        num_experts, num_columns, _ = weight.shape
+        num_scales = depth // GROUP
+        require(
+            depth % GROUP == depth % tile.block_k == 0 and data.stride(2) == 1,
+            "rows of a product",
+            (tuple(data.shape), data.stride()),
+            f"a depth in steps of {max(GROUP, tile.block_k)}, without gaps, is wanted",
+        )
+        wanted = {
+            "scales of rows": (scale, (num_groups, num_rows, num_scales)),
+            "weight": (weight, (num_experts, num_columns, depth)),
+            "scales of the weight": (
+                weight_scale,
+                (num_experts, triton.cdiv(num_columns, GROUP), num_scales),
+            ),
+            "result": (self.out, (num_groups, num_rows, num_columns)),
+        }
+        for name, (tensor, shape) in wanted.items():
+            require(tensor.shape == shape, name, tuple(tensor.shape), f"{shape} is wanted")
+            is_dense = tensor is scale or tensor.is_contiguous()
+            require(is_dense, name, tensor.stride(), "contiguous memory is wanted")
+
     def _with(
         self,
         tile: TileConfig,
@@ -68,12 +95,7 @@ class Product:
         (data, scale), (weight, weight_scale) = self.rows, self.weight
         num_groups, num_rows, depth = data.shape
         num_columns = weight.shape[1]
-        assert data.stride(2) == 1
-        assert depth % GROUP == 0
-        assert depth % tile.block_k == 0
-        assert weight.is_contiguous()
-        assert weight_scale.is_contiguous()
-        assert self.out.is_contiguous()
+        self._check(tile)
         if widen:
             data, weight = data.view(torch.uint8), weight.view(torch.uint8)
         tiles_m = num_groups * triton.cdiv(num_rows, tile.block_m)
@@ -112,7 +134,13 @@ class TritonGemm:
         return out
 
     def grouped_linear(
-        self, x: Fp8Rows, expert_M: Tensor, weight_ENK: Tensor, scale_inv_EPQ: Tensor
+        self,
+        x: Fp8Rows,
+        expert_M: Tensor,
+        weight_ENK: Tensor,
+        scale_inv_EPQ: Tensor,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Multiply aligned rows with their expert's weight.
 
@@ -121,12 +149,19 @@ class TritonGemm:
             expert_M: [M] int32; blocks of 128 rows of -1 cost nothing and stay uninitialised.
             weight_ENK: [E, N, K] e4m3.
             scale_inv_EPQ: [E, ceil(N / 128), K / 128] float32.
+            out: [M, N] bfloat16, contiguous, to be written; None for one that is made here.
 
         Returns:
             [M, N] bfloat16.
         """
-        assert x.num_rows % ROW_BLOCK == 0
-        out = _empty(weight_ENK, x.num_rows, weight_ENK.shape[1])
+        require(
+            x.num_rows % ROW_BLOCK == 0 and expert_M.shape == (x.num_rows,),
+            "aligned rows",
+            (x.num_rows, tuple(expert_M.shape)),
+            f"a multiple of {ROW_BLOCK}, and an expert for each, are wanted",
+        )
+        if out is None:
+            out = _empty(weight_ENK, x.num_rows, weight_ENK.shape[1])
         if x.num_rows:
             weight = (weight_ENK, scale_inv_EPQ)
             self.run(_flat(RowLayout.ALIGNED, x, weight, expert_M, out), x.num_rows)

@@ -1,8 +1,9 @@
 """Tiles that were measured to be the fastest on one kind of GPU, as JSON, and the choice of a tile.
 
 A file holds what `tandem bench tune` found on one kind of device. It serves that kind only, and the
-compiler's major version that it was made with. A shape that was measured at some numbers of rows
-is run at any other as at the nearest; what was never measured runs with the best guess.
+compiler's major version that it was made with (`TunedTable.is_of`): within one, a tile that was
+the fastest is better than a guess, and no tile is wrong. A shape that was measured at some numbers
+of rows is run at any other as at the nearest; what was never measured runs with the best guess.
 """
 
 import dataclasses
@@ -55,7 +56,7 @@ class TunedTable:
         device: its name, as CUDA tells it.
         sm: see `DeviceLimits`.
         shared_memory: see `DeviceLimits`.
-        triton: version of the compiler.
+        triton: version of the compiler that measured last; older entries have the same major one.
         entries: one for each shape.
     """
 
@@ -64,6 +65,10 @@ class TunedTable:
     shared_memory: int
     triton: str
     entries: tuple[TunedEntry, ...] = ()
+
+    def is_of(self, triton: str) -> bool:
+        """Return whether the table is of use with this version of the compiler."""
+        return self.triton.partition(".")[0] == triton.partition(".")[0]
 
     def with_entries(self, entries: Sequence[TunedEntry]) -> "TunedTable":
         """Return the table with these entries, older ones of the same shapes replaced."""
@@ -109,7 +114,7 @@ def find_table(
         if not file.is_file():
             continue
         table = read_table(file)
-        if table.triton.partition(".")[0] == triton.partition(".")[0]:
+        if table.is_of(triton):
             logger.info("tuned tiles file=%s entries=%d", file, len(table.entries))
             return table
         logger.warning(
@@ -117,6 +122,18 @@ def find_table(
             file, table.triton, triton,
         )  # fmt: skip
     return None
+
+
+def table_to_extend(file: Path, empty: TunedTable) -> TunedTable:
+    """Return what new measurements are added to: `empty`, with the entries that serving would use.
+
+    Raises:
+        ConfigError: the file is there and is no table.
+    """
+    if not file.is_file():
+        return empty
+    old = read_table(file)
+    return empty.with_entries(old.entries if old.is_of(empty.triton) else ())
 
 
 def _folders() -> tuple[Path, ...]:

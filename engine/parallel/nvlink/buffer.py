@@ -17,6 +17,7 @@ from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
 from engine.parallel.deferred import Deferred
 from engine.parallel.nvlink.shape import NvlinkShape
 from engine.parallel.pending import Pending, wait_for
+from engine.parallel.turns import require_in_turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,5 @@ class NvlinkBuffer:
         return Deferred(receive)
 
     def _send(self, what: str) -> None:
-        assert not self._under_way, (
-            f"{what} started while a {self._under_way} was not received: receive it first"
-        )
+        require_in_turn(what, self._under_way)
         self._under_way = what

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.kernels.masked_rows import MaskedRows
@@ -33,6 +34,7 @@ class NvlinkDispatcher:
     """See the module; all layers share one buffer."""
 
     takes_fp8 = True
+    waits_for_counts = False
     takes_turns = True
 
     def __init__(self, kernels: Kernels, buffer: NvlinkBuffer) -> None:
@@ -43,7 +45,7 @@ class NvlinkDispatcher:
     def masked_room(self, num_tokens: int, top_k: int) -> MaskedRoom:
         """See `MaskingDispatcher`."""
         shape = self._buffer.shape
-        assert top_k == shape.top_k, (top_k, shape)
+        require(top_k == shape.top_k, "experts of a token", top_k, f"{shape.top_k} are wanted")
         return MaskedRoom(shape.rows_per_expert, shape.expected_rows(num_tokens))
 
     def start_dispatch(

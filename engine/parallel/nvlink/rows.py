@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.masked_reference import empty_masked
@@ -209,11 +210,21 @@ def send_rows(window: Window, rows: Fp8Rows, ids_TK: Tensor, weights_TK: Tensor)
         weights_TK: [., K] float32, contiguous.
     """
     shape, (num_tokens, num_columns) = window.shape, rows.data_TK.shape
-    assert num_tokens <= shape.max_tokens_per_rank, (num_tokens, shape)
-    assert num_columns == shape.hidden_size
-    assert ids_TK.shape == weights_TK.shape == (num_tokens, shape.top_k)
-    assert ids_TK.is_contiguous()
-    assert weights_TK.is_contiguous()
+    most = shape.max_tokens_per_rank
+    require(num_tokens <= most, "tokens of a rank", num_tokens, f"there is room for {most}")
+    wanted = (num_tokens, shape.top_k)
+    require(
+        num_columns == shape.hidden_size and ids_TK.shape == weights_TK.shape == wanted,
+        "rows and routing",
+        (tuple(rows.data_TK.shape), tuple(ids_TK.shape), tuple(weights_TK.shape)),
+        f"those of {shape} are wanted",
+    )
+    require(
+        ids_TK.is_contiguous() and weights_TK.is_contiguous(),
+        "routing",
+        (ids_TK.stride(), weights_TK.stride()),
+        "contiguous ids and weights are wanted",
+    )
     words = rows.data_TK.view(torch.int32)
     num_groups, padded_k = num_columns // GROUP, next_power_of_2(shape.top_k)
     lanes = next_power_of_2(padded_k + ceil_div(shape.num_experts, UNITS))

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.invariants import require
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.parallel.nvlink.buffer import ReceivedRows
 from engine.parallel.nvlink.shape import LINE, UNITS
@@ -106,9 +107,13 @@ def send_sums(window: Window, out_LMD: Tensor, received: ReceivedRows) -> None:
         received: by the dispatch.
     """
     shape = window.shape
-    assert out_LMD.is_contiguous()
-    assert out_LMD.dtype == torch.bfloat16
-    assert out_LMD.shape == (shape.num_local_experts, shape.rows_per_expert, shape.hidden_size)
+    wanted = (shape.num_local_experts, shape.rows_per_expert, shape.hidden_size)
+    require(
+        out_LMD.shape == wanted and out_LMD.is_contiguous() and out_LMD.dtype == torch.bfloat16,
+        "experts' output",
+        (tuple(out_LMD.shape), out_LMD.stride(), out_LMD.dtype),
+        f"contiguous {wanted} in bfloat16 is wanted",
+    )
     step = min(UNITS, SENDERS // next_power_of_2(shape.num_ranks))
     _send_sums(
         (step, shape.num_ranks),
@@ -144,6 +149,19 @@ def receive_sums(window: Window, ids_TK: Tensor, own_TD: Tensor | None) -> Tenso
     """
     shape, num_tokens = window.shape, ids_TK.shape[0]
     size = shape.hidden_size
+    most = shape.max_tokens_per_rank
+    require(
+        num_tokens <= most and ids_TK.shape[1] == shape.top_k and ids_TK.is_contiguous(),
+        "routing",
+        (tuple(ids_TK.shape), ids_TK.stride()),
+        f"at most {most} tokens of {shape.top_k} experts, contiguous, are wanted",
+    )
+    require(
+        own_TD is None or own_TD.shape == (num_tokens, size),
+        "own term",
+        None if own_TD is None else tuple(own_TD.shape),
+        f"{(num_tokens, size)} is wanted",
+    )
     out = torch.empty((num_tokens, size), dtype=torch.bfloat16, device=ids_TK.device)
     block = min(COLUMNS, next_power_of_2(size))
     # Without tokens a program waits all the same: what is sent next relies on it.

@@ -7,32 +7,32 @@ from typing import Any
 import pytest
 
 from deploy.cli import main
-from deploy.engine_bench.report import Quantiles
 
 COMMAND = ["bench", "prefill", "--device", "cpu", "--model-shape", "tiny", "--prompt-len", "32"]
 
 
 def measure(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     out = tmp_path / "out.json"
-    sizes = ["--batch-tokens", "64", "--repeats", "2", "--warm-ups", "1"]
+    sizes = ["--batch-tokens", "64", "--seconds", "0.1", "--warm-up", "0"]
     assert main([*COMMAND, *sizes, *arguments, "--json", str(out)]) == 0
     report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return report
 
 
 @pytest.mark.slow
-def test_two_ranks_that_share_heads(tmp_path: Path) -> None:
+def test_two_ranks_that_share_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "table.txt"
     report = measure(tmp_path, "--tp", "2", "--trace", str(table))
-    assert report["label"] == "tiny on 2 CPU ranks"
-    assert report["options"]["setup"]["ep"] == 2
-    batch = report["batch_ms"]
-    assert 0 < batch["p10"] <= batch["median"] <= batch["p90"]
-    assert batch["count"] == 2
+    assert report["label"] == "tiny on 2 CPU ranks, uniform routing"
+    assert report["execution"]["scatter_tokens"] is True
+    assert report["execution"]["two_batch_overlap"] is False, "as in a server"
+    batch, method = report["batch_ms"], report["method"]
+    assert 0 < batch["p10"] <= batch["p50"] <= batch["p90"]
+    assert batch["count"] == method["num_steps"] >= 2
     as_run = report["rates"]["as_run"]
-    assert as_run["tokens_per_s"] == pytest.approx(64 / batch["median"] * 1e3)
+    assert as_run["tokens_per_s"] == pytest.approx(64 * method["num_steps"] / method["seconds"])
     assert as_run["share_of_bound"] is None, "no share of a GPU's bound on a CPU"
-    assert report["ttft_ms"]["median"] > 0
+    assert report["ttft_ms"]["p50"] > 0
     profile = report["profile"]
     stages = {row["stage"]: row for row in profile["stages"]}
     assert "varlen_attention" in stages
@@ -44,6 +44,10 @@ def test_two_ranks_that_share_heads(tmp_path: Path) -> None:
     assert report["machine"]["versions"]["torch"]
     assert report["command"].startswith("python -m deploy")
     assert table.read_text(encoding="utf-8").startswith("tiny on 2 CPU ranks")
+    told = capsys.readouterr().err
+    assert "no share of a bound: no data sheet for CPU" in told
+    assert f"{method['num_steps']} steps in" in told
+    assert "note: not in it: queues" in told
 
 
 @pytest.mark.slow
@@ -52,13 +56,15 @@ def test_ranks_with_their_own_tokens_as_a_proxy(tmp_path: Path) -> None:
         tmp_path, "--dp", "2", "--shard-of", "8", "--layers", "2", "--profile", "off",
         "--ttft", "off", "--routing", "model",
     )  # fmt: skip
-    assert report["label"] == "per-rank proxy on 2 CPU ranks, 2 of 3 layers"
+    label = "per-rank proxy on 2 CPU ranks, 2 of 3 layers, routing by the invented router"
+    assert report["label"] == label
     assert report["profile"] is None
     assert report["ttft_ms"] is None
-    assert report["rates"]["as_run"]["tokens"] == 128
+    assert report["tokens_per_batch"] == 128
 
 
-def test_quantiles_lie_between_times() -> None:
-    assert Quantiles.of([0.003, 0.001, 0.002]).median == pytest.approx(2.0)
-    assert Quantiles.of([0.001]).p90 == pytest.approx(1.0)
-    assert Quantiles.of([0.0, 0.010]).p10 == pytest.approx(1.0)
+def test_a_rank_alone_in_two_micro_batches_is_refused_as_in_a_cluster(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*COMMAND, "--batch-tokens", "64", "--set", "prefill.two_batch_overlap=on"]) == 2
+    assert "prefill.two_batch_overlap = 'on'" in capsys.readouterr().err

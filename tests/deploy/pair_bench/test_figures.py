@@ -12,9 +12,11 @@ from deploy.pair_bench.figures import (
     describe_decode,
     describe_pair,
     describe_prefill,
+    mean_context,
     spread,
     time_per_token,
 )
+from deploy.pair_bench.options import PairOptions
 from deploy.pair_bench.run import compare
 
 STEP_S = 0.5
@@ -26,7 +28,7 @@ def request(
     """A request whose tokens come one every half second, from ``first`` on."""
     arrivals = [(first + STEP_S * index, 1) for index in range(num_tokens)]
     return RequestLog(
-        prompt_len=10,
+        prompt_len=prompt_len,
         max_tokens=num_tokens,
         sent=sent,
         arrivals=arrivals,
@@ -117,3 +119,32 @@ def test_the_ratio_is_to_the_slower_side() -> None:
     assert compare(reports, num_running=8) == {"slower_side": "decode", "ratio": 0.6}
     unknown = {"slower_side": "unknown", "ratio": None}
     assert compare(reports, num_running=9) == unknown, "decode alone was not full"
+
+
+def test_contexts_are_those_of_tokens_that_decode_made() -> None:
+    log = RequestLog(prompt_len=10, max_tokens=6, sent=0, arrivals=[(1, 1), (2, 2), (3, 2), (4, 1)])
+    assert mean_context([log], (0, 9)) == pytest.approx((11 + 12 + 13 + 14 + 15) / 5)
+    assert mean_context([log], (2, 3)) == pytest.approx((13 + 14) / 2)
+    assert mean_context([log], (0, 1)) is None, "the first token is prefill's"
+    assert mean_context([], (0, 1)) is None
+
+
+@given(
+    prompt_len=st.integers(20, 200),
+    output_len=st.integers(2, 40),
+    decode_len=st.integers(8, 40),
+    count=st.integers(1, 6),
+)
+def test_decode_alone_attends_to_as_much_as_the_pair(
+    prompt_len: int, output_len: int, decode_len: int, count: int
+) -> None:
+    """Requests that began one after the other: the window in which all run is in the middle."""
+    options = PairOptions(prompt_len=prompt_len, output_len=output_len, decode_len=decode_len)
+    alone = [
+        request(n * STEP_S, decode_len, prompt_len=options.decode_prompt_len)
+        for n in range(min(count, decode_len - 3))
+    ]
+    found = describe_decode(alone, output_len)["mean_context"]
+    pair = [request(n * STEP_S, output_len, prompt_len=prompt_len) for n in range(4 * output_len)]
+    window = (output_len * STEP_S, 3 * output_len * STEP_S)
+    assert found == pytest.approx(mean_context(pair, window), abs=1.5)

@@ -13,7 +13,7 @@ from deploy.cli import main
 from deploy.plan import Role, default_entrypoints
 
 COMMAND = ["bench", "pair", "--device", "cpu", "--model-shape", "tiny", "--layers", "2"]
-SIZES = ["--prompt-len", "40", "--output-len", "8", "--batch", "4", "--batch-tokens", "96"]
+SIZES = ["--prompt-len", "90", "--output-len", "8", "--batch", "4", "--batch-tokens", "96"]
 TIMES = ["--seconds", "2", "--warm-up", "0.2", "--transport", "loopback"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -39,10 +39,14 @@ def test_two_ranks_each_kept_busy(tmp_path: Path) -> None:
     pair, alone = report["pair"], report["decode_alone"]
     assert alone["num_running"] == 8
     assert alone["num_requests"] == 8
-    assert pair["num_requests"] > 10
-    assert pair["input_tokens_per_s"] == pytest.approx(40 * pair["prefilled_per_s"])
+    assert pair["num_requests"] > 0
+    assert pair["input_tokens_per_s"] == pytest.approx(90 * pair["prefilled_per_s"])
+    assert 91 <= pair["mean_context"] <= 97
+    assert alone["mean_context"] < 130, "nearer to the pair's than to 90 + 160 / 2"
+    assert report["warm"]["compiled"] == []
     assert pair["output_tokens_per_s"] == pytest.approx(8 * pair["requests_per_s"])
-    assert 0 < pair["tpot_ms"]["p50"] <= pair["tpot_ms"]["p99"]
+    # On a machine that is busy all tokens of an answer may be read at once.
+    assert 0 <= pair["tpot_ms"]["p50"] <= pair["tpot_ms"]["p99"]
     assert {"kv_exposed", "kv_transfer", "prefill_queue"} <= set(pair["stages_ms"])
     slower = report[f"{report['slower_side']}_alone"]["requests_per_s"]
     assert report["ratio"] == pytest.approx(pair["requests_per_s"] / slower)

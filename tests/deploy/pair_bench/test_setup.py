@@ -46,7 +46,7 @@ def test_all_requests_in_flight_fit(tmp_path: Path, concurrency: int) -> None:
     write_model_folder(tmp_path, options.model())
     config = resolve_config(options.cluster(tmp_path))
     check_config(config, num_devices=0)
-    blocks_of_one = -(-(options.prompt_len + options.decode_alone_len) // 64)
+    blocks_of_one = -(-options.max_model_len // 64)
     most = max(options.num_in_flight, options.num_running) // options.decode_dp
     assert (config.decode.num_blocks - 1) // blocks_of_one >= most
     assert config.decode.max_tokens_per_rank * 2 % 128 == 0
@@ -69,6 +69,8 @@ def test_the_label_tells_what_was_left_out() -> None:
         ({"seconds": 0.0}, "seconds"),
         ({"warm_up_s": -1.0}, "warm-up"),
         ({"decode_len": 2}, "decode-len"),
+        ({"prompt_len": 100, "output_len": 10, "decode_len": 209}, "decode-len"),
+        ({"prompt_len": 2, "output_len": 4}, "prompt-len"),
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, float], flag: str) -> None:
@@ -91,9 +93,29 @@ def test_any_field_can_be_set(tmp_path: Path) -> None:
 
 def test_rows_of_full_steps_and_whole_prompts_are_compiled_ahead() -> None:
     options = PairOptions(prefill_tp=4, prompt_len=1024, batch_tokens=3000)
-    assert options.prefill_rows == [256, 512, 750, 1024, 2048, 3000]
+    assert options.decode_prompt_len == 832
+    assert options.prefill_rows == [208, 256, 416, 512, 750, 832, 1024, 1664, 2048, 3000]
     assert PairOptions(prompt_len=4096, batch_tokens=512).prefill_rows == [512]
     assert len(PairOptions(prompt_len=1, batch_tokens=512).prefill_rows) == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "answer", "prompt"),
+    [
+        ({}, 512, 832),
+        ({"prompt_len": 1024, "output_len": 68, "decode_len": 200}, 200, 958),
+        ({"prompt_len": 40, "output_len": 8}, 32, 28),
+        ({"prompt_len": 4, "output_len": 20}, 26, 1),
+    ],
+)
+def test_decode_alone_has_longer_answers_to_shorter_prompts(
+    options: dict[str, int], answer: int, prompt: int
+) -> None:
+    chosen = PairOptions(**options)  # type: ignore[arg-type]
+    assert (chosen.decode_alone_len, chosen.decode_prompt_len) == (answer, prompt)
+    middle = chosen.prompt_len + chosen.output_len / 2
+    assert prompt + answer / 2 == pytest.approx(middle, abs=0.5)
+    assert chosen.max_model_len >= prompt + answer
 
 
 def test_lengths_beyond_the_context_are_refused() -> None:

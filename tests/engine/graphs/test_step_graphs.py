@@ -17,12 +17,15 @@ from engine.graphs.step_graphs import StepGraphs
 from engine.memory.kv_pool import KVPool
 from engine.micro_batches import OverlapRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.parallel.groups import RankGroup
+from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner, PendingStep, StepResult
 from engine.sampling.graph_sampler import MAX_EDITS
 from engine.sampling.sampler import Sampler
 from runtime.sampling import SamplingParams
-from tests.engine.tiny import write_checkpoint
+from tests.engine.parallel.counting_dispatcher import CountingDispatcher
+from tests.engine.tiny import TINY, write_checkpoint
 
 BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN, NUM_BLOCKS = 4, 10, 48, 400
 
@@ -201,12 +204,39 @@ def test_an_unusable_row_is_reported_and_spoils_nothing(model: DeepseekV3ForCaus
     assert results[1].sampled is None
 
 
-def test_a_rank_without_requests_joins_with_the_others_size(model: DeepseekV3ForCausalLM) -> None:
+def test_a_rank_without_requests_joins_with_the_group_s_mean(model: DeepseekV3ForCausalLM) -> None:
     pool = make_pool(model)
     graphs = make_graphs(model, pool)
     before = pool.data[1:].clone()
-    assert graphs.launch_step([], least=7).collect() == []
+    assert graphs.launch_step([], group_mean=7).collect() == []
     assert torch.equal(pool.data[1:], before)
+
+
+@pytest.mark.parametrize("rule", [None, OverlapRule(min_tokens=0)])
+def test_no_row_of_padding_comes_to_an_expert(tmp_path: Path, rule: OverlapRule | None) -> None:
+    """Whatever the batch is padded to; with one request alone, half of a step is padding."""
+    counted = CountingDispatcher(LocalDispatcher(TINY["n_routed_experts"], RankGroup()))
+    model = build_model(
+        write_checkpoint(tmp_path), execution=Execution(dispatcher=counted, overlap=rule)
+    )
+    runner = make_runner(model)
+    worker = Worker(runner, make_graphs(model, runner.kv_pool))
+    requests = draw_requests(5, MAX_NUM_SEQS)
+    worker.start(requests)
+    num_moe_layers = TINY["num_hidden_layers"] - TINY["first_k_dense_replace"]
+    for count in (0, 1, 2, 3, 9, 10):
+        counted.num_rows = 0
+        scheduled = [ScheduledRequest(request, 1) for request in requests[:count]]
+        assert worker.graphs is not None
+        worker.graphs.launch_step(scheduled, group_mean=6).collect()
+        assert counted.num_rows == count * TINY["num_experts_per_tok"] * num_moe_layers, count
+
+
+def test_a_dummy_of_the_plain_runner_comes_to_no_expert_either(tmp_path: Path) -> None:
+    counted = CountingDispatcher(LocalDispatcher(TINY["n_routed_experts"], RankGroup()))
+    model = build_model(write_checkpoint(tmp_path), execution=Execution(dispatcher=counted))
+    GraphRunner(make_runner(model), None).run_dummy(group_mean=3)
+    assert counted.num_rows == 0
 
 
 def test_steps_of_another_kind_are_refused(model: DeepseekV3ForCausalLM) -> None:
@@ -284,7 +314,7 @@ def test_steps_of_a_runner_are_captured(model: DeepseekV3ForCausalLM) -> None:
         progress=lambda done, _: seen.append(done),
     )
     assert seen == [3, 6, 9]
-    steps.run_dummy(least=2)
+    steps.run_dummy(group_mean=2)
 
 
 def test_what_further_sizes_add_is_extrapolated() -> None:

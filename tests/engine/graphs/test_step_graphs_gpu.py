@@ -2,43 +2,30 @@
 
 import random
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
 
 from engine.build import LoadFormat, build_kv_pool, build_model
+from engine.execution import Execution
 from engine.graphs.step_graphs import StepGraphs
 from engine.kernels.create import KernelSet, create_kernels
 from engine.kernels.launches import Launches, dependent_launches
 from engine.layers.moe import MoE
 from engine.layers.shared_expert import SharedSchedule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.parallel.groups import RankGroup
+from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner, PendingStep
 from engine.sampling.sampler import Sampler
-from engine.shapes import DEEPSEEK_V3
 from engine.side_stream import SideStream
 from runtime.sampling import SamplingParams
+from tests.engine.graphs.uneven_main import NARROW
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, NUM_STEPS, BLOCK_SIZE = 20, 512, 24, 64
-NARROW = replace(
-    DEEPSEEK_V3,
-    vocab_size=4096,
-    hidden_size=1024,
-    num_hidden_layers=3,
-    first_k_dense_replace=1,
-    num_attention_heads=64,
-    q_lora_rank=512,
-    intermediate_size=2048,
-    moe_intermediate_size=512,
-    n_routed_experts=16,
-    n_group=4,
-    topk_group=2,
-    num_experts_per_tok=4,
-)
 
 
 @pytest.fixture(scope="module", params=[None, KernelSet.TRITON], ids=["fastest", "triton"])
@@ -191,3 +178,79 @@ def test_a_launch_does_not_wait_for_the_device(model: DeepseekV3ForCausalLM) -> 
         if pending is not None:
             book(pending)
         pending = following
+
+
+NUM_FAILING, NUM_HEALTHY = 40, 8
+"""Of the failing all pairs fit at no expert: 160 of 48 requests with 4 experts each, in room for
+128."""
+
+
+def decode_beside(
+    model: DeepseekV3ForCausalLM, *, are_failing: bool, use_graphs: bool
+) -> tuple[list[list[int]], torch.Tensor, list[list[bool]]]:
+    """Decode healthy requests behind others; their tokens and KV, and who failed in each step."""
+    count = NUM_FAILING + NUM_HEALTHY
+    pool = build_kv_pool(model, 1 + count * 2, block_size=BLOCK_SIZE)
+    pool.data.copy_(torch.randn(pool.data.shape, generator=torch.Generator().manual_seed(0)))
+    graphs = StepGraphs(
+        model,
+        pool,
+        vocab_size=NARROW.vocab_size,
+        max_num_seqs=count + 8,
+        max_model_len=2 * BLOCK_SIZE,
+        buckets=(count + 8,),  # the same products for both, and some padding
+        use_graphs=use_graphs,
+    )
+    graphs.capture()
+    requests = []
+    for index in range(count):
+        prompt = [(13 * index + 7 * i) % 4096 for i in range(20 + index)]
+        request = Request(
+            request_id=str(index),
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(temperature=0.7 * (index % 2), seed=index),
+            block_table=[1 + 2 * index, 2 + 2 * index],
+            num_computed_tokens=len(prompt) - 1,
+        )
+        requests.append(request)
+    if are_failing:
+        pool.data[[request.block_table[0] for request in requests[:NUM_FAILING]]] = torch.nan
+    failed = []
+    for _ in range(6):
+        results = graphs.launch_step([ScheduledRequest(request, 1) for request in requests])
+        outcome = results.collect()
+        failed.append([result.is_failed for result in outcome])
+        for result in outcome:
+            token = 0 if result.sampled is None else result.sampled.token_id
+            result.request.num_computed_tokens += 1
+            result.request.output_token_ids.append(token)
+    graphs.close()
+    healthy = requests[NUM_FAILING:]
+    blocks = [block for request in healthy for block in request.block_table]
+    kv = pool.data[blocks].view(torch.uint8).cpu()
+    return [request.output_token_ids for request in healthy], kv, failed
+
+
+@pytest.mark.parametrize("use_graphs", [True, False])
+def test_many_failing_rows_say_nothing_of_the_others(
+    model: DeepseekV3ForCausalLM, use_graphs: bool
+) -> None:
+    """Rows of NaN are routed like others, each expert once a row: they take nobody's room."""
+    dispatcher = MaskedGatheredDispatcher(
+        model.kernels, NARROW.n_routed_experts, RankGroup(), max_tokens_per_rank=64
+    )
+    masked = build_model(
+        NARROW,
+        dtype=torch.bfloat16,
+        device="cuda",
+        load_format=LoadFormat.DUMMY,
+        kernels=model.kernels,
+        execution=Execution(dispatcher=dispatcher),
+    )
+    masked.prepare_absorption()
+    expected, expected_kv, nobody = decode_beside(masked, are_failing=False, use_graphs=use_graphs)
+    assert not any(map(any, nobody))
+    tokens, kv, failed = decode_beside(masked, are_failing=True, use_graphs=use_graphs)
+    assert failed == [[True] * NUM_FAILING + [False] * NUM_HEALTHY] * len(failed)
+    assert tokens == expected
+    assert torch.equal(kv, expected_kv)

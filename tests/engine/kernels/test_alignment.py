@@ -6,7 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kernels import aligned_reference, reference
-from engine.kernels.alignment import ROW_BLOCK, max_aligned_rows, row_steps, stepped_rows
+from engine.kernels.alignment import (
+    COARSE_STEP,
+    ROW_BLOCK,
+    Overflow,
+    max_aligned_rows,
+    row_capacity,
+    row_steps,
+    stepped_rows,
+)
 from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
 
 
@@ -36,6 +44,66 @@ def test_each_local_pair_has_a_row_of_its_expert(case: tuple[torch.Tensor, int, 
     blocks = alignment.expert_M.view(-1, ROW_BLOCK)
     assert (blocks == blocks[:, :1]).all(), "a block has one expert"
     assert set(blocks[:, 0].tolist()) - {-1} == set(experts[is_local].tolist())
+
+
+@given(routings(), st.integers(0, 12))
+def test_every_row_is_before_or_behind_the_capacity(
+    case: tuple[torch.Tensor, int, int], num_blocks: int
+) -> None:
+    ids, first, num_local = case
+    capacity, num_tokens = num_blocks * ROW_BLOCK, len(ids)
+    whole = aligned_reference.align_to_experts(ids, first, num_local)
+    cut = aligned_reference.align_to_experts(ids, first, num_local, capacity)
+    most = len(whole.expert_M)
+    assert torch.equal(cut.rows_TK, whole.rows_TK)
+    assert torch.equal(cut.expert_M[:most], whole.expert_M)
+    assert (cut.expert_M[most:] == -1).all()
+    assert cut.capacity == capacity
+    assert len(cut.expert_M) == max(most, capacity)
+    hidden = reference.quantize_rows(torch.randn(num_tokens, 128))
+    spread = aligned_reference.spread_rows(hidden, cut)
+    overflow = None if cut.overflow is None else Overflow(source=hidden, places=cut.overflow)
+    assert spread.num_rows == capacity
+    both = aligned_reference.with_overflow(spread, overflow)
+    pairs = whole.rows_TK.flatten().long()
+    tokens = torch.arange(num_tokens).repeat_interleave(ids.shape[1])[pairs >= 0]
+    used = pairs[pairs >= 0]
+    assert torch.equal(both.dequantize()[used], hidden.dequantize()[tokens])
+    if cut.overflow is not None:
+        counts = aligned_reference.count_rows(ids, first, num_local)
+        assert torch.equal(cut.overflow.ends_E, counts.ends_E)
+
+
+@given(
+    num_tokens=st.integers(0, 20_000),
+    num_experts=st.sampled_from([1, 8, 32, 256]),
+    num_ranks=st.sampled_from([1, 2, 8]),
+)
+def test_the_capacity_is_a_little_more_than_even_routing_needs(
+    num_tokens: int, num_experts: int, num_ranks: int
+) -> None:
+    num_pairs = 8 * num_tokens
+    capacity = row_capacity(num_pairs, num_experts, num_ranks)
+    most = max_aligned_rows(num_pairs, num_experts)
+    assert capacity in [0, *row_steps(capacity)]
+    assert capacity <= stepped_rows(most)
+    share = -(-num_pairs // num_ranks)
+    per_expert = [(share + index) // num_experts for index in range(num_experts)]
+    needed = sum(-(-count // ROW_BLOCK) * ROW_BLOCK for count in per_expert)
+    mean = share + min(num_experts, share) * ROW_BLOCK / 2
+    if share >= 16 * ROW_BLOCK * num_experts:  # padding is a small part
+        assert needed <= capacity + num_experts * ROW_BLOCK / 2
+        assert capacity <= 1.1 * mean + COARSE_STEP
+    if most > capacity:
+        assert most - capacity > COARSE_STEP, "a few rows behind it would cost more than they spare"
+
+
+def test_the_capacity_of_known_layouts() -> None:
+    """16,384 tokens of DeepSeek-V3: one of eight ranks, and all experts on one rank."""
+    assert row_capacity(8 * 16384, 32, 8) == 19968
+    assert max_aligned_rows(8 * 16384, 32) == 135168
+    assert row_capacity(8 * 16384, 256, 1) == 151552
+    assert row_capacity(8, 256, 1) == row_capacity(8, 32, 8) == 1024 == max_aligned_rows(8, 256)
 
 
 @given(routings())

@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from engine.kernels.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from runtime.errors import ConfigError
 
 TURING = DeviceLimits(sm=75, shared_memory=64 * 1024, num_sms=40)
+BLACKWELL = DeviceLimits(sm=100, shared_memory=227 * 1024, num_sms=148)
 
 
 def test_a_cpu_gets_the_reference(caplog: pytest.LogCaptureFixture) -> None:
@@ -36,15 +38,22 @@ class FakeHost:
         self.built: list[KernelSet] = []
 
     def set(
-        self, limits: DeviceLimits, *, triton: bool = True, deep_gemm_works: bool = False
+        self,
+        limits: DeviceLimits,
+        *,
+        triton: bool = True,
+        deep_gemm_works: bool = False,
+        wheels: Sequence[str] = (),
     ) -> None:
+        """Be a GPU of a kind, with these packages installed."""
+        installed = {"triton": triton} | {name: name in wheels for name in ALL}
         find_spec = importlib.util.find_spec
         self._patch.setattr(DeviceLimits, "of", classmethod(lambda cls, device: limits))
         self._patch.setattr(deep_gemm, "is_available", lambda: deep_gemm_works)
         self._patch.setattr(
             importlib.util,
             "find_spec",
-            lambda name: (triton or None) if name == "triton" else find_spec(name),
+            lambda name: installed[name] or None if name in installed else find_spec(name),
         )
         self._patch.setattr(create, "_build", self._build)
 
@@ -56,6 +65,47 @@ class FakeHost:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> FakeHost:
     return FakeHost(monkeypatch)
+
+
+ALL = ("deep_gemm", "flash_attn", "flash_attn.cute", "flash_mla")
+PRODUCTS = "products by our Triton kernels, as deep_gemm is not installed"
+PROMPTS = "attention of prompts by PyTorch, as flash_attn.cute is not installed"
+
+
+@pytest.mark.parametrize(
+    ("limits", "wheels", "said"),
+    [
+        (HOPPER, (), [PRODUCTS, PROMPTS, "attention of decode steps by plain PyTorch"]),
+        (HOPPER, ("flash_attn",), [PRODUCTS, PROMPTS]),
+        (HOPPER, ("deep_gemm", "flash_mla"), [PROMPTS]),
+        (HOPPER, ALL, []),
+        (BLACKWELL, (), [PROMPTS]),
+        (BLACKWELL, ALL[1:3], []),
+        (AMPERE, (), []),
+    ],
+)
+def test_one_line_says_what_is_slower_for_want_of_a_library(
+    host: FakeHost,
+    caplog: pytest.LogCaptureFixture,
+    limits: DeviceLimits,
+    wheels: tuple[str, ...],
+    said: list[str],
+) -> None:
+    host.set(limits, deep_gemm_works="deep_gemm" in wheels, wheels=wheels)
+    with caplog.at_level(logging.WARNING):
+        create_kernels("cuda")
+    assert len(caplog.records) == bool(said)
+    assert all(text in caplog.text for text in said)
+    assert caplog.text.count("is not installed") >= len(said)
+    assert ('Fix: pip install "tandem-serve[gpu]"' in caplog.text) == bool(said)
+    is_other_heard = [text in caplog.text for text in (PRODUCTS, PROMPTS) if text not in said]
+    assert not any(is_other_heard)
+
+
+def test_a_cpu_is_told_of_no_library(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        create_kernels("cpu")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("limits", [AMPERE, ADA, HOPPER], ids=["ampere", "ada", "hopper"])

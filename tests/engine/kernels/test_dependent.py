@@ -39,6 +39,11 @@ def test_a_kernel_waits_before_it_does_anything(source: str) -> None:
     assert ast.dump(after.args) == ast.dump(before.args)
 
 
+def test_a_kernel_without_a_line_for_the_wait_is_refused() -> None:
+    with pytest.raises(ValueError, match="the body of _add does not begin on a line of its own"):
+        with_wait("def _add(x, y): tl.store(y, tl.load(x))")
+
+
 def test_launches_depend_on_others_inside_of_the_block_alone() -> None:
     assert not joins_chain()
     with dependent_launches():

@@ -1,7 +1,7 @@
 """Our Triton kernels against their references: fresh inputs, poisoned outputs, stated tolerances.
 
-They also run on a CPU in Triton's interpreter: TRITON_INTERPRET=1 pytest -m gpu, on small shapes
-(with a NumPy before 2.4: later ones refuse how it reads the bounds of a loop).
+They also run on a CPU in Triton's interpreter, on small shapes: `make kernels-check`, or
+TRITON_INTERPRET=1 pytest -m gpu. (Before Triton 3.8 that wants a NumPy before 2.4.)
 """
 
 import importlib
@@ -64,7 +64,7 @@ def test_quantize_rows(num_tokens: int) -> None:
     assert torch.equal(actual.scale_TG, expected.scale_TG)
     assert_rows(actual, expected)
     error = (actual.dequantize() - x.float()).norm() / x.float().norm()
-    assert error < (0.1 if IS_INTERPRETED else 0.03)  # e4m3 has 3 bits of mantissa
+    assert error < (0.125 if IS_INTERPRETED else 0.03)  # e4m3 has 3 bits of mantissa
     travelling = fused("quant").quantize_rows(x, packed(num_tokens, HIDDEN))
     assert torch.equal(travelling.dequantize(), actual.dequantize())
 
@@ -162,6 +162,35 @@ def test_align_to_experts(num_tokens: int, first: int, num_local: int) -> None:
     expected = aligned_reference.align_to_experts(ids, first, num_local)
     assert torch.equal(actual.rows_TK, expected.rows_TK)
     assert torch.equal(actual.expert_M, expected.expert_M)
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize(("first", "num_local"), [(0, 16), (4, 4), (15, 1)])
+@pytest.mark.parametrize("capacity", [0, 128, 640])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_rows_behind_the_capacity_know_their_token(
+    num_tokens: int, first: int, num_local: int, capacity: int, is_packed: bool
+) -> None:
+    permute, ids = fused("permute"), draw_routing(num_tokens, 16, 4)
+    actual: Alignment = permute.align_to_experts(ids, first, num_local, capacity)
+    expected = aligned_reference.align_to_experts(ids, first, num_local, capacity)
+    assert torch.equal(actual.rows_TK, expected.rows_TK)
+    assert torch.equal(actual.expert_M, expected.expert_M)
+    assert actual.capacity == expected.capacity == capacity
+    assert (actual.overflow is None) == (expected.overflow is None)
+    if actual.overflow is not None and expected.overflow is not None:
+        assert torch.equal(actual.overflow.ends_E, expected.overflow.ends_E)
+        is_used = expected.overflow.token_V >= 0
+        named = actual.overflow.token_V[is_used]
+        assert torch.equal(named, expected.overflow.token_V[is_used])
+    source = packed(num_tokens, HIDDEN) if is_packed else None
+    rows = reference.quantize_rows(draw(num_tokens, HIDDEN), source)
+    spread = permute.spread_rows(rows, actual)
+    assert spread.num_rows == actual.capacity
+    pairs = actual.rows_TK.flatten().long()
+    is_before = (pairs >= 0) & (pairs < actual.capacity)
+    tokens = torch.arange(num_tokens, device=DEVICE).repeat_interleave(4)[is_before]
+    assert torch.equal(spread.dequantize()[pairs[is_before]], rows.dequantize()[tokens])
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
@@ -314,7 +343,7 @@ def test_masked_silu_and_mul_fp8(expected_rows: int, counts: list[int]) -> None:
             data_TK=actual.data_LMD[expert, :count], scale_TG=actual.scale_LMG[expert, :count]
         ).dequantize()
         difference = (mine - expected.dequantize()).norm()
-        assert difference <= (0.1 if IS_INTERPRETED else 2e-2) * expected.dequantize().norm()
+        assert difference <= (0.15 if IS_INTERPRETED else 2e-2) * expected.dequantize().norm()
         assert actual.scale_LMG[expert, count:].isnan().all(), "untouched"
         assert (actual.data_LMD[expert, count:].view(torch.uint8) == 0xFF).all(), "untouched"
 

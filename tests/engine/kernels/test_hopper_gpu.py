@@ -17,6 +17,7 @@ from engine.kernels.masked_rows import max_masked_rows
 from engine.kernels.portable import PortableKernels
 from engine.layers.attention_rule import AttentionRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.parallel.token_dispatcher import AlignedRows
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
@@ -78,16 +79,20 @@ def test_fp8_linear(kernels: Kernels, num_tokens: int, rows: int, columns: int) 
 
 @pytest.mark.parametrize("num_tokens", [1, 300])
 @pytest.mark.parametrize(("first", "num_local"), [(0, 8), (4, 4)])
-def test_experts(kernels: Kernels, num_tokens: int, first: int, num_local: int) -> None:
+@pytest.mark.parametrize("capacity", [None, 256])
+def test_experts(
+    kernels: Kernels, num_tokens: int, first: int, num_local: int, capacity: int | None
+) -> None:
+    """Also with most of the rows behind the capacity."""
     hidden = draw(num_tokens, 1024)
     w13, w2 = draw_experts(num_local, 1024, 512)
     ids = torch.rand(num_tokens, 8, device="cuda").topk(3).indices
     weights = torch.rand(num_tokens, 3, device="cuda")
     outs = []
     for k in (kernels, PortableKernels(has_fp8=True)):
-        alignment = k.align_to_experts(ids, first, num_local)
-        rows = k.spread_rows(k.quantize_rows(hidden), alignment)
-        out = k.grouped_fp8_mlp(rows, alignment.expert_M, w13, w2)
+        alignment = k.align_to_experts(ids, first, num_local, capacity)
+        rows = AlignedRows.spread(k, k.quantize_rows(hidden), alignment)
+        out = k.grouped_fp8_mlp(rows.rows, rows.expert_M, w13, w2, rows.overflow)
         outs.append(k.gather_rows(out, alignment, weights, None))
     # Hidden activations are rounded to e4m3 twice from slightly different sums.
     assert relative_error(outs[0], outs[1]) < 2e-2

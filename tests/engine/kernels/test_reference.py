@@ -121,6 +121,20 @@ def test_routing_is_its_definition(seed: int, n_group: int, data: st.DataObject)
     torch.testing.assert_close(weights, 2.5 * scores / scores.sum(-1, keepdim=True))
 
 
+@pytest.mark.parametrize("num_rows", [-3, 0, 2, 5, 9])
+def test_padding_chooses_no_expert(num_rows: int) -> None:
+    rule = RoutingRule(
+        top_k=2, n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5
+    )
+    logits, bias = _randn(0, 5, 8), _randn(1, 8)
+    ids, weights = reference.group_limited_topk(logits, bias, rule, torch.tensor([num_rows]))
+    plain_ids, plain_weights = reference.group_limited_topk(logits, bias, rule)
+    real = max(num_rows, 0)
+    assert ids[:real].equal(plain_ids[:real])
+    assert ids[real:].eq(-1).all()
+    assert weights.equal(plain_weights)
+
+
 def test_weights_without_normalisation_are_scores() -> None:
     logits = _randn(0, 3, 4)
     ids, weights = reference.group_limited_topk(

@@ -23,7 +23,8 @@ ROUNDS = 2 if IS_INTERPRETED else 60
 
 def draw_lengths() -> list[int]:
     """Return lengths of a step: any, about equal, with long ones, or with idle rows."""
-    num_seqs = random.choice([1, 2, 3, 16, 17, 32, 64, 65, 100, 128, 256])
+    most = 40 if IS_INTERPRETED else 256
+    num_seqs = min(most, random.choice([1, 2, 3, 16, 17, 32, 64, 65, 100, 128, 256]))
     kind = random.randrange(4)
     if kind == 0:
         return [random.randint(1, 8000) for _ in range(num_seqs)]
@@ -59,7 +60,8 @@ def test_other_overheads(overhead: int) -> None:
 
 @pytest.mark.parametrize(
     "lengths",
-    [[1], [64] * 66, [2048] * 64, [2000] * 32, [2000] * 128, [4000] * 16, [130000], [1] * 256],
+    [[1], [64] * 66, [2000] * 32, [4000] * 16, [130000]]
+    + ([] if IS_INTERPRETED else [[2048] * 64, [2000] * 128, [1] * 256]),
 )
 def test_known_steps(lengths: list[int]) -> None:
     assert_as_plain(lengths, 66)

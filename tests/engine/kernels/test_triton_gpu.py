@@ -19,6 +19,7 @@ from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
 from engine.kernels.portable import PortableKernels
 from engine.kernels.rotation import Rotation
 from engine.kernels.triton_gemm.limits import AMPERE, DeviceLimits
+from engine.parallel.token_dispatcher import AlignedRows
 from engine.weights.fp8 import quantize_block
 from runtime.sampling import SamplingParams
 from tests.engine.relative_error import relative_error
@@ -70,6 +71,20 @@ def aligned_experts(
     return k.gather_rows(k.grouped_fp8_mlp(rows, places.expert_M, *pair), places, weights, None)
 
 
+def overflowing_experts(
+    k: Kernels,
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    pair: tuple[tuple[Tensor, Tensor], ...],
+) -> Tensor:
+    """Most of the rows are behind the capacity."""
+    places = k.align_to_experts(ids, 2, 4, 128)
+    rows = AlignedRows.spread(k, k.quantize_rows(hidden), places)
+    out = k.grouped_fp8_mlp(rows.rows, rows.expert_M, *pair, overflow=rows.overflow)
+    return k.gather_rows(out, places, weights, None)
+
+
 def masked_experts(
     k: Kernels,
     hidden: Tensor,
@@ -83,7 +98,7 @@ def masked_experts(
 
 
 @pytest.mark.parametrize("num_tokens", [1, 300])
-@pytest.mark.parametrize("run", [aligned_experts, masked_experts])
+@pytest.mark.parametrize("run", [aligned_experts, overflowing_experts, masked_experts])
 def test_experts(kernels: Kernels, num_tokens: int, run: Callable[..., Tensor]) -> None:
     hidden = draw(num_tokens, 1024)
     pair = draw_experts(4, 1024, 1024), draw_experts(4, 1024, 512)

@@ -1,7 +1,8 @@
-"""The KV pool: page-major layout, writes by slot, copies out and in."""
+"""The KV pool: page-major layout, copies out and in; rows that go into a layer by their slots."""
 
 import torch
 
+from engine.kernels.latent_storage import put_rows
 from engine.memory.kv_pool import KVPool
 
 
@@ -18,11 +19,11 @@ def test_a_block_of_all_layers_is_contiguous() -> None:
     assert not pool.data.any()
 
 
-def test_write_puts_each_token_into_its_slot_of_one_layer() -> None:
+def test_rows_go_into_the_slots_of_one_layer() -> None:
     pool = make_pool()
     slots = torch.tensor([4 * 3 + 1, 4 * 1 + 3])
-    kv_c, k_pe = torch.arange(8.0).view(2, 4), -torch.arange(1.0, 5.0).view(2, 2)
-    pool.write(1, slots, kv_c, k_pe)
+    rows = torch.tensor([[0.0, 1, 2, 3, -1, -2], [4, 5, 6, 7, -3, -4]])
+    put_rows(pool.layer(1), slots, rows)
     layer = pool.layer(1)
     assert layer[3, 1].tolist() == [0, 1, 2, 3, -1, -2]
     assert layer[1, 3].tolist() == [4, 5, 6, 7, -3, -4]
@@ -31,9 +32,9 @@ def test_write_puts_each_token_into_its_slot_of_one_layer() -> None:
     assert not pool.data.any()
 
 
-def test_write_converts_to_the_dtype_of_the_pool() -> None:
+def test_rows_are_converted_to_the_dtype_of_the_pool() -> None:
     pool = KVPool(2, 1, 4, 6, dtype=torch.bfloat16)
-    pool.write(0, torch.tensor([5]), torch.full((1, 4), 1.00390625), torch.zeros(1, 2))
+    put_rows(pool.layer(0), torch.tensor([5]), torch.full((1, 6), 1.00390625))
     assert pool.layer(0)[1, 1, 0].item() == 1.0
 
 
@@ -59,7 +60,8 @@ def test_copying_no_blocks_is_allowed() -> None:
 def test_a_pool_in_e4m3_is_written_and_copied_alike() -> None:
     pool = KVPool(4, 2, 4, 6, dtype=torch.float8_e4m3fn)
     latents = torch.tensor([[1.0, -2.0, 0.5, 1e6], [3.0, 0.0, -448.0, 16.0]])
-    pool.write(1, torch.tensor([4, 11]), latents, torch.ones(2, 2))
+    rows = torch.cat((latents, torch.ones(2, 2)), dim=1)
+    put_rows(pool.layer(1), torch.tensor([4, 11]), rows)
     copied = pool.copy_out([1, 2])
     pool.data.view(torch.uint8).zero_()
     pool.copy_in([3, 1], copied)

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.build import build_kv_pool, build_model
 from engine.kernels import reference
-from engine.layers.norm import Normed
+from engine.layers.norm import FeedFormat, Normed, Residual
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.operations import run
@@ -95,6 +95,31 @@ def test_is_the_formula(tmp_path: Path) -> None:
     normed = norm(x, "post_attention_layernorm")[None]
     x = x + run(moe(Normed(plain_TD=normed, fp8_TD=None)))[0]
     torch.testing.assert_close(drafted[0], norm(x, "shared_head.norm"), rtol=1e-4, atol=1e-4)
+
+
+def test_random_weights_tell_the_state_before_the_norm_from_the_one_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a mistake in the hand-over shows here; the loss of the bundled model would hide it."""
+    model = build_model(write_checkpoint(tmp_path), with_mtp=True)
+    tokens, pool = [5, 77, 12, 9, 31], build_kv_pool(model, 3)
+    sums: list[Tensor] = []
+    add = model.model.norm.add
+
+    def note(stream: Residual, feed: FeedFormat) -> tuple[Tensor, Normed]:
+        total, normed = add(stream, feed)
+        assert stream.delta_TD is not None
+        sums.append(stream.rows_TD + stream.delta_TD)
+        return total, normed
+
+    monkeypatch.setattr(model.model.norm, "add", note)
+    batch, next_ids = part_of(tokens, 0, 4), torch.tensor(tokens[1:])
+    after = model(batch, pool)
+    drafts = [
+        model.compute_logits(model.forward_mtp(hidden, next_ids, batch, pool))
+        for hidden in (after, sums[0])
+    ]
+    assert (drafts[0] - drafts[1]).norm() > 0.03 * drafts[0].norm()
 
 
 def test_chunks_change_nothing_and_its_latents_are_its_own(tmp_path: Path) -> None:

@@ -21,13 +21,18 @@ WORST_ERROR = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Ranks with slots, and the tokens of each."""
+    """Ranks with slots, and the tokens of each.
+
+    With `padded_to` every rank brings so many rows: behind its tokens such as choose no expert, and
+    hold what must spoil nothing.
+    """
 
     num_ranks: int
     slots: tuple[int, ...]
     num_tokens: list[int]
     num_experts: int = 256
     max_tokens: int = 16
+    padded_to: int = 0
     placement: ExpertPlacement = field(init=False)
 
     def __post_init__(self) -> None:
@@ -46,8 +51,14 @@ class World:
         scores = torch.rand(count, self.num_experts, generator=generator)
         # Some experts are far more popular than others, and some are never chosen.
         weights, ids = (scores + torch.linspace(0, 0.6, self.num_experts)).topk(TOP_K, dim=-1)
-        own = torch.randn(count, HIDDEN, generator=generator).bfloat16()
-        return hidden, self.placement.to_physical(ids), weights, own
+        num_padding = max(self.padded_to - count, 0)
+        own = torch.randn(count + num_padding, HIDDEN, generator=generator).bfloat16()
+        return (
+            torch.cat((hidden, hidden.new_full((num_padding, HIDDEN), torch.nan))),
+            self.placement.to_physical(torch.cat((ids, ids.new_full((num_padding, TOP_K), -1)))),
+            torch.cat((weights, weights.new_ones(num_padding, TOP_K))),
+            own,
+        )
 
     def factor(self, slots: Tensor) -> Tensor:
         """What an expert multiplies by: a property of the logical expert."""
@@ -56,7 +67,7 @@ class World:
 
     def expected(self, rank: int, step: int = 0) -> Tensor:
         hidden, ids, weights, own = self.tokens(rank, step)
-        rows = quantize_rows(hidden).dequantize()
+        rows = quantize_rows(hidden).dequantize().nan_to_num(0.0)
         return rows * (self.factor(ids) * weights).sum(1, keepdim=True) + own.float()
 
 

@@ -3,8 +3,9 @@
 Usage: python -m tests.engine.parallel.nvlink_main RANK WORLD PORT OUTPUT [lost]
 
 Random steps, eager and replayed from graphs of several batch sizes, each rank as it likes, while
-products of random sizes keep the ranks at odds with each other; every result is compared bit by
-bit. Writes what was done as JSON. With `lost` the last rank stops sending, and the others have to
+products of random sizes keep the ranks at odds with each other; then steps in which one rank has
+all it may have and the others padding, or nothing. Every result is compared bit by bit. Writes what
+was done as JSON. With `lost` the last rank stops sending, and the others have to
 notice. Ranks share the GPUs that there are.
 """
 
@@ -34,6 +35,7 @@ NUM_STEPS = 200
 WAIT_SECONDS = 2
 """The patience of a rank that is to lose another."""
 PATIENCE_S = 60.0
+E4M3_NAN = 0x7F
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +126,8 @@ class Rank:
 
     def is_right(self, batch: Batch, out: Tensor) -> bool:
         total = (factor(batch.ids) * batch.weights).sum(1, keepdim=True)
-        return torch.equal(out, (batch.rows.dequantize() * total + batch.own.float()).bfloat16())
+        rows = batch.rows.dequantize().nan_to_num(0.0)  # NaN only where nobody has to read it
+        return torch.equal(out, (rows * total + batch.own.float()).bfloat16())
 
     def _capture(self, size: int) -> None:
         """All ranks capture as often, so all make as many transfers."""
@@ -172,6 +175,46 @@ def run(group: RankGroup, shape: NvlinkShape, sizes: list[int]) -> dict[str, obj
     rank.graphs.clear()
     rank.buffer.close()
     return {"right": right, "count": count, "seconds": time.monotonic() - began}
+
+
+def pad(batch: Batch, num_rows: int) -> Batch:
+    """Make the rows from there on padding: they choose no expert, and hold NaN."""
+    batch.ids[num_rows:] = -1
+    batch.rows.data_TK.view(torch.uint8)[num_rows:] = E4M3_NAN
+    batch.rows.scale_TG[num_rows:] = torch.nan
+    return batch
+
+
+def run_lopsided(group: RankGroup, shape: NvlinkShape) -> dict[str, object]:
+    """One rank after another has all tokens; the others replay padding, or bring nothing."""
+    most = shape.max_tokens_per_rank
+    rank = Rank(group, shape, [1, most])
+    right = count = 0
+    began = time.monotonic()
+    for turn in range(8 * group.size):
+        is_busy, is_replayed = turn % group.size == group.rank, (turn // group.size) % 2 == 0
+        # A rank that is not busy: padding alone, one token, or padding alone in the large size.
+        size, num_rows = ((1, 0), (1, 1), (most, 0))[(turn + group.rank) % 3]
+        if is_busy:
+            size = num_rows = most
+        if is_replayed or is_busy:
+            batch = pad(draw(shape, size, 100 * turn + group.rank), num_rows)
+            out = rank.replay(batch) if is_replayed else rank.step(batch)
+        else:
+            batch = draw(shape, num_rows, 100 * turn + group.rank)
+            out = rank.step(batch)
+        right += int(rank.is_right(batch, out))
+        count += 1
+    batch = pad(draw(shape, most, group.rank), most if group.rank == 0 else 0)
+    rows, handle = rank.dispatch(batch).wait()
+    sums = torch.stack((rows.num_rows_L.sum(), (batch.ids >= 0).sum())).cpu()
+    came, chosen = group.all_gather(sums.unsqueeze(0)).sum(0).tolist()
+    right += int(rank.is_right(batch, rank.combine(batch, rows, handle).wait()))
+    right += int(came == chosen > 0)
+    torch.cuda.synchronize()
+    rank.graphs.clear()
+    rank.buffer.close()
+    return {"right": right, "count": count + 2, "seconds": time.monotonic() - began}
 
 
 def shapes(world: int) -> dict[str, tuple[NvlinkShape, list[int]]]:
@@ -252,6 +295,7 @@ def main() -> None:
             end_after_trap(output)
         for name, (shape, sizes) in shapes(world).items():
             results[name] = run(groups.ep_group, shape, sizes)
+            results[f"{name}, lopsided"] = run_lopsided(groups.ep_group, shape)
     write_whole(output, results)
     groups.destroy()
 

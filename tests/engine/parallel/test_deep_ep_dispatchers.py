@@ -18,6 +18,7 @@ from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.parallel.pending import Ready
+from runtime.errors import InternalError
 from tests.engine.parallel.expert_world import (
     HIDDEN,
     TOP_K,
@@ -107,6 +108,15 @@ def test_equals_the_plain_sum(world: World, make: Make) -> None:
     compare(world, make)
 
 
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("num_tokens", [[16, 0, 0, 0, 0, 0, 0, 0], [3, 16, 0, 1, 9, 15, 0, 2]])
+def test_padding_goes_nowhere_and_gets_the_rank_s_own_term(
+    num_tokens: list[int], make: Make
+) -> None:
+    """Ranks bring equally many rows; those beyond the tokens hold NaN and choose no expert."""
+    compare(World(num_ranks=8, slots=spread_slots(288), num_tokens=num_tokens, padded_to=16), make)
+
+
 @pytest.mark.parametrize("make", [make_gathered, make_normal])
 def test_rows_in_the_compute_dtype_are_quantised(make: Make) -> None:
     compare(WIDTHS[1].values[0], make, fp8=False)
@@ -125,6 +135,42 @@ def test_all_tokens_want_the_experts_of_one_rank(make: Make) -> None:
             return hidden, torch.arange(TOP_K).expand_as(ids) + self.share, weights, own
 
     compare(OneRank(num_ranks=4, slots=spread_slots(256), num_tokens=[32] * 4, max_tokens=32), make)
+
+
+class Padded(World):
+    """The last third of a rank's tokens is padding: it chooses no expert, and holds no numbers."""
+
+    def tokens(self, rank: int, step: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        hidden, ids, weights, own = super().tokens(rank, step)
+        padding = slice(len(ids) - len(ids) // 3, None)
+        hidden[padding], ids[padding], weights[padding] = torch.nan, -1, torch.nan
+        return hidden, ids, weights, own
+
+    def expected(self, rank: int, step: int = 0) -> Tensor:
+        _, ids, _, own = self.tokens(rank, step)
+        return torch.where(ids[:, :1] < 0, own.float(), super().expected(rank, step))
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("fp8", [None, False])
+def test_padding_goes_nowhere_and_comes_back_as_zero(make: Make, fp8: bool | None) -> None:
+    counts = [9, 0, 4, 16]
+    world = Padded(num_ranks=4, slots=spread_slots(256), num_tokens=counts, max_tokens=32)
+
+    def body(rank: int, meetings: Meetings) -> tuple[float, int]:
+        dispatcher = make(world, rank, meetings)
+        hidden, ids, weights, own = world.tokens(rank)
+        feed = quantize_rows(hidden) if dispatcher.takes_fp8 and fp8 is None else hidden
+        rows, handle = dispatcher.start_dispatch(feed, ids, weights).wait()
+        result = run_experts(rows, world, rank)
+        out = dispatcher.start_combine(result, handle, Ready(own)).wait()
+        num_rows = int(rows.num_rows_L.sum()) if isinstance(rows, MaskedRows) else 0
+        return relative_error(out, world.expected(rank)), num_rows
+
+    errors, num_rows = zip(*run_ranks(4, body), strict=True)
+    assert max(errors) < WORST_ERROR
+    real = sum(count - count // 3 for count in counts)
+    assert sum(num_rows) in (0, TOP_K * real), "no row for padding"
 
 
 def test_without_a_term_of_ones_own() -> None:
@@ -149,7 +195,7 @@ def test_too_many_tokens(make: Make) -> None:
     hidden, ids, weights, _ = world.tokens(0)
     dispatcher = make(world, 0, Meetings(2))
     feed = quantize_rows(hidden) if dispatcher.takes_fp8 else hidden
-    with pytest.raises(AssertionError, match="65"):
+    with pytest.raises(InternalError, match="tokens of a rank: 65 was given; there is room for 64"):
         dispatcher.start_dispatch(feed, ids, weights)
 
 
@@ -159,11 +205,11 @@ def test_low_latency_transfers_follow_one_another() -> None:
     dispatcher = make_low_latency(world, 0, Meetings(1))
     routing = world.tokens(0)[:3]
     first = dispatcher.start_dispatch(*routing)
-    with pytest.raises(AssertionError, match=r"dispatch started .* dispatch was not received"):
+    with pytest.raises(InternalError, match=r"start of a dispatch: .* dispatch was not received"):
         dispatcher.start_dispatch(*routing)
     rows, handle = first.wait()
     combining = dispatcher.start_combine(run_experts(rows, world, 0), handle, None)
-    with pytest.raises(AssertionError, match="combine was not received"):
+    with pytest.raises(InternalError, match="combine was not received"):
         dispatcher.start_dispatch(*routing)
     combining.wait()
     dispatcher.start_dispatch(*routing).wait()
@@ -214,6 +260,17 @@ def test_zero_copy() -> None:
     buffer.close()
 
 
+def test_loopback_leaves_padding_where_it_is() -> None:
+    dispatcher = LoopbackMaskedDispatcher(KERNELS, 4, num_ranks=8)
+    hidden = torch.randn(3, HIDDEN).bfloat16()
+    ids, weights = torch.tensor([[9, 2], [-1, -1], [4, -1]]), torch.full((3, 2), torch.nan)
+    weights[ids >= 0] = 1.0
+    rows, handle = dispatcher.start_dispatch(quantize_rows(hidden), ids, weights).wait()
+    assert rows.num_rows_L.tolist() == [1, 1, 1, 0]  # of 4, 9 and 2
+    out = dispatcher.start_combine(torch.ones(4, 128, HIDDEN).bfloat16(), handle, None).wait()
+    assert out[:, 0].tolist() == [2.0, 0.0, 1.0]
+
+
 def test_loopback_carries_the_load_of_one_of_eight() -> None:
     num_tokens, num_local = 128, 32
     generator = torch.Generator().manual_seed(0)
@@ -231,3 +288,12 @@ def test_loopback_carries_the_load_of_one_of_eight() -> None:
     out = dispatcher.start_combine(data.bfloat16(), handle, Ready(own)).wait()
     expected = hidden.float() * ((ids % num_local + 1) * weights).sum(1, keepdim=True) + 1
     torch.testing.assert_close(out.float(), expected, rtol=0.08, atol=2.0)
+
+
+def test_loopback_leaves_padding_out() -> None:
+    ids = torch.tensor([[7, 33, 64], [-1, -1, -1]])
+    dispatcher = LoopbackMaskedDispatcher(KERNELS, 32, num_ranks=8)
+    hidden = torch.tensor([1.0, torch.nan]).unsqueeze(1).expand(2, HIDDEN).bfloat16()
+    rows, _ = dispatcher.start_dispatch(quantize_rows(hidden), ids, torch.ones(2, 3)).wait()
+    assert rows.num_rows_L.nonzero().flatten().tolist() == [0, 1, 7]
+    assert rows.num_rows_L.max() == 1

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.alignment import stepped_rows
+from engine.kernels.aligned_reference import with_overflow
+from engine.kernels.alignment import max_aligned_rows, stepped_rows
 from engine.kernels.portable import PortableKernels
-from engine.parallel.aligned_dispatcher import AlignedDispatcher
+from engine.parallel.aligned_dispatcher import AlignedDispatcher, ExpertShare
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.create_dispatcher import create_dispatcher
 from engine.parallel.dims import ParallelDims
@@ -32,6 +33,7 @@ NUM_EXPERTS = 8
 
 Routing: TypeAlias = tuple[Tensor, Tensor, Tensor]
 KERNELS = PortableKernels(has_fp8=True)
+ALL = ExpertShare(first=0, num_local=NUM_EXPERTS, num_ranks=1)
 
 
 def draw_routing(seed: int, num_tokens: int, *, top_k: int = 3, size: int = 5) -> Routing:
@@ -78,16 +80,40 @@ def test_one_rank(seed: int, num_tokens: int) -> None:
     assert own.eq(1).all(), "the caller's term is left alone"
 
 
+@given(seed=st.integers(0, 1000), lost=st.sets(st.integers(0, 8)))
+def test_tokens_without_an_expert_go_nowhere(seed: int, lost: set[int]) -> None:
+    """They hold NaN; what comes back for them is the rank's own term."""
+    hidden, ids, weights = draw_routing(seed, 9, size=256)
+    rows = sorted(lost)
+    hidden[rows], ids[rows] = torch.nan, -1
+    own = torch.randn(9, 256)
+    exact = hidden.nan_to_num(0.0) * ((ids + 1) * weights).sum(-1, keepdim=True) + own
+    for dispatcher in (
+        LocalDispatcher(NUM_EXPERTS, RankGroup()),
+        ReplicatedDispatcher(NUM_EXPERTS, RankGroup()),
+        GatheredDispatcher(NUM_EXPERTS, 0, RankGroup()),
+        AllToAllDispatcher(NUM_EXPERTS, RankGroup()),
+    ):
+        torch.testing.assert_close(run(dispatcher, (hidden, ids, weights), own=own), exact)
+    for fp8 in (
+        AlignedDispatcher(KERNELS, ALL, RankGroup()),
+        GatheredFp8Dispatcher(KERNELS, ALL, RankGroup()),
+        AllToAllDispatcher(NUM_EXPERTS, RankGroup(), KERNELS),
+    ):
+        actual = run_fp8(fp8, (hidden, ids, weights), own.bfloat16())
+        torch.testing.assert_close(actual.float(), exact, rtol=0.1, atol=0.5)
+
+
 def run_fp8(dispatcher: TokenDispatcher[Any], routing: Routing, own: Tensor | None) -> Tensor:
     """The same with rows in FP8, in the aligned layout."""
     hidden, ids, weights = routing
     rows, handle = dispatcher.start_dispatch(KERNELS.quantize_rows(hidden), ids, weights).wait()
     assert isinstance(rows, AlignedRows)
-    assert rows.rows.num_rows == rows.expert_M.shape[0]
-    used = sum(-(-n // 128) * 128 for n in ids.flatten().bincount().tolist())
-    assert used <= rows.rows.num_rows <= stepped_rows(used)
+    used = sum(-(-n // 128) * 128 for n in ids[ids >= 0].bincount().tolist())
+    most = max_aligned_rows(ids.numel(), NUM_EXPERTS)
+    assert used <= rows.expert_M.shape[0] <= stepped_rows(most)
     factors = rows.expert_M.unsqueeze(1) + 1.0
-    out = (rows.rows.dequantize() * factors).bfloat16()
+    out = (with_overflow(rows.rows, rows.overflow).dequantize() * factors).bfloat16()
     return dispatcher.start_combine(out, handle, None if own is None else Ready(own)).wait()
 
 
@@ -97,8 +123,8 @@ def test_one_rank_in_fp8(seed: int, num_tokens: int) -> None:
     hidden = KERNELS.quantize_rows(routing[0]).dequantize()
     own = torch.ones(num_tokens, 256, dtype=torch.bfloat16)
     for dispatcher in (
-        AlignedDispatcher(KERNELS, NUM_EXPERTS, 0, RankGroup()),
-        GatheredFp8Dispatcher(KERNELS, NUM_EXPERTS, 0, RankGroup()),
+        AlignedDispatcher(KERNELS, ALL, RankGroup()),
+        GatheredFp8Dispatcher(KERNELS, ALL, RankGroup()),
         AllToAllDispatcher(NUM_EXPERTS, RankGroup(), KERNELS),
     ):
         assert dispatcher.takes_fp8
@@ -108,6 +134,42 @@ def test_one_rank_in_fp8(seed: int, num_tokens: int) -> None:
             exact = expected((hidden, *routing[1:])) + (0 if term is None else 1)
             torch.testing.assert_close(actual.float(), exact, rtol=0.02, atol=0.05)
     assert own.eq(1).all(), "the caller's term is left alone"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 8])
+@pytest.mark.parametrize("kind", [AlignedDispatcher, GatheredFp8Dispatcher])
+def test_rows_beyond_an_even_share_are_not_lost(kind: type, num_ranks: int) -> None:
+    routing = draw_routing(5, 900, size=256)
+    share = ExpertShare(first=0, num_local=NUM_EXPERTS, num_ranks=num_ranks)
+    dispatcher = kind(KERNELS, share, RankGroup())
+    hidden = KERNELS.quantize_rows(routing[0])
+    rows, _ = dispatcher.start_dispatch(hidden, *routing[1:]).wait()
+    assert (rows.overflow is None) == (num_ranks == 1)
+    actual = run_fp8(dispatcher, routing, None)
+    exact = expected((hidden.dequantize(), *routing[1:]))
+    torch.testing.assert_close(actual.float(), exact, rtol=0.02, atol=0.05)
+
+
+def test_a_pair_of_no_expert_adds_nothing() -> None:
+    hidden, ids, weights = draw_routing(0, 6, size=256)
+    ids[1], ids[3, 0] = -1, -1
+    weights[ids < 0] = torch.nan
+    exact = hidden * ((ids + 1) * weights.nan_to_num(0.0)).sum(-1, keepdim=True)
+    for dispatcher in (
+        LocalDispatcher(NUM_EXPERTS, RankGroup()),
+        ReplicatedDispatcher(NUM_EXPERTS, RankGroup()),
+        GatheredDispatcher(NUM_EXPERTS, 0, RankGroup()),
+        AllToAllDispatcher(NUM_EXPERTS, RankGroup()),
+    ):
+        torch.testing.assert_close(run(dispatcher, (hidden, ids, weights)), exact)
+    for fp8_dispatcher in (
+        AlignedDispatcher(KERNELS, ALL, RankGroup()),
+        GatheredFp8Dispatcher(KERNELS, ALL, RankGroup()),
+        AllToAllDispatcher(NUM_EXPERTS, RankGroup(), KERNELS),
+    ):
+        actual = run_fp8(fp8_dispatcher, (hidden, ids, weights), None)
+        torch.testing.assert_close(actual.float(), exact, rtol=0.1, atol=0.3)
+        assert not actual[1].any()
 
 
 @given(seed=st.integers(0, 1000), num_tokens=st.integers(0, 9))

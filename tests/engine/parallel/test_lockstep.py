@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from math import ceil
 from threading import Barrier
 
 import pytest
@@ -74,6 +75,7 @@ def test_all_ranks_conclude_the_same(states: list[RankState]) -> None:
         GroupState(
             has_work=any(state.num_tokens for state in states),
             max_num_tokens=max(state.num_tokens for state in states),
+            mean_num_tokens=ceil(sum(state.num_tokens for state in states) / len(states)),
             all_leaving=all(state.leaving for state in states),
             in_flight=any(state.in_flight for state in states),
             any_leaving=any(state.leaving for state in states),
@@ -90,7 +92,9 @@ def test_alone() -> None:
     lockstep = create_lockstep(RankGroup(), 5)
     assert isinstance(lockstep, SoloLockstep)
     state = lockstep.exchange(RankState(num_tokens=3, leaving=True))
-    assert state == GroupState(has_work=True, max_num_tokens=3, all_leaving=True, any_leaving=True)
+    assert state == GroupState(
+        has_work=True, max_num_tokens=3, mean_num_tokens=3, all_leaving=True, any_leaving=True
+    )
 
 
 def test_idle_ranks_meet_less_often_after_a_while() -> None:

@@ -21,6 +21,7 @@ from engine.parallel.deep_ep_shape import LowLatencyShape
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.parallel.token_dispatcher import TURNS_LAG
+from runtime.errors import InternalError
 from tests.engine.parallel.fake_deep_ep import FakeLibraryBuffer
 from tests.engine.parallel.layouts import make_step
 from tests.engine.parallel.thread_ranks import Meetings, run_ranks, thread_groups
@@ -90,5 +91,5 @@ def test_halves_give_what_whole_steps_give(checkpoint: Path, make: Make, lag: in
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_other_lags_would_break_the_library_s_order(checkpoint: Path, lag: int) -> None:
-    with pytest.raises(AssertionError, match="receive it first"):
+    with pytest.raises(InternalError, match="it must be received first"):
         run_steps(checkpoint, make_low_latency, OverlapRule(min_tokens=0, lag=lag))

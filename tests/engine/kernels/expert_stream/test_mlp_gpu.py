@@ -24,6 +24,7 @@ from engine.kernels.fused.dependent import dependent_launches
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.triton_gemm.limits import HOPPER
 from engine.weights.fp8 import dequantize_block, quantize_block
+from runtime.errors import InternalError
 from tests.engine.kernels.triton_gemm.test_compile_gpu import Elsewhere, driver
 from tests.engine.relative_error import relative_error
 from tests.engine.triton_device import DEVICE, IS_INTERPRETED
@@ -35,10 +36,13 @@ __all__ = ["driver"]
 PRODUCT = 1e-2 if IS_INTERPRETED else 6e-3
 """Relative error of a product: bfloat16 results (the interpreter cuts), sums in another order."""
 
-ROUNDING = 6.0 if IS_INTERPRETED else 1.05
+ROUNDING = 1.05
 """Error of activated numbers over the reference's own, which comes of rounding them to e4m3."""
 
-MLP = 0.1 if IS_INTERPRETED else 4e-2
+CUT = 0.125 if IS_INTERPRETED else 0.0
+"""What is added to it: the interpreter cuts the bits behind the third, also of 447.9999."""
+
+MLP = 0.15 if IS_INTERPRETED else 4e-2
 """Relative error of both, down to one row.
 
 The reference rounds to bfloat16 between them, so e4m3 falls apart.
@@ -111,7 +115,7 @@ def test_gate_and_up_are_activated_and_quantised(
             exact = rows_of(rows, expert, count) @ weight_of(w13, expert).T
             exact = reference.silu_and_mul(exact)
             own = relative_error(reference.quantize_rows(exact).dequantize(), exact)
-            assert relative_error(rows_of(out, expert, count), exact) < ROUNDING * own
+            assert relative_error(rows_of(out, expert, count), exact) < ROUNDING * own + CUT
 
 
 @pytest.mark.parametrize("tile", DOWN_TILES)
@@ -155,6 +159,35 @@ def test_what_is_not_streamed(mlp: Any) -> None:
     assert not mlp.ExpertStream((tiles,), NUM_SMS).takes(rows, *narrow)
 
 
+@pytest.mark.parametrize("hidden_size", [256, 384, 512])
+@pytest.mark.parametrize("width", [128, 192, 256, 384, 1408])
+@pytest.mark.parametrize("max_rows", [64, 128])
+def test_what_is_taken_runs_and_nothing_else(
+    mlp: Any, hidden_size: int, width: int, max_rows: int
+) -> None:
+    """Widths of experts that are an odd number of groups of 128, 1408 among them."""
+    if IS_INTERPRETED and width > 1000 and (hidden_size, max_rows) != (256, 128):
+        pytest.skip("slow in the interpreter")
+    rows = draw_rows([3, 0], hidden_size, max_rows)
+    w13, w2 = draw_experts(2, 2 * width, hidden_size), draw_experts(2, hidden_size, width)
+    taken = []
+    for unroll in (1, 2):
+        tile = StreamTile(block_m=16, unroll=unroll, num_stages=3)
+        stream = mlp.ExpertStream((StreamTiles(rows=16, gated=tile, down=tile),), NUM_SMS)
+        if stream.takes(rows, w13, w2):
+            out, expected = (
+                run(rows, w13, w2)
+                for run in (stream.masked_fp8_mlp, masked_reference.masked_fp8_mlp)
+            )
+            assert relative_error(out[0, :3], expected[0, :3]) < MLP
+            taken.append(unroll)
+        else:
+            with pytest.raises(InternalError, match="multiple"):
+                stream.masked_fp8_mlp(rows, w13, w2)
+    is_even = hidden_size % 256 == width % 256 == 0
+    assert taken == ([1, 2] if is_even else [1] if width % 128 == hidden_size % 256 == 0 else [])
+
+
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter captures nothing")
 def test_counts_are_read_when_a_graph_is_replayed(mlp: Any) -> None:
     rows = draw_rows([40, 40], 512)
@@ -185,7 +218,7 @@ def compile_elsewhere(driver: Any, tile: StreamTile, *, is_gated: bool) -> Any:
         expected_rows=16,
     )
     weight = torch.empty(4, 512, 512, dtype=torch.float8_e4m3fn), torch.empty(4, 4, 4)
-    data = torch.empty(4, 128, 256, dtype=torch.float8_e4m3fn)
+    data = torch.empty(4, 128, 256 if is_gated else 512, dtype=torch.float8_e4m3fn)
     out = (data, torch.empty(4, 2, 128)) if is_gated else (data.bfloat16(), rows.scale_LMG)
     return module.launch(rows, weight, out, tile, num_sms=NUM_SMS, run=stream.warmup)
 

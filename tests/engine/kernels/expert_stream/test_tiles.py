@@ -12,6 +12,7 @@ from engine.kernels.expert_stream.tiles import (
     StreamTiles,
     choose_tiles,
     is_legal,
+    refusal,
     shared_memory,
 )
 from engine.kernels.triton_gemm.limits import ADA, HOPPER
@@ -55,6 +56,36 @@ def test_the_least_number_of_rows_that_is_not_less_is_chosen(rows: int, index: i
         StreamTiles(rows=64, gated=SMALL, down=SMALL),
     )
     assert choose_tiles(table, rows) is (None if index is None else table[index])
+
+
+@given(
+    tiles,
+    st.booleans(),
+    st.sampled_from([64, 128, 256, 384]),
+    st.integers(1, 64),
+    st.integers(1, 64),
+)
+def test_a_product_that_is_not_refused_is_cut_into_whole_steps(
+    tile: StreamTile, is_gated: bool, max_rows: int, width: int, depth: int
+) -> None:
+    reason = refusal(tile, max_rows, width * 64, depth * 128, is_gated=is_gated)
+    fits = [
+        max_rows % tile.block_m == 0,
+        width * 64 % (2 * tile.block_n) == 0,
+        depth % tile.unroll == 0,
+        tile.block_n == 128 or not is_gated,
+    ]
+    assert (not reason) == all(fits), reason
+
+
+def test_experts_of_an_odd_number_of_groups_are_refused_by_steps_of_two() -> None:
+    """1408 is 11 groups of 128: the weight's rows are whole blocks, its columns no whole steps."""
+    (entry,) = MEASURED
+    assert not refusal(entry.gated, 128, 2 * 1408, 2048, is_gated=True)
+    reason = refusal(entry.down, 128, 2048, 1408, is_gated=False)
+    assert reason == "depth: 1408 is no multiple of 256"
+    single = dataclasses.replace(entry.down, unroll=1)
+    assert not refusal(single, 128, 2048, 1408, is_gated=False)
 
 
 def test_what_was_measured_is_in_order_and_fits() -> None:

@@ -20,12 +20,13 @@ from engine.kernels.torch_attention import TorchAttention
 from engine.kernels.triton_gemm.candidates import candidates, shared_memory
 from engine.kernels.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from engine.kernels.triton_gemm.tiles import ProductShape, RowLayout
+from engine.parallel.token_dispatcher import AlignedRows
 from tests.engine.elsewhere import Elsewhere, compiling_only
 from tests.engine.triton_device import IS_INTERPRETED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
-NUM_TILES = 12
+NUM_TILES = 4
 """Drawn anew each time, of each kind of GPU."""
 
 
@@ -75,6 +76,7 @@ def test_every_operation_compiles(limits: DeviceLimits, monkeypatch: pytest.Monk
     with compiling_only(monkeypatch, limits.sm) as compiled:
         run_every_operation(limits)
     assert len(compiled) > 15
+    assert {"up", "down"} <= {name for name, _ in compiled}, "experts behind the capacity"
     assert all(kernel is not None for _, kernel in compiled)
 
 
@@ -94,15 +96,19 @@ def run_every_operation(limits: DeviceLimits) -> None:
     w2 = torch.zeros(2, 256, 256, dtype=torch.float8_e4m3fn), torch.zeros(2, 2, 2)
     rotation = Rotation(cos=torch.zeros(4, 32), sin=torch.zeros(4, 32))
     rows = kernels.quantize_rows(bf16(4, 256))
-    places, masked = kernels.align_to_experts(ids, 0, 2), kernels.mask_to_experts(ids, 0, 2, 128)
-    spread, in_runs = kernels.spread_rows(rows, places), kernels.spread_masked_rows(rows, masked)
+    places, masked = (
+        kernels.align_to_experts(ids, 0, 2, 128),
+        kernels.mask_to_experts(ids, 0, 2, 128),
+    )
+    spread = AlignedRows.spread(kernels, rows, places)
+    in_runs = kernels.spread_masked_rows(rows, masked)
     kernels.rms_norm(bf16(4, 256), bf16(256), 1e-6)
     kernels.add_rms_norm(bf16(4, 256), bf16(4, 256), bf16(256), 1e-6)
     for delta in (None, bf16(4, 256)):
         kernels.add_rms_norm_fp8(bf16(4, 256), delta, bf16(256), 1e-6, with_plain=True)
     kernels.fp8_linear(rows, w13[0][0], w13[1][0])
     kernels.silu_and_mul_fp8(bf16(4, 512))
-    out = kernels.grouped_fp8_mlp(spread, places.expert_M, w13, w2)
+    out = kernels.grouped_fp8_mlp(spread.rows, spread.expert_M, w13, w2, spread.overflow)
     kernels.gather_rows(out, places, torch.zeros(4, 2), None)
     kernels.masked_fp8_mlp(in_runs, w13, w2)
     kernels.rotate_queries(bf16(4, 8, 192), rotation)

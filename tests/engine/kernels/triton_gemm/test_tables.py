@@ -20,6 +20,7 @@ from engine.kernels.triton_gemm.tables import (
     file_name,
     find_table,
     read_table,
+    table_to_extend,
     write_table,
 )
 from engine.kernels.triton_gemm.tiles import ProductShape, RowLayout, TileConfig
@@ -118,6 +119,26 @@ def test_a_table_of_another_compiler_is_ignored_and_said_to_be(
     with caplog.at_level(logging.WARNING):
         assert find_table("NVIDIA H200", "4.0.0", [tmp_path]) is None
     assert "triton=3.6.0 running=4.0.0" in caplog.text
+
+
+@pytest.mark.parametrize("running", ["3.6.0", "3.6.1", "3.9.2", "4.0.0", "2.9.0"])
+def test_the_tuner_adds_to_what_serving_uses_and_to_nothing_else(
+    tmp_path: Path, running: str
+) -> None:
+    file, empty = (
+        tmp_path / "NVIDIA_H200.json",
+        dataclasses.replace(TABLE, triton=running, entries=()),
+    )
+    assert table_to_extend(file, empty) is empty
+    write_table(file, TABLE)
+    served = find_table("NVIDIA H200", running, [tmp_path])
+    extended = table_to_extend(file, empty)
+    assert extended.triton == running
+    assert set(extended.entries) == set(served.entries if served is not None else ())
+    assert (served is not None) == running.startswith("3.")
+    write_table(file, extended)
+    again = find_table("NVIDIA H200", running, [tmp_path])
+    assert again is not None, "what the tuner has written is served"
 
 
 def test_the_named_folder_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from engine.parallel.masked_room import MaskedRoom, MaskingDispatcher
 from engine.parallel.nvlink.buffer import NvlinkBuffer, ReceivedRows
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
 from engine.parallel.nvlink.shape import NvlinkShape
+from runtime.errors import InternalError
 
 SHAPE = NvlinkShape(num_ranks=2, num_experts=8, max_tokens_per_rank=64, hidden_size=256, top_k=2)
 ARRIVED = ReceivedRows(
@@ -92,11 +93,11 @@ def test_a_sending_follows_the_receiving_before_it() -> None:
     dispatcher, recorder = opened()
     hidden = torch.zeros(0, 256, dtype=torch.bfloat16)
     dispatching = dispatcher.start_dispatch(hidden, *routing(0))
-    with pytest.raises(AssertionError, match="dispatch was not received"):
+    with pytest.raises(InternalError, match="dispatch was not received"):
         dispatcher.start_dispatch(hidden, *routing(0))
     _, handle = dispatching.wait()
     combining = dispatcher.start_combine(torch.empty(0), handle, None)
-    with pytest.raises(AssertionError, match="combine was not received"):
+    with pytest.raises(InternalError, match="combine was not received"):
         dispatcher.start_dispatch(hidden, *routing(0))
     combining.wait()
     dispatcher.start_dispatch(hidden, *routing(0)).wait()

@@ -1,0 +1,225 @@
+"""Requests that never run out: of a decode rank, and batches of prompts of a prefill rank.
+
+No cluster sends them, so everything about them is drawn ahead from a seed: lengths, tokens, blocks
+and the seeds of their sampling. Two requests never run the same tokens, because equal rows are
+cheaper: a GPU takes less power for them, and a router sends them to the same experts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.request import Request, ScheduledRequest, num_blocks_for
+from engine.runner import StepResult
+from runtime.sampling import SamplingParams
+
+FORCED_BIAS = 1e4
+"""Logit bias of the one token that a greedy request says, beyond all that invented weights give."""
+_NO_END = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingChoice:
+    """How requests sample, each with a seed of its own.
+
+    Attributes:
+        temperature: 0 is greedy. Invented weights then say one token for ever, and the same to
+            everybody; so each request is biased to another one.
+        top_p: as in `SamplingParams`.
+        vocab_size: of the model.
+    """
+
+    temperature: float
+    top_p: float
+    vocab_size: int
+
+    def draw(self, generator: random.Random) -> SamplingParams:
+        """The parameters of one more request."""
+        token = generator.randrange(self.vocab_size)
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=generator.getrandbits(64),
+            max_tokens=_NO_END,
+            logit_bias={} if self.temperature else {token: FORCED_BIAS},
+        )
+
+
+class _Tokens:
+    """Draws tokens, thousands in a fraction of a millisecond: steps wait for it."""
+
+    def __init__(self, vocab_size: int, generator: random.Random) -> None:
+        self._vocab_size = vocab_size
+        self._random = np.random.default_rng(generator.getrandbits(64))
+
+    def draw(self, count: int) -> list[int]:
+        tokens: list[int] = self._random.integers(self._vocab_size, size=count).tolist()
+        return tokens
+
+
+def draw_contexts(least: int, most: int, count: int, generator: random.Random) -> list[int]:
+    """``count`` lengths, each drawn by itself and all from ``least`` to ``most`` as likely."""
+    return [generator.randint(least, most) for _ in range(count)]
+
+
+def num_blocks_of(context: int, output_len: int, block_size: int) -> int:
+    """Blocks of a request that begins with ``context`` tokens, until its end."""
+    return num_blocks_for(context + output_len, block_size)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Place:
+    """A running request, and after its end the next one.
+
+    Attributes:
+        context: tokens that each of its requests attends to at first.
+        blocks: of each of its requests.
+        request: the present one.
+    """
+
+    context: int
+    blocks: list[int]
+    request: Request
+
+
+class RunningRequests:
+    """The requests of one decode rank, in the middle of their outputs at the start.
+
+    A request runs ``output_len`` steps; then another with a context as long takes its place, as in
+    a full server. So contexts are spread in the same way at every step of a measurement.
+    """
+
+    def __init__(
+        self,
+        contexts: Sequence[int],
+        *,
+        output_len: int,
+        block_size: int,
+        sampling: SamplingChoice,
+        generator: random.Random,
+    ) -> None:
+        """Make one place for each of ``contexts``.
+
+        Args:
+            contexts: tokens that a request attends to at its first step.
+            output_len: steps of a request.
+            block_size: tokens of a block.
+            sampling: how they sample.
+            generator: of all that is drawn.
+        """
+        self._output_len, self._sampling, self._random = output_len, sampling, generator
+        self._tokens = _Tokens(sampling.vocab_size, generator)
+        self._num_requests = 0
+        counts = [num_blocks_of(context, output_len, block_size) for context in contexts]
+        self.num_blocks = max(1 + sum(counts), 2)
+        """Of the pool: those of all places, and block 0, which is nobody's."""
+        blocks = list(range(1, 1 + sum(counts)))
+        generator.shuffle(blocks)
+        self._places = []
+        for context, count in zip(contexts, counts, strict=True):
+            own, blocks = blocks[:count], blocks[count:]
+            first = self._invent(context, own, age=generator.randrange(output_len))
+            self._places.append(_Place(context=context, blocks=own, request=first))
+
+    def __len__(self) -> int:
+        """Requests of every step."""
+        return len(self._places)
+
+    def schedule(self) -> list[ScheduledRequest]:
+        """The next step: one token of every request; who has had all of them is followed."""
+        for place in self._places:
+            if self._num_run(place) >= self._output_len:
+                place.request = self._invent(place.context, place.blocks, age=0)
+        scheduled = self.peek()
+        for place in self._places:
+            place.request.num_launched_tokens += 1
+        return scheduled
+
+    def peek(self) -> list[ScheduledRequest]:
+        """The same step without taking it: nothing may be launched that is not read."""
+        return [ScheduledRequest(place.request, 1) for place in self._places]
+
+    @staticmethod
+    def take(results: Iterable[StepResult]) -> None:
+        """Give a step's tokens to its requests, in the order of the steps."""
+        for result in results:
+            request = result.request
+            request.num_launched_tokens -= 1
+            request.num_computed_tokens += 1
+            # Invented weights may give no usable logits; the step was the same work.
+            token = 0 if result.sampled is None else result.sampled.token_id
+            request.output_token_ids.append(token)
+
+    @staticmethod
+    def _num_run(place: _Place) -> int:
+        request = place.request
+        return request.num_computed_tokens + request.num_launched_tokens - (place.context - 1)
+
+    def _invent(self, context: int, blocks: Sequence[int], *, age: int) -> Request:
+        """A request that has run ``age`` steps; the KV of all that is whatever its blocks hold."""
+        known, self._num_requests = context - 1 + age, self._num_requests + 1
+        *prompt, last = self._tokens.draw(known + 1)
+        return Request(
+            request_id=f"request-{self._num_requests}",
+            prompt_token_ids=prompt,
+            sampling=self._sampling.draw(self._random),
+            block_table=list(blocks),
+            num_computed_tokens=known,
+            output_token_ids=[last],
+        )
+
+
+class PromptBatches:
+    """Batches of whole prompts of one length, of one rank that schedules.
+
+    Two sets of blocks are used in turn, because a batch may be launched while the one before runs.
+    """
+
+    def __init__(
+        self,
+        prompt_len: int,
+        num_prompts: int,
+        *,
+        block_size: int,
+        sampling: SamplingChoice,
+        generator: random.Random,
+    ) -> None:
+        """Prepare batches of ``num_prompts`` prompts of ``prompt_len`` tokens."""
+        self._prompt_len, self._num_prompts = prompt_len, num_prompts
+        self._blocks = num_blocks_for(prompt_len, block_size)
+        self._sampling, self._random = sampling, generator
+        self._tokens = _Tokens(sampling.vocab_size, generator)
+        self._next_set = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the pool: those of both sets, and block 0, which is nobody's."""
+        return 1 + 2 * self._num_prompts * self._blocks
+
+    def __len__(self) -> int:
+        """Prompts of a batch."""
+        return self._num_prompts
+
+    def schedule(self, num_prompts: int | None = None) -> list[ScheduledRequest]:
+        """The next batch, with other tokens; a smaller one if ``num_prompts`` says so."""
+        length, count = self._prompt_len, self._blocks
+        first = 1 + self._next_set * self._num_prompts * count
+        self._next_set = 1 - self._next_set
+        scheduled = []
+        for index in range(num_prompts or self._num_prompts):
+            request = Request(
+                request_id=f"prompt-{index}",
+                prompt_token_ids=self._tokens.draw(length),
+                sampling=self._sampling.draw(self._random),
+                block_table=list(range(first + index * count, first + (index + 1) * count)),
+            )
+            scheduled.append(ScheduledRequest(request, length))
+        return scheduled
+
+    @staticmethod
+    def take(results: Iterable[StepResult]) -> None:
+        """Nobody waits for a first token: the prompts are not followed."""

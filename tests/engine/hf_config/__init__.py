@@ -1,0 +1,1 @@
+"""How `config.json` is read, field by field, against the installed transformers."""

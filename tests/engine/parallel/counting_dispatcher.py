@@ -1,0 +1,38 @@
+"""How many rows come to a rank's experts: a dispatcher around another one, which counts."""
+
+from typing import Any
+
+from torch import Tensor
+
+from engine.kernels.masked_rows import MaskedRows
+from engine.parallel.pending import Pending, Then
+from engine.parallel.token_dispatcher import ExpertRows, Rows
+
+
+class CountingDispatcher:
+    """Counts in `num_rows` while `is_counting`, which reads the device: not during a capture."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.takes_fp8, self.takes_turns = inner.takes_fp8, inner.takes_turns
+        self.num_rows = 0
+        self.is_counting = True
+
+    def start_dispatch(self, hidden: Any, ids: Tensor, weights: Tensor) -> Pending[Any]:
+        def count(arrived: tuple[Rows, Any]) -> tuple[Rows, Any]:
+            if self.is_counting:
+                self.num_rows += _count(arrived[0])
+            return arrived
+
+        return Then(self._inner.start_dispatch(hidden, ids, weights), count)
+
+    def start_combine(self, out: Tensor, handle: Any, own: Any) -> Pending[Tensor]:
+        combined: Pending[Tensor] = self._inner.start_combine(out, handle, own)
+        return combined
+
+
+def _count(rows: Rows) -> int:
+    if isinstance(rows, MaskedRows):
+        return int(rows.num_rows_L.sum())
+    assert isinstance(rows, ExpertRows)
+    return len(rows.rows_MD)
