@@ -51,7 +51,7 @@ class KernelSet(StrEnum):
     HOPPER = "hopper"
     """DeepGEMM, FlashAttention-4, FlashMLA and our Triton kernels."""
     TRITON = "triton"
-    """Our Triton kernels alone, products included, and PyTorch's attention."""
+    """Our Triton kernels alone, products and decode's attention too, and PyTorch's for prompts."""
     PORTABLE = "portable"
     """Plain PyTorch."""
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.host_copy import Array, upload
 from engine.kernels.paged_queries import PagedQueries, QueryCounts
 from engine.layers.attention_rule import AttentionRule
-from engine.layers.planned_sequence import PlannedSequence, as_slice
+from engine.layers.planned_sequence import PlannedSequence, adjacent_rows, all_rows
 
 MAX_GROUP_TOKENS = 4096
 """Padded context tokens of one gathered group; a longer sequence is a group of its own."""
@@ -116,7 +116,7 @@ def plan_paged_groups(
         )
         groups.append(
             PagedGroup(
-                rows=as_slice([row for s in run for row in s.rows]) or rows,
+                rows=adjacent_rows(run) or rows,
                 queries=plan_pages(
                     PagedQueries(block_tables_SB=own, seq_lens_S=seq_lens, counts=counts)
                 ),
@@ -130,7 +130,7 @@ def _paged_arrays(run: list[PlannedSequence]) -> Iterator[Array]:
     yield np.array([s.index for s in run], dtype=np.int64)
     yield np.array([s.num_positions for s in run], dtype=np.int32)
     yield np.array(list(accumulate((s.num_queries for s in run), initial=0)), dtype=np.int32)
-    yield np.array([row for s in run for row in s.rows], dtype=np.int64)
+    yield all_rows(run)
 
 
 def split_alike(

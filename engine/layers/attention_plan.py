@@ -33,7 +33,12 @@ from engine.layers.absorbed_groups import (
     split_for_room,
 )
 from engine.layers.attention_rule import AttentionRule
-from engine.layers.planned_sequence import PlannedSequence, as_slice, plan_sequences
+from engine.layers.planned_sequence import (
+    PlannedSequence,
+    adjacent_rows,
+    all_rows,
+    plan_sequences,
+)
 from engine.layers.scratch import Scratch
 from engine.memory.kv_pool import KVPool
 
@@ -152,11 +157,11 @@ def plan_attention(
         cut = list(split_for_room(absorbed, rule.tokens_at_once(), block_size))
         paged_groups = plan_paged_groups(cut, batch.block_tables, plan_pages)
     groups = list(split_alike(absorbed, block_size)) if plan_pages is None else []
-    rows = [row for group in groups for s in group for row in s.rows]
+    gathered = [s for group in groups for s in group]
     arrays = [
         *chain.from_iterable(_part_arrays(part, block_size) for run in runs for part in run),
         *chain.from_iterable(group_arrays(group, block_size) for group in groups),
-        np.array(rows, dtype=np.int64),
+        all_rows(gathered),
     ]
     tables = batch.block_tables.long()
     tensors = iter(upload(arrays, tables.device))
@@ -164,7 +169,7 @@ def plan_attention(
         segments=tuple(_segment(run, tables, tensors) for run in runs),
         paged_groups=paged_groups,
         groups=tuple(build_groups(groups, tables, block_size, rule, tensors)),
-        absorbed_rows=as_slice(rows) or next(tensors),
+        absorbed_rows=adjacent_rows(gathered) or next(tensors),
     )
 
 

@@ -3,6 +3,9 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSequence:
@@ -24,11 +27,6 @@ class PlannedSequence:
     num_blocks: int
     first_block: int = 0
 
-    @property
-    def rows(self) -> range:
-        """Of the step."""
-        return range(self.start, self.start + self.num_queries)
-
 
 def plan_sequences(
     lengths: Iterable[tuple[int, int]], block_size: int
@@ -46,10 +44,19 @@ def plan_sequences(
         start += num_queries
 
 
-def as_slice(rows: Sequence[int]) -> slice | None:
-    """Return the rows as a slice where they are adjacent (or none), else None."""
-    if not rows:
+def adjacent_rows(sequences: Sequence[PlannedSequence]) -> slice | None:
+    """Return the rows of all sequences as a slice where they are adjacent (or none), else None."""
+    if not sequences:
         return slice(0, 0)
-    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
-        return slice(rows[0], rows[-1] + 1)
-    return None
+    first, end = sequences[0].start, sequences[0].start
+    for s in sequences:
+        if s.start != end:
+            return None
+        end += s.num_queries
+    return slice(first, end)
+
+
+def all_rows(sequences: Sequence[PlannedSequence]) -> npt.NDArray[np.int64]:
+    """Return the rows of all sequences, [n] int64, in their order."""
+    ranges = [np.arange(s.start, s.start + s.num_queries, dtype=np.int64) for s in sequences]
+    return np.concatenate(ranges) if ranges else np.zeros(0, dtype=np.int64)

@@ -75,7 +75,7 @@ def attend_exactly(case: PagedCase, rank: int, scale: float) -> Tensor:
     outs, first = [], 0
     for row, (queries, positions) in enumerate(case.lengths):
         blocks = take_blocks(case.cache, case.block_tables[row].long())
-        latents = blocks.flatten(0, 1)[:positions].double()
+        latents = blocks.flatten(0, 1)[:positions].float().double()
         q = case.q_THL[first : first + queries].double()
         scores = torch.einsum("qhl,pl->qhp", q, latents) * scale
         own = positions - queries + torch.arange(queries, device=q.device)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.latent_storage import to_storage
+from engine.kernels.latent_storage import put_rows, to_storage
 from engine.kernels.paged_queries import PagedQueries, QueryCounts
 from engine.kernels.triton_gemm.limits import AMPERE, HOPPER, DeviceLimits
 from tests.engine.kernels.paged_mla.cases import PagedCase, attend_exactly, draw_case
@@ -141,7 +141,8 @@ def test_what_a_token_saw_is_nan_if_its_latents_are() -> None:
     """Of its own sequence, and nobody else's."""
     for kind in ("plain", "bytes") if IS_INTERPRETED else KINDS:  # it has no NaN in e4m3
         case = draw([(1, 70), (1, 90)], kind, 16)
-        case.cache[case.block_tables[1, 1].long(), 5] = float("nan")
+        rows = torch.full((1, RANK + ROPE), float("nan"), device=DEVICE)
+        put_rows(case.cache, case.block_tables[1, 1:2].long() * 64 + 5, rows)
         actual = attend(paged(kind), case)
         assert actual[1].isnan().any()
         assert actual[0].isfinite().all()
