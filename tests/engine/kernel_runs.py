@@ -1,8 +1,9 @@
 """Which Triton kernels the engine has, and which of them were run in Triton's interpreter.
 
-A process of pytest in the interpreter notes the kernels that ran, and a later one compares them
-with those that stand in the code (`make kernels-check` runs both). Device functions that kernels
-call count as kernels. A kernel is named by its module and its name: `engine.a.b:_kernel`.
+A process of pytest in the interpreter notes the kernels that ran (those in Gluon run without it),
+and a later one compares them with those that stand in the code (`make kernels-check` runs both).
+Device functions that kernels call count as kernels. A kernel is named by its module and its name:
+`engine.a.b:_kernel`.
 """
 
 import ast
@@ -73,6 +74,15 @@ def uses(kernel: ast.FunctionDef, *names: str) -> bool:
 def noted_runs(folder: Path) -> set[str]:
     """Return all kernels that processes have noted in a folder."""
     return {name for file in folder.glob("*.txt") for name in file.read_text("utf-8").splitlines()}
+
+
+def note_runs(names: set[str]) -> None:
+    """Note kernels that were run otherwise (Gluon has no interpreter), if anybody takes notes."""
+    if VARIABLE in os.environ:
+        folder = Path(os.environ[VARIABLE])
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"{os.getpid()}-otherwise.txt").open("a", encoding="utf-8") as file:
+            file.writelines(f"{name}\n" for name in sorted(names))
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.engine.kernel_runs import note_runs
+
 
 @dataclass
 class Pointer:
@@ -208,6 +210,7 @@ class Described:
 def run(modules: list[ModuleType], grid: tuple[int, int], *args: Any, **constants: Any) -> None:
     """Call `attend` of the last of the modules for every program; tensors become pointers."""
     scope = {name: value for module in modules for name, value in vars(module).items()}
+    ran: set[str] = set()
     pointers = [Pointer(arg.view(-1)) if isinstance(arg, Tensor) else arg for arg in args]
     for place in [(x, y) for y in range(grid[1]) for x in range(grid[0])]:
         program = Program(place, grid)
@@ -217,9 +220,21 @@ def run(modules: list[ModuleType], grid: tuple[int, int], *args: Any, **constant
         names["_synchronize"] = lambda: None
         for name, value in scope.items():
             if hasattr(value, "fn"):
-                names[name] = FunctionType(value.fn.__code__, names)
+                names[name] = _noting(ran, value.fn, names)
         names["attend"](*pointers, **constants)
         assert not any(bar.expected for bar in program.barriers), "a load is left under way"
+    note_runs(ran)
+
+
+def _noting(ran: set[str], function: Any, names: dict[str, Any]) -> Any:
+    """Return the function with other globals; a call of it is noted."""
+    moved = FunctionType(function.__code__, names)
+
+    def call(*args: Any, **constants: Any) -> Any:
+        ran.add(f"{function.__module__}:{function.__name__}")
+        return moved(*args, **constants)
+
+    return call
 
 
 def _where(condition: Any, yes: Any, no: Any) -> Any:
