@@ -65,7 +65,7 @@ def test_attention_to_pages_counts_visible_pairs() -> None:
     queries = replace(single, counts=QueryCounts(cu_seqlens_q=starts, most=3))
     assert paged_operations(q, queries, 16) == 2 * (8 + 9 + 1 + 2 + 3) * 2 * (24 + 16)
     assert paged_operations(q[:2], single, 16) == 2 * (9 + 3) * 2 * (24 + 16)
-    timer = StageTimer(kernels)
+    timer = StageTimer(kernels, H200)
     timer.mode = TimerMode.BOUNDS
     assert timer.why_no_pages(cache, 16) == ""
     timer.paged_attention(q[:2], cache, timer.plan_paged(single, cache, 2), 16, 1.0)
