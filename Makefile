@@ -6,7 +6,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 CONFIG ?=
 # Test processes at once; tests of whole clusters wait more than they compute.
-JOBS ?= 3
+JOBS ?= 2
 # Files in the order of their names: those of clusters, with few long tests, must not come last.
 BESIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 VENV := .venv

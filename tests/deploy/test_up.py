@@ -100,6 +100,7 @@ def listening(run_id: str) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.cluster
 def test_a_cluster_speaks_tls_and_listens_on_the_loopback_interface_only(tmp_path: Path) -> None:
     sections = (
         'http_processes = 2\n[tls]\nmode = "auto"\nhttp_mutual = true\n'

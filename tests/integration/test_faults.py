@@ -155,7 +155,7 @@ def test_a_deadline_is_answered_and_frees_everything(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("role", "count", "length"),
     # Decode dies while it generates, prefill while it has prompts for seconds.
-    [("decode", 12, 100), ("prefill", 24, 700)],
+    [("decode", 12, 100), pytest.param("prefill", 24, 700, marks=pytest.mark.cluster)],
 )
 def test_a_dead_rank_ends_its_group_and_its_requests(
     tmp_path: Path, role: str, count: int, length: int

@@ -90,6 +90,7 @@ def test_late_writes_never_reach_the_next_owner(
         assert running.metric("decode-0", "pd_kv_transfer_metadata_slots_in_use") == 0
 
 
+@pytest.mark.cluster
 def test_a_bad_prefill_worker_costs_no_request(
     oracle: DeepseekV3ForCausalLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
