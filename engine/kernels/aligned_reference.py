@@ -51,11 +51,6 @@ def count_rows(topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
     )
 
 
-def place_rows(counts: RowCounts, num_rows: int) -> Alignment:
-    """Lay out `num_rows` rows, a multiple of 128 and at least `counts.num_rows`."""
-    return counts.lay_out(num_rows)
-
-
 def align_to_experts(
     topk_ids_TK: Tensor, first: int, num_experts: int, capacity: int | None = None
 ) -> Alignment:

@@ -135,10 +135,6 @@ class Kernels(Protocol):
         """Choose the row of every (token, expert) pair, by int64 or int32 ids; count the rows."""
         ...
 
-    def place_rows(self, counts: RowCounts, num_rows: int) -> Alignment:
-        """Lay out as many rows as the host has learnt that there are."""
-        ...
-
     def align_to_experts(
         self, topk_ids_TK: Tensor, first: int, num_experts: int, capacity: int | None = None
     ) -> Alignment:

@@ -83,7 +83,6 @@ class HopperKernels:
     silu_and_mul_fp8 = staticmethod(quant.silu_and_mul_fp8)
     quantize_rows = staticmethod(quant.quantize_rows)
     count_rows = staticmethod(permute.count_rows)
-    place_rows = staticmethod(permute.place_rows)
     align_to_experts = staticmethod(permute.align_to_experts)
     spread_rows = staticmethod(permute.spread_rows)
     gather_rows = staticmethod(permute.gather_rows)

@@ -40,7 +40,6 @@ class PortableKernels:
     group_limited_topk = staticmethod(reference.group_limited_topk)
     grouped_mlp = staticmethod(reference.grouped_mlp)
     count_rows = staticmethod(aligned_reference.count_rows)
-    place_rows = staticmethod(aligned_reference.place_rows)
     align_to_experts = staticmethod(aligned_reference.align_to_experts)
     spread_rows = staticmethod(aligned_reference.spread_rows)
     gather_rows = staticmethod(aligned_reference.gather_rows)

@@ -112,7 +112,6 @@ class TritonKernels:
         self.group_limited_topk = shared.group_limited_topk
         self.grouped_mlp = shared.grouped_mlp
         self.count_rows = shared.count_rows
-        self.place_rows = shared.place_rows
         self.align_to_experts = shared.align_to_experts
         self.spread_rows = shared.spread_rows
         self.gather_rows = shared.gather_rows

@@ -148,7 +148,7 @@ def _align(
     sizes = exchange.num_rows_per_expert
     num_rows = sum(-(-size // ROW_BLOCK) * ROW_BLOCK for size in sizes)
     counts = kernels.count_rows(exchange.expert_M.unsqueeze(1), 0, len(sizes))
-    alignment: Alignment = kernels.place_rows(counts, counts.rows_to_lay_out(num_rows))
+    alignment: Alignment = counts.lay_out(counts.rows_to_lay_out(num_rows))
     aligned = AlignedRows.spread(kernels, rows, alignment)
     places_M = alignment.rows_TK.flatten().long()
     return aligned, AllToAllHandle(exchange=exchange, places_M=places_M)

@@ -79,7 +79,7 @@ class DeepEPNormalDispatcher:
             arrived.topk_ids_NK, 0, self._buffer.shape.num_local_experts
         )
         num_rows = counts.rows_to_lay_out(sum(arrived.num_rows_per_expert))
-        alignment = self._kernels.place_rows(counts, num_rows)
+        alignment = counts.lay_out(num_rows)
         aligned = AlignedRows.spread(self._kernels, arrived.rows, alignment)
         handle = NormalHandle(
             alignment=alignment, topk_weights_NK=arrived.topk_weights_NK, handle=arrived.handle

@@ -228,11 +228,6 @@ def _count_rows(
     return RowCounts(rows_TK=rows_TK, ends_E=ends_E, expert_M=expert_M), token_V
 
 
-def place_rows(counts: RowCounts, num_rows: int) -> Alignment:
-    """Lay out `num_rows` rows, a multiple of 128 and at least `counts.num_rows`."""
-    return counts.lay_out(num_rows)
-
-
 def align_to_experts(
     topk_ids_TK: Tensor, first: int, num_experts: int, capacity: int | None = None
 ) -> Alignment:

@@ -110,7 +110,7 @@ def test_the_capacity_of_known_layouts() -> None:
 def test_the_counted_number_of_rows_is_enough(case: tuple[torch.Tensor, int, int]) -> None:
     ids, first, num_local = case
     counts = aligned_reference.count_rows(ids, first, num_local)
-    exact = aligned_reference.place_rows(counts, int(counts.num_rows))
+    exact = counts.lay_out(int(counts.num_rows))
     bound = aligned_reference.align_to_experts(ids, first, num_local)
     assert torch.equal(exact.rows_TK, bound.rows_TK)
     assert torch.equal(exact.expert_M, bound.expert_M[: len(exact.expert_M)])
@@ -126,7 +126,7 @@ def test_rows_are_laid_out_in_steps_that_have_room(case: tuple[torch.Tensor, int
     chosen = counts.rows_to_lay_out(used)
     assert used <= chosen <= most
     assert chosen == most or chosen in [0, *row_steps(most)]
-    assert len(aligned_reference.place_rows(counts, chosen).expert_M) == chosen
+    assert len(counts.lay_out(chosen).expert_M) == chosen
 
 
 @given(st.integers(0, 1000))
@@ -143,7 +143,7 @@ def test_without_local_pairs_there_are_no_rows() -> None:
     ids = torch.tensor([[0, 1], [1, 0]])
     counts = aligned_reference.count_rows(ids, 4, 2)
     assert int(counts.num_rows) == 0
-    alignment = aligned_reference.place_rows(counts, 0)
+    alignment = counts.lay_out(0)
     spread = aligned_reference.spread_rows(reference.quantize_rows(torch.randn(2, 128)), alignment)
     assert spread.num_rows == 0
     own = torch.randn(2, 128)

@@ -205,8 +205,8 @@ def test_count_rows_and_place_them(num_tokens: int, first: int, num_local: int) 
     assert torch.equal(counts.ends_E, expected.ends_E)
     assert torch.equal(counts.expert_M, expected.expert_M)
     num_rows = int(counts.num_rows)
-    actual = permute.place_rows(counts, num_rows)
-    assert torch.equal(actual.expert_M, aligned_reference.place_rows(expected, num_rows).expert_M)
+    actual = counts.lay_out(num_rows)
+    assert torch.equal(actual.expert_M, expected.lay_out(num_rows).expert_M)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 70])
@@ -219,7 +219,7 @@ def test_routing_is_read_where_it_arrived(num_tokens: int) -> None:
     expected = aligned_reference.count_rows(ids, 32, 32)
     assert torch.equal(counts.rows_TK, expected.rows_TK)
     assert torch.equal(counts.expert_M, expected.expert_M)
-    alignment = permute.place_rows(counts, int(counts.num_rows))
+    alignment = counts.lay_out(int(counts.num_rows))
     out = draw(alignment.expert_M.shape[0], HIDDEN)
     arrived = message[:, 8:].view(torch.float32)
     actual = permute.gather_rows(out, alignment, arrived, None)
@@ -232,7 +232,7 @@ def test_no_token_and_no_row() -> None:
     for ids in torch.zeros((0, 2), device=DEVICE).long(), torch.zeros((3, 2), device=DEVICE).long():
         counts = permute.count_rows(ids, 5, 4)
         assert int(counts.num_rows) == 0
-        alignment = permute.place_rows(counts, 0)
+        alignment = counts.lay_out(0)
         spread = permute.spread_rows(reference.quantize_rows(draw(len(ids), HIDDEN)), alignment)
         assert spread.num_rows == 0
         source = torch.zeros((0, HIDDEN), dtype=torch.bfloat16, device=DEVICE)

@@ -134,6 +134,6 @@ def test_places_fit_what_is_laid_out() -> None:
     counts = aligned_reference.count_rows(torch.tensor([[0], [1]]), 0, 2)
     for num_rows in (100, 384):
         with pytest.raises(InternalError, match="a multiple of 128 up to 256 is wanted"):
-            aligned_reference.place_rows(counts, num_rows)
+            counts.lay_out(num_rows)
     with pytest.raises(InternalError, match="tokens: 5 was given; there is room for 4"):
         masked_reference.mask_to_experts(torch.zeros(5, 1, dtype=torch.int64), 0, 2, 4)
