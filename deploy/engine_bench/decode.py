@@ -29,12 +29,10 @@ from engine.batch import build_forward_batch
 from engine.boot_execution import halves_steps
 from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.capture import Capture
-from engine.graphs.graph_runner import GraphRunner
-from engine.graphs.step_graphs import StepGraphs
+from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.operations import do_nothing
-from engine.parallel.groups import RankGroup
 from engine.request import ScheduledRequest
-from engine.runner import ModelRunner, PendingStep
+from engine.runner import PendingStep
 from engine.warm_up import products
 
 _NUM_REPLAYS = 30
@@ -101,45 +99,6 @@ def step_sizes(requests: Sequence[int], max_num_seqs: int) -> tuple[int, ...]:
     """
     known, mean = batch_buckets(max_num_seqs), -(-sum(requests) // len(requests))
     return tuple(sorted({bucket_for(max(count, mean), known) for count in requests}))
-
-
-def capture_runner(
-    runner: ModelRunner,
-    *,
-    sizes: Sequence[int],
-    max_num_seqs: int,
-    max_model_len: int,
-    group: RankGroup | None = None,
-    use_graphs: bool | None = None,
-) -> GraphRunner:
-    """Capture steps as a worker does, but of the sizes that come only; all ranks call.
-
-    Args:
-        runner: of the model.
-        sizes: that come, ascending.
-        max_num_seqs: places of the worker.
-        max_model_len: most tokens of a request.
-        group: of these ranks, for host memory; None for a rank alone.
-        use_graphs: None for graphs on a GPU, as in `StepGraphs`.
-
-    Raises:
-        RuntimeError: the steps cannot be captured, which a measurement does not get around.
-    """
-    graphs = StepGraphs(
-        runner.model,
-        runner.kv_pool,
-        vocab_size=runner.sampler.vocab_size,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        buckets=sizes,
-        use_graphs=use_graphs,
-    )
-    try:
-        graphs.capture(group=group)
-    except BaseException:
-        graphs.close()  # now, and not when nobody refers to them any more
-        raise
-    return GraphRunner(runner, graphs)
 
 
 def _report(
@@ -210,12 +169,12 @@ class _DecodeBench:
         self._session, self._options, self._requests = session, options, requests
         self._runner = GraphRunner(session.runner, None)
         if options.section.wants_graphs:
-            self._runner = capture_runner(
+            self._runner = capture_steps(
                 session.runner,
-                sizes=step_sizes(options.requests, options.section.max_num_seqs),
                 max_num_seqs=options.section.max_num_seqs,
                 max_model_len=session.rank.max_model_len,
                 group=session.rank.groups.boot_group,
+                buckets=step_sizes(options.requests, options.section.max_num_seqs),
             )
 
     @property

@@ -86,6 +86,8 @@ def capture_steps(
     max_model_len: int,
     group: RankGroup | None = None,
     progress: CaptureProgress | None = None,
+    buckets: Sequence[int] | None = None,
+    use_graphs: bool | None = None,
 ) -> GraphRunner:
     """Capture the decode steps of a runner; all ranks that share experts do it together.
 
@@ -95,6 +97,8 @@ def capture_steps(
         max_model_len: most tokens of a request.
         group: of these ranks, for host memory; None for a rank alone.
         progress: told how many graphs are done.
+        buckets: sizes of steps, ascending; None for those that a worker may meet.
+        use_graphs: as in `StepGraphs`.
 
     Raises:
         CaptureError: the model of a rank cannot be captured, which all of them say; the runner
@@ -108,6 +112,8 @@ def capture_steps(
         vocab_size=runner.sampler.vocab_size,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
+        buckets=buckets,
+        use_graphs=use_graphs,
     )
     try:
         graphs.capture(progress, group=group)

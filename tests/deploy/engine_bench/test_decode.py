@@ -8,10 +8,11 @@ import pytest
 
 from deploy.cli import main
 from deploy.engine_bench import rank_model
-from deploy.engine_bench.decode import capture_runner, step_sizes
+from deploy.engine_bench.decode import step_sizes
 from engine.boot_execution import OpenExecution, open_execution
 from engine.build import build_kv_pool, build_model
 from engine.graphs.buckets import batch_buckets
+from engine.graphs.graph_runner import capture_steps
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.shapes import TINY, with_layers
@@ -132,8 +133,8 @@ def test_steps_have_the_sizes_that_a_worker_captures(
 def test_only_the_sizes_that_come_are_captured() -> None:
     model = build_model(with_layers(TINY, 1), load_format="dummy")
     runner = ModelRunner(model, build_kv_pool(model, 4), Sampler(TINY.vocab_size))
-    captured = capture_runner(
-        runner, sizes=(2, 8), max_num_seqs=16, max_model_len=128, use_graphs=False
+    captured = capture_steps(
+        runner, max_num_seqs=16, max_model_len=128, buckets=(2, 8), use_graphs=False
     )
     assert captured._graphs.buckets == (2, 8)
     assert captured._graphs.is_captured
