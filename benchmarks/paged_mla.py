@@ -3,8 +3,9 @@
 Run ``python -m benchmarks.paged_mla --json OUT.json`` on a Hopper GPU with the `gpu` extra; without
 FlashMLA ours is timed alone. Queries and latents are random, blocks are shuffled; each result is
 compared with the reference before it is timed. Times are medians of replayed graphs of several
-calls, each over another layer of a pool; the schedule, made once a step, is timed apart. Bounds are
-an H200's: operations over its bfloat16 peak, latents once over its memory's bandwidth.
+calls, each over another layer of a pool; the schedule, made once a step, is timed apart. The
+bound is of the GPU's data sheet: operations over its bfloat16 peak, latents once over its memory's
+bandwidth; a GPU without a sheet here gets no share.
 
 ``--suffix`` times prefill's case instead: new tokens behind a long context, of a rank's heads.
 """
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.decode_layer import DTYPES, measure
-from engine.bounds import H200
+from deploy.engine_bench.data_sheets import find_sheet
 from engine.kernels import flash_mla
 from engine.kernels.latent_storage import to_storage
 from engine.kernels.paged_mla.attention import PagedMLA
@@ -60,14 +61,16 @@ class Step:
         rows = self.q_THL.shape[0] * self.q_THL.shape[1]
         return latents + 2.0 * rows * (LATENT + RANK)
 
-    def describe(self, seconds: float) -> dict[str, float]:
-        """Return rates, and the share of the larger bound."""
-        bounds = self.operations / H200.attention, self.num_bytes / H200.memory
+    def describe(self, seconds: float) -> dict[str, float | None]:
+        """Return rates, and the share of the larger bound; None for a GPU without a sheet."""
+        sheet = find_sheet(torch.cuda.get_device_name(DEVICE))
+        rates = None if sheet is None else sheet.rates
+        bound = rates and max(self.operations / rates.attention, self.num_bytes / rates.memory)
         return {
             "us": seconds * 1e6,
             "tflops": self.operations * 1e-12 / seconds,
             "gb_per_s": self.num_bytes * 1e-9 / seconds,
-            "share_of_bound": max(bounds) / seconds,
+            "share_of_bound": bound and bound / seconds,
         }
 
 
