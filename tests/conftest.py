@@ -1,7 +1,8 @@
 """What all tests share.
 
-No deadline for an example of a property: a machine that is busy with something else stops a test
-for longer than any. And a test's clusters are not found by a person's commands, nor theirs by it.
+No deadline for an example of a property, and none for drawing one: a machine that is busy with
+something else stops a test for longer than any. And a test's clusters are not found by a person's
+commands, nor theirs by it.
 """
 
 import os
@@ -9,9 +10,9 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("tandem", deadline=None)
+settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tandem")
 
 
