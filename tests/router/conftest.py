@@ -17,7 +17,7 @@ from router.service import RouterService
 from router.text.tokenizer import Tokenizer
 from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection
 from tests.router.fakes import MAX_MODEL_LEN, SECRET, FakeDecode, FakePrefill
-from tests.router.proxy import Proxy
+from tests.tcp_proxy import Proxy
 
 MODEL = "org/tiny-model"
 ANSWER = "Hello w\u00f6rld \U0001f642 and more text follows. END of it."

@@ -43,7 +43,7 @@ from runtime.wire import (
     sampling_from_proto,
 )
 from tests.router.deltas import delta_of, error_delta, position_logprobs, since
-from tests.router.proxy import Proxy
+from tests.tcp_proxy import Proxy
 
 SECRET = "test-secret"
 CREDENTIALS = Credentials.of_secret(SECRET)

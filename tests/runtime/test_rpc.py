@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -23,6 +21,7 @@ from runtime.net import Credentials, Listen
 from runtime.pb import registry_pb2, registry_pb2_grpc
 from runtime.rpc import ServerLimits, bind_port, create_server, map_rpc_errors, open_channel
 from tests.runtime.fake_registry import RIGHT, FakeRegistry, serve
+from tests.tcp_proxy import Proxy
 
 
 async def test_only_the_secret_opens_the_server() -> None:
@@ -202,34 +201,17 @@ async def test_an_absent_peer_is_lost() -> None:
         assert caught.value.request_id == "r9"
 
 
-@contextlib.asynccontextmanager
-async def slow_to_answer(port: int, delay_s: float) -> AsyncIterator[str]:
-    """The address of a proxy to ``port`` that accepts at once and answers after ``delay_s``."""
-
-    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(65_536):
-                writer.write(data)
-        writer.close()
-
-    async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(delay_s)
-        there = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(forward(reader, there[1]), forward(there[0], writer))
-
-    proxy = await asyncio.start_server(serve_one, "127.0.0.1", 0)
-    async with proxy:
-        yield f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
-
-
 @pytest.mark.parametrize("delay_s", [0.4, 1.2])
 async def test_a_peer_that_is_slow_to_accept_is_not_lost(delay_s: float) -> None:
     server, port = await serve(FakeRegistry())
-    async with slow_to_answer(port, delay_s) as address, open_channel(address, RIGHT) as channel:
+    proxy = Proxy(delay_s)
+    address = f"127.0.0.1:{await proxy.start(port)}"
+    async with open_channel(address, RIGHT) as channel:
         stub = registry_pb2_grpc.RegistryStub(channel)
         with map_rpc_errors("registry"):
             response = await stub.Renew(registry_pb2.RenewRequest(lease_id="x"), timeout=60)
         assert not response.known
+    await proxy.close()
     await server.stop(None)
 
 

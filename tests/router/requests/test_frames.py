@@ -15,7 +15,7 @@ from router.requests.frames import FrameStream
 from runtime.errors import ErrorCode, TandemError
 from runtime.pb import common_pb2, decode_pb2, registry_pb2
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
-from tests.router.proxy import Proxy
+from tests.tcp_proxy import Proxy
 
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}
 KEY = WorkerKey("decode-0", 1, 0)
@@ -66,7 +66,7 @@ async def test_a_connection_that_is_cut_costs_no_request(
         tasks = [asyncio.create_task(answer(http)) for _ in range(20)]
         await cluster.until(lambda: len(decode.requests) == 20)
         await cluster.until(lambda: all(len(r.sent) == 2 for r in decode.requests.values()))
-        proxy.cut()
+        await proxy.cut()
         await cluster.until(lambda: decode.num_streams_ever == 2)
         decode.go_on.set()
         assert [await task for task in tasks] == [(200, ANSWER)] * 20
