@@ -11,13 +11,13 @@ JOBS ?= 2
 BESIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := deploy router prefill decode worker engine kv_transfer runtime
-SOURCES := $(PACKAGES) tests benchmarks
+PACKAGES := deploy bench router prefill decode worker engine kv_transfer runtime
+SOURCES := $(PACKAGES) tools tests
 # Apart from .venv, which has no Triton: nothing else on a CPU may come to need it.
 KERNELS := .venv-kernels
 RUNS := $(KERNELS)/runs
 KERNEL_TESTS := -m gpu tests/engine/kernels tests/engine/parallel/nvlink tests/engine/sampling \
-	tests/deploy/tune/test_bench_gpu.py
+	tests/bench/tuner/test_bench_gpu.py
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 	$(PIP_ARGS) -c constraints-cpu.txt
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import re
 from pathlib import Path
 
 from deploy.certificates import check_certificate
 from deploy.decode_memory import plan_decode_memory
+from deploy.devices import count_devices
 from deploy.model_folder import with_model
 from deploy.plan import num_devices_needed, plan_instances
 from deploy.ports import free_ports, listen_at
@@ -123,15 +123,6 @@ def count_devices_for(config: ClusterConfig) -> int:
     if config.cluster.spans_hosts:
         return num_devices_needed(plan_instances(config))
     return count_devices()
-
-
-def count_devices() -> int:
-    """CUDA devices of this machine that we may use, without loading any CUDA library."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    present = len([entry for entry in Path("/dev").glob("nvidia*") if entry.name[6:].isdigit()])
-    if visible is None:
-        return present
-    return min(present, len([entry for entry in visible.split(",") if entry.strip()]))
 
 
 def read_model(config: ClusterConfig) -> ModelConfig:

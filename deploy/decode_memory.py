@@ -1,14 +1,14 @@
 """Whether a decode rank fits on its GPU, and what of the GPU is left for KV.
 
-Joins the configuration of a cluster with the arithmetic of ``engine.parallel.ep_budget``; nothing
+Joins the configuration of a cluster with the arithmetic of ``deploy.decode_budget``; nothing
 is started, and no GPU is asked.
 """
 
 from __future__ import annotations
 
+from deploy.decode_budget import DecodeBudget, DecodePlan, divide_memory
 from engine.config import ModelConfig
 from engine.graphs.buckets import batch_buckets
-from engine.parallel.ep_budget import DecodeBudget, DecodePlan, divide_memory
 from runtime.config import ClusterConfig, DecodeSection
 from runtime.errors import ConfigError
 

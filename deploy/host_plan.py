@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from deploy.devices import count_devices, visible_devices
 from deploy.plan import OWN_PYTHON, ProcessSpec, Role
 from deploy.ports import listen_at
 from deploy.rank_command import rank_command
@@ -210,9 +211,6 @@ def _asked_at(place: HostPlace, local: int) -> str:
 
 def _devices(count: int, place: HostPlace) -> tuple[Mapping[str, str], ...]:
     """Variables of each rank; the first ``count`` GPUs that we may use, in order."""
-    from deploy.checks import count_devices
-    from deploy.pair_bench.cluster import visible_devices
-
     names = visible_devices(os.environ, count_devices())
     if count > len(names):
         field = f"{place.role.value}.device"

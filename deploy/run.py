@@ -17,11 +17,11 @@ from deploy.certificates import with_certificates
 from deploy.checks import (
     check_config,
     check_ports,
-    count_devices,
     count_devices_for,
     resolve_config,
 )
 from deploy.controller import Controller
+from deploy.devices import count_devices
 from deploy.errors import ClusterError
 from deploy.former_run import FormerRun, end_former_run, find_former_run, settings_of
 from deploy.plan import (

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (
     "deploy",
+    "bench",
     "router",
     "prefill",
     "decode",
@@ -21,8 +22,8 @@ FOLDERS = (
     "engine",
     "kv_transfer",
     "runtime",
+    "tools",
     "tests",
-    "benchmarks",
 )
 GENERATED = ROOT / "runtime" / "pb"
 

@@ -23,7 +23,17 @@ OF_A_RUNNING_WORKER = {
     "pd_kv_transfer_metadata_slots_in_use",
 }
 """Metrics that a rank adds when it opens its transport and joins the pool."""
-PACKAGES = ("deploy", "router", "prefill", "decode", "worker", "engine", "kv_transfer", "runtime")
+PACKAGES = (
+    "deploy",
+    "bench",
+    "router",
+    "prefill",
+    "decode",
+    "worker",
+    "engine",
+    "kv_transfer",
+    "runtime",
+)
 SECTIONS = tuple(field.name for field in dataclasses.fields(ClusterConfig))
 CHART_VALUES = yaml.safe_load((ROOT / "helm" / "tandem" / "values.yaml").read_text("utf-8"))
 
@@ -58,7 +68,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_named_files_and_fields_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    for path in re.findall(rf"`((?:{'|'.join(PACKAGES)}|docs|benchmarks|tests)/[\w/.-]+)`", text):
+    for path in re.findall(rf"`((?:{'|'.join(PACKAGES)}|docs|tools|tests)/[\w/.-]+)`", text):
         assert (ROOT / path).exists(), path
     config = ClusterConfig()
     for section, field in re.findall(rf"`({'|'.join(SECTIONS)})\.([a-z_]+)`", text):

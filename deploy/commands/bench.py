@@ -8,8 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.commands.common import add_command
-from deploy.engine_bench.command import (
+from bench.engine.command import (
     add_decode_arguments,
     add_prefill_arguments,
     add_rows_arguments,
@@ -17,12 +16,13 @@ from deploy.engine_bench.command import (
     run_prefill_command,
     run_rows_command,
 )
-from deploy.kv_bench.command import add_arguments as add_kv_arguments
-from deploy.kv_bench.command import run as run_kv
-from deploy.pair_bench.command import add_arguments as add_pair_arguments
-from deploy.pair_bench.command import run as run_pair
-from deploy.tune.command import add_arguments as add_tune_arguments
-from deploy.tune.command import run as run_tune
+from bench.kv.command import add_arguments as add_kv_arguments
+from bench.kv.command import run as run_kv
+from bench.pair.command import add_arguments as add_pair_arguments
+from bench.pair.command import run as run_pair
+from bench.tuner.command import add_arguments as add_tune_arguments
+from bench.tuner.command import run as run_tune
+from deploy.commands.common import add_command
 from runtime.config_file import load_config
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _add_engine_parsers(subjects: Subparsers) -> None:
         description="Row after row of a file, each as `tandem bench prefill` or `tandem bench "
         "decode` would be given it. Neighbours with the same ranks share processes, and the model "
         "where they agree on it.",
-        examples="tandem bench rows benchmarks/rows/one-gpu.txt --json table.jsonl\n"
+        examples="tandem bench rows bench/rows/one-gpu.txt --json table.jsonl\n"
         "tandem bench rows table.txt --add '--seconds 10 --profile off'",
     )
     add_rows_arguments(rows)
@@ -117,7 +117,7 @@ def _add_engine_parsers(subjects: Subparsers) -> None:
 
 def run_startup(arguments: argparse.Namespace) -> int:
     """Start a cluster of its own, measure, stop it."""
-    from deploy.startup_bench import measure_startup
+    from bench.startup import measure_startup
 
     result = measure_startup(load_config(arguments.config))
     print(json.dumps(dataclasses.asdict(result), indent=1))

@@ -97,7 +97,7 @@ def _count_tensors(path: Path) -> tuple[int, int, dict[str, int]]:
 
 def run_parity(arguments: argparse.Namespace) -> int:
     """Print the comparison; 1 when it shows a difference beyond the tolerance."""
-    from engine.parity import compare_with_transformers
+    from bench.parity import compare_with_transformers
     from engine.weights.errors import CheckpointError
 
     try:

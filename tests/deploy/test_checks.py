@@ -12,10 +12,10 @@ import pytest
 from deploy.checks import (
     check_config,
     check_ports,
-    count_devices,
     remarks_of,
     resolve_config,
 )
+from deploy.devices import count_devices
 from deploy.model_folder import BUNDLED_MODEL
 from deploy.ports import free_port
 from runtime.config import ClusterConfig

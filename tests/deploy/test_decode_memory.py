@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import deploy
+from bench.pair.model_folder import hf_config
+from bench.shapes import DEEPSEEK_V3
 from deploy.checks import check_config, resolve_config
 from deploy.cli import main
+from deploy.decode_budget import ALLOCATOR_SLACK
 from deploy.decode_memory import describe_decode_memory, plan_decode_memory
-from deploy.pair_bench.model_folder import hf_config
-from engine.parallel.ep_budget import ALLOCATOR_SLACK
-from engine.shapes import DEEPSEEK_V3
 from runtime.config import ClusterConfig
 from runtime.config_file import load_config
 from runtime.errors import ConfigError

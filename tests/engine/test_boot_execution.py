@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from bench.shapes import TINY
 from engine import boot_execution
 from engine.boot_execution import (
     OpenExecution,
@@ -19,7 +20,6 @@ from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.parallel.symmetric import SymmetricOptions
-from engine.shapes import TINY
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 

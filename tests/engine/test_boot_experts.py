@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from bench.shapes import TINY
 from engine.boot_experts import half_room, open_transfers, place_experts
 from engine.config import ModelConfig
 from engine.kernels.portable import PortableKernels
@@ -10,7 +11,6 @@ from engine.parallel.dims import ParallelDims
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
-from engine.shapes import TINY
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 from tests.engine.parallel.fake_ranks import SilentGroup

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.shapes import DEEPSEEK_V3
 from engine import kv_size
 from engine.build import build_kv_pool, build_model
 from engine.config import ModelConfig
@@ -34,7 +35,6 @@ from engine.rehearsal import (
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
-from engine.shapes import DEEPSEEK_V3
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 from tests.engine.tiny import tiny_config

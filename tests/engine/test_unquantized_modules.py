@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from bench.parity import compare_with_transformers
 from engine.build import build_model
 from engine.config import ModelConfig
 from engine.kernels.portable import PortableKernels
 from engine.layers.plain_weights import describe_plain_weights
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from engine.parity import compare_with_transformers
 from engine.weights.errors import CheckpointError
 from engine.weights.loader import load_weights
 from runtime.errors import ConfigError

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy.engine_bench.launcher import NO_MULTICAST
-from deploy.pair_bench.cluster import rotate, visible_devices
+from bench.engine.launcher import NO_MULTICAST
+from bench.pair.cluster import rotate
+from deploy.devices import visible_devices
 from deploy.ports import free_port, free_ports
 from runtime.config import ClusterConfig
 from runtime.config_file import dump_config

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bench.shapes import DEEPSEEK_V3
 from engine.build import LoadFormat, build_kv_pool, build_model
 from engine.config import ModelConfig
 from engine.execution import Execution
@@ -35,7 +36,6 @@ from engine.parallel.token_dispatcher import TURNS_LAG
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
-from engine.shapes import DEEPSEEK_V3
 from runtime.sampling import SamplingParams
 from tests.engine.parallel.counting_dispatcher import CountingDispatcher
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.parity import LOGIT_TOLERANCE, load_theirs
 from engine.batch import pack_forward_batch
 from engine.build import build_kv_pool, build_model
 from engine.config import ModelConfig
-from engine.parity import LOGIT_TOLERANCE, load_theirs
 from runtime.errors import ConfigError
 from tests.engine.tiny import random_tensors, tiny_config, write_checkpoint
 

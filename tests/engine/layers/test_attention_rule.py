@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.shapes import DEEPSEEK_V3
 from engine.config import ModelConfig
 from engine.layers.attention_rule import ABSORBED_BYTES, AttentionRule
-from engine.shapes import DEEPSEEK_V3
 
 FULL = AttentionRule.of(DEEPSEEK_V3)
 RULES = st.builds(

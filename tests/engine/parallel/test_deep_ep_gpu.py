@@ -23,7 +23,7 @@ def test_against_the_plain_sum(num_experts: int, tmp_path: Path) -> None:
     ranks = max(n for n in (2, 4, 8) if n <= torch.cuda.device_count())
     result = tmp_path / "result.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m", "benchmarks.deep_ep", "--check"]
+    command += ["--nproc-per-node", str(ranks), "-m", "bench.kernels.deep_ep", "--check"]
     command += ["--experts", str(num_experts), "--json", str(result)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from bench.shapes import DEEPSEEK_V3, TINY
 from engine.kernels.portable import PortableKernels
 from engine.parallel import deep_ep
 from engine.parallel.deep_ep_low_latency_dispatcher import DeepEPLowLatencyDispatcher
@@ -24,7 +25,6 @@ from engine.parallel.open_dispatcher import (
     open_decode_dispatcher,
     open_prefill_dispatcher,
 )
-from engine.shapes import DEEPSEEK_V3, TINY
 from runtime.errors import ConfigError
 from tests.engine.parallel.fake_ranks import SilentGroup
 

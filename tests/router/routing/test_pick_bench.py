@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.pick import Costs, measure
+from bench.router.pick import Costs, measure
 
 
 def test_the_benchmark_measures_each_cost() -> None:

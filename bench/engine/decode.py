@@ -1,0 +1,240 @@
+"""Decode steps: one after another, each rank with its own requests, as in a decode worker.
+
+What runs is decided by the worker's own section of the configuration and driven by its own loop:
+ranks meet before a step, the next one is launched before the tokens of the one before are read, by
+graphs or one kernel at a time. Contexts are invented latents, and a request that ends is followed
+by another as long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bench.engine.data_sheets import find_sheet
+from bench.engine.figures import decode_rates, describe_layers
+from bench.engine.method import Run, describe_idle, describe_run, run_steps
+from bench.engine.options import BLOCK_SIZE, DecodeOptions
+from bench.engine.profiling import profile_batch
+from bench.engine.rank_model import RankModel, RankModels, device_name
+from bench.engine.report import Quantiles, Report, say
+from bench.engine.requests import RunningRequests, SamplingChoice, draw_contexts
+from bench.engine.session import Session, close_session, open_session
+from bench.engine.stages import BatchProfile
+from bench.engine.steps import StepRunner
+from engine.batch import build_forward_batch
+from engine.boot_execution import halves_steps
+from engine.graphs.buckets import batch_buckets, bucket_for
+from engine.graphs.capture import Capture
+from engine.graphs.graph_runner import GraphRunner, capture_steps
+from engine.operations import do_nothing
+from engine.request import ScheduledRequest
+from engine.runner import PendingStep
+from engine.warm_up import products
+
+_NUM_REPLAYS = 30
+
+
+def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
+    """Measure on one rank; the report on rank 0, None on the others."""
+    setup, section = options.setup, options.section
+    rank = models.get(setup, section)
+    requests = invent_requests(options, rank)
+    sizes = step_sizes(options.requests, section.max_num_seqs)
+    rows = {*sizes, *((size + 1) // 2 for size in sizes if halves_steps(section))}
+    rank.compile_for(products(rank.model, rank.model.kernels, sizes[-1], rows=sorted(rows)))
+    session = open_session(
+        rank,
+        setup,
+        num_blocks=requests.num_blocks,
+        kv_dtype=section.kv_dtype,
+        max_tokens=sizes[-1],
+        num_rows=len(requests),
+    )
+    bench = _DecodeBench(session, options, requests)
+    say("ready", rank=rank.place.rank)
+    run = run_steps(session, setup, section, requests, bench.runner)
+    mean_context = run.measurement.mean_context if run.measurement else 0.0
+    contexts = session.gather([mean_context, len(requests)])
+    model_s = bench.time_model()
+    profile = None
+    if setup.profile:
+        named = bench.run_eagerly if bench.is_captured else None
+        profile = profile_batch(session, bench.run_one, named=named)
+    report = _report(session, options, run, contexts=contexts, model_s=model_s, profile=profile)
+    bench.close()
+    close_session(session)
+    return report
+
+
+def invent_requests(options: DecodeOptions, rank: RankModel) -> RunningRequests:
+    """The requests of a rank, drawn from the seed and its number.
+
+    Raises:
+        ConfigError: they become longer than the model knows.
+    """
+    setup, number = options.setup, rank.place.rank
+    rank.check_length("context-lens", options.context_lens[1] + options.output_len)
+    generator = random.Random(f"{setup.seed} requests of rank {number}")
+    return RunningRequests(
+        draw_contexts(*options.context_lens, options.requests[number], generator),
+        output_len=options.output_len,
+        block_size=BLOCK_SIZE,
+        sampling=SamplingChoice(
+            temperature=setup.temperature,
+            top_p=setup.top_p,
+            vocab_size=rank.measured.config.vocab_size,
+        ),
+        generator=generator,
+    )
+
+
+def step_sizes(requests: Sequence[int], max_num_seqs: int) -> tuple[int, ...]:
+    """The sizes, ascending, in which a worker with so many places runs these ranks' steps.
+
+    Ranks with few requests pad to the group's mean (see `StepGraphs.launch_step`).
+    """
+    known, mean = batch_buckets(max_num_seqs), -(-sum(requests) // len(requests))
+    return tuple(sorted({bucket_for(max(count, mean), known) for count in requests}))
+
+
+def _report(
+    session: Session,
+    options: DecodeOptions,
+    run: Run,
+    *,
+    contexts: Sequence[Sequence[float]],
+    model_s: float | None,
+    profile: BatchProfile | None,
+) -> Report | None:
+    if not session.is_first:
+        return None
+    measured, steps = session.rank.measured, run.of_rank_0
+    sheet = find_sheet(device_name(session.device))
+    tokens = sum(options.requests)
+    mean_context = sum(mean * count for mean, count in contexts) / tokens
+    step_ms = 1e3 * steps.seconds / steps.num_steps
+    shown = ", ".join(map(str, options.requests))
+    unequal = [] if options.is_equal else [f"unequal ranks: {shown} requests"]
+    return {
+        "benchmark": "decode",
+        **describe_run(session, options.setup, options.section, run, notes=unequal),
+        "options": dataclasses.asdict(options),
+        "tokens_per_step": tokens,
+        "mean_context": mean_context,
+        "ranks": [{"requests": int(count), "mean_context": mean} for mean, count in contexts],
+        "step_ms": dataclasses.asdict(Quantiles.of(steps.step_s)),
+        "rates": decode_rates(
+            measured,
+            options,
+            sheet,
+            tokens_per_s=steps.per_s(tokens),
+            mean_context=mean_context,
+        ),
+        "layers_us": describe_layers(
+            measured, options, sheet, model_s=model_s, mean_context=mean_context
+        ),
+        "idle_between_steps_ms": describe_idle(steps),
+        "profile": dataclasses.asdict(profile) if profile is not None else None,
+        "bubbles_ms": None if profile is None else profile.bubbles_ms(step_ms),
+    }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _DecodeRunner:
+    """Launches as the loop of a decode worker does: a step's launch is short."""
+
+    runner: GraphRunner
+
+    def launch(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        after: PendingStep | None,
+        group_mean: int,
+        meanwhile: Callable[[], None],
+    ) -> PendingStep:
+        return self.runner.launch(scheduled, after=after, group_mean=group_mean)
+
+    def run_dummy(self, group_mean: int) -> None:
+        self.runner.run_dummy(group_mean=group_mean)
+
+
+class _DecodeBench:
+    """The runner of one rank, and steps outside of the loop, for what is looked at besides."""
+
+    def __init__(self, session: Session, options: DecodeOptions, requests: RunningRequests) -> None:
+        self._session, self._options, self._requests = session, options, requests
+        self._runner = GraphRunner(session.runner, None)
+        if options.section.wants_graphs:
+            self._runner = capture_steps(
+                session.runner,
+                max_num_seqs=options.section.max_num_seqs,
+                max_model_len=session.rank.max_model_len,
+                group=session.rank.groups.boot_group,
+                buckets=step_sizes(options.requests, options.section.max_num_seqs),
+            )
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps are graphs."""
+        return self._runner.has_graphs
+
+    @property
+    def runner(self) -> StepRunner:
+        """Of the steps."""
+        return _DecodeRunner(self._runner)
+
+    def run_one(self) -> None:
+        """Run a step and wait for it; all ranks call."""
+        self._run(self.runner)
+
+    def run_eagerly(self) -> None:
+        """The same, one kernel at a time."""
+        self._run(_DecodeRunner(GraphRunner(self._session.runner, None)))
+
+    @torch.inference_mode()
+    def time_model(self) -> float | None:
+        """Return the device seconds of all layers alone, captured, in the mean.
+
+        None where steps are not captured, and where ranks are unequal.
+        """
+        session = self._session
+        if not self.is_captured or not self._options.is_equal:
+            return None
+        session.begin_step()
+        batch = build_forward_batch(self._requests.peek(), BLOCK_SIZE, session.device)
+
+        def run_model() -> None:
+            session.rank.model.forward(batch, session.runner.kv_pool)
+
+        graph = Capture(session.device).graph(run_model)
+        session.rank.meet()
+        first, last = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        graph.replay()
+        first.record()
+        for _ in range(_NUM_REPLAYS):
+            graph.replay()
+        last.record()
+        session.rank.meet()
+        graph.reset()
+        return float(first.elapsed_time(last)) / 1e3 / _NUM_REPLAYS
+
+    def close(self) -> None:
+        """Forget the graphs, before the groups end."""
+        self._runner.close()
+
+    def _run(self, runner: StepRunner) -> None:
+        group_mean = -(-sum(self._options.requests) // len(self._options.requests))
+        self._session.begin_step()
+        scheduled = self._requests.schedule()
+        if scheduled:
+            self._requests.take(runner.launch(scheduled, None, group_mean, do_nothing).collect())
+        else:
+            runner.run_dummy(group_mean)
+            self._session.rank.synchronize()

@@ -1,0 +1,308 @@
+"""What is asked for: the options of both measurements, checked before anything starts.
+
+The key idea: what runs is what a section of the configuration says, with the server's defaults, and
+`--set` changes a field as it does for `tandem up`. There is no other switch: what the server cannot
+do is not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from engine.parallel.deep_ep_shape import ROW_TILE
+from runtime.config import ClusterConfig, DecodeSection, PrefillSection
+from runtime.config_file import split_setting, with_settings
+from runtime.errors import ConfigError
+
+BLOCK_SIZE = 64
+DEFAULT_BATCH = 128
+"""Requests of a decode rank, and places at least, as in `deploy/configs/h200/ep16.toml`."""
+
+EFFECTIVE: Mapping[str, frozenset[str]] = {
+    "prefill": frozenset(
+        (
+            "expert_parallel", "num_threads", "max_num_seqs", "kv_dtype", "overlap_steps",
+            "two_batch_overlap", "collectives", "scatter_tokens",
+        )
+    ),
+    "decode": frozenset(
+        (
+            "num_threads", "max_num_seqs", "kv_dtype", "overlap_steps", "cuda_graphs",
+            "two_batch_overlap", "overlap_shared_expert", "dependent_launches",
+            "num_redundant_experts", "dispatcher", "max_tokens_per_rank",
+        )
+    ),
+}  # fmt: skip
+"""Fields of a role's section that decide how a step runs."""
+_FLAGS = {
+    "tp": "--tp", "dp": "--dp", "device": "--device", "max_num_batched_tokens": "--batch-tokens",
+}  # fmt: skip
+"""Fields that have an option of their own."""
+
+
+class Routing(StrEnum):
+    """Who chooses experts: a draw for each token, an even table, or the router as it is invented.
+
+    See `bench.engine.routing`.
+    """
+
+    UNIFORM = "uniform"
+    EVEN = "even"
+    MODEL = "model"
+
+
+ROUTING_LABELS: Mapping[Routing, str] = {
+    Routing.UNIFORM: "uniform routing",
+    Routing.EVEN: "even routing, a bound: no padding, no skew",
+    Routing.MODEL: "routing by the invented router",
+}
+"""Part of every label."""
+
+
+class Axis(StrEnum):
+    """Whose share a rank of a proxy holds: one of ranks that share heads, or with own tokens."""
+
+    TP = "tp"
+    DP = "dp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The model, how it is spread, and for how long it is measured.
+
+    Attributes:
+        shape: a name of `bench.shapes`, or a checkpoint folder.
+        tp: ranks that share heads; 1 with dp.
+        dp: ranks with their own tokens; 1 with tp.
+        layers: of the model, 0 for all.
+        shard_of: each rank holds what one of so many holds; 0 for what it holds here.
+        shard_axis: along which axis those are ranks.
+        device: "cuda" or "cpu".
+        max_model_len: most tokens of prompt and output; 0 for all that the model knows.
+        routing: who chooses experts.
+        temperature: of all requests; 0 is greedy.
+        top_p: of all requests.
+        seconds: of measured steps, at least.
+        warm_up_s: of steps before them, at least.
+        profile: whether the stages of one step are measured too.
+        seed: of all that is drawn.
+        settings: fields of the role's section, "SECTION.FIELD=VALUE" each.
+        timeout_s: for the ranks to meet, and for each collective.
+    """
+
+    shape: str = "deepseek-v3"
+    tp: int = 1
+    dp: int = 1
+    layers: int = 0
+    shard_of: int = 0
+    shard_axis: Axis = Axis.TP
+    device: str = "cuda"
+    max_model_len: int = 0
+    routing: Routing = Routing.UNIFORM
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seconds: float = 30.0
+    warm_up_s: float = 5.0
+    profile: bool = True
+    seed: int = 0
+    settings: tuple[str, ...] = ()
+    timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured.
+
+        Raises:
+            ConfigError: by the option's name.
+        """
+        least = {"tp": 1, "dp": 1, "layers": 0, "shard_of": 0, "max_model_len": 0}
+        for name, value in {**least, "temperature": 0, "warm_up_s": 0}.items():
+            _check_least(_flag(name), getattr(self, name), value)
+        if self.seconds <= 0:
+            raise ConfigError("seconds", self.seconds, "nothing would be measured", "30")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError("top-p", self.top_p, "is no share", "above 0, at most 1")
+        axis = Axis.TP if self.tp > 1 else Axis.DP
+        if self.shard_of and self.world_size > 1 and self.shard_axis is not axis:
+            problem = f"{self.world_size} ranks share the model along {axis}"
+            raise ConfigError("shard-axis", str(self.shard_axis), problem, str(axis))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.tp * self.dp
+
+    @property
+    def has_own_tokens(self) -> bool:
+        """Whether each rank, or each rank that one stands for, has its own tokens."""
+        return self.dp > 1 or (self.shard_of > 0 and self.shard_axis is Axis.DP)
+
+    @property
+    def played_ranks(self) -> int:
+        """Of which a rank that is alone plays one; 0 where ranks are themselves."""
+        return self.shard_of if self.world_size == 1 and self.shard_axis is Axis.DP else 0
+
+    def configure(self, role: str, defaults: Mapping[str, Any]) -> ClusterConfig:
+        """The configuration with our sizes in a role's section, and what `--set` says over them.
+
+        Raises:
+            ConfigError: a field that is another role's, has an option, or is no part of a step.
+        """
+        for setting in self.settings:
+            _check_setting(role, setting)
+        section = {"prefill": PrefillSection, "decode": DecodeSection}[role]
+        own = section(device=self.device, block_size=BLOCK_SIZE, **defaults)
+        # The other role runs nothing here, but a cluster whose roles store KV unlike is none.
+        alike = [
+            setting.replace(role, {"prefill": "decode", "decode": "prefill"}[role], 1)
+            for setting in self.settings
+            if split_setting(setting)[0] == f"{role}.kv_dtype"
+        ]
+        return with_settings(ClusterConfig(**{role: own}), [*alike, *self.settings])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillOptions:
+    """A prefill measurement.
+
+    Attributes:
+        setup: model and ranks.
+        prompt_len: tokens of each prompt.
+        batch_tokens: tokens of a batch; per rank with dp, together with tp.
+        ttft: whether one prompt alone is timed too.
+    """
+
+    setup: Setup
+    prompt_len: int = 4096
+    batch_tokens: int = 16384
+    ttft: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured.
+
+        Raises:
+            ConfigError: by the option's name.
+        """
+        _check_least("prompt-len", self.prompt_len, 1)
+        if self.batch_tokens < 1 or self.batch_tokens % self.prompt_len:
+            fitting = max(self.batch_tokens // self.prompt_len, 1) * self.prompt_len
+            problem = f"is no multiple of --prompt-len {self.prompt_len}"
+            raise ConfigError("batch-tokens", self.batch_tokens, problem, f"{fitting}")
+        section = self.section
+        if self.setup.shard_of and self.setup.tp > 1 and not section.expert_parallel:
+            problem = "the ranks of a proxy share the experts"
+            raise ConfigError("prefill.expert_parallel", False, problem, "leave it out")
+        if section.max_num_seqs < self.num_prompts:
+            problem = f"a batch has {self.num_prompts} prompts"
+            raise ConfigError(
+                "prefill.max_num_seqs", section.max_num_seqs, problem, f"{self.num_prompts}"
+            )
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        """The configuration of the worker whose steps run."""
+        defaults = {
+            "tp": self.setup.tp,
+            "dp": self.setup.dp,
+            "max_num_batched_tokens": self.batch_tokens,
+            "max_num_seqs": max(PrefillSection().max_num_seqs, self.num_prompts),
+        }
+        return self.setup.configure("prefill", defaults)
+
+    @property
+    def section(self) -> PrefillSection:
+        """Its section."""
+        return self.cluster.prefill
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of a batch on a rank."""
+        return self.batch_tokens // self.prompt_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeOptions:
+    """A decode measurement.
+
+    Attributes:
+        setup: model and ranks.
+        requests: of each rank, one number a rank.
+        context_lens: least and most tokens that a request attends to at its first step.
+        output_len: steps of a request; then another one as long takes its place.
+    """
+
+    setup: Setup
+    requests: tuple[int, ...] = (DEFAULT_BATCH,)
+    context_lens: tuple[int, int] = (1500, 1660)
+    output_len: int = 128
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured.
+
+        Raises:
+            ConfigError: by the option's name.
+        """
+        if self.setup.tp > 1:
+            raise ConfigError("tp", self.setup.tp, "decode ranks have their own tokens", "--dp")
+        shown, name = ",".join(map(str, self.requests)), "requests-per-rank"
+        if len(self.requests) != self.setup.dp:
+            problem = f"there are {self.setup.dp} ranks"
+            raise ConfigError(name, shown, problem, ",".join(["128"] * self.setup.dp))
+        if min(self.requests) < 0 or not self.requests[0]:
+            problem = "rank 0, whose steps are timed, needs requests, and no rank has less than 0"
+            raise ConfigError(name, shown, problem, "the largest number first")
+        least, most = self.context_lens
+        if not 2 <= least <= most:
+            problem = "is no range of a token known before, and the one that runs"
+            raise ConfigError("context-lens", f"{least}-{most}", problem, "for example 1500-1660")
+        _check_least("output-len", self.output_len, 1)
+        section = self.section
+        if section.max_num_seqs < max(self.requests):
+            problem = f"a rank has {max(self.requests)} requests"
+            raise ConfigError(
+                "decode.max_num_seqs", section.max_num_seqs, problem, f"{max(self.requests)}"
+            )
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        """The configuration of the worker whose steps run."""
+        most = max(DEFAULT_BATCH, *self.requests)
+        step = ROW_TILE // math.gcd(self.setup.dp, ROW_TILE)
+        room = max(DecodeSection().max_tokens_per_rank, -(-most // step) * step)
+        defaults = {"dp": self.setup.dp, "max_num_seqs": most, "max_tokens_per_rank": room}
+        return self.setup.configure("decode", defaults)
+
+    @property
+    def section(self) -> DecodeSection:
+        """Its section."""
+        return self.cluster.decode
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all ranks have as many requests."""
+        return len(set(self.requests)) == 1
+
+
+def _check_setting(role: str, setting: str) -> None:
+    path, _ = split_setting(setting)
+    section, _, name = path.partition(".")
+    if section != role:
+        problem = f"no {role} rank reads it"
+        raise ConfigError("--set", setting, problem, f"a field of {role}")
+    if name in _FLAGS:
+        raise ConfigError("--set", setting, "has an option of its own", _FLAGS[name])
+    if name not in EFFECTIVE[role]:
+        fix = "one of " + ", ".join(sorted(EFFECTIVE[role]))
+        raise ConfigError("--set", setting, "changes nothing about a step", fix)
+
+
+def _check_least(name: str, value: float, least: float) -> None:
+    if value < least:
+        raise ConfigError(name, value, f"is less than {least}", f"at least {least}")
+
+
+def _flag(name: str) -> str:
+    return name.removesuffix("_s").replace("_", "-")

@@ -1,0 +1,215 @@
+"""The prefill of whole prompts: batches one after another, and one prompt alone.
+
+What runs is decided by the worker's own section of the configuration and driven by its own loop.
+Ranks that share heads are told each batch by rank 0, over the worker's own link, and only rank 0
+samples; ranks with their own tokens meet before each batch and run their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bench.engine.data_sheets import find_sheet
+from bench.engine.figures import prefill_rates
+from bench.engine.method import Run, describe_idle, describe_run, run_steps
+from bench.engine.options import BLOCK_SIZE, PrefillOptions
+from bench.engine.profiling import profile_batch
+from bench.engine.rank_model import RankModel, RankModels, device_name
+from bench.engine.report import Quantiles, Report, say
+from bench.engine.requests import PromptBatches, SamplingChoice
+from bench.engine.session import Session, close_session, open_session
+from bench.engine.stages import BatchProfile
+from engine.batch import build_forward_batch
+from engine.request import ScheduledRequest
+from engine.runner import ModelRunner, PendingStep
+from engine.warm_up import attention_products, products
+from prefill.assembly import plan_shape_of
+from prefill.follower import make_batch
+from prefill.rank_link import FollowerLink, LeaderLink
+from prefill.rank_plan import PlanKind
+from prefill.sender_group import batch_arrays
+
+_NUM_TTFT = 9
+
+
+def run_prefill(options: PrefillOptions, models: RankModels) -> Report | None:
+    """Measure on one rank; the report on rank 0, None on the others."""
+    setup = options.setup
+    rank = models.get(setup, options.section)
+    rank.check_length("prompt-len", options.prompt_len + 1)
+    model, kernels = rank.model, rank.model.kernels
+    rank.compile_for(
+        [
+            *attention_products(model, kernels),
+            *products(model, kernels, options.batch_tokens, rows=_rows(options, rank)),
+        ]
+    )
+    batches = invent_batches(options, rank)
+    session = open_session(
+        rank,
+        setup,
+        num_blocks=batches.num_blocks,
+        kv_dtype=options.section.kv_dtype,
+        max_tokens=options.batch_tokens,
+    )
+    say("ready", rank=rank.place.rank)
+    run = _run(session, options, batches)
+    alone = _Alone(session, invent_batches(options, rank, what="alone"))
+    ttft = alone.times() if options.ttft else []
+    profile = profile_batch(session, alone.run_batch) if setup.profile else None
+    report = None if run is None else _report(session, options, run, ttft, profile)
+    close_session(session)
+    return report if session.is_first else None
+
+
+def invent_batches(
+    options: PrefillOptions, rank: RankModel, what: str = "batches"
+) -> PromptBatches:
+    """The batches of a rank, drawn from the seed; ranks that share heads draw the same."""
+    setup = options.setup
+    own = rank.place.rank if setup.dp > 1 else 0
+    return PromptBatches(
+        options.prompt_len,
+        options.num_prompts,
+        block_size=BLOCK_SIZE,
+        sampling=SamplingChoice(
+            temperature=setup.temperature,
+            top_p=setup.top_p,
+            vocab_size=rank.measured.config.vocab_size,
+        ),
+        generator=random.Random(f"{setup.seed} {what} of rank {own}"),
+    )
+
+
+def _run(session: Session, options: PrefillOptions, batches: PromptBatches) -> Run | None:
+    """Run the loop; None on a rank that follows."""
+    group = session.rank.groups.tp_group
+    shape = plan_shape_of(options.cluster, session.rank.max_model_len)
+    if session.is_follower:
+        session.rank.meet()
+        _follow(session, FollowerLink(group, shape, session.epoch))
+        return None
+    runner = _PrefillRunner(session.runner)
+    if group.size == 1:
+        return run_steps(session, options.setup, options.section, batches, runner)
+    link = LeaderLink(group, shape, session.epoch)
+
+    def announce(scheduled: Sequence[ScheduledRequest]) -> None:
+        link.exchange(batch_arrays(scheduled, BLOCK_SIZE), b"")
+
+    return run_steps(
+        session,
+        options.setup,
+        options.section,
+        batches,
+        runner,
+        announce=announce,
+        dismiss=link.stop,
+    )
+
+
+def _follow(session: Session, link: FollowerLink) -> None:
+    """Take part in rank 0's batches until it says stop."""
+    while (plan := link.exchange(())).kind is not PlanKind.STOP:
+        assert plan.batch is not None, "rank 0 sends batches only"
+        session.begin_step()
+        session.runner.forward_only(make_batch(plan.batch, BLOCK_SIZE, session.device))
+
+
+def _report(
+    session: Session,
+    options: PrefillOptions,
+    run: Run,
+    ttft: Sequence[float],
+    profile: BatchProfile | None,
+) -> Report:
+    steps, tokens = run.of_rank_0, options.batch_tokens * options.setup.dp
+    batch_ms = 1e3 * steps.seconds / steps.num_steps
+    return {
+        "benchmark": "prefill",
+        **describe_run(session, options.setup, options.section, run),
+        "options": dataclasses.asdict(options),
+        "tokens_per_batch": tokens,
+        "batch_ms": dataclasses.asdict(Quantiles.of(steps.step_s)),
+        "rates": prefill_rates(
+            session.rank.measured,
+            options,
+            find_sheet(device_name(session.device)),
+            steps.per_s(tokens),
+        ),
+        "ttft_ms": dataclasses.asdict(Quantiles.of(ttft)) if ttft else None,
+        "idle_between_batches_ms": describe_idle(steps),
+        "profile": dataclasses.asdict(profile) if profile is not None else None,
+        "bubbles_ms": None if profile is None else profile.bubbles_ms(batch_ms),
+    }
+
+
+def _rows(options: PrefillOptions, rank: RankModel) -> list[int]:
+    """Tokens of the steps and micro-batches that come, and each rank's rows of them."""
+    rows = {options.batch_tokens, *([options.prompt_len] if options.ttft else [])}
+    overlap = rank.execution.overlap
+    if overlap is not None:
+        rows |= {count // 2 for count in rows if count >= max(overlap.min_tokens, 2)}
+    if options.section.is_scattered:
+        rows |= {-(-count // options.setup.tp) for count in rows}
+    return sorted(rows)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _PrefillRunner:
+    """Launches as the loop of a prefill worker does: no prompt needs a token of the step before."""
+
+    runner: ModelRunner
+
+    def launch(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        after: PendingStep | None,
+        group_mean: int,
+        meanwhile: Callable[[], None],
+    ) -> PendingStep:
+        return self.runner.launch(scheduled, meanwhile=meanwhile)
+
+    def run_dummy(self, group_mean: int) -> None:
+        self.runner.run_dummy()
+
+
+class _Alone:
+    """Steps outside of the loop, each waited for: one prompt on idle ranks, a batch to look at.
+
+    All ranks call alike; those that share heads invent the same prompts.
+    """
+
+    def __init__(self, session: Session, batches: PromptBatches) -> None:
+        self._session, self._batches = session, batches
+
+    def times(self) -> list[float]:
+        """Seconds from the tokens of one prompt to its sampled token."""
+        found = []
+        for _ in range(_NUM_TTFT):
+            scheduled = self._batches.schedule(1)
+            self._session.rank.meet()
+            began = time.perf_counter()
+            self._run(scheduled)
+            found.append(time.perf_counter() - began)
+        return found[_NUM_TTFT // 3 :]  # the first ones warm this size up
+
+    def run_batch(self) -> None:
+        """Run one batch."""
+        self._run(self._batches.schedule())
+
+    def _run(self, scheduled: list[ScheduledRequest]) -> None:
+        session = self._session
+        session.begin_step()
+        if not session.is_follower:
+            session.runner.launch(scheduled).collect()
+            return
+        with torch.inference_mode():
+            batch = build_forward_batch(scheduled, BLOCK_SIZE, session.device)
+        session.runner.forward_only(batch)
+        session.rank.synchronize()

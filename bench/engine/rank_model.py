@@ -1,0 +1,273 @@
+"""The model of one rank as a worker boots it, for one measurement or several.
+
+What runs is decided by `engine.boot_execution.open_execution` from a section of the configuration,
+as in a worker. What differs from one: weights are invented, experts may be chosen by tables, calls
+of kernels and collectives can be named in a trace, and on a CPU FP8 weights stay FP8, so that the
+path of a GPU runs there too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+
+from bench.engine.data_sheets import find_sheet
+from bench.engine.launcher import RankPlace
+from bench.engine.options import Setup
+from bench.engine.report import say
+from bench.engine.routing import TableRouting
+from bench.engine.shapes import MeasuredModel, choose_model
+from bench.stage_timer import StageTimer
+from engine.boot import choose_max_model_len
+from engine.boot_execution import OpenExecution, open_execution
+from engine.boot_experts import place_experts
+from engine.build import build_model
+from engine.config import ModelConfig
+from engine.execution import Execution
+from engine.kernels.base import Kernels
+from engine.kernels.create import create_kernels
+from engine.kernels.fp8_rows import GROUP
+from engine.kernels.portable import PortableKernels
+from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.parallel.dims import ParallelDims
+from engine.parallel.groups import ProcessGroups, RankGroup, init_process_groups
+from engine.warm_up import Product, warm_up
+from runtime.config import DecodeSection, PrefillSection
+from runtime.errors import ConfigError
+
+Section = PrefillSection | DecodeSection
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankModel:
+    """One rank's model and what it runs with.
+
+    Attributes:
+        place: which rank.
+        measured: the model and what it stands for.
+        max_model_len: most tokens of a request.
+        groups: the ranks.
+        timer: names the calls of the model.
+        routing: who chooses experts.
+        model: with invented weights.
+        execution: how its steps run.
+        device: of the rank.
+        close_execution: frees what the ranks opened besides.
+    """
+
+    place: RankPlace
+    measured: MeasuredModel
+    max_model_len: int
+    groups: ProcessGroups
+    timer: StageTimer
+    routing: TableRouting
+    model: DeepseekV3ForCausalLM
+    execution: Execution
+    device: torch.device
+    close_execution: Callable[[], None]
+
+    @property
+    def everyone(self) -> RankGroup:
+        """All ranks."""
+        return self.groups.tp_group if self.groups.dims.tp > 1 else self.groups.ep_group
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def meet(self) -> None:
+        """Wait for the device, then for all ranks."""
+        self.synchronize()
+        self.everyone.barrier()
+
+    def check_length(self, option: str, num_tokens: int) -> None:
+        """Refuse requests of so many tokens where the model, or the worker, takes fewer.
+
+        Raises:
+            ConfigError: naming the option.
+        """
+        if num_tokens > self.max_model_len:
+            problem = f"the longest request takes at most {self.max_model_len} tokens"
+            raise ConfigError(option, num_tokens, problem, "shorter ones, or --max-model-len")
+
+    def compile_for(self, todo: Sequence[Product]) -> None:
+        """Compile what comes, divided over the ranks; nothing to do on a CPU."""
+        if self.device.type == "cuda":
+            warm_up(todo, self.groups, synchronize=self.synchronize)
+
+
+class RankModels:
+    """Keeps the latest model, because several measurements may want the same; all ranks alike."""
+
+    def __init__(self, place: RankPlace) -> None:
+        """`place` says which rank this is; the ranks meet when the first model is asked for."""
+        self.place = place
+        self._groups: ProcessGroups | None = None
+        self._key: object = None
+        self._kept: RankModel | None = None
+
+    def get(self, setup: Setup, section: Section) -> RankModel:
+        """The model that a measurement asks for: the one that is there, or a new one.
+
+        Raises:
+            ConfigError: a shape that the ranks cannot split, or what does not run here.
+            PeerLostError: the other ranks did not come.
+        """
+        key = _key_of(setup, section)
+        if self._kept is None or key != self._key:
+            self._let_go()
+            self._kept, self._key = self._open(setup, section), key
+        # A model serves rows of other routing, which are labelled so.
+        return replace(self._kept, measured=choose_model(setup))
+
+    def close(self) -> None:
+        """Leave the groups, all ranks together."""
+        self._let_go()
+        if self._groups is not None:
+            self._groups.destroy()
+            self._groups = None
+
+    def _let_go(self) -> None:
+        if self._kept is None:
+            return
+        self._kept.meet()
+        self._kept.close_execution()
+        device, self._kept = self._kept.device, None
+        free_memory(device)
+
+    def _open(self, setup: Setup, section: Section) -> RankModel:
+        start = time.perf_counter()
+        measured, dims = choose_model(setup), ParallelDims.of(section, self.place.rank)
+        device = _take_device(section, self.place)
+        if self._groups is None:
+            self._groups = init_process_groups(
+                dims,
+                self.place.rendezvous,
+                backend=_BACKENDS[section.device],
+                timeout_s=setup.timeout_s,
+            )
+        assert self._groups.dims == dims, "other ranks are another launch"
+        sheet = find_sheet(device_name(device))
+        timer = StageTimer(
+            _make_kernels(measured.config, device), None if sheet is None else sheet.rates
+        )
+        parts = _Parts(
+            config=measured.config,
+            groups=self._groups,
+            timer=timer,
+            routing=TableRouting(cast(Kernels, timer)),
+            device=device,
+        )
+        model, opened = _build(setup, section, parts)
+        say(f"weights are there after {time.perf_counter() - start:.1f} s", rank=self.place.rank)
+        return RankModel(
+            place=self.place,
+            measured=measured,
+            max_model_len=choose_max_model_len(setup.max_model_len, measured.config),
+            groups=self._groups,
+            timer=timer,
+            routing=parts.routing,
+            model=model,
+            execution=opened.execution,
+            device=device,
+            close_execution=opened.close,
+        )
+
+
+def device_name(device: torch.device) -> str:
+    """As the driver calls it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what nobody refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def is_fp8(config: ModelConfig) -> bool:
+    """Whether the weights are stored in FP8."""
+    return config.fp8_block_size == GROUP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What a model is built of."""
+
+    config: ModelConfig
+    groups: ProcessGroups
+    timer: StageTimer
+    routing: TableRouting
+    device: torch.device
+
+
+def _build(
+    setup: Setup, section: Section, parts: _Parts
+) -> tuple[DeepseekV3ForCausalLM, OpenExecution]:
+    """Open what the section asks for, then build the model, as a worker does."""
+    groups, kernels = parts.timer.watch_groups(parts.groups), cast(Kernels, parts.routing)
+    placement = place_experts(section, parts.config, groups.dims, parts.device)
+    opened = open_execution(
+        section,
+        parts.config,
+        groups,
+        kernels=kernels,
+        placement=placement,
+        device=parts.device,
+        played_ranks=setup.played_ranks,
+    )
+    collectives = opened.execution.collectives
+    if collectives is not None:
+        watched = replace(opened.execution, collectives=parts.timer.watch(collectives))
+        opened = replace(opened, execution=watched)
+    model = build_model(
+        parts.config,
+        groups,
+        dtype=_dtype_of(parts.config, parts.device),
+        device=parts.device,
+        load_format="dummy",
+        kernels=kernels,
+        placement=placement,
+        execution=opened.execution,
+    )
+    if isinstance(section, DecodeSection):
+        model.prepare_absorption()
+    free_memory(parts.device)  # what drawing the weights took; the KV pool wants one piece
+    return model, opened
+
+
+def _make_kernels(config: ModelConfig, device: torch.device) -> Kernels:
+    if device.type == "cpu":
+        return PortableKernels(has_fp8=is_fp8(config))
+    return create_kernels(device, _dtype_of(config, device))
+
+
+def _dtype_of(config: ModelConfig, device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" or is_fp8(config) else torch.float32
+
+
+def _take_device(section: Section, place: RankPlace) -> torch.device:
+    torch.set_num_threads(section.num_threads)
+    if section.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _key_of(setup: Setup, section: Section) -> object:
+    """Measurements with equal keys can use one model: only pools, graphs and loads differ."""
+    fields = dataclasses.asdict(section)
+    for name in ("max_num_seqs", "kv_dtype", "overlap_steps", "cuda_graphs"):
+        fields.pop(name, None)
+    part = (setup.shape, setup.layers, setup.shard_of, setup.shard_axis, setup.max_model_len)
+    return part, type(section), fields

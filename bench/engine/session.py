@@ -1,0 +1,177 @@
+"""A model with a KV pool, a runner and tables of experts: what one measurement needs of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bench.engine.options import BLOCK_SIZE, Routing, Setup
+from bench.engine.rank_model import RankModel, free_memory
+from bench.engine.report import Report
+from bench.engine.routing import (
+    RoutingTables,
+    draw_uniform,
+    even_experts,
+    num_draws,
+)
+from engine.build import build_kv_pool
+from engine.execution import Execution
+from engine.memory.kv_pool import KVPool
+from engine.parallel.groups import agree_on_epoch
+from engine.parallel.lockstep import Lockstep, SoloLockstep, create_lockstep
+from engine.runner import ModelRunner
+from engine.sampling.sampler import Sampler
+
+_KV_DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """One rank during one measurement.
+
+    Attributes:
+        rank: its model.
+        runner: of the model on a pool of its own.
+        epoch: the same on all ranks.
+    """
+
+    rank: RankModel
+    runner: ModelRunner
+    epoch: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank times and reports."""
+        return self.rank.place.rank == 0
+
+    @property
+    def is_follower(self) -> bool:
+        """Whether rank 0 schedules and samples for this rank."""
+        return self.rank.groups.dims.tp_rank > 0
+
+    @property
+    def device(self) -> torch.device:
+        """Of the rank."""
+        return self.rank.device
+
+    def lockstep(self) -> Lockstep:
+        """How this rank meets the others before each step, as in a worker."""
+        groups = self.rank.groups
+        if groups.dims.dp == 1:
+            return SoloLockstep()
+        return create_lockstep(groups.ep_group, self.epoch)
+
+    def begin_step(self) -> None:
+        """Issue what comes before a step: the experts of its tokens, where tables choose them."""
+        tables = self.rank.routing.tables
+        if tables is not None:
+            tables.begin_step()
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """The values of all ranks, by rank."""
+        row = torch.tensor([list(values)], dtype=torch.float64)
+        gathered: list[list[float]] = self.rank.groups.boot_group.all_gather(row).tolist()
+        return gathered
+
+    def memory_gb(self) -> float | None:
+        """Most bytes of device memory that tensors held, in 10**9; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self.device) / 1e9
+
+
+def open_session(
+    rank: RankModel,
+    setup: Setup,
+    *,
+    num_blocks: int,
+    kv_dtype: str,
+    max_tokens: int,
+    num_rows: int | None = None,
+) -> Session:
+    """Give a model what a measurement needs; all ranks call.
+
+    Args:
+        rank: the model.
+        setup: says who chooses experts.
+        num_blocks: of the pool, block 0 included; ranks may differ.
+        kv_dtype: of the pool, as in the configuration.
+        max_tokens: most tokens of a step on this rank, padding included.
+        num_rows: of every step, those that are no padding; None where there is none.
+    """
+    free_memory(rank.device)  # what the measurement before has left
+    if rank.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(rank.device)
+    rank.routing.tables = make_tables(rank, setup, max_tokens, num_rows)
+    pool = build_kv_pool(rank.model, num_blocks, block_size=BLOCK_SIZE, dtype=_KV_DTYPES[kv_dtype])
+    return Session(
+        rank=rank,
+        runner=ModelRunner(rank.model, _fill(pool), Sampler(rank.measured.config.vocab_size)),
+        epoch=agree_on_epoch(rank.everyone),
+    )
+
+
+def close_session(session: Session) -> None:
+    """End a measurement, all ranks together; its pool goes with the last who refers to it."""
+    session.rank.meet()
+    session.rank.routing.tables = None
+
+
+def make_tables(
+    rank: RankModel, setup: Setup, max_tokens: int, num_rows: int | None
+) -> RoutingTables | None:
+    """Tables of experts; None where the router chooses, or there is none.
+
+    Ranks with their own tokens draw apart; ranks that share them have to agree on their experts.
+    """
+    config, dims = rank.measured.config, rank.groups.dims
+    if setup.routing is Routing.MODEL or not config.num_moe_layers:
+        return None
+    own = rank.place.rank if dims.dp > 1 else 0
+    if rank.execution.overlap is not None:
+        num_rows = None  # two micro-batches share the padding, as their cut lies
+    if setup.routing is Routing.EVEN:
+        table = even_experts(config, max_tokens, rank=own, num_ranks=dims.dp)
+        return RoutingTables(table.to(rank.device)[None, None], num_rows=num_rows)
+    # Two micro-batches ask once each.
+    num_calls = config.num_moe_layers * (1 if rank.execution.overlap is None else 2)
+    generator = torch.Generator(device=rank.device).manual_seed(setup.seed * dims.world_size + own)
+    drawn = draw_uniform(
+        config,
+        num_steps=num_draws(config, max_tokens, num_calls),
+        num_calls=num_calls,
+        num_tokens=max_tokens,
+        generator=generator,
+    )
+    return RoutingTables(rank.groups.tp_group.broadcast(drawn), num_rows=num_rows)
+
+
+def describe_execution(execution: Execution) -> Report:
+    """How steps run, for a report: what every "auto" of the section has become."""
+    dispatcher = execution.dispatcher
+    return {
+        "two_batch_overlap": execution.overlap is not None,
+        "scatter_tokens": execution.scatter_tokens,
+        "collectives": None if execution.collectives is None else "symmetric",
+        "dispatcher": None if dispatcher is None else type(dispatcher).__name__,
+        "overlap_shared_expert": execution.overlap_shared_expert,
+        "side_stream": execution.side_stream is not None,
+        "dependent_launches": execution.dependent_launches,
+    }
+
+
+def _fill(pool: KVPool) -> KVPool:
+    """Contexts of invented requests: numbers as latents have them, never NaN."""
+    generator = torch.Generator(device=pool.device).manual_seed(1)
+    for index in range(pool.num_layers):
+        layer = pool.layer(index)
+        drawn = torch.randn(layer.shape[1:], generator=generator, device=pool.device)
+        layer.copy_(drawn.to(layer.dtype))
+    return pool

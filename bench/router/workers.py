@@ -1,0 +1,178 @@
+"""A prefill worker and a decode rank that compute nothing, for ``bench.router.request_path``.
+
+They follow the contracts and answer at once: the first token with ``Run``, then one frame a step
+with one token of every running request, as a real decode rank sends it. Run it as a process:
+``python -m bench.router.workers --control HOST:PORT --model NAME --step-ms 20``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from runtime.net import Credentials, Listen
+from runtime.pb import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    registry_pb2,
+)
+from runtime.registration import RegistryClient
+from runtime.rpc import bind_port, create_server
+
+HOST = "127.0.0.1"
+FIRST_TOKEN_ID = 300
+NUM_TOKEN_IDS = 3000
+"""Outputs walk through so many ids from the first on: ordinary text tokens of the bundled model."""
+MAX_QUEUED_FRAMES = 4
+
+
+@dataclass(slots=True)
+class _Running:
+    router_id: str
+    num_tokens: int
+    max_tokens: int
+
+
+class Workers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
+    """Both roles behind one port."""
+
+    def __init__(
+        self, control: str, secret: str, model: str, step_s: float, *, max_model_len: int = 4096
+    ) -> None:
+        self._max_model_len = max_model_len
+        self._control = control
+        self._credentials = Credentials.of_secret(secret)
+        self._model = model
+        self._step_s = step_s
+        self._epoch = secrets.randbits(60) + 1
+        self._reserved: dict[str, _Running] = {}
+        self._running: dict[str, _Running] = {}
+        self._streams: dict[str, asyncio.Queue[decode_pb2.Frame]] = {}
+
+    async def serve(self) -> None:
+        """Join the router and serve until cancelled."""
+        server = create_server(self._credentials)
+        decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
+        prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
+        address = f"{HOST}:{bind_port(server, Listen(bind=HOST), self._credentials)}"
+        await server.start()
+        leases = [
+            RegistryClient(self._control, self._credentials, record, self._load)
+            for record in (
+                self._record("prefill-0", common_pb2.ROLE_PREFILL, address),
+                self._record("decode-0", common_pb2.ROLE_DECODE, address),
+            )
+        ]
+        await asyncio.gather(*(lease.start() for lease in leases))
+        await self._step_forever()
+
+    def _record(
+        self, instance: str, role: common_pb2.Role, address: str
+    ) -> registry_pb2.WorkerRecord:
+        return registry_pb2.WorkerRecord(
+            identity=common_pb2.WorkerIdentity(instance=instance, epoch=self._epoch),
+            role=role,
+            address=address,
+            num_ranks=1,
+            model=self._model,
+            max_model_len=self._max_model_len,
+            layout_fingerprint="bench",
+            transport="loopback",
+            block_size=64,
+        )
+
+    def _load(self) -> registry_pb2.WorkerLoad:
+        return registry_pb2.WorkerLoad(num_free_blocks=1000, num_total_blocks=1000)
+
+    async def Reserve(
+        self, request: decode_pb2.ReserveRequest, context: object
+    ) -> decode_pb2.ReserveResponse:
+        """A place, at once."""
+        self._reserved[request.request_id] = _Running(
+            request.router_id, request.num_output_tokens + 1, request.sampling.max_tokens
+        )
+        reservation = decode_pb2.Reservation(request_id=request.request_id, nonce=1)
+        return decode_pb2.ReserveResponse(reservation=reservation)
+
+    async def Run(
+        self, request: prefill_pb2.RunRequest, context: object
+    ) -> prefill_pb2.RunResponse:
+        """The first token, at once; the request is in the next step."""
+        running = self._reserved.pop(request.request_id)
+        index = request.num_output_tokens
+        first = prefill_pb2.FirstToken(token_id=FIRST_TOKEN_ID + index % NUM_TOKEN_IDS, index=index)
+        if running.max_tokens == running.num_tokens:
+            first.finish_reason = common_pb2.FINISH_REASON_LENGTH
+        else:
+            self._running[request.request_id] = running
+        return prefill_pb2.RunResponse(first_token=first)
+
+    async def Abort(
+        self, request: decode_pb2.AbortRequest, context: object
+    ) -> decode_pb2.AbortResponse:
+        """Forget the request."""
+        self._reserved.pop(request.request_id, None)
+        known = self._running.pop(request.request_id, None) is not None
+        return decode_pb2.AbortResponse(known=known)
+
+    async def Frames(
+        self, request: decode_pb2.FramesRequest, context: object
+    ) -> AsyncIterator[decode_pb2.Frame]:
+        """All frames for one router process."""
+        frames: asyncio.Queue[decode_pb2.Frame] = asyncio.Queue(MAX_QUEUED_FRAMES)
+        self._streams[request.router_id] = frames
+        yield decode_pb2.Frame(decode=common_pb2.WorkerIdentity(epoch=self._epoch))
+        while True:
+            yield await frames.get()
+
+    async def _step_forever(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            due = max(due + self._step_s, loop.time())
+            for router_id, frame in self._step().items():
+                await self._streams[router_id].put(frame)
+            await asyncio.sleep(max(0.0, due - loop.time()))
+
+    def _step(self) -> dict[str, decode_pb2.Frame]:
+        """One token of every running request, as one frame per router process."""
+        frames: dict[str, decode_pb2.Frame] = {}
+        for request_id, running in list(self._running.items()):
+            frame = frames.setdefault(running.router_id, decode_pb2.Frame())
+            index = running.num_tokens
+            delta = frame.deltas.add(request_id=request_id, start_index=index)
+            delta.token_ids.append(FIRST_TOKEN_ID + index % NUM_TOKEN_IDS)
+            running.num_tokens += 1
+            if running.num_tokens == running.max_tokens:
+                delta.finish_reason = common_pb2.FINISH_REASON_LENGTH
+                del self._running[request_id]
+        return frames
+
+
+def main() -> None:
+    """Serve until killed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--control", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--step-ms", type=float, default=20.0)
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    options = parser.parse_args()
+    workers = Workers(
+        options.control,
+        os.environ["TANDEM_SECRET"],
+        options.model,
+        options.step_ms / 1000,
+        max_model_len=options.max_model_len,
+    )
+    asyncio.run(workers.serve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""`bench decode` end to end on CPU ranks with a small model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.engine import rank_model
+from bench.engine.decode import step_sizes
+from bench.shapes import TINY, with_layers
+from deploy.cli import main
+from engine.boot_execution import OpenExecution, open_execution
+from engine.build import build_kv_pool, build_model
+from engine.graphs.buckets import batch_buckets
+from engine.graphs.graph_runner import capture_steps
+from engine.runner import ModelRunner
+from engine.sampling.sampler import Sampler
+from runtime.config import DecodeSection
+
+COMMAND = ["bench", "decode", "--device", "cpu", "--model-shape", "tiny", "--layers", "2"]
+
+
+def measure(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    out = tmp_path / "out.json"
+    sizes = ["--context-lens", "40-70", "--output-len", "6", "--seconds", "0.1", "--warm-up", "0"]
+    assert main([*COMMAND, *sizes, *arguments, "--json", str(out)]) == 0
+    report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return report
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_one_rank_as_a_proxy(tmp_path: Path, overlap: str) -> None:
+    report = measure(
+        tmp_path, "--batch", "3", "--shard-of", "8", "--set", f"decode.overlap_steps={overlap}"
+    )
+    assert report["label"] == "per-rank proxy on 1 CPU rank, 2 of 3 layers, uniform routing"
+    method, steps = report["method"], report["step_ms"]
+    assert method["max_ahead"] == (overlap == "on")
+    assert method["seconds"] >= 0.1
+    assert method["num_steps"] == steps["count"] >= 2
+    assert 0 < steps["p10"] <= steps["p50"] <= steps["p90"]
+    assert (method["routing"], method["temperature"], method["top_p"]) == ("uniform", 1.0, 1.0)
+    assert 40 <= report["mean_context"] < 76
+    as_run, node = report["rates"]["as_run"], report["rates"]["node"]
+    rate = 3 * method["num_steps"] / method["seconds"]
+    assert as_run["tokens_per_s"] == pytest.approx(rate)
+    assert as_run["share_of_bound"] is None, "no share of a GPU's bound on a CPU"
+    assert node["tokens_per_s"] == pytest.approx(8 * rate * 2 / 3)
+    assert report["bound"]["why"] == "no data sheet for CPU"
+    assert report["clocks"]["begin"]["gpus"] is None
+    assert "CPU" in report["clocks"]["end"]["why"]
+    assert report["layers_us"] is None, "device time is a GPU's"
+    assert report["execution"]["dispatcher"] == "LoopbackMaskedDispatcher"
+    assert any("proxy: each rank holds" in note for note in report["notes"])
+    assert any(row["stage"] == "gate_logits" for row in report["profile"]["stages"])
+
+
+def test_what_runs_is_what_a_server_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[object, OpenExecution]] = []
+
+    def spy(section: DecodeSection, *args: Any, **kwargs: Any) -> OpenExecution:
+        opened.append((section, open_execution(section, *args, **kwargs)))
+        return opened[-1][1]
+
+    monkeypatch.setattr(rank_model, "open_execution", spy)
+    report = measure(
+        tmp_path, "--batch", "2", "--profile", "off", "--set", "decode.overlap_shared_expert=false",
+        "--temperature", "0", "--routing", "even",
+    )  # fmt: skip
+    ((section, execution),) = opened
+    assert section == DecodeSection(
+        max_num_seqs=128, max_tokens_per_rank=128, overlap_shared_expert=False
+    )
+    assert execution.execution.overlap_shared_expert is False
+    assert report["execution"]["overlap_shared_expert"] is False
+    assert report["section"]["overlap_shared_expert"] is False
+    assert "even routing, a bound" in report["label"]
+    assert report["profile"] is None
+
+
+@pytest.mark.slow
+def test_two_ranks_with_their_own_requests(tmp_path: Path) -> None:
+    report = measure(
+        tmp_path, "--dp", "2", "--batch", "3", "--temperature", "0.8", "--top-p", "0.95"
+    )
+    assert report["label"] == "tiny on 2 CPU ranks, 2 of 3 layers, uniform routing"
+    assert report["tokens_per_step"] == 6
+    assert [rank["requests"] for rank in report["ranks"]] == [3, 3]
+    means = [rank["mean_context"] for rank in report["ranks"]]
+    assert report["mean_context"] == pytest.approx(sum(means) / 2)
+    assert means[0] != means[1], "ranks draw apart"
+    kinds = {row["kind"] for row in report["profile"]["stages"]}
+    assert kinds == {"compute", "traffic"}
+
+
+@pytest.mark.slow
+def test_unequal_ranks(tmp_path: Path) -> None:
+    report = measure(tmp_path, "--dp", "2", "--requests-per-rank", "3,0")
+    assert report["tokens_per_step"] == 3
+    assert [rank["requests"] for rank in report["ranks"]] == [3, 0]
+    method = report["method"]
+    rate = 3 * method["num_steps"] / method["seconds"]
+    assert report["rates"]["as_run"]["tokens_per_s"] == pytest.approx(rate)
+    assert report["mean_context"] == pytest.approx(report["ranks"][0]["mean_context"])
+    assert "unequal ranks: 3, 0 requests" in report["notes"]
+
+
+def test_lengths_beyond_the_worker_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*COMMAND, "--context-lens", "900-999", "--max-model-len", "1000"]) == 2
+    assert "context-lens = 1127" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("requests", "sizes"),
+    [
+        ((128,) * 4, (128,)),
+        ((57,), (64,)),
+        ((128, 0, 3, 0), (40, 128)),
+        ((60, 5), (40, 64)),
+        ((1, 0), (1,)),
+    ],
+)
+def test_steps_have_the_sizes_that_a_worker_captures(
+    requests: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    assert step_sizes(requests, 128) == sizes
+    assert set(sizes) <= set(batch_buckets(128))
+
+
+def test_only_the_sizes_that_come_are_captured() -> None:
+    model = build_model(with_layers(TINY, 1), load_format="dummy")
+    runner = ModelRunner(model, build_kv_pool(model, 4), Sampler(TINY.vocab_size))
+    captured = capture_steps(
+        runner, max_num_seqs=16, max_model_len=128, buckets=(2, 8), use_graphs=False
+    )
+    assert captured._graphs.buckets == (2, 8)
+    assert captured._graphs.is_captured
+    captured.close()

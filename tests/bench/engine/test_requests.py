@@ -1,0 +1,150 @@
+"""Requests never run out, differ from one another, and keep the lengths that were drawn."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.engine.requests import (
+    PromptBatches,
+    RunningRequests,
+    SamplingChoice,
+    draw_contexts,
+)
+from engine.request import ScheduledRequest
+from engine.runner import StepResult
+from engine.sampling.inputs import SampledToken
+
+BLOCK = 8
+VOCAB = 512
+CHOICE = SamplingChoice(temperature=0.8, top_p=0.95, vocab_size=VOCAB)
+
+
+def make(
+    contexts: Sequence[int], *, output_len: int = 5, seed: int = 1, choice: SamplingChoice = CHOICE
+) -> RunningRequests:
+    return RunningRequests(
+        contexts,
+        output_len=output_len,
+        block_size=BLOCK,
+        sampling=choice,
+        generator=random.Random(seed),
+    )
+
+
+def answer(scheduled: list[ScheduledRequest]) -> list[StepResult]:
+    return [StepResult(request=item.request, sampled=SampledToken(3)) for item in scheduled]
+
+
+@given(st.integers(2, 5000), st.integers(0, 5000), st.integers(0, 2**32))
+def test_contexts_are_drawn_uniformly_from_their_range(least: int, width: int, seed: int) -> None:
+    drawn = draw_contexts(least, least + width, 400, random.Random(seed))
+    assert all(least <= context <= least + width for context in drawn)
+    spread = ((width + 1) ** 2 / 12 / 400) ** 0.5
+    assert abs(sum(drawn) / 400 - (least + width / 2)) < 7 * spread + 1e-9
+    if width > 1000:
+        assert len(set(drawn)) > 200, "no two are tied to each other"
+
+
+@given(
+    st.lists(st.integers(2, 60), min_size=1, max_size=6),
+    st.integers(1, 12),
+    st.integers(0, 1),
+    st.integers(0, 2**32),
+)
+def test_every_step_stays_within_the_lengths_and_blocks_of_its_places(
+    contexts: list[int], output_len: int, max_ahead: int, seed: int
+) -> None:
+    requests = make(contexts, output_len=output_len, seed=seed)
+    unread: list[list[ScheduledRequest]] = []
+    ends: list[list[int]] = []
+    for _ in range(3 * output_len + 2):
+        scheduled = requests.schedule()
+        assert all(item.samples and item.num_scheduled_tokens == 1 for item in scheduled)
+        used = Counter(block for item in scheduled for block in item.request.block_table)
+        assert max(used.values()) == 1
+        assert set(used) <= set(range(1, requests.num_blocks))
+        for item, context in zip(scheduled, contexts, strict=True):
+            assert context <= item.end < context + output_len
+            assert len(item.request.block_table) * BLOCK >= item.end
+        ends.append([item.end - context for item, context in zip(scheduled, contexts, strict=True)])
+        unread.append(scheduled)
+        while len(unread) > max_ahead:
+            requests.take(answer(unread.pop(0)))
+    for ages in zip(*ends[:output_len], strict=True):
+        assert sorted(ages) == list(range(output_len)), "of each age once in as many steps"
+
+
+def test_who_has_ended_is_followed_by_another_with_other_tokens_and_seed() -> None:
+    requests = make([20, 30], output_len=2)
+    seen = []
+    for _ in range(6):
+        scheduled = requests.schedule()
+        seen += [item.request for item in scheduled]
+        requests.take(answer(scheduled))
+    unlike = {id(request): request for request in seen}.values()
+    assert len(unlike) >= 2 + 4
+    assert len({request.sampling.seed for request in unlike}) == len(unlike)
+    assert len({tuple(request.prompt_token_ids) for request in unlike}) == len(unlike)
+    assert len({request.request_id for request in unlike}) == len(unlike)
+
+
+def test_greedy_requests_say_different_tokens() -> None:
+    greedy = SamplingChoice(temperature=0.0, top_p=1.0, vocab_size=VOCAB)
+    requests = make([9] * 20, choice=greedy)
+    biases = [item.request.sampling.logit_bias for item in requests.schedule()]
+    assert all(len(bias) == 1 and min(bias.values()) >= 1e4 for bias in biases)
+    assert len({token for bias in biases for token in bias}) > 15
+    drawn = [item.request.sampling for item in make([9] * 3).schedule()]
+    assert all((each.temperature, each.top_p) == (0.8, 0.95) for each in drawn)
+    assert not any(each.logit_bias for each in drawn)
+
+
+def test_a_seed_gives_the_same_requests_again() -> None:
+    def tokens(seed: int) -> list[list[int]]:
+        return [item.request.prompt_token_ids for item in make([12, 15], seed=seed).schedule()]
+
+    assert tokens(4) == tokens(4)
+    assert tokens(4) != tokens(5)
+
+
+def test_a_rank_without_requests_has_a_pool_and_no_step() -> None:
+    requests = make([])
+    assert len(requests) == 0
+    assert requests.schedule() == []
+    assert requests.num_blocks == 2
+
+
+def test_looking_at_the_next_step_takes_nothing() -> None:
+    requests = make([12, 15])
+    looked = [(item.request, item.end) for item in requests.peek()]
+    assert [(item.request, item.end) for item in requests.schedule()] == looked
+
+
+def test_batches_follow_each_other_in_two_sets_of_blocks() -> None:
+    batches = PromptBatches(20, 3, block_size=BLOCK, sampling=CHOICE, generator=random.Random(1))
+    assert len(batches) == 3
+    first, second, third = (batches.schedule() for _ in range(3))
+    tables = [{b for item in batch for b in item.request.block_table} for batch in (first, second)]
+    assert not tables[0] & tables[1]
+    assert tables[0] | tables[1] == set(range(1, batches.num_blocks))
+    assert tables[0] == {b for item in third for b in item.request.block_table}
+    prompts = [tuple(item.request.prompt_token_ids) for item in (*first, *second, *third)]
+    assert len(set(prompts)) == 9
+    assert {len(prompt) for prompt in prompts} == {20}
+    assert all(item.samples for item in first)
+    assert len(batches.schedule(1)) == 1
+
+
+@pytest.mark.parametrize("num_prompts", [1, 4])
+def test_ranks_that_share_heads_draw_the_same(num_prompts: int) -> None:
+    def draw() -> list[list[int]]:
+        batches = PromptBatches(
+            9, num_prompts, block_size=BLOCK, sampling=CHOICE, generator=random.Random("7 of 0")
+        )
+        return [item.request.prompt_token_ids for item in batches.schedule()]
+
+    assert draw() == draw()

@@ -1,0 +1,113 @@
+"""A decode rank's memory: the published figures come out, a real model agrees, refusals help."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from bench.shapes import DEEPSEEK_V3
+from deploy.decode_budget import (
+    DecodePlan,
+    budget_decode,
+    check_placement,
+    weights_per_rank,
+)
+from engine.build import build_model
+from engine.config import ModelConfig
+from engine.kernels.portable import PortableKernels
+from runtime.errors import ConfigError
+from tests.engine.tiny import tiny_config
+
+
+@pytest.mark.parametrize(
+    ("ranks", "redundant", "slots", "gigabytes"),
+    [(8, 0, 32, 101.9), (16, 0, 16, 61.0), (72, 32, 4, 30.3)],
+)
+def test_deepseek_v3(ranks: int, redundant: int, slots: int, gigabytes: float) -> None:
+    plan = DecodePlan(num_ranks=ranks, num_redundant_experts=redundant)
+    assert check_placement(DEEPSEEK_V3, plan).num_local_experts == slots
+    weights = weights_per_rank(DEEPSEEK_V3, num_local_experts=slots)
+    assert weights.least / 1e9 == pytest.approx(gigabytes, rel=0.01)
+    budget = budget_decode(DEEPSEEK_V3, plan)
+    assert budget.num_local_experts == slots
+    assert budget.weights + budget.kept_free + budget.kv <= budget.device
+    block = 61 * 64 * 1152
+    assert budget.device - (budget.weights + budget.kept_free + budget.kv) < block
+    assert (budget.num_blocks - 1) * 64 >= plan.max_num_seqs * plan.max_model_len
+
+
+@pytest.mark.parametrize("with_mtp", [False, True])
+@pytest.mark.parametrize("q_lora_rank", [128, None])
+def test_a_built_model_agrees(with_mtp: bool, q_lora_rank: int | None) -> None:
+    fields = tiny_config(
+        hidden_size=256,
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=128,
+        v_head_dim=32,
+        intermediate_size=384,
+        moe_intermediate_size=128,
+        vocab_size=512,
+        num_nextn_predict_layers=1,
+        quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
+    )
+    config = ModelConfig.from_hf(fields)
+    model = build_model(
+        config,
+        dtype=torch.bfloat16,
+        load_format="dummy",
+        with_mtp=with_mtp,
+        kernels=PortableKernels(has_fp8=True),
+    )
+    held = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    weights = weights_per_rank(config, num_local_experts=config.n_routed_experts, with_mtp=with_mtp)
+    assert held == weights.total - weights.up_projection
+
+
+def plan(**changes: Any) -> DecodePlan:
+    return dataclasses.replace(DecodePlan(num_ranks=8), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "fix"),
+    [
+        ({"num_ranks": 72}, "num_redundant_experts", "32"),
+        ({"num_ranks": 72, "num_redundant_experts": -8}, "num_redundant_experts", "0 or more"),
+        ({"num_ranks": 4}, "dp", "more ranks"),
+        ({"max_num_seqs": 129}, "max_num_seqs", "128, or a larger max_tokens_per_rank"),
+        ({"max_num_seqs": 96, "num_speculative_tokens": 1}, "max_num_seqs", "64, or"),
+        ({"max_num_seqs": 256, "max_tokens_per_rank": 256}, "max_num_seqs", "or more ranks"),
+        ({"max_num_seqs": 1, "max_model_len": 163840 * 4}, "max_model_len", ""),
+        ({"max_num_seqs": 64, "max_tokens_per_rank": 100}, "max_tokens_per_rank", "112"),
+        ({"num_ranks": 16, "by_nvlink": True}, "ep", "another dispatcher"),
+    ],
+)
+def test_refusals(changes: dict[str, int], field: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        budget_decode(DEEPSEEK_V3, plan(**changes))
+    assert caught.value.path == field
+    assert fix in caught.value.fix
+
+
+def test_the_exchange_over_nvlink_needs_less_memory() -> None:
+    budgets = [budget_decode(DEEPSEEK_V3, plan(by_nvlink=is_so)) for is_so in (False, True)]
+    low_latency, nvlink = (budget.transfer_buffer for budget in budgets)
+    assert nvlink < low_latency / 10
+    assert budgets[1].num_blocks > budgets[0].num_blocks
+
+
+def test_following_the_fix_helps() -> None:
+    asked = plan(max_num_seqs=256, max_tokens_per_rank=256, max_model_len=4096)
+    with pytest.raises(ConfigError) as caught:
+        budget_decode(DEEPSEEK_V3, asked)
+    fewer = int(caught.value.fix.split(",")[0])
+    budget_decode(DEEPSEEK_V3, dataclasses.replace(asked, max_num_seqs=fewer))
+    with pytest.raises(ConfigError):
+        budget_decode(DEEPSEEK_V3, dataclasses.replace(asked, max_num_seqs=fewer + 1))
+    # A byte instead of two per number, or requests of half the length, hold about twice as many.
+    budget_decode(
+        DEEPSEEK_V3, dataclasses.replace(asked, latent_bytes=576, max_num_seqs=int(1.8 * fewer))
+    )
+    budget_decode(
+        DEEPSEEK_V3, dataclasses.replace(asked, mean_context=2048, max_num_seqs=int(1.8 * fewer))
+    )

@@ -1,0 +1,1 @@
+"""What makes things that the project ships; nothing here serves."""
