@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.batch import build_forward_batch
-from engine.build import build_kv_pool, build_model
+from engine.boot.build import build_kv_pool, build_model
 from engine.config import ModelConfig
 from engine.generate import generate
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM

@@ -22,7 +22,8 @@ from decode.rank import DecodeRank
 from decode.reservations import RankLimits
 from decode.scheduler import DecodeScheduler
 from decode.tickets import TicketDesk
-from engine.boot import BootedRank, boot_rank
+from engine.boot.rank import BootedRank, boot_rank
+from engine.boot.refusals import refuse_capture
 from engine.graphs.capture_errors import CaptureError
 from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.memory.block_pool import BlockPool
@@ -31,7 +32,6 @@ from engine.memory.pinned_blocks import PinnedBlocks
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.lockstep import Lockstep, create_lockstep
-from engine.refusals import refuse_capture
 from engine.weights.progress import Unit, progress_bar
 from kv_transfer.layout import KVDtype, KVLayout
 from kv_transfer.metadata import SlotArray, SlotLayout

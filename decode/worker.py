@@ -26,7 +26,7 @@ from decode.places import Places
 from decode.rank import DecodeRank
 from decode.revoke import RevokeCalls, Revoker
 from decode.service import DecodeService
-from engine.boot import use_device
+from engine.boot.rank import use_device
 from kv_transfer.receiver import Arrival
 from runtime.errors import DrainingError, PeerLostError
 from runtime.pb import common_pb2, decode_pb2_grpc, registry_pb2

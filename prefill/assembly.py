@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from prometheus_client import CollectorRegistry
 
-from engine.boot import BootedRank, boot_rank
+from engine.boot.rank import BootedRank, boot_rank
 from engine.memory.block_pool import BlockPool
 from engine.memory.kv_pool import KVPool
 from engine.parallel.dims import ParallelDims

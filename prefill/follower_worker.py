@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from concurrent.futures import Future
 
-from engine.boot import use_device
+from engine.boot.rank import use_device
 from prefill.assembly import build_rank
 from prefill.follower import Follower
 from prefill.rank_link import FollowerLink

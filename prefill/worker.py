@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from engine.boot import use_device
+from engine.boot.rank import use_device
 from engine.parallel.lockstep import create_lockstep
 from prefill.assembly import build_rank, build_scheduler
 from prefill.claims import Claims, cancel_of_unknown

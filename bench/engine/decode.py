@@ -26,14 +26,14 @@ from bench.engine.session import Session, close_session, open_session
 from bench.engine.stages import BatchProfile
 from bench.engine.steps import StepRunner
 from engine.batch import build_forward_batch
-from engine.boot_execution import halves_steps
+from engine.boot.open_execution import halves_steps
+from engine.boot.warm_up import products
 from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.capture import Capture
 from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.operations import do_nothing
 from engine.request import ScheduledRequest
 from engine.runner import PendingStep
-from engine.warm_up import products
 
 _NUM_REPLAYS = 30
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from deploy.model_folder import BUNDLED_MODEL
 from engine.batch import pack_forward_batch
-from engine.build import build_kv_pool, build_model
+from engine.boot.build import build_kv_pool, build_model
 from engine.config import ModelConfig
 from engine.generate import GenerateOutput, generate
 from engine.layers.moe import Gate

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar, cast
 
 from deploy.errors import ClusterError
 from deploy.ports import free_port
-from engine.jit_cache import use_jit_cache
+from engine.boot.jit_cache import use_jit_cache
 from runtime.errors import ConfigError, TandemError
 from runtime.process import die_with_parent
 

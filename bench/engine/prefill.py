@@ -25,9 +25,9 @@ from bench.engine.requests import PromptBatches, SamplingChoice
 from bench.engine.session import Session, close_session, open_session
 from bench.engine.stages import BatchProfile
 from engine.batch import build_forward_batch
+from engine.boot.warm_up import attention_products, products
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner, PendingStep
-from engine.warm_up import attention_products, products
 from prefill.assembly import plan_shape_of
 from prefill.follower import make_batch
 from prefill.rank_link import FollowerLink, LeaderLink

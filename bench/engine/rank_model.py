@@ -1,9 +1,9 @@
 """The model of one rank as a worker boots it, for one measurement or several.
 
-What runs is decided by `engine.boot_execution.open_execution` from a section of the configuration,
-as in a worker. What differs from one: weights are invented, experts may be chosen by tables, calls
-of kernels and collectives can be named in a trace, and on a CPU FP8 weights stay FP8, so that the
-path of a GPU runs there too.
+What runs is decided by `engine.boot.open_execution.open_execution` from a section of the
+configuration, as in a worker. What differs from one: weights are invented, experts may be chosen by
+tables, calls of kernels and collectives can be named in a trace, and on a CPU FP8 weights stay FP8,
+so that the path of a GPU runs there too.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from bench.engine.report import say
 from bench.engine.routing import TableRouting
 from bench.engine.shapes import MeasuredModel, choose_model
 from bench.stage_timer import StageTimer
-from engine.boot import choose_max_model_len
-from engine.boot_execution import OpenExecution, open_execution
-from engine.boot_experts import place_experts
-from engine.build import build_model
+from engine.boot.build import build_model
+from engine.boot.experts import place_experts
+from engine.boot.open_execution import OpenExecution, open_execution
+from engine.boot.rank import choose_max_model_len
+from engine.boot.warm_up import Product, warm_up
 from engine.config import ModelConfig
 from engine.execution import Execution
 from engine.kernels.base import Kernels
@@ -37,7 +38,6 @@ from engine.kernels.portable import PortableKernels
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup, init_process_groups
-from engine.warm_up import Product, warm_up
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 

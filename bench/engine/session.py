@@ -16,7 +16,7 @@ from bench.engine.routing import (
     even_experts,
     num_draws,
 )
-from engine.build import build_kv_pool
+from engine.boot.build import build_kv_pool
 from engine.execution import Execution
 from engine.memory.kv_pool import KVPool
 from engine.parallel.groups import agree_on_epoch

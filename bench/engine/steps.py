@@ -18,7 +18,7 @@ import torch
 
 from bench.engine.report import Report
 from bench.engine.timing import StepClock, StepTimes
-from engine.boot import use_device
+from engine.boot.rank import use_device
 from engine.parallel.lockstep import Lockstep
 from engine.request import ScheduledRequest
 from engine.runner import PendingStep, StepResult

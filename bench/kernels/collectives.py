@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from bench.kernels.device_time import median_seconds
-from engine.jit_cache import use_jit_cache
+from engine.boot.jit_cache import use_jit_cache
 from engine.kernels.create import create_kernels
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import Collectives, RankGroup, init_process_groups

@@ -24,7 +24,7 @@ import torch
 from bench.kernels.device_time import median_seconds
 from bench.shapes import DEEPSEEK_V3, expert_shard
 from engine.batch import ForwardBatch, pack_forward_batch
-from engine.build import LoadFormat, build_kv_pool, build_model
+from engine.boot.build import LoadFormat, build_kv_pool, build_model
 from engine.execution import Execution
 from engine.graphs.capture import Capture
 from engine.kernels.base import Kernels

@@ -22,7 +22,7 @@ from bench.kernels.device_time import median_seconds
 from bench.shapes import DEEPSEEK_V3
 from bench.stage_timer import StageTimer, TimerMode, attention_operations
 from engine.batch import ForwardBatch, pack_forward_batch
-from engine.build import build_kv_pool
+from engine.boot.build import build_kv_pool
 from engine.execution import Execution
 from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.create import create_kernels

@@ -1,7 +1,7 @@
 """Which kernels were compiled during a measurement: one alone takes seconds, and spoils it.
 
-The libraries that compile at run time leave what they made in a folder (`engine.jit_cache`), so a
-file that was not there before is a kernel that a request waited for.
+The libraries that compile at run time leave what they made in a folder (`engine.boot.jit_cache`),
+so a file that was not there before is a kernel that a request waited for.
 """
 
 from __future__ import annotations

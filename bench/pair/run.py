@@ -29,9 +29,9 @@ from bench.pair.model_folder import write_model_folder
 from bench.pair.options import MODEL_NAME, PairOptions
 from bench.pair.watch import Watch, describe_workers
 from deploy.plan import Role
+from engine.boot.jit_cache import use_jit_cache
+from engine.boot.warm_up import ROWS_VARIABLE
 from engine.config import ModelConfig
-from engine.jit_cache import use_jit_cache
-from engine.warm_up import ROWS_VARIABLE
 
 NOTES = (
     "weights are invented; experts are chosen by the invented router, so they are not balanced",

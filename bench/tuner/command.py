@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.shapes import read_shape
     from bench.tuner.display import TuneDisplay, summary
     from bench.tuner.products import model_products
-    from engine.jit_cache import use_jit_cache
+    from engine.boot.jit_cache import use_jit_cache
     from engine.kernels.triton_gemm.tables import PACKAGE_FOLDER, file_name, write_table
 
     config = read_shape(arguments.model)

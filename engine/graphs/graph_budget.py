@@ -9,7 +9,7 @@ import gc
 
 import torch
 
-from engine.build import build_kv_pool
+from engine.boot.build import build_kv_pool
 from engine.graphs.buckets import batch_buckets
 from engine.graphs.step_graphs import StepGraphs
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM

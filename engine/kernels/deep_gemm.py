@@ -4,7 +4,7 @@ Activations carry one scale per 128 neighbours, weights one per 128 x 128 block;
 float32 and returned as bfloat16. The library compiles at first use, some seconds for each shape
 (N, K) and tile, into `DG_JIT_CACHE_DIR`. It chooses the tile by the number of rows, in blocks of
 64: by how well they fill the multiprocessors, so neighbours of any size may differ. Whatever rows
-are to come has to be run ahead (`engine.warm_up`).
+are to come has to be run ahead (`engine.boot.warm_up`).
 """
 
 import importlib

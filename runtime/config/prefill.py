@@ -42,7 +42,7 @@ class PrefillSection:
     """Launch a step while the one before it runs: "on", "off", or "auto" (on with "cuda")."""
     two_batch_overlap: str = "auto"
     """Run a large step as two micro-batches, one computing while the other communicates: "on",
-    "off", or "auto" (where measurements say that it pays: see ``engine.boot_execution``)."""
+    "off", or "auto" (where measurements say that it pays: see ``engine.boot.open_execution``)."""
     collectives: str = "auto"
     """Who moves rows between GPU ranks: "nccl", "symmetric" (copy engines, within one host), or
     "auto" (by measurements, too). On a CPU it is gloo."""

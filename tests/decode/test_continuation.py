@@ -13,7 +13,7 @@ import pytest
 from decode.frames import Delta
 from decode.requests import DecodeRequest
 from decode.scheduler import StepPlan
-from engine.build import build_model
+from engine.boot.build import build_model
 from engine.generate import GenerateOutput, generate
 from engine.graphs.graph_runner import capture_steps
 from engine.memory.kv_pool import KVPool

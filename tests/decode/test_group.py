@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 
 from deploy.ports import free_port
-from engine.build import build_model
+from engine.boot.build import build_model
 from engine.generate import generate
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM

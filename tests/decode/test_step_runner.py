@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decode.assembly import choose_runner
-from engine.boot import BootedRank
+from engine.boot.rank import BootedRank
 from engine.graphs.capture import Eager
 from engine.memory.kv_budget import MemorySums
 from engine.memory.kv_pool import KVPool

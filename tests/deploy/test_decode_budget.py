@@ -13,7 +13,7 @@ from deploy.decode_budget import (
     check_placement,
     weights_per_rank,
 )
-from engine.build import build_model
+from engine.boot.build import build_model
 from engine.config import ModelConfig
 from engine.kernels.portable import PortableKernels
 from runtime.errors import ConfigError

@@ -146,7 +146,7 @@ def test_a_stage_is_the_last_line_without_its_head() -> None:
 
 
 def test_a_stage_has_no_fields_and_ends_between_two_words() -> None:
-    head = "2026-11-21T10:02:03.456 INFO decode-0 engine.boot: "
+    head = "2026-11-21T10:02:03.456 INFO decode-0 engine.boot.rank: "
     line = "the model is ready epoch=00ff device=cpu reason='no CUDA device' path=/a/b"
     assert last_stage((head + line,)) == "the model is ready"
     assert last_stage((head + "pid=7",)) == "pid=7"

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import torch
 
-from engine.build import build_kv_pool, build_model
+from engine.boot.build import build_kv_pool, build_model
+from engine.boot.jit_cache import use_jit_cache
+from engine.boot.warm_up import products, warm_up
 from engine.execution import Execution
 from engine.generate import GenerateOutput, generate
-from engine.jit_cache import use_jit_cache
 from engine.kernels.create import create_kernels
 from engine.micro_batches import OverlapRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
@@ -30,7 +31,6 @@ from engine.parallel.symmetric import SymmetricOptions, open_symmetric_group
 from engine.request import Request, ScheduledRequest, num_blocks_for
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
-from engine.warm_up import products, warm_up
 from tests.engine.agreement import BUNDLED, SAMPLING, Answer
 
 Prompts = list[list[int]]

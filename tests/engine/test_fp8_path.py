@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import ForwardBatch, pack_forward_batch
-from engine.build import build_kv_pool, build_model
+from engine.boot.build import build_kv_pool, build_model
 from engine.config import ModelConfig
 from engine.kernels.portable import PortableKernels
 from engine.layers.mla import MLA

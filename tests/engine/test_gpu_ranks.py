@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import build_model
+from engine.boot.build import build_model
 from engine.generate import generate
 from tests.engine.agreement import BUNDLED, SAMPLING, Answer, compare, read_texts
 from tests.engine.gpu_rank_main import modes_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.build import build_kv_pool
+from engine.boot.build import build_kv_pool
 from engine.config import ModelConfig
 from engine.execution import Execution
 from engine.kernels.fp8_rows import Activation

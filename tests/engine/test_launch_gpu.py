@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine.batch import ForwardBatch, build_forward_batch
-from engine.build import build_kv_pool, build_model
+from engine.boot.build import build_kv_pool, build_model
 from engine.config import ModelConfig
 from engine.execution import Execution
 from engine.host_copy import HostCopies, upload

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench.parity import compare_with_transformers
-from engine.build import build_model
+from engine.boot.build import build_model
 from engine.config import ModelConfig
 from engine.kernels.portable import PortableKernels
 from engine.layers.plain_weights import describe_plain_weights
@@ -129,7 +129,7 @@ def test_nothing_is_told_where_all_is_kept(caplog: pytest.LogCaptureFixture) -> 
 
 def test_boot_tells_it_once(caplog: pytest.LogCaptureFixture) -> None:
     config = {**CONFIG, "intermediate_size": 192}
-    with caplog.at_level(logging.WARNING, logger="engine.build"):
+    with caplog.at_level(logging.WARNING, logger="engine.boot.build"):
         build_model(
             ModelConfig.from_hf(config),
             dtype=torch.bfloat16,

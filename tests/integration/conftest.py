@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import build_model
+from engine.boot.build import build_model
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 
 MODEL_DIR = Path(__file__).parents[2] / "deploy" / "models" / "tandem-python"

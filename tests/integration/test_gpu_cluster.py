@@ -20,10 +20,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.boot.warm_up import ROWS_VARIABLE
 from engine.generate import generate
 from engine.kernels import reference
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from engine.warm_up import ROWS_VARIABLE
 from runtime.config import (
     ClusterConfig,
     DecodeSection,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import build_kv_pool, build_model
+from engine.boot.build import build_kv_pool, build_model
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler

@@ -10,8 +10,8 @@ from bench.engine import rank_model
 from bench.engine.decode import step_sizes
 from bench.shapes import TINY, with_layers
 from deploy.cli import main
-from engine.boot_execution import OpenExecution, open_execution
-from engine.build import build_kv_pool, build_model
+from engine.boot.build import build_kv_pool, build_model
+from engine.boot.open_execution import OpenExecution, open_execution
 from engine.graphs.buckets import batch_buckets
 from engine.graphs.graph_runner import capture_steps
 from engine.runner import ModelRunner

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from bench.engine import foreign_text
 from bench.engine.foreign_text import chance_skew, measure, rows_of
 from deploy.model_folder import BUNDLED_MODEL
-from engine.build import build_model
+from engine.boot.build import build_model
 from engine.config import ModelConfig
 
 SOURCE = "def add_{number}(a, b):\n    return a + b + {number}\n\n\n"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.build import build_model
+from engine.boot.build import build_model
 from engine.execution import Execution
 from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.graph_budget import extrapolate

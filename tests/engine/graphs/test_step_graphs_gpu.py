@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from engine.build import LoadFormat, build_kv_pool, build_model
+from engine.boot.build import LoadFormat, build_kv_pool, build_model
 from engine.execution import Execution
 from engine.graphs.step_graphs import StepGraphs
 from engine.kernels.create import KernelSet, create_kernels

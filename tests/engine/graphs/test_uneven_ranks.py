@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deploy.ports import free_port
-from engine.build import build_model
+from engine.boot.build import build_model
 from tests.engine.graphs.uneven_main import COUNTS, NUM_STEPS, run_plainly
 from tests.engine.parallel.processes import run_rank_processes
 from tests.engine.test_fp8_path import CONFIG as FP8_CONFIG

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bench.shapes import DEEPSEEK_V3
-from engine.build import LoadFormat, build_kv_pool, build_model
+from engine.boot.build import LoadFormat, build_kv_pool, build_model
 from engine.config import ModelConfig
 from engine.execution import Execution
 from engine.graphs.graph_runner import GraphRunner

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bench.parity import LOGIT_TOLERANCE, load_theirs
 from engine.batch import pack_forward_batch
-from engine.build import build_kv_pool, build_model
+from engine.boot.build import build_kv_pool, build_model
 from engine.config import ModelConfig
 from runtime.errors import ConfigError
 from tests.engine.tiny import random_tensors, tiny_config, write_checkpoint

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.build import build_kv_pool, build_model
+from engine.boot.build import build_kv_pool, build_model
 from engine.config import ModelConfig
 from engine.generate import generate
 from engine.kernels import deep_gemm, reference

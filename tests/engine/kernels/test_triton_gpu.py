@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.build import build_model
+from engine.boot.build import build_model
 from engine.generate import GenerateOutput, generate
 from engine.kernels import reference
 from engine.kernels.base import Kernels, VarlenLengths

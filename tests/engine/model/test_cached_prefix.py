@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import pack_forward_batch
-from engine.build import build_kv_pool, build_model
+from engine.boot.build import build_kv_pool, build_model
 from engine.kernels.portable import PortableKernels
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.batch import ForwardBatch, pack_forward_batch
-from engine.build import build_kv_pool, build_model
+from engine.boot.build import build_kv_pool, build_model
 from engine.config import ModelConfig
 from engine.layers.attention_rule import AttentionRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM

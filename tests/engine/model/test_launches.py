@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import build_model
+from engine.boot.build import build_model
 from engine.execution import Execution
 from engine.generate import generate
 from engine.kernels.launches import Launches

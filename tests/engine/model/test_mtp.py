@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import ForwardBatch, pack_forward_batch
-from engine.build import build_kv_pool, build_model
+from engine.boot.build import build_kv_pool, build_model
 from engine.kernels import reference
 from engine.layers.norm import FeedFormat, Normed, Residual
 from engine.memory.kv_pool import KVPool

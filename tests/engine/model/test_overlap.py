@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import build_kv_pool, build_model
+from engine.boot.build import build_kv_pool, build_model
 from engine.execution import Execution
 from engine.memory.kv_pool import KVPool
 from engine.micro_batches import OverlapRule

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.batch import ForwardBatch
-from engine.build import build_kv_pool, build_model
+from engine.boot.build import build_kv_pool, build_model
 from engine.generate import generate
 from engine.kernels.portable import PortableKernels
 from runtime.sampling import SamplingParams

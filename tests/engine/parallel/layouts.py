@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.batch import ForwardBatch, pack_forward_batch
-from engine.build import build_kv_pool
+from engine.boot.build import build_kv_pool
 from engine.config import ModelConfig
 from engine.execution import Execution
 from engine.kernels.create import create_kernels

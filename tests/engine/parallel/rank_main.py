@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from engine.batch import ForwardBatch
-from engine.build import build_kv_pool, build_model
+from engine.boot.build import build_kv_pool, build_model
 from engine.execution import Execution
 from engine.generate import generate
 from engine.micro_batches import OverlapRule

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.build import build_model
+from engine.boot.build import build_model
 from engine.generate import generate
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import init_process_groups

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine import boot
-from engine.boot import BootedRank, boot_rank
-from engine.kv_size import measure_memory
+from engine.boot.kv_size import measure_memory
+from engine.boot.rank import BootedRank, boot_rank
 from engine.layers.mla import MLA
 from engine.memory.kv_budget import MemorySums
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM

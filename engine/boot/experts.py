@@ -1,6 +1,6 @@
 """The boot of a rank's experts: in which slots they stand, and how tokens travel to them.
 
-A part of `engine.boot`, by what the configuration of the role says.
+A part of `engine.boot.rank`, by what the configuration of the role says.
 """
 
 from __future__ import annotations

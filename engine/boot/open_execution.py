@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from engine.boot_experts import open_transfers
+from engine.boot.experts import open_transfers
 from engine.config import ModelConfig
 from engine.execution import Execution
 from engine.kernels.base import Kernels

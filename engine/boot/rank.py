@@ -13,23 +13,23 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.boot_execution import halves_steps, open_execution
-from engine.boot_experts import place_experts
-from engine.build import build_kv_pool, build_model
+from engine.boot.build import build_kv_pool, build_model
+from engine.boot.experts import place_experts
+from engine.boot.jit_cache import use_jit_cache
+from engine.boot.kv_size import choose_num_blocks, largest_steps, measure_memory
+from engine.boot.open_execution import halves_steps, open_execution
+from engine.boot.refusals import refuse_for_room
+from engine.boot.rehearsal import rehearse, sampled_prefill, smaller_prefills
+from engine.boot.warm_up import attention_products, chosen_rows, products, warm_up
 from engine.config import ModelConfig
-from engine.jit_cache import use_jit_cache
 from engine.kernels.create import create_kernels
-from engine.kv_size import choose_num_blocks, largest_steps, measure_memory
 from engine.memory.kv_budget import MemorySums
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, agree_on_epoch, init_process_groups
-from engine.refusals import refuse_for_room
-from engine.rehearsal import rehearse, sampled_prefill, smaller_prefills
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
-from engine.warm_up import attention_products, chosen_rows, products, warm_up
 from engine.weights.progress import Unit, progress_bar
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError

@@ -11,17 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import ModelConfig
-from engine.execution import Execution
-from engine.jit_cache import VARIABLE, use_jit_cache
-from engine.kernels.alignment import max_aligned_rows, row_steps
-from engine.kernels.portable import PortableKernels
-from engine.layers.matrix import Matrix
-from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from engine.parallel.dims import ParallelDims
-from engine.parallel.groups import ProcessGroups, RankGroup
-from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
-from engine.warm_up import (
+from engine.boot.jit_cache import VARIABLE, use_jit_cache
+from engine.boot.warm_up import (
     ROWS_VARIABLE,
     Product,
     attention_products,
@@ -31,6 +22,15 @@ from engine.warm_up import (
     row_counts,
     warm_up,
 )
+from engine.config import ModelConfig
+from engine.execution import Execution
+from engine.kernels.alignment import max_aligned_rows, row_steps
+from engine.kernels.portable import PortableKernels
+from engine.layers.matrix import Matrix
+from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.parallel.dims import ParallelDims
+from engine.parallel.groups import ProcessGroups, RankGroup
+from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.weights.dummy import fill_with_dummy_weights
 from tests.engine.test_fp8_path import CONFIG
 

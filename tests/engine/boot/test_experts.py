@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench.shapes import TINY
-from engine.boot_experts import half_room, open_transfers, place_experts
+from engine.boot.experts import half_room, open_transfers, place_experts
 from engine.config import ModelConfig
 from engine.kernels.portable import PortableKernels
 from engine.parallel.dims import ParallelDims

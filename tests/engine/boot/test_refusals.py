@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.boot.refusals import refuse_capture, refuse_for_room
 from engine.graphs.capture_errors import CaptureError, is_forbidden, is_no_memory, is_of_a_device
 from engine.memory.kv_budget import MemorySums
-from engine.refusals import refuse_capture, refuse_for_room
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError, PeerLostError
 

@@ -4,7 +4,8 @@ Libraries that compile at run time pick a kernel by the weight's shape and by ho
 the first batch of a new size would wait seconds for a compiler, and in a group the others would
 wait for it inside a collective. The key idea: the ranks divide the weight shapes among themselves
 and run their products, with invented rows, side by side; what they compiled lies in a cache
-(`engine.jit_cache`) that all then only read. Two ranks never compile one kernel at the same time.
+(`engine.boot.jit_cache`) that all then only read. Two ranks never compile one kernel at the same
+time.
 """
 
 import logging

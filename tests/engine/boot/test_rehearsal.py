@@ -10,20 +10,15 @@ from hypothesis import strategies as st
 
 from bench.shapes import DEEPSEEK_V3
 from engine import kv_size
-from engine.build import build_kv_pool, build_model
-from engine.config import ModelConfig
-from engine.graphs.capture_errors import CaptureError
-from engine.kv_size import (
+from engine.boot.build import build_kv_pool, build_model
+from engine.boot.kv_size import (
     agree_on_least,
     choose_num_blocks,
     largest_step,
     largest_steps,
     measure_memory,
 )
-from engine.layers.attention_rule import AttentionRule
-from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from engine.parallel.groups import ProcessGroups
-from engine.rehearsal import (
+from engine.boot.rehearsal import (
     SHORT_CONTEXT,
     absorbed_prefill,
     largest_decode,
@@ -32,6 +27,11 @@ from engine.rehearsal import (
     sampled_prefill,
     smaller_prefills,
 )
+from engine.config import ModelConfig
+from engine.graphs.capture_errors import CaptureError
+from engine.layers.attention_rule import AttentionRule
+from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.parallel.groups import ProcessGroups
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler

@@ -5,7 +5,7 @@ import torch
 
 from bench.shapes import TINY
 from engine import boot_execution
-from engine.boot_execution import (
+from engine.boot.open_execution import (
     OpenExecution,
     decode_overlap,
     halves_steps,

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import LoadFormat, build_kv_pool, build_model
+from engine.boot.build import LoadFormat, build_kv_pool, build_model
 from engine.config import ModelConfig
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups
 from runtime.errors import ConfigError
 from tests.engine.tiny import tiny_config, write_checkpoint
 
-BUNDLED = Path(__file__).parents[2] / "deploy" / "models" / "tandem-python"
+BUNDLED = Path(__file__).parents[3] / "deploy" / "models" / "tandem-python"
 
 
 def test_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
