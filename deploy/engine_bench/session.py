@@ -159,7 +159,6 @@ def describe_execution(execution: Execution) -> Report:
     return {
         "two_batch_overlap": execution.overlap is not None,
         "scatter_tokens": execution.scatter_tokens,
-        "collectives": None if execution.collectives is None else "symmetric",
         "dispatcher": None if dispatcher is None else type(dispatcher).__name__,
         "overlap_shared_expert": execution.overlap_shared_expert,
         "side_stream": execution.side_stream is not None,

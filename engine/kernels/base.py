@@ -93,12 +93,6 @@ class Kernels(Protocol):
         """Return x + delta, its norm if wanted, and its norm quantised."""
         ...
 
-    def sum_slices(
-        self, slices_RTD: Tensor, out_TD: Tensor | None = None, *, residual_TD: Tensor | None = None
-    ) -> Tensor:
-        """Add what several ranks computed, in float32."""
-        ...
-
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """Gated activation."""
         ...

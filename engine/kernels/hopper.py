@@ -24,7 +24,6 @@ from engine.kernels.fused import (
     permute,
     quant,
     routing,
-    slices,
 )
 from engine.kernels.fused.dependent import break_chain
 from engine.kernels.masked_rows import MaskedRows
@@ -86,7 +85,6 @@ class HopperKernels:
     align_to_experts = staticmethod(permute.align_to_experts)
     spread_rows = staticmethod(permute.spread_rows)
     gather_rows = staticmethod(permute.gather_rows)
-    sum_slices = staticmethod(slices.sum_slices)
     merge_attention = staticmethod(attention.merge_attention)
     mask_to_experts = staticmethod(masked.mask_to_experts)
     spread_masked_rows = staticmethod(masked.spread_masked_rows)

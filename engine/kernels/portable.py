@@ -32,7 +32,6 @@ class PortableKernels:
         self.has_paged_attention = has_paged_attention
 
     rms_norm = staticmethod(reference.rms_norm)
-    sum_slices = staticmethod(reference.sum_slices)
     silu_and_mul = staticmethod(reference.silu_and_mul)
     quantize_rows = staticmethod(reference.quantize_rows)
     add_rms_norm_fp8 = staticmethod(reference.add_rms_norm_fp8)

@@ -115,7 +115,6 @@ class TritonKernels:
         self.align_to_experts = shared.align_to_experts
         self.spread_rows = shared.spread_rows
         self.gather_rows = shared.gather_rows
-        self.sum_slices = shared.sum_slices
         self.mask_to_experts = shared.mask_to_experts
         self.spread_masked_rows = shared.spread_masked_rows
         self.rotate_queries = shared.rotate_queries

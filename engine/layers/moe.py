@@ -224,5 +224,5 @@ def create_expert_dispatcher(
         groups,
         placement.num_physical_experts // groups.ep_group.size,
         ctx.kernels if is_fp8 else None,
-        scattered_over=(ctx.collectives or groups.tp_group) if ctx.scatter_tokens else None,
+        scattered_over=groups.tp_group if ctx.scatter_tokens else None,
     )

@@ -158,7 +158,6 @@ class DeepseekV3ForCausalLM(nn.Module):
             fp8=fp8,
             unquantized=ModulePatterns(config.unquantized_modules),
             scatter_tokens=dims.tp > 1 and dims.ep > 1 if scatter is None else scatter,
-            collectives=execution.collectives,
             overlap_shared_expert=execution.overlap_shared_expert,
             side_stream=execution.side_stream,
         )

@@ -6,7 +6,7 @@ from engine.kernels.base import Kernels
 from engine.parallel.aligned_dispatcher import AlignedDispatcher, ExpertShare
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.gathered_dispatcher import GatheredDispatcher, GatheredFp8Dispatcher
-from engine.parallel.groups import Collectives, ProcessGroups
+from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.replicated_dispatcher import ReplicatedDispatcher
 from engine.parallel.token_dispatcher import TokenDispatcher
@@ -17,7 +17,7 @@ def create_dispatcher(
     num_local_experts: int,
     fp8_kernels: Kernels | None = None,
     *,
-    scattered_over: Collectives | None = None,
+    scattered_over: RankGroup | None = None,
 ) -> TokenDispatcher[Any]:
     """Return the dispatcher for these axes; its handles are opaque to the caller.
 

@@ -17,7 +17,7 @@ from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.parallel.aligned_dispatcher import AlignedHandle, ExpertShare
 from engine.parallel.deferred import Deferred
-from engine.parallel.groups import Collectives
+from engine.parallel.groups import RankGroup
 from engine.parallel.packed_rows import packed_bytes
 from engine.parallel.pending import Pending, Then
 from engine.parallel.token_dispatcher import (
@@ -38,7 +38,7 @@ class GatheredDispatcher:
     waits_for_counts = True
     takes_turns = False
 
-    def __init__(self, num_local_experts: int, first: int, group: Collectives) -> None:
+    def __init__(self, num_local_experts: int, first: int, group: RankGroup) -> None:
         self._num_local_experts, self._first = num_local_experts, first
         self._group = group
 
@@ -75,7 +75,7 @@ class GatheredFp8Dispatcher:
     waits_for_counts = False
     takes_turns = False
 
-    def __init__(self, kernels: Kernels, share: ExpertShare, group: Collectives) -> None:
+    def __init__(self, kernels: Kernels, share: ExpertShare, group: RankGroup) -> None:
         self._kernels, self._share, self._group = kernels, share, group
 
     def start_dispatch(

@@ -18,12 +18,9 @@ from engine.micro_batches import OverlapRule
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
-from engine.parallel.symmetric import SymmetricOptions
 from engine.shapes import TINY
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
-
-SYMMETRIC = {"device": "cuda", "tp": 2, "collectives": "symmetric"}
 
 
 def open_with(
@@ -43,7 +40,6 @@ def open_with(
 def test_the_default_is_what_fits_the_axes() -> None:
     opened = open_with(PrefillSection())
     assert opened.execution.scatter_tokens is False
-    assert opened.execution.collectives is None
     assert opened.execution.dispatcher is None
     assert opened.execution.overlap is None
     opened.close()
@@ -52,44 +48,19 @@ def test_the_default_is_what_fits_the_axes() -> None:
 
 
 def test_overlap_as_told_or_as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def overlaps(wanted: str, *, is_symmetric: bool = False, tp: int = 2) -> bool:
-        section = PrefillSection(tp=tp, two_batch_overlap=wanted)
-        return prefill_overlap(section, is_symmetric=is_symmetric) is not None
+    def overlaps(wanted: str, **ranks: int) -> bool:
+        section = PrefillSection(two_batch_overlap=wanted, **(ranks or {"tp": 2}))
+        return prefill_overlap(section) is not None
 
     assert overlaps("on")
+    assert overlaps("on", dp=2)
     assert not overlaps("off")
     assert not overlaps("auto"), "not measured to pay with NCCL"
-    monkeypatch.setattr(boot_execution, "AUTO_OVERLAP", {"nccl": False, "symmetric": True})
-    assert overlaps("auto", is_symmetric=True)
-    assert not overlaps("auto")
-    assert not overlaps("auto", is_symmetric=True, tp=1)
-    assert prefill_overlap(PrefillSection(dp=2), is_symmetric=False) is None
-    on = PrefillSection(dp=2, two_batch_overlap="on")
-    assert prefill_overlap(on, is_symmetric=False) == OverlapRule()
-
-
-def test_symmetric_collectives_have_room_for_a_step_or_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        open_with(PrefillSection(**SYMMETRIC))
-    assert (caught.value.path, caught.value.value) == ("prefill.collectives", "symmetric")
-
-    class Opened:
-        """What a GPU would open."""
-
-    seen: list[SymmetricOptions] = []
-
-    def open_group(group: object, device: object, options: SymmetricOptions) -> Opened:
-        seen.append(options)
-        return Opened()
-
-    monkeypatch.setattr(boot_execution, "open_symmetric_group", open_group)
-    opened = open_with(PrefillSection(**SYMMETRIC, max_num_batched_tokens=2**20))
-    assert isinstance(opened.execution.collectives, Opened)
-    assert seen[0].max_bytes >= 2**20 * TINY.hidden_size * 2
-    auto = PrefillSection(**(SYMMETRIC | {"collectives": "auto"}))
-    assert open_with(auto).execution.collectives is None, "NCCL until measured otherwise"
+    assert not overlaps("auto", dp=2), "not measured"
+    monkeypatch.setattr(boot_execution, "AUTO_OVERLAP", True)
+    assert overlaps("auto")
+    assert not overlaps("auto", dp=2)
+    assert not overlaps("auto", tp=1), "nobody to communicate with"
 
 
 def test_decode_overlaps_in_halves_and_in_turns_where_transfers_take_them() -> None:

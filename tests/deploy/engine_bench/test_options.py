@@ -42,9 +42,9 @@ def decode(*settings: str, dp: int = 1, **fields: Any) -> DecodeOptions:
         (lambda: Setup(dp=2, shard_of=8), "shard-axis", "dp"),
         (lambda: PrefillOptions(setup=Setup(), batch_tokens=5000), "batch-tokens", "4096"),
         (
-            lambda: PrefillOptions(setup=Setup(settings=("prefill.collectives=symmetric",))),
-            "prefill.collectives",
-            "ranks that scatter tokens",
+            lambda: PrefillOptions(setup=Setup(settings=("prefill.scatter_tokens=on",))),
+            "prefill.scatter_tokens",
+            "prefill.tp above 1",
         ),
         (
             lambda: PrefillOptions(setup=Setup(settings=("prefill.max_num_seqs=3",))),

@@ -134,21 +134,6 @@ def test_add_rms_norm_fp8(
     assert_rows(rows, reference.quantize_rows(expected, packed(num_tokens, size) if out else None))
 
 
-@pytest.mark.parametrize("num_tokens", [0, *TOKENS])
-@pytest.mark.parametrize("num_slices", [1, 2, 8])
-@pytest.mark.parametrize("with_residual", [True, False])
-def test_sum_slices(num_tokens: int, num_slices: int, with_residual: bool) -> None:
-    module = fused("slices")
-    slices = draw(num_slices, num_tokens + 2, HIDDEN)[:, 1:-1]  # gaps between the slices
-    residual = draw(num_tokens, HIDDEN) if with_residual else None
-    expected = reference.sum_slices(slices, residual_TD=residual)
-    actual = module.sum_slices(slices, residual_TD=residual)
-    torch.testing.assert_close(actual, expected, rtol=BF16, atol=BF16)
-    out = torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
-    assert module.sum_slices(slices, out, residual_TD=residual) is out
-    assert torch.equal(out, actual)
-
-
 def draw_routing(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
     scores = torch.rand(num_tokens, num_experts, device=DEVICE)
     return scores.topk(top_k, dim=1).indices
