@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.boot_execution import halves_steps, open_execution
+from engine.boot_execution import open_execution
 from engine.boot_experts import place_experts
 from engine.build import build_kv_pool, build_model
 from engine.config import ModelConfig
@@ -218,10 +218,10 @@ def use_device(device: torch.device) -> None:
 
 
 def _most_tokens(section: PrefillSection | DecodeSection) -> int:
-    """The most tokens that this rank runs at once: of a step, or of a micro-batch."""
+    """The most tokens that this rank runs at once."""
     if isinstance(section, PrefillSection):
         return section.max_num_batched_tokens
-    return (section.max_num_seqs + 1) // 2 if halves_steps(section) else section.max_num_seqs
+    return section.max_num_seqs
 
 
 def _compile(

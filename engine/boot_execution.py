@@ -21,7 +21,6 @@ from engine.kernels.base import Kernels
 from engine.micro_batches import OverlapRule
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
-from engine.parallel.token_dispatcher import TURNS_LAG
 from engine.side_stream import SideStream
 from runtime.config import DecodeSection, PrefillSection
 
@@ -29,10 +28,6 @@ AUTO_OVERLAP: Final = False
 """Whether `prefill.two_batch_overlap = "auto"` overlaps. With `prefill.tp` nothing was gained on 4
 GPUs: NCCL's kernels take multiprocessors from the products that are to cover them, and the host
 launches twice as much. Ranks of `prefill.dp` are not measured."""
-
-AUTO_DECODE_OVERLAP: Final = False
-"""Whether `decode.two_batch_overlap = "auto"` overlaps. Each half reads all weights: on four H200 a
-step takes 1.5 times as long, with 128 requests a rank and with 256."""
 
 AUTO_DEPENDENT_LAUNCHES: Final = True
 """Whether `decode.dependent_launches = "auto"` is on, on GPUs: a layer of 64 or 128 requests takes
@@ -77,15 +72,12 @@ def open_execution(
         groups,
         kernels,
         placement,
-        is_halved=halves_steps(section),
         played_ranks=played_ranks,
     )
     dispatcher = None if opened is None else opened.dispatcher
-    takes_turns = dispatcher is not None and dispatcher.takes_turns
     if isinstance(section, DecodeSection):
         execution = Execution(
             dispatcher=dispatcher,
-            overlap=decode_overlap(section, takes_turns=takes_turns),
             overlap_shared_expert=section.overlap_shared_expert,
             side_stream=shared_expert_stream(section, device, played_ranks=played_ranks),
             dependent_launches=launches_dependently(section),
@@ -112,30 +104,6 @@ def prefill_overlap(section: PrefillSection) -> OverlapRule | None:
     else:
         is_on = section.two_batch_overlap == "on"
     return OverlapRule() if is_on else None
-
-
-def halves_steps(section: PrefillSection | DecodeSection) -> bool:
-    """Return whether every step of a decode rank runs as two micro-batches; never in prefill."""
-    if not isinstance(section, DecodeSection) or section.dp == 1:
-        return False
-    if section.two_batch_overlap == "auto":
-        return AUTO_DECODE_OVERLAP
-    return section.two_batch_overlap == "on"
-
-
-def decode_overlap(section: DecodeSection, *, takes_turns: bool) -> OverlapRule | None:
-    """Return how steps run as two micro-batches; None for as one.
-
-    Args:
-        section: of the role.
-        takes_turns: of the dispatcher (see `TokenDispatcher`).
-    """
-    return decode_rule(takes_turns=takes_turns) if halves_steps(section) else None
-
-
-def decode_rule(*, takes_turns: bool) -> OverlapRule:
-    """Return the rule by which all steps run as two micro-batches; `takes_turns` as above."""
-    return OverlapRule(min_tokens=0, lag=TURNS_LAG if takes_turns else 1)
 
 
 def shared_expert_stream(

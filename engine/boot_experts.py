@@ -5,13 +5,10 @@ A part of `engine.boot`, by what the configuration of the role says.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from engine.config import ModelConfig
 from engine.kernels.base import Kernels
-from engine.parallel.deep_ep_shape import ROW_TILE
 from engine.parallel.dims import ParallelDims
 from engine.parallel.expert_balance import balance_experts
 from engine.parallel.expert_placement import ExpertPlacement
@@ -57,7 +54,6 @@ def open_transfers(
     kernels: Kernels,
     placement: ExpertPlacement,
     *,
-    is_halved: bool = False,
     played_ranks: int = 0,
 ) -> OpenDispatcher | None:
     """Open the way to experts: for decode one that a captured step can hold, for prefill one for
@@ -72,7 +68,6 @@ def open_transfers(
         groups: the ranks.
         kernels: of the rank.
         placement: of the experts.
-        is_halved: every step runs as two micro-batches, so a transfer has half of the tokens.
         played_ranks: for measurements: a decode rank alone plays one of so many; 0 to be itself.
 
     Raises:
@@ -93,17 +88,9 @@ def open_transfers(
     if section.max_num_seqs > most and groups.dims.ep > 1:
         problem = f"decode.max_tokens_per_rank is {most}"
         raise ConfigError("decode.max_num_seqs", section.max_num_seqs, problem, f"{most} or less")
-    room = half_room(most, groups.ep_group.size) if is_halved else most
     kind = DispatcherKind(section.dispatcher)
     if played_ranks and experts.are_fp8:
         kind = DispatcherKind.LOOPBACK
     return open_decode_dispatcher(
-        kind, experts, max_tokens_per_rank=room, played_ranks=played_ranks
+        kind, experts, max_tokens_per_rank=most, played_ranks=played_ranks
     )
-
-
-def half_room(num_tokens: int, num_ranks: int) -> int:
-    """Return half of the tokens of a rank, rounded up until those of all ranks fill whole tiles."""
-    step = ROW_TILE // math.gcd(num_ranks, ROW_TILE)
-    half = -(-num_tokens // 2)
-    return min(-(-half // step) * step, num_tokens)

@@ -19,8 +19,8 @@ class Execution:
         scatter_tokens: whether each tp rank keeps its share of the hidden states, or all of them;
             None for shares where tp > 1 and ep > 1.
         dispatcher: of all MoE layers; None for one that fits the axes.
-        overlap: when a step runs as two micro-batches; None for never. With dp > 1 and ep > 1
-            every step does, because the ranks have to make the same calls.
+        overlap: when a step of prefill runs as two micro-batches; None for never. With dp > 1 and
+            ep > 1 every step does, because the ranks have to make the same calls.
         overlap_shared_expert: run the shared expert while tokens travel to the routed ones, or
             after they have arrived.
         side_stream: that the shared expert runs on, beside routing and travelling tokens; None for

@@ -27,6 +27,7 @@ _PATHS = {"cluster.run_dir", "model.path", "tls.cert", "tls.key", "tls.ca"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _REMOVED = {
     "prefill.collectives": "leave it out: rows move between GPUs by NCCL, which was the faster way",
+    "decode.two_batch_overlap": "leave it out: a step of two halves took 1.5 times as long",
 }
 """Fields that an older file may have, each with what to do."""
 _Section = TypeVar("_Section", ClusterSection, ModelSection, TlsSection)

@@ -26,7 +26,6 @@ from deploy.engine_bench.session import Session, close_session, open_session
 from deploy.engine_bench.stages import BatchProfile
 from deploy.engine_bench.steps import StepRunner
 from engine.batch import build_forward_batch
-from engine.boot_execution import halves_steps
 from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.capture import Capture
 from engine.graphs.graph_runner import GraphRunner, capture_steps
@@ -44,8 +43,7 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
     rank = models.get(setup, section)
     requests = invent_requests(options, rank)
     sizes = step_sizes(options.requests, section.max_num_seqs)
-    rows = {*sizes, *((size + 1) // 2 for size in sizes if halves_steps(section))}
-    rank.compile_for(products(rank.model, rank.model.kernels, sizes[-1], rows=sorted(rows)))
+    rank.compile_for(products(rank.model, rank.model.kernels, sizes[-1], rows=sorted(sizes)))
     session = open_session(
         rank,
         setup,

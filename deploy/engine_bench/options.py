@@ -32,8 +32,8 @@ EFFECTIVE: Mapping[str, frozenset[str]] = {
     "decode": frozenset(
         (
             "num_threads", "max_num_seqs", "kv_dtype", "overlap_steps", "cuda_graphs",
-            "two_batch_overlap", "overlap_shared_expert", "dependent_launches",
-            "num_redundant_experts", "dispatcher", "max_tokens_per_rank",
+            "overlap_shared_expert", "dependent_launches", "num_redundant_experts", "dispatcher",
+            "max_tokens_per_rank",
         )
     ),
 }  # fmt: skip

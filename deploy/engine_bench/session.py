@@ -135,8 +135,6 @@ def make_tables(
     if setup.routing is Routing.MODEL or not config.num_moe_layers:
         return None
     own = rank.place.rank if dims.dp > 1 else 0
-    if rank.execution.overlap is not None:
-        num_rows = None  # two micro-batches share the padding, as their cut lies
     if setup.routing is Routing.EVEN:
         table = even_experts(config, max_tokens, rank=own, num_ranks=dims.dp)
         return RoutingTables(table.to(rank.device)[None, None], num_rows=num_rows)

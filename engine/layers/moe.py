@@ -205,10 +205,7 @@ class MoE(nn.Module):
         out = self.experts(rows)
         combining = self.dispatcher.start_combine(out, handle, shared.while_combined())
         yield
-        out_TD = combining.wait()
-        if self.dispatcher.takes_turns:
-            yield
-        return out_TD
+        return combining.wait()
 
 
 def create_expert_dispatcher(

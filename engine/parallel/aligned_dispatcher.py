@@ -51,7 +51,6 @@ class AlignedDispatcher:
 
     takes_fp8 = True
     waits_for_counts = False
-    takes_turns = False
 
     def __init__(self, kernels: Kernels, share: ExpertShare, group: RankGroup) -> None:
         """Take the ranks that sum; see `create_dispatcher`."""

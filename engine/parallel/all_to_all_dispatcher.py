@@ -74,7 +74,6 @@ class AllToAllDispatcher:
         self._kernels = fp8_kernels
         self.takes_fp8 = fp8_kernels is not None
         self.waits_for_counts = True
-        self.takes_turns = False
 
     def start_dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor

@@ -242,8 +242,8 @@ class LowLatencyBuffer:
     """Transfers of few tokens in fixed shapes; see the module.
 
     The library alternates between two halves of its memory, and each sending clears the flags of
-    the other half: a sending must therefore follow the receiving of the one before it, also of
-    another micro-batch. The order is checked here, because breaking it hangs all ranks.
+    the other half: a sending must therefore follow the receiving of the one before it. The order is
+    checked here, because breaking it hangs all ranks.
     """
 
     def __init__(self, library: LibraryBuffer, shape: LowLatencyShape) -> None:

@@ -44,7 +44,6 @@ class DeepEPNormalDispatcher:
 
     takes_fp8 = True
     waits_for_counts = True
-    takes_turns = False
 
     def __init__(self, kernels: Kernels, buffer: NormalBuffer) -> None:
         self._kernels = kernels

@@ -36,7 +36,6 @@ class GatheredDispatcher:
 
     takes_fp8 = False
     waits_for_counts = True
-    takes_turns = False
 
     def __init__(self, num_local_experts: int, first: int, group: RankGroup) -> None:
         self._num_local_experts, self._first = num_local_experts, first
@@ -73,7 +72,6 @@ class GatheredFp8Dispatcher:
 
     takes_fp8 = True
     waits_for_counts = False
-    takes_turns = False
 
     def __init__(self, kernels: Kernels, share: ExpertShare, group: RankGroup) -> None:
         self._kernels, self._share, self._group = kernels, share, group

@@ -23,7 +23,6 @@ class LocalDispatcher:
 
     takes_fp8 = False
     waits_for_counts = True
-    takes_turns = False
 
     def __init__(self, num_experts: int, tp_group: RankGroup) -> None:
         self._num_experts = num_experts

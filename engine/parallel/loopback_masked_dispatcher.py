@@ -33,7 +33,6 @@ class LoopbackMaskedDispatcher:
 
     takes_fp8 = True
     waits_for_counts = False
-    takes_turns = False
 
     def __init__(self, kernels: Kernels, num_local_experts: int, num_ranks: int) -> None:
         """Play one rank.

@@ -48,7 +48,6 @@ class MaskedGatheredDispatcher:
 
     takes_fp8 = True
     waits_for_counts = False
-    takes_turns = False
 
     def __init__(
         self,

@@ -23,7 +23,6 @@ class ReplicatedDispatcher:
 
     takes_fp8 = False
     waits_for_counts = True
-    takes_turns = False
 
     def __init__(self, num_local_experts: int, ep_group: RankGroup) -> None:
         self._num_local_experts = num_local_experts

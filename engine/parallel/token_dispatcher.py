@@ -10,7 +10,7 @@ M rows received by them (a token counts once for each of its local experts).
 """
 
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -62,14 +62,6 @@ class AlignedRows:
         )
 
 
-TURNS_LAG: Final = 2
-"""Yields that the second micro-batch stays behind where transfers take turns.
-
-A layer with experts then has five parts between yields: down to the latents, attention, send to the
-experts, experts and send back, receive. Two parts behind, a micro-batch receives while the first
-attends, and attends while the first sends and computes experts: of two that run after one another,
-one never sends before the other has received."""
-
 Rows: TypeAlias = ExpertRows | AlignedRows | MaskedRows
 """What experts are given: in the compute dtype, or in FP8 in one of two layouts."""
 
@@ -77,20 +69,18 @@ Rows: TypeAlias = ExpertRows | AlignedRows | MaskedRows
 class TokenDispatcher(Protocol[Handle]):
     """One way for tokens to travel. Each dispatch is followed by its combine.
 
-    Two micro-batches may be under way at a time. Ranks make the same calls in the same order.
+    Ranks make the same calls in the same order. Two micro-batches of prefill may be under way at a
+    time; steps of decode start a transfer when the one before it has been waited for.
 
     Attributes:
         takes_fp8: whether `start_dispatch` takes FP8 rows.
         waits_for_counts: whether the `wait` of a dispatch stops the host until the device has come
             so far and said how many rows there are. A step then takes as long to launch as to run
             (`ModelRunner.launch`). Otherwise nothing here ever reads the device.
-        takes_turns: whether a transfer may start only after the one before it was waited for, also
-            that of the other micro-batch: see `TURNS_LAG`.
     """
 
     takes_fp8: bool
     waits_for_counts: bool
-    takes_turns: bool
 
     def start_dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor

@@ -6,21 +6,17 @@ import torch
 from engine import boot_execution
 from engine.boot_execution import (
     OpenExecution,
-    decode_overlap,
-    halves_steps,
     launches_dependently,
     open_execution,
     prefill_overlap,
     shared_expert_stream,
 )
 from engine.kernels.portable import PortableKernels
-from engine.micro_batches import OverlapRule
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.shapes import TINY
 from runtime.config import DecodeSection, PrefillSection
-from runtime.errors import ConfigError
 
 
 def open_with(
@@ -61,18 +57,6 @@ def test_overlap_as_told_or_as_measured(monkeypatch: pytest.MonkeyPatch) -> None
     assert overlaps("auto")
     assert not overlaps("auto", dp=2)
     assert not overlaps("auto", tp=1), "nobody to communicate with"
-
-
-def test_decode_overlaps_in_halves_and_in_turns_where_transfers_take_them() -> None:
-    on = DecodeSection(dp=2, two_batch_overlap="on")
-    assert halves_steps(on)
-    assert decode_overlap(on, takes_turns=False) == OverlapRule(min_tokens=0, lag=1)
-    assert decode_overlap(on, takes_turns=True) == OverlapRule(min_tokens=0, lag=2)
-    for section in (DecodeSection(dp=2), DecodeSection(dp=2, two_batch_overlap="off")):
-        assert decode_overlap(section, takes_turns=False) is None
-    assert not halves_steps(PrefillSection(tp=2, two_batch_overlap="on"))
-    with pytest.raises(ConfigError, match="one rank do not travel"):
-        DecodeSection(two_batch_overlap="on")
 
 
 def test_kernels_are_launched_dependently_on_gpus_unless_told_otherwise() -> None:

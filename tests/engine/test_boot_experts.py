@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.boot_experts import half_room, open_transfers, place_experts
+from engine.boot_experts import open_transfers, place_experts
 from engine.config import ModelConfig
 from engine.kernels.portable import PortableKernels
 from engine.parallel.dims import ParallelDims
@@ -71,8 +71,3 @@ def test_more_requests_than_room() -> None:
     assert (caught.value.path, caught.value.fix) == ("decode.max_num_seqs", "64 or less")
     alone = ProcessGroups()
     assert isinstance(open_with(crowded, groups=alone), MaskedGatheredDispatcher)
-
-
-def test_half_of_the_tokens_fill_whole_tiles() -> None:
-    assert [half_room(128, ranks) for ranks in (1, 2, 16, 72)] == [128, 64, 64, 64]
-    assert [half_room(40, ranks) for ranks in (1, 16, 72)] == [40, 24, 32]

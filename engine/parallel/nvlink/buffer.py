@@ -1,7 +1,7 @@
 """One rank's buffer of an exchange: transfers are started and awaited here, in the right order.
 
-The key idea is in the package: a sending follows the receiving of the transfer before it, whatever
-micro-batch that belongs to. The order is checked, because breaking it corrupts tokens.
+The key idea is in the package: a sending follows the receiving of the transfer before it. The order
+is checked, because breaking it corrupts tokens.
 """
 
 from __future__ import annotations

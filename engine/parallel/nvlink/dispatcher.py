@@ -35,7 +35,6 @@ class NvlinkDispatcher:
 
     takes_fp8 = True
     waits_for_counts = False
-    takes_turns = True
 
     def __init__(self, kernels: Kernels, buffer: NvlinkBuffer) -> None:
         """Take kernels with FP8, for rows that come in the compute dtype."""

@@ -15,7 +15,6 @@ from engine.graphs.graph_budget import extrapolate
 from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.graphs.step_graphs import StepGraphs
 from engine.memory.kv_pool import KVPool
-from engine.micro_batches import OverlapRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.groups import RankGroup
 from engine.parallel.local_dispatcher import LocalDispatcher
@@ -164,17 +163,6 @@ def test_tokens_and_logprobs_are_those_of_the_runner(
                 assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
-def test_steps_in_two_micro_batches_choose_the_same_tokens(
-    model: DeepseekV3ForCausalLM, tmp_path: Path
-) -> None:
-    halved = build_model(
-        write_checkpoint(tmp_path), execution=Execution(overlap=OverlapRule(min_tokens=0))
-    )
-    expected, _ = outcome(model, 1, with_graphs=True, ahead=True)
-    actual, _ = outcome(halved, 1, with_graphs=True, ahead=True)
-    assert actual == expected
-
-
 def test_a_request_may_return_with_other_blocks(model: DeepseekV3ForCausalLM) -> None:
     tokens = []
     for moves in (False, True):
@@ -212,13 +200,10 @@ def test_a_rank_without_requests_joins_with_the_group_s_mean(model: DeepseekV3Fo
     assert torch.equal(pool.data[1:], before)
 
 
-@pytest.mark.parametrize("rule", [None, OverlapRule(min_tokens=0)])
-def test_no_row_of_padding_comes_to_an_expert(tmp_path: Path, rule: OverlapRule | None) -> None:
-    """Whatever the batch is padded to; with one request alone, half of a step is padding."""
+def test_no_row_of_padding_comes_to_an_expert(tmp_path: Path) -> None:
+    """Whatever the batch is padded to."""
     counted = CountingDispatcher(LocalDispatcher(TINY["n_routed_experts"], RankGroup()))
-    model = build_model(
-        write_checkpoint(tmp_path), execution=Execution(dispatcher=counted, overlap=rule)
-    )
+    model = build_model(write_checkpoint(tmp_path), execution=Execution(dispatcher=counted))
     runner = make_runner(model)
     worker = Worker(runner, make_graphs(model, runner.kv_pool))
     requests = draw_requests(5, MAX_NUM_SEQS)

@@ -14,7 +14,7 @@ class CountingDispatcher:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self.takes_fp8, self.takes_turns = inner.takes_fp8, inner.takes_turns
+        self.takes_fp8 = inner.takes_fp8
         self.num_rows = 0
         self.is_counting = True
 

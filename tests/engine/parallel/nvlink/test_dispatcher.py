@@ -86,7 +86,6 @@ def test_rows_that_are_quantised_are_sent_as_they_are() -> None:
     dispatcher.start_dispatch(rows, *routing(3))
     assert recorder.rows is rows
     assert dispatcher.takes_fp8
-    assert dispatcher.takes_turns
 
 
 def test_a_sending_follows_the_receiving_before_it() -> None:
