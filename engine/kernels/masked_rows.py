@@ -8,12 +8,18 @@ Letters: L experts of this rank, M rows of each, T tokens, K experts per token, 
 columns of data and scales.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
 
 from engine.invariants import require
+from engine.kernels.expert_matrix import ExpertMatrix
+
+if TYPE_CHECKING:
+    from engine.kernels.base import Kernels
 
 MASKED_BLOCK: Final = 128
 """M is a multiple: products write whole tiles of rows, which must not reach the next expert."""
@@ -59,6 +65,10 @@ class MaskedRows:
     scale_LMG: Tensor
     num_rows_L: Tensor
     expected_rows: int
+
+    def mlp(self, kernels: Kernels, w13: ExpertMatrix, w2: ExpertMatrix) -> Tensor:
+        """Run the experts over their rows, with matrices in FP8: [L, M, D] bfloat16."""
+        return kernels.masked_fp8_mlp(self, w13.quantized_pair(), w2.quantized_pair())
 
 
 def require_room(num_tokens: int, max_rows: int) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from engine.config import ModelConfig
 from engine.kernels.fp8_rows import GROUP
-from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.routing import RoutingRule
 from engine.layers.context import LayerContext
 from engine.layers.matrix import Matrix
@@ -28,7 +27,8 @@ from engine.layers.shared_expert import SharedSchedule
 from engine.operations import Operations
 from engine.parallel.create_dispatcher import create_dispatcher
 from engine.parallel.expert_placement import ExpertPlacement
-from engine.parallel.token_dispatcher import ExpertRows, Rows, TokenDispatcher
+from engine.parallel.expert_rows import Rows
+from engine.parallel.token_dispatcher import TokenDispatcher
 from engine.weights.expert_format import expert_modules, experts_are_quantized
 from engine.weights.slices import WeightSlice, split_evenly
 
@@ -107,20 +107,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Rows) -> Tensor:
         """Map the rows to [M, D] ([L, M, D] in the masked layout), in the same order."""
-        if isinstance(rows, ExpertRows):
-            return self._kernels.grouped_mlp(
-                rows.rows_MD, rows.num_rows_per_expert, self.w13, self.w2
-            )
-        if isinstance(rows, MaskedRows):
-            return self._kernels.masked_fp8_mlp(
-                rows, self.up.quantized_pair(), self.down.quantized_pair()
-            )
-        if not rows.expert_M.shape[0]:
-            return torch.empty_like(rows.rows.data_TK, dtype=torch.bfloat16)
-        weights = self.up.quantized_pair(), self.down.quantized_pair()
-        return self._kernels.grouped_fp8_mlp(
-            rows.rows, rows.expert_M, *weights, overflow=rows.overflow
-        )
+        return rows.mlp(self._kernels, self.up, self.down)
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """See `HoldsWeights`; a logical expert in several slots is read once per slot."""

@@ -13,9 +13,9 @@ from engine.kernels.alignment import Alignment, row_capacity
 from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation
 from engine.parallel.deferred import Deferred
+from engine.parallel.expert_rows import AlignedRows, quantized
 from engine.parallel.groups import RankGroup
 from engine.parallel.pending import Pending, wait_for
-from engine.parallel.token_dispatcher import AlignedRows, quantized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,19 +15,11 @@ from torch import Tensor
 from engine.kernels.alignment import ROW_BLOCK, Alignment
 from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows
+from engine.parallel.expert_rows import AlignedRows, ExpertRows, Rows, plain, quantized
 from engine.parallel.groups import RankGroup
 from engine.parallel.packed_rows import packed_bytes
 from engine.parallel.pending import Pending, Ready, Then, wait_for
-from engine.parallel.token_dispatcher import (
-    AlignedRows,
-    ExpertRows,
-    RoutedRows,
-    Rows,
-    plain,
-    quantized,
-    sort_by_expert,
-    sum_per_token,
-)
+from engine.parallel.token_dispatcher import RoutedRows, sort_by_expert, sum_per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

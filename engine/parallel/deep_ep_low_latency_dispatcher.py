@@ -17,9 +17,9 @@ from engine.invariants import require
 from engine.kernels.fp8_rows import Activation
 from engine.kernels.masked_rows import MaskedRows
 from engine.parallel.deep_ep_buffers import LibraryHandle, LowLatencyBuffer, Masked
+from engine.parallel.expert_rows import plain
 from engine.parallel.masked_room import MaskedRoom
 from engine.parallel.pending import Pending, Then
-from engine.parallel.token_dispatcher import plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

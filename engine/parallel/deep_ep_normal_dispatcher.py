@@ -20,8 +20,8 @@ from engine.kernels.alignment import ROW_BLOCK, Alignment
 from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.parallel.deep_ep_buffers import Arrived, LibraryHandle, NormalBuffer
+from engine.parallel.expert_rows import AlignedRows
 from engine.parallel.pending import Pending, Then, wait_for
-from engine.parallel.token_dispatcher import AlignedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

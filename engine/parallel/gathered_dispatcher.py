@@ -17,18 +17,11 @@ from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.parallel.aligned_dispatcher import AlignedHandle, ExpertShare
 from engine.parallel.deferred import Deferred
+from engine.parallel.expert_rows import AlignedRows, ExpertRows, plain, quantized
 from engine.parallel.groups import RankGroup
 from engine.parallel.packed_rows import packed_bytes
 from engine.parallel.pending import Pending, Then
-from engine.parallel.token_dispatcher import (
-    AlignedRows,
-    ExpertRows,
-    RoutedRows,
-    plain,
-    quantized,
-    sort_by_expert,
-    sum_per_token,
-)
+from engine.parallel.token_dispatcher import RoutedRows, sort_by_expert, sum_per_token
 
 
 class GatheredDispatcher:

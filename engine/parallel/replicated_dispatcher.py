@@ -7,15 +7,10 @@ parallelism needs anyway sums the experts of all ranks.
 from torch import Tensor
 
 from engine.kernels.fp8_rows import Activation
+from engine.parallel.expert_rows import ExpertRows, plain
 from engine.parallel.groups import RankGroup
 from engine.parallel.pending import Pending, Ready, wait_for
-from engine.parallel.token_dispatcher import (
-    ExpertRows,
-    RoutedRows,
-    plain,
-    sort_by_expert,
-    sum_per_token,
-)
+from engine.parallel.token_dispatcher import RoutedRows, sort_by_expert, sum_per_token
 
 
 class ReplicatedDispatcher:

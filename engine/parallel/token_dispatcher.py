@@ -10,60 +10,16 @@ M rows received by them (a token counts once for each of its local experts).
 """
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from engine.kernels.alignment import Alignment, Overflow
-from engine.kernels.base import Kernels
-from engine.kernels.fp8_rows import Activation, Fp8Rows
-from engine.kernels.masked_rows import MaskedRows
+from engine.kernels.fp8_rows import Activation
+from engine.parallel.expert_rows import Rows
 from engine.parallel.pending import Pending
 
 Handle = TypeVar("Handle")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertRows:
-    """Tokens at their experts, in the contiguous layout: sorted by local expert.
-
-    Attributes:
-        rows_MD: [M, D], M may be 0.
-        num_rows_per_expert: L counts that sum to M.
-    """
-
-    rows_MD: Tensor
-    num_rows_per_expert: list[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlignedRows:
-    """Tokens at their experts in FP8, in the layout of `engine.kernels.alignment`.
-
-    Attributes:
-        rows: [C, D], those before the capacity.
-        expert_M: [M] int32, local expert of each row, -1 for none; M is exact or an upper bound.
-        overflow: the rows behind the capacity; None where C is M.
-    """
-
-    rows: Fp8Rows
-    expert_M: Tensor
-    overflow: Overflow | None = None
-
-    @classmethod
-    def spread(cls, kernels: Kernels, rows: Fp8Rows, alignment: Alignment) -> "AlignedRows":
-        """Copy each of `rows` to its places before the capacity; others are read as they are."""
-        places = alignment.overflow
-        return cls(
-            rows=kernels.spread_rows(rows, alignment),
-            expert_M=alignment.expert_M,
-            overflow=None if places is None else Overflow(source=rows, places=places),
-        )
-
-
-Rows: TypeAlias = ExpertRows | AlignedRows | MaskedRows
-"""What experts are given: in the compute dtype, or in FP8 in one of two layouts."""
 
 
 class TokenDispatcher(Protocol[Handle]):
@@ -134,18 +90,6 @@ class RoutedRows:
     weight_M: Tensor
     num_rows_per_expert: list[int]
     num_tokens: int
-
-
-def plain(hidden: Activation) -> Tensor:
-    """Return rows in the compute dtype, for dispatchers that carry nothing else."""
-    assert isinstance(hidden, Tensor)
-    return hidden
-
-
-def quantized(hidden: Activation) -> Fp8Rows:
-    """Return FP8 rows, for dispatchers that carry nothing else."""
-    assert isinstance(hidden, Fp8Rows)
-    return hidden
 
 
 def sort_by_expert(

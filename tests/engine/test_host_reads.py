@@ -25,6 +25,7 @@ from engine.parallel.deep_ep_buffers import LowLatencyBuffer, NormalBuffer, Norm
 from engine.parallel.deep_ep_low_latency_dispatcher import DeepEPLowLatencyDispatcher
 from engine.parallel.deep_ep_normal_dispatcher import DeepEPNormalDispatcher
 from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
+from engine.parallel.expert_rows import AlignedRows, ExpertRows
 from engine.parallel.gathered_dispatcher import GatheredDispatcher, GatheredFp8Dispatcher
 from engine.parallel.groups import RankGroup
 from engine.parallel.local_dispatcher import LocalDispatcher
@@ -32,7 +33,7 @@ from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
 from engine.parallel.replicated_dispatcher import ReplicatedDispatcher
-from engine.parallel.token_dispatcher import AlignedRows, ExpertRows, TokenDispatcher
+from engine.parallel.token_dispatcher import TokenDispatcher
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler

@@ -19,7 +19,7 @@ from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
 from engine.kernels.portable import PortableKernels
 from engine.kernels.rotation import Rotation
 from engine.kernels.triton_gemm.limits import AMPERE, DeviceLimits
-from engine.parallel.token_dispatcher import AlignedRows
+from engine.parallel.expert_rows import AlignedRows
 from engine.weights.fp8 import quantize_block
 from runtime.sampling import SamplingParams
 from tests.engine.relative_error import relative_error

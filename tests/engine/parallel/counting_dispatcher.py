@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from engine.kernels.masked_rows import MaskedRows
+from engine.parallel.expert_rows import ExpertRows, Rows
 from engine.parallel.pending import Pending, Then
-from engine.parallel.token_dispatcher import ExpertRows, Rows
 
 
 class CountingDispatcher:

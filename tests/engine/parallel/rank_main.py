@@ -22,8 +22,8 @@ from engine.generate import generate
 from engine.micro_batches import OverlapRule
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.dims import ParallelDims
+from engine.parallel.expert_rows import ExpertRows
 from engine.parallel.groups import ProcessGroups, init_process_groups
-from engine.parallel.token_dispatcher import ExpertRows
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler

@@ -15,6 +15,7 @@ from engine.parallel.aligned_dispatcher import AlignedDispatcher, ExpertShare
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.create_dispatcher import create_dispatcher
 from engine.parallel.dims import ParallelDims
+from engine.parallel.expert_rows import AlignedRows, ExpertRows
 from engine.parallel.gathered_dispatcher import (
     GatheredDispatcher,
     GatheredFp8Dispatcher,
@@ -25,7 +26,7 @@ from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.pending import Ready
 from engine.parallel.replicated_dispatcher import ReplicatedDispatcher
-from engine.parallel.token_dispatcher import AlignedRows, ExpertRows, TokenDispatcher
+from engine.parallel.token_dispatcher import TokenDispatcher
 from tests.engine.parallel.fake_ranks import SilentGroup
 
 NUM_EXPERTS = 8

@@ -20,7 +20,7 @@ from engine.kernels.torch_attention import TorchAttention
 from engine.kernels.triton_gemm.candidates import candidates, shared_memory
 from engine.kernels.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from engine.kernels.triton_gemm.tiles import ProductShape, RowLayout
-from engine.parallel.token_dispatcher import AlignedRows
+from engine.parallel.expert_rows import AlignedRows
 from tests.engine.elsewhere import Elsewhere, compiling_only
 from tests.engine.triton_device import IS_INTERPRETED
 
