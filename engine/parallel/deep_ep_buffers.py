@@ -22,8 +22,7 @@ from torch import Tensor
 
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
-from engine.parallel.deferred import Deferred
-from engine.parallel.pending import Pending
+from engine.parallel.pending import Deferred, Pending
 from engine.parallel.turns import require_in_turn
 from runtime.errors import PeerLostError
 

@@ -9,10 +9,8 @@ Legend: T tokens of this rank, D hidden size, K experts per token, L local physi
 M rows received by them (a token counts once for each of its local experts).
 """
 
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from engine.kernels.fp8_rows import Activation
@@ -73,58 +71,3 @@ class TokenDispatcher(Protocol[Handle]):
             [T, D], complete; `own` alone, or zeros, for a token without an expert.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutedRows:
-    """Rows sorted by expert, with the way back: what `sort_by_expert` returns.
-
-    Attributes:
-        token_M: [M] int64, the token of each row.
-        weight_M: [M] float32, the token's weight for that row's expert.
-        num_rows_per_expert: rows of each expert.
-        num_tokens: T.
-    """
-
-    token_M: Tensor
-    weight_M: Tensor
-    num_rows_per_expert: list[int]
-    num_tokens: int
-
-
-def sort_by_expert(
-    topk_ids_TK: Tensor, topk_weights_TK: Tensor, first: int, num_experts: int
-) -> RoutedRows:
-    """Sort (token, expert) pairs by expert, keeping those of experts [first, first + num_experts).
-
-    Args:
-        topk_ids_TK: [T, K] int64.
-        topk_weights_TK: [T, K] float32.
-        first: lowest expert to keep.
-        num_experts: how many to keep.
-    """
-    num_tokens, top_k = topk_ids_TK.shape
-    ids = topk_ids_TK.reshape(-1) - first
-    order = torch.argsort(ids, stable=True)
-    # Experts below `first` sort to the front and those above to the back.
-    counts = torch.bincount((ids + 1).clamp(0, num_experts + 1), minlength=num_experts + 2).tolist()
-    order = order[counts[0] : order.shape[0] - counts[-1]]
-    return RoutedRows(
-        token_M=torch.div(order, top_k, rounding_mode="floor"),
-        weight_M=topk_weights_TK.reshape(-1)[order],
-        num_rows_per_expert=counts[1:-1],
-        num_tokens=num_tokens,
-    )
-
-
-def sum_per_token(rows_MD: Tensor, routed: RoutedRows, own_TD: Tensor | None) -> Tensor:
-    """Return [T, D]: the weighted sum of each token's rows, plus `own_TD`.
-
-    The sum is made in float32 and returned in the rows' dtype.
-    """
-    if own_TD is None:
-        out_TD = rows_MD.new_zeros((routed.num_tokens, rows_MD.shape[1]), dtype=torch.float32)
-    else:
-        out_TD = own_TD.to(torch.float32, copy=True)
-    out_TD.index_add_(0, routed.token_M, rows_MD.float() * routed.weight_M.unsqueeze(1))
-    return out_TD.to(rows_MD.dtype)

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
-from engine.parallel.deferred import Deferred
 from engine.parallel.nvlink.shape import NvlinkShape
-from engine.parallel.pending import Pending, wait_for
+from engine.parallel.pending import Deferred, Pending, wait_for
 from engine.parallel.turns import require_in_turn
 
 

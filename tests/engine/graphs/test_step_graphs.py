@@ -16,14 +16,12 @@ from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.graphs.step_graphs import StepGraphs
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from engine.parallel.groups import RankGroup
-from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner, PendingStep, StepResult
 from engine.sampling.graph_sampler import MAX_EDITS
 from engine.sampling.sampler import Sampler
 from runtime.sampling import SamplingParams
-from tests.engine.parallel.counting_dispatcher import CountingDispatcher
+from tests.engine.parallel.counting_dispatcher import CountingDispatcher, local_dispatcher
 from tests.engine.tiny import TINY, write_checkpoint
 
 BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN, NUM_BLOCKS = 4, 10, 48, 400
@@ -202,7 +200,7 @@ def test_a_rank_without_requests_joins_with_the_group_s_mean(model: DeepseekV3Fo
 
 def test_no_row_of_padding_comes_to_an_expert(tmp_path: Path) -> None:
     """Whatever the batch is padded to."""
-    counted = CountingDispatcher(LocalDispatcher(TINY["n_routed_experts"], RankGroup()))
+    counted = CountingDispatcher(local_dispatcher(TINY["n_routed_experts"]))
     model = build_model(write_checkpoint(tmp_path), execution=Execution(dispatcher=counted))
     runner = make_runner(model)
     worker = Worker(runner, make_graphs(model, runner.kv_pool))
@@ -218,7 +216,7 @@ def test_no_row_of_padding_comes_to_an_expert(tmp_path: Path) -> None:
 
 
 def test_a_dummy_of_the_plain_runner_comes_to_no_expert_either(tmp_path: Path) -> None:
-    counted = CountingDispatcher(LocalDispatcher(TINY["n_routed_experts"], RankGroup()))
+    counted = CountingDispatcher(local_dispatcher(TINY["n_routed_experts"]))
     model = build_model(write_checkpoint(tmp_path), execution=Execution(dispatcher=counted))
     GraphRunner(make_runner(model), None).run_dummy(group_mean=3)
     assert counted.num_rows == 0

@@ -6,7 +6,16 @@ from torch import Tensor
 
 from engine.kernels.masked_rows import MaskedRows
 from engine.parallel.expert_rows import ExpertRows, Rows
+from engine.parallel.groups import RankGroup
+from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.pending import Pending, Then
+from engine.parallel.row_formats import ExpertShare, PlainRows, SortedPairs
+
+
+def local_dispatcher(num_experts: int) -> LocalDispatcher[SortedPairs]:
+    """For a rank alone, in the compute dtype."""
+    share = ExpertShare(first=0, num_local=num_experts, num_ranks=1)
+    return LocalDispatcher(PlainRows(share), RankGroup())
 
 
 class CountingDispatcher:
