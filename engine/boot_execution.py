@@ -1,8 +1,8 @@
 """How a booted rank runs its steps, by what the configuration of its role says.
 
 One function turns a section into an `Execution` and opens what that holds, a dispatcher. All ranks
-call it before the model is built, and close what it opened after the last
-step. What "auto" means is in the constants here, and is decided by measurements.
+call it before the model is built, and close what it opened after the last step. What "auto" means
+is in the constants here (of dispatchers: in `choose_dispatcher`), and is decided by measurements.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Final
 
 import torch
 
-from engine.boot_experts import open_transfers
+from engine.boot_experts import open_dispatcher
 from engine.config import ModelConfig
 from engine.execution import Execution
 from engine.kernels.base import Kernels
 from engine.micro_batches import OverlapRule
+from engine.parallel.choose_dispatcher import RankExperts
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.side_stream import SideStream
@@ -66,18 +67,18 @@ def open_execution(
     Raises:
         ConfigError: what is asked for does not run here.
     """
-    opened = open_transfers(
-        section,
-        config,
-        groups,
-        kernels,
-        placement,
-        played_ranks=played_ranks,
+    experts = RankExperts(
+        config=config,
+        groups=groups,
+        kernels=kernels,
+        device=device,
+        num_physical_experts=placement.num_physical_experts,
+        scatter_tokens=isinstance(section, PrefillSection) and section.is_scattered,
     )
-    dispatcher = None if opened is None else opened.dispatcher
+    opened = open_dispatcher(section, experts, played_ranks=played_ranks)
     if isinstance(section, DecodeSection):
         execution = Execution(
-            dispatcher=dispatcher,
+            dispatcher=opened.dispatcher,
             overlap_shared_expert=section.overlap_shared_expert,
             side_stream=shared_expert_stream(section, device, played_ranks=played_ranks),
             dependent_launches=launches_dependently(section),
@@ -85,14 +86,13 @@ def open_execution(
     else:
         execution = Execution(
             scatter_tokens=section.is_scattered,
-            dispatcher=dispatcher,
+            dispatcher=opened.dispatcher,
             overlap=prefill_overlap(section),
         )
 
     def close() -> None:
-        if opened is not None:
-            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                opened.close()
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            opened.close()
 
     return OpenExecution(execution=execution, close=close)
 

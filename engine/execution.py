@@ -18,7 +18,7 @@ class Execution:
     Attributes:
         scatter_tokens: whether each tp rank keeps its share of the hidden states, or all of them;
             None for shares where tp > 1 and ep > 1.
-        dispatcher: of all MoE layers; None for one that fits the axes.
+        dispatcher: of all MoE layers, of `choose_dispatcher`; None for one that opens nothing.
         overlap: when a step of prefill runs as two micro-batches; None for never. With dp > 1 and
             ep > 1 every step does, because the ranks have to make the same calls.
         overlap_shared_expert: run the shared expert while tokens travel to the routed ones, or

@@ -153,11 +153,10 @@ def make_tables(
 
 def describe_execution(execution: Execution) -> Report:
     """How steps run, for a report: what every "auto" of the section has become."""
-    dispatcher = execution.dispatcher
     return {
         "two_batch_overlap": execution.overlap is not None,
         "scatter_tokens": execution.scatter_tokens,
-        "dispatcher": None if dispatcher is None else type(dispatcher).__name__,
+        "dispatcher": type(execution.dispatcher).__name__,
         "overlap_shared_expert": execution.overlap_shared_expert,
         "side_stream": execution.side_stream is not None,
         "dependent_launches": execution.dependent_launches,

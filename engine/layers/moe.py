@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
-from engine.kernels.fp8_rows import GROUP
 from engine.kernels.routing import RoutingRule
 from engine.layers.context import LayerContext
 from engine.layers.matrix import Matrix
@@ -25,11 +24,11 @@ from engine.layers.mlp import MLP
 from engine.layers.norm import FeedFormat, Normed
 from engine.layers.shared_expert import SharedSchedule
 from engine.operations import Operations
-from engine.parallel.create_dispatcher import create_dispatcher
+from engine.parallel.choose_dispatcher import DispatcherKind, RankExperts, choose_dispatcher
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.expert_rows import Rows
 from engine.parallel.token_dispatcher import TokenDispatcher
-from engine.weights.expert_format import expert_modules, experts_are_quantized
+from engine.weights.expert_format import expert_modules
 from engine.weights.slices import WeightSlice, split_evenly
 
 
@@ -198,15 +197,13 @@ class MoE(nn.Module):
 def create_expert_dispatcher(
     config: ModelConfig, ctx: LayerContext, placement: ExpertPlacement
 ) -> TokenDispatcher[Any]:
-    """Return the dispatcher for the MoE layers of a model; one serves all of them in turn."""
-    groups, width = ctx.groups, config.moe_intermediate_size
-    if groups.dims.ep == 1:
-        width //= groups.dims.tp
-    is_whole = width % GROUP == 0 and config.hidden_size % GROUP == 0
-    is_fp8 = ctx.fp8 and is_whole and experts_are_quantized(config)
-    return create_dispatcher(
-        groups,
-        placement.num_physical_experts // groups.ep_group.size,
-        ctx.kernels if is_fp8 else None,
-        scattered_over=groups.tp_group if ctx.scatter_tokens else None,
+    """Return the dispatcher of a model that was given none; it serves all MoE layers in turn."""
+    experts = RankExperts(
+        config=config,
+        groups=ctx.groups,
+        kernels=ctx.kernels,
+        device=ctx.device,
+        num_physical_experts=placement.num_physical_experts,
+        scatter_tokens=ctx.scatter_tokens,
     )
+    return choose_dispatcher(experts, DispatcherKind.COLLECTIVES).dispatcher

@@ -13,7 +13,9 @@ from engine.boot_execution import (
 )
 from engine.kernels.portable import PortableKernels
 from engine.parallel.expert_placement import ExpertPlacement
+from engine.parallel.gathered_dispatcher import GatheredDispatcher
 from engine.parallel.groups import ProcessGroups
+from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.shapes import TINY
 from runtime.config import DecodeSection, PrefillSection
@@ -36,10 +38,12 @@ def open_with(
 def test_the_default_is_what_fits_the_axes() -> None:
     opened = open_with(PrefillSection())
     assert opened.execution.scatter_tokens is False
-    assert opened.execution.dispatcher is None
+    assert isinstance(opened.execution.dispatcher, LocalDispatcher)
     assert opened.execution.overlap is None
     opened.close()
-    assert open_with(PrefillSection(tp=2)).execution.scatter_tokens
+    scattered = open_with(PrefillSection(tp=2)).execution
+    assert scattered.scatter_tokens
+    assert isinstance(scattered.dispatcher, GatheredDispatcher)
     assert open_with(DecodeSection()).execution.scatter_tokens is None
 
 
@@ -78,9 +82,12 @@ def test_a_measurement_plays_one_of_many_decode_ranks() -> None:
     opened = open_with(DecodeSection(), played_ranks=8)
     assert isinstance(opened.execution.dispatcher, LoopbackMaskedDispatcher)
     opened.close()
-    assert open_with(DecodeSection()).execution.dispatcher is None
-    assert open_with(DecodeSection(), has_fp8=False, played_ranks=8).execution.dispatcher is None
-    assert open_with(PrefillSection(), played_ranks=8).execution.dispatcher is None
+    for itself in (
+        open_with(DecodeSection()),
+        open_with(DecodeSection(), has_fp8=False, played_ranks=8),
+        open_with(PrefillSection(), played_ranks=8),
+    ):
+        assert isinstance(itself.execution.dispatcher, LocalDispatcher)
 
 
 def test_the_shared_expert_of_a_played_rank_has_a_stream_as_the_real_one(

@@ -27,9 +27,9 @@ from engine.kernels.create import create_kernels
 from engine.kernels.portable import PortableKernels
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.parallel.choose_dispatcher import DispatcherKind, RankExperts, choose_dispatcher
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, init_process_groups
-from engine.parallel.open_dispatcher import DispatcherKind, RankExperts, open_decode_dispatcher
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
@@ -175,10 +175,11 @@ def load(
         kernels, source = create_kernels("cuda", dtype), NARROW
     if is_fp8:
         config = source if isinstance(source, ModelConfig) else ModelConfig.from_dir(source)
-        experts = RankExperts(config=config, groups=groups, kernels=kernels)
+        experts = RankExperts(
+            config=config, groups=groups, kernels=kernels, device=torch.device(device)
+        )
         kind = DispatcherKind.NVLINK if device == "cuda" else DispatcherKind.GATHERED
-        opened = open_decode_dispatcher(kind, experts, max_tokens_per_rank=MAX_NUM_SEQS)
-        assert opened is not None
+        opened = choose_dispatcher(experts, kind, max_tokens_per_rank=MAX_NUM_SEQS)
         inner, close = opened.dispatcher, opened.close
     else:
         plain = build_model(checkpoint, groups, dtype=dtype)

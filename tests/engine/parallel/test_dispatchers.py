@@ -12,15 +12,13 @@ from engine.kernels.aligned_reference import with_overflow
 from engine.kernels.alignment import max_aligned_rows, stepped_rows
 from engine.kernels.portable import PortableKernels
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
-from engine.parallel.create_dispatcher import create_dispatcher
-from engine.parallel.dims import ParallelDims
 from engine.parallel.expert_rows import AlignedRows, ExpertRows
 from engine.parallel.gathered_dispatcher import (
     GatheredDispatcher,
     pack_routing,
     unpack_routing,
 )
-from engine.parallel.groups import ProcessGroups, RankGroup
+from engine.parallel.groups import RankGroup
 from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.pending import Ready
 from engine.parallel.row_formats import AlignedFp8, ExpertShare, PlainRows, RowFormat
@@ -182,23 +180,3 @@ def test_sum_is_made_in_float32() -> None:
     # Each 2^-9 alone would round away beside 1 in bf16; together they are 2^-6.
     assert out.dtype == torch.bfloat16
     assert out[0, 0].item() == 1 + 2.0**-6
-
-
-@pytest.mark.parametrize(
-    ("dims", "kind"),
-    [
-        (ParallelDims(), LocalDispatcher),
-        (ParallelDims(tp=2), LocalDispatcher),
-        (ParallelDims(dp=2), LocalDispatcher),
-        (ParallelDims(tp=2, ep=2), LocalDispatcher),
-        (ParallelDims(dp=2, ep=2), AllToAllDispatcher),
-    ],
-)
-def test_choice(dims: ParallelDims, kind: type) -> None:
-    groups = ProcessGroups(dims=dims)
-    for kernels in (None, KERNELS):
-        own = create_dispatcher(groups, 4, kernels)
-        scattered = create_dispatcher(groups, 4, kernels, scattered_over=groups.tp_group)
-        assert type(own) is kind
-        assert type(scattered) is GatheredDispatcher
-        assert own.takes_fp8 == scattered.takes_fp8 == (kernels is not None)
