@@ -27,7 +27,7 @@ from runtime.config import DecodeSection, PrefillSection
 
 AUTO_OVERLAP: Final = False
 """Whether `prefill.two_batch_overlap = "auto"` overlaps. With `prefill.tp` nothing was gained on 4
-GPUs: NCCL's kernels take multiprocessors from the products that are to cover them, and the host
+GPUs: NCCL's kernels take SMs from the GEMMs that are to cover them, and the host
 launches twice as much. Ranks of `prefill.dp` are not measured."""
 
 AUTO_DEPENDENT_LAUNCHES: Final = True

@@ -21,7 +21,7 @@ A cut inside makes the second part expand the latents of the first again, so a c
 preferred while it is fair."""
 
 GRANULARITY = 64
-"""Tokens to which a cut inside a sequence is rounded, so that products keep even shapes."""
+"""Tokens to which a cut inside a sequence is rounded, so that GEMMs keep even shapes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

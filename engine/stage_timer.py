@@ -185,10 +185,10 @@ def bound_s(name: str, args: tuple[Any, ...], result: Any, hardware: Hardware) -
             operations = full_attention_operations(args[0], args[2], args[3])
     elif name == "gate_logits":
         operations, peak = 2.0 * args[0].shape[0] * args[1].numel(), hardware.attention
-    elif name == "gather_rows":
+    elif name == "unpermute_rows":
         pairs = int((args[1].rows_TK >= 0).sum())
         moved += (pairs - args[0].shape[0]) * args[0].shape[1] * args[0].element_size()
-    elif name == "spread_rows":
+    elif name == "permute_rows":
         pairs = int((args[1].rows_TK >= 0).sum())
         moved += (pairs - result.num_rows) * result.data_TK.shape[1]
     elif name in _STORES or name == "plan_paged":

@@ -1,4 +1,4 @@
-"""The masked layout of grouped products: a fixed number of rows per expert, the first ones in use.
+"""The masked layout of grouped GEMMs: a fixed number of rows per expert, the first ones in use.
 
 For decode: shapes follow from the size of the batch, how many rows an expert has is known to the
 device alone, and so a whole step can be captured in a CUDA graph. Not the layout of prefill, which
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from engine.kernels.base import Kernels
 
 MASKED_BLOCK: Final = 128
-"""M is a multiple: products write whole tiles of rows, which must not reach the next expert."""
+"""M is a multiple: GEMMs write whole tiles of rows, which must not reach the next expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

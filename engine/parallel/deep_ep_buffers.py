@@ -6,7 +6,7 @@
 The key idea: a transfer is started and awaited in two calls. In normal mode it runs on the
 library's own stream and starts as soon as its input is ready, however much work the other
 micro-batch has launched since; in low-latency mode a start launches the sending only, and waiting
-launches the receiving, so that no multiprocessor is held in between.
+launches the receiving, so that no SM is held in between.
 
 What is not here: opening (`deep_ep`), layouts of experts, weights and the shared expert (the
 dispatchers).

@@ -68,11 +68,11 @@ class AlignedRows:
     overflow: Overflow | None = None
 
     @classmethod
-    def spread(cls, kernels: Kernels, rows: Fp8Rows, alignment: Alignment) -> "AlignedRows":
+    def permute(cls, kernels: Kernels, rows: Fp8Rows, alignment: Alignment) -> "AlignedRows":
         """Copy each of `rows` to its places before the capacity; others are read as they are."""
         places = alignment.overflow
         return cls(
-            rows=kernels.spread_rows(rows, alignment),
+            rows=kernels.permute_rows(rows, alignment),
             expert_M=alignment.expert_M,
             overflow=None if places is None else Overflow(source=rows, places=places),
         )

@@ -202,7 +202,7 @@ def init_process_groups(
     """
     if dims.world_size == 1:
         return ProcessGroups(dims=dims)
-    # A collective that overlaps with products has to get multiprocessors between two of them,
+    # A collective that overlaps with GEMMs has to get SMs between two of them,
     # not after all that are queued.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     patience = timedelta(seconds=timeout_s if boot_timeout_s is None else boot_timeout_s)

@@ -95,7 +95,7 @@ class MaskedGatheredDispatcher:
             handle = MaskedGatheredHandle(
                 places=places, topk_weights=weights, num_tokens=num_tokens
             )
-            return self._kernels.spread_masked_rows(all_rows, places), handle
+            return self._kernels.permute_masked_rows(all_rows, places), handle
 
         return Then(gathering, receive)
 
@@ -103,7 +103,7 @@ class MaskedGatheredDispatcher:
         self, expert_out_LMD: Tensor, handle: MaskedGatheredHandle, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
         """See `TokenDispatcher`; `own` is complete for this rank's tokens."""
-        partial = self._kernels.gather_rows(
+        partial = self._kernels.unpermute_rows(
             expert_out_LMD.flatten(0, 1), handle.places, handle.topk_weights, None
         )
         reducing = self._group.start_reduce_scatter(partial)
@@ -123,7 +123,7 @@ class MaskedGatheredDispatcher:
 
     def _place(self, ids: Tensor, room: MaskedRoom) -> MaskedPlaces:
         num_local = self._num_local_experts
-        return self._kernels.mask_to_experts(
+        return self._kernels.moe_align_masked(
             ids,
             self._group.rank * num_local,
             num_local,

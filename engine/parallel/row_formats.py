@@ -195,18 +195,20 @@ class AlignedFp8:
         """See `RowFormat`."""
         share = self.share
         capacity = row_capacity(topk_ids_TK.numel(), share.num_local, share.num_ranks)
-        alignment = self.kernels.align_to_experts(
+        alignment = self.kernels.moe_align_block_size(
             topk_ids_TK, share.first, share.num_local, capacity
         )
         return AlignedPairs(alignment=alignment, topk_weights_TK=topk_weights_TK)
 
     def permute(self, rows: Activation, plan: AlignedPairs) -> AlignedRows:
         """See `RowFormat`."""
-        return AlignedRows.spread(self.kernels, quantized(rows), plan.alignment)
+        return AlignedRows.permute(self.kernels, quantized(rows), plan.alignment)
 
     def unpermute(self, expert_out_MD: Tensor, plan: AlignedPairs, own_TD: Tensor | None) -> Tensor:
         """See `RowFormat`."""
-        return self.kernels.gather_rows(expert_out_MD, plan.alignment, plan.topk_weights_TK, own_TD)
+        return self.kernels.unpermute_rows(
+            expert_out_MD, plan.alignment, plan.topk_weights_TK, own_TD
+        )
 
     def sort(
         self, rows: Activation, expert_M: Tensor, num_rows_per_expert: list[int]
@@ -215,7 +217,7 @@ class AlignedFp8:
         num_rows = sum(-(-count // ROW_BLOCK) * ROW_BLOCK for count in num_rows_per_expert)
         counts = self.kernels.count_rows(expert_M.unsqueeze(1), 0, len(num_rows_per_expert))
         alignment = counts.lay_out(counts.rows_to_lay_out(num_rows))
-        aligned = AlignedRows.spread(self.kernels, quantized(rows), alignment)
+        aligned = AlignedRows.permute(self.kernels, quantized(rows), alignment)
         return aligned, alignment.rows_TK.flatten().long()
 
 

@@ -128,7 +128,7 @@ def gather(x: Tensor) -> Rows:
     places = Alignment(rows_TK=rows, expert_M=rows.new_zeros(2 * count))
     source = x.repeat_interleave(2, dim=0)
     weights = torch.full((count, 2), 0.5, device=DEVICE)
-    return [load("fused.permute").gather_rows(source, places, weights, x.flip(1))]
+    return [load("fused.permute").unpermute_rows(source, places, weights, x.flip(1))]
 
 
 def score(x: Tensor) -> Rows:
