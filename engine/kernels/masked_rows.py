@@ -71,6 +71,19 @@ class MaskedRows:
         return kernels.masked_fp8_mlp(self, w13.quantized_pair(), w2.quantized_pair())
 
 
+@dataclass(frozen=True, slots=True)
+class MaskedRoom:
+    """Sizes of `MaskedRows` in a step.
+
+    Attributes:
+        max_rows: M, of each expert.
+        expected_rows: what the host guesses that an expert gets.
+    """
+
+    max_rows: int
+    expected_rows: int
+
+
 def require_room(num_tokens: int, max_rows: int) -> None:
     """Check that each expert has room for every token.
 

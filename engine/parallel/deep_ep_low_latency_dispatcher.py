@@ -15,10 +15,9 @@ from torch import Tensor
 
 from engine.invariants import require
 from engine.kernels.fp8_rows import Activation
-from engine.kernels.masked_rows import MaskedRows
+from engine.kernels.masked_rows import MaskedRoom, MaskedRows
 from engine.parallel.deep_ep_buffers import LibraryHandle, LowLatencyBuffer, Masked
 from engine.parallel.expert_rows import plain
-from engine.parallel.masked_room import MaskedRoom
 from engine.parallel.pending import Pending, Then
 
 

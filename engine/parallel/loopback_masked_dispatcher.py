@@ -15,8 +15,13 @@ from torch import Tensor
 
 from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows
-from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows, max_masked_rows
-from engine.parallel.masked_room import MaskedRoom
+from engine.kernels.masked_rows import (
+    MaskedPlaces,
+    MaskedRoom,
+    MaskedRows,
+    guess_rows,
+    max_masked_rows,
+)
 from engine.parallel.pending import Pending, Ready, wait_for
 
 

@@ -22,9 +22,14 @@ from torch import Tensor
 from engine.invariants import require
 from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows, packed_row_bytes
-from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows, max_masked_rows
+from engine.kernels.masked_rows import (
+    MaskedPlaces,
+    MaskedRoom,
+    MaskedRows,
+    guess_rows,
+    max_masked_rows,
+)
 from engine.parallel.groups import RankGroup
-from engine.parallel.masked_room import MaskedRoom
 from engine.parallel.pending import Pending, Then
 
 

@@ -9,11 +9,12 @@ Legend: T tokens of this rank, D hidden size, K experts per token, L local physi
 M rows received by them (a token counts once for each of its local experts).
 """
 
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from engine.kernels.fp8_rows import Activation
+from engine.kernels.masked_rows import MaskedRoom
 from engine.parallel.expert_rows import Rows
 from engine.parallel.pending import Pending
 
@@ -70,4 +71,13 @@ class TokenDispatcher(Protocol[Handle]):
         Returns:
             [T, D], complete; `own` alone, or zeros, for a token without an expert.
         """
+        ...
+
+
+@runtime_checkable
+class MaskingDispatcher(Protocol):
+    """A dispatcher whose experts are given `MaskedRows`: for whoever compiles ahead."""
+
+    def masked_room(self, num_tokens: int, top_k: int) -> MaskedRoom:
+        """Return the sizes of a step to which this rank brings so many tokens."""
         ...

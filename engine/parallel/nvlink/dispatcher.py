@@ -16,8 +16,7 @@ from torch import Tensor
 from engine.invariants import require
 from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows
-from engine.kernels.masked_rows import MaskedRows
-from engine.parallel.masked_room import MaskedRoom
+from engine.kernels.masked_rows import MaskedRoom, MaskedRows
 from engine.parallel.nvlink.buffer import NvlinkBuffer, ReceivedRows
 from engine.parallel.pending import Pending, Then
 
