@@ -11,7 +11,7 @@ says how far the stage is from what the chip can do, whichever chip it is that t
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,12 +20,10 @@ from bench.bounds import Hardware
 from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.paged_queries import PagedQueries
-from engine.parallel.groups import Collectives, ProcessGroups
+from engine.parallel.groups import ProcessGroups, RankGroup
 
 TRAFFIC_MARK = "ranks: "
 """Begins the name of a stage in which ranks exchange data."""
-
-GroupT = TypeVar("GroupT", bound=Collectives)
 
 _SIZED = frozenset(("quantize_rows", "rms_norm", "silu_and_mul_fp8"))
 _STORES = frozenset(("store_latents", "split_latents"))
@@ -90,10 +88,10 @@ class StageTimer:
         is_work = callable(value) and name not in _QUESTIONS
         return self._wrap(name, value) if is_work else value
 
-    def watch(self, group: GroupT) -> GroupT:
+    def watch(self, group: RankGroup) -> RankGroup:
         """Return the same group of ranks, with its collectives as stages."""
         # It answers for all that the layers ask of a group; the class itself is a value.
-        return cast(GroupT, _WatchedGroup(group, self)) if group.size > 1 else group
+        return cast(RankGroup, _WatchedGroup(group, self)) if group.size > 1 else group
 
     def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -133,7 +131,7 @@ class StageTimer:
 class _WatchedGroup:
     """A group of ranks whose collectives are stages."""
 
-    def __init__(self, group: Collectives, timer: StageTimer) -> None:
+    def __init__(self, group: RankGroup, timer: StageTimer) -> None:
         self._watched = group
         self._timer = timer
 
@@ -187,10 +185,10 @@ def bound_s(name: str, args: tuple[Any, ...], result: Any, hardware: Hardware) -
             operations = full_attention_operations(args[0], args[2], args[3])
     elif name == "gate_logits":
         operations, peak = 2.0 * args[0].shape[0] * args[1].numel(), hardware.attention
-    elif name == "gather_rows":
+    elif name == "unpermute_rows":
         pairs = int((args[1].rows_TK >= 0).sum())
         moved += (pairs - args[0].shape[0]) * args[0].shape[1] * args[0].element_size()
-    elif name == "spread_rows":
+    elif name == "permute_rows":
         pairs = int((args[1].rows_TK >= 0).sum())
         moved += (pairs - result.num_rows) * result.data_TK.shape[1]
     elif name in _STORES or name == "plan_paged":

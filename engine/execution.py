@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.micro_batches import OverlapRule
-from engine.parallel.groups import Collectives
 from engine.parallel.token_dispatcher import TokenDispatcher
 from engine.side_stream import SideStream
 
@@ -19,10 +18,9 @@ class Execution:
     Attributes:
         scatter_tokens: whether each tp rank keeps its share of the hidden states, or all of them;
             None for shares where tp > 1 and ep > 1.
-        collectives: over the tp ranks, for scattered tokens; None for those of the process group.
-        dispatcher: of all MoE layers; None for one that fits the axes.
-        overlap: when a step runs as two micro-batches; None for never. With dp > 1 and ep > 1
-            every step does, because the ranks have to make the same calls.
+        dispatcher: of all MoE layers, of `choose_dispatcher`; None for one that opens nothing.
+        overlap: when a step of prefill runs as two micro-batches; None for never. With dp > 1 and
+            ep > 1 every step does, because the ranks have to make the same calls.
         overlap_shared_expert: run the shared expert while tokens travel to the routed ones, or
             after they have arrived.
         side_stream: that the shared expert runs on, beside routing and travelling tokens; None for
@@ -32,7 +30,6 @@ class Execution:
     """
 
     scatter_tokens: bool | None = None
-    collectives: Collectives | None = None
     dispatcher: TokenDispatcher[Any] | None = None
     overlap: OverlapRule | None = None
     overlap_shared_expert: bool = True

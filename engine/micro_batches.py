@@ -2,15 +2,14 @@
 
 The key idea: a cut may fall inside a sequence. The second micro-batch then runs the rest of it with
 the first's tokens as its prefix, exactly as in the next chunk of a chunked prefill; all that is
-needed is that, layer by layer, the first has written its latents before the second attends. A step
-of decode is cut between sequences, by their number alone, so that a graph can hold it.
+needed is that, layer by layer, the first has written its latents before the second attends. For
+prefill: in decode each half would read all weights.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from engine.batch import ForwardBatch
@@ -22,7 +21,7 @@ A cut inside makes the second part expand the latents of the first again, so a c
 preferred while it is fair."""
 
 GRANULARITY = 64
-"""Tokens to which a cut inside a sequence is rounded, so that products keep even shapes."""
+"""Tokens to which a cut inside a sequence is rounded, so that GEMMs keep even shapes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +61,21 @@ def choose_cut(query_lens: Sequence[int]) -> int:
     return middle - middle % GRANULARITY if middle >= GRANULARITY else middle
 
 
+def halve(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:
+    """Return the micro-batches of a step: close to half of the tokens each.
+
+    Both have a token, because ranks that share experts make the same calls: one token alone is
+    followed by a padding one, whose row is beyond those of `batch`.
+
+    Args:
+        batch: of T tokens, T >= 1.
+    """
+    if batch.num_tokens == 1:
+        only = replace(batch, logits_indices=batch.logits_indices[:0])
+        return only, ForwardBatch.dummy(batch.input_ids.device)
+    return split_batch(batch, choose_cut([queries for queries, _ in batch.lengths]))
+
+
 def split_batch(batch: ForwardBatch, cut: int) -> tuple[ForwardBatch, ForwardBatch]:
     """Return the first `cut` tokens, and the others, as steps of their own.
 
@@ -69,10 +83,11 @@ def split_batch(batch: ForwardBatch, cut: int) -> tuple[ForwardBatch, ForwardBat
     the output of the whole step. A part without tokens has no sequences.
 
     Args:
-        batch: of T tokens.
+        batch: of T tokens, none of them padding.
         cut: in [0, T].
     """
     assert 0 <= cut <= batch.num_tokens, cut
+    assert batch.num_rows is None
     lengths = batch.lengths
     assert len(lengths) == batch.num_seqs
     ends = list(accumulate(queries for queries, _ in lengths))
@@ -108,53 +123,6 @@ def split_batch(batch: ForwardBatch, cut: int) -> tuple[ForwardBatch, ForwardBat
     )
 
 
-def split_decode(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:
-    """Return the halves of a step in which every sequence runs one token.
-
-    Where the cut falls is decided by the number of sequences alone, so a captured step can hold it.
-    Both halves have a sequence, because ranks that share experts make the same calls: one sequence
-    alone is followed by a padding one, whose row is beyond those of `batch`.
-
-    Args:
-        batch: of S sequences, S >= 1; `lengths` may be empty.
-    """
-    assert batch.max_seqlen_q == 1
-    if batch.num_seqs == 1:
-        return _half(batch, slice(0, 1)), _padding(batch)
-    cut = (batch.num_seqs + 1) // 2
-    return _half(batch, slice(0, cut)), _half(batch, slice(cut, None))
-
-
-def _half(batch: ForwardBatch, rows: slice) -> ForwardBatch:
-    """Return some sequences, of one token each."""
-    seq_lens = batch.seq_lens[rows]
-    return _part(
-        batch,
-        rows,
-        batch.lengths[rows],
-        cu_seqlens_q=batch.cu_seqlens_q[: len(seq_lens) + 1],
-        seq_lens=seq_lens,
-        rows=rows,
-        max_seqlen_q=1,
-    )
-
-
-def _padding(batch: ForwardBatch) -> ForwardBatch:
-    """Return token 0 at position 0 of the dummy block, made on the device."""
-    return ForwardBatch(
-        input_ids=torch.zeros_like(batch.input_ids),
-        positions=torch.zeros_like(batch.positions),
-        slot_mapping=torch.zeros_like(batch.slot_mapping),
-        cu_seqlens_q=batch.cu_seqlens_q,
-        seq_lens=torch.ones_like(batch.seq_lens),
-        block_tables=torch.zeros_like(batch.block_tables),
-        logits_indices=batch.logits_indices[:0],
-        max_seqlen_q=1,
-        lengths=((1, 1),) if batch.lengths else (),
-        num_rows=batch.positions.new_zeros(1),
-    )
-
-
 def _part(
     batch: ForwardBatch,
     tokens: slice,
@@ -163,13 +131,7 @@ def _part(
     cu_seqlens_q: Tensor,
     seq_lens: Tensor,
     rows: slice,
-    max_seqlen_q: int | None = None,
 ) -> ForwardBatch:
-    if max_seqlen_q is None:
-        max_seqlen_q = max((queries for queries, _ in lengths), default=0)
-    num_rows = batch.num_rows
-    if num_rows is not None and tokens.start:
-        num_rows = num_rows - tokens.start  # maybe below 0: all of them are padding
     return ForwardBatch(
         input_ids=batch.input_ids[tokens],
         positions=batch.positions[tokens],
@@ -178,7 +140,6 @@ def _part(
         seq_lens=seq_lens,
         block_tables=batch.block_tables[rows],
         logits_indices=batch.logits_indices[:0],
-        max_seqlen_q=max_seqlen_q,
+        max_seqlen_q=max((queries for queries, _ in lengths), default=0),
         lengths=tuple(lengths),
-        num_rows=num_rows,
     )

@@ -2,7 +2,7 @@
 
 Layers are generators: a bare `yield` says "what I have launched may fly while somebody else
 launches work". Run alone, a chain never notices its yields; interleaved, the collectives of one
-micro-batch are covered by the products of the other. The key idea: serial and overlapped execution
+micro-batch are covered by the GEMMs of the other. The key idea: serial and overlapped execution
 are the same code, and the schedule is one number.
 """
 

@@ -25,6 +25,11 @@ PREVIOUS_SECRET_VARIABLE = "TANDEM_PREVIOUS_SECRET"
 _SECRETS = {("cluster", "secret"), ("cluster", "previous_secret")}
 _PATHS = {"cluster.run_dir", "model.path", "tls.cert", "tls.key", "tls.ca"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_REMOVED = {
+    "prefill.collectives": "leave it out: rows move between GPUs by NCCL, which was the faster way",
+    "decode.two_batch_overlap": "leave it out: a step of two halves took 1.5 times as long",
+}
+"""Fields that an older file may have, each with what to do."""
 _Section = TypeVar("_Section", ClusterSection, ModelSection, TlsSection)
 
 
@@ -197,6 +202,8 @@ def _refuse_unknown(
     path: str, value: object, known: list[str], *, shown: list[str] | None = None
 ) -> None:
     """Names what is close among ``known``, else all of them, or those that are ``shown``."""
+    if path in _REMOVED:
+        raise ConfigError(path, value, "is no longer a field", _REMOVED[path])
     close = difflib.get_close_matches(path, known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(shown or known)}"
     raise ConfigError(path, value, "unknown key", hint)

@@ -26,7 +26,6 @@ from bench.engine.session import Session, close_session, open_session
 from bench.engine.stages import BatchProfile
 from bench.engine.steps import StepRunner
 from engine.batch import build_forward_batch
-from engine.boot.open_execution import halves_steps
 from engine.boot.warm_up import products
 from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.capture import Capture
@@ -44,8 +43,7 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
     rank = models.get(setup, section)
     requests = invent_requests(options, rank)
     sizes = step_sizes(options.requests, section.max_num_seqs)
-    rows = {*sizes, *((size + 1) // 2 for size in sizes if halves_steps(section))}
-    rank.compile_for(products(rank.model, rank.model.kernels, sizes[-1], rows=sorted(rows)))
+    rank.compile_for(products(rank.model, rank.model.kernels, sizes[-1], rows=sorted(sizes)))
     session = open_session(
         rank,
         setup,

@@ -114,7 +114,7 @@ def expert_skew(model: DeepseekV3ForCausalLM, rows: Sequence[list[int]]) -> list
     for parts in chosen.values():
         ids = torch.cat(parts)
         order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
-        skews.append([_skew_of(window, model.config) for window in ids[order].split(WINDOW)])
+        skews.append([_skew_of(window, model.config) for window in torch.split(ids[order], WINDOW)])
     return [float(np.mean(layer)) for layer in skews]
 
 

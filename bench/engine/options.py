@@ -26,14 +26,14 @@ EFFECTIVE: Mapping[str, frozenset[str]] = {
     "prefill": frozenset(
         (
             "expert_parallel", "num_threads", "max_num_seqs", "kv_dtype", "overlap_steps",
-            "two_batch_overlap", "collectives", "scatter_tokens",
+            "two_batch_overlap", "scatter_tokens",
         )
     ),
     "decode": frozenset(
         (
             "num_threads", "max_num_seqs", "kv_dtype", "overlap_steps", "cuda_graphs",
-            "two_batch_overlap", "overlap_shared_expert", "dependent_launches",
-            "num_redundant_experts", "dispatcher", "max_tokens_per_rank",
+            "overlap_shared_expert", "dependent_launches", "num_redundant_experts", "dispatcher",
+            "max_tokens_per_rank",
         )
     ),
 }  # fmt: skip

@@ -225,10 +225,6 @@ def _build(
         device=parts.device,
         played_ranks=setup.played_ranks,
     )
-    collectives = opened.execution.collectives
-    if collectives is not None:
-        watched = replace(opened.execution, collectives=parts.timer.watch(collectives))
-        opened = replace(opened, execution=watched)
     model = build_model(
         parts.config,
         groups,

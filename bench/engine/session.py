@@ -135,8 +135,6 @@ def make_tables(
     if setup.routing is Routing.MODEL or not config.num_moe_layers:
         return None
     own = rank.place.rank if dims.dp > 1 else 0
-    if rank.execution.overlap is not None:
-        num_rows = None  # two micro-batches share the padding, as their cut lies
     if setup.routing is Routing.EVEN:
         table = even_experts(config, max_tokens, rank=own, num_ranks=dims.dp)
         return RoutingTables(table.to(rank.device)[None, None], num_rows=num_rows)
@@ -155,12 +153,10 @@ def make_tables(
 
 def describe_execution(execution: Execution) -> Report:
     """How steps run, for a report: what every "auto" of the section has become."""
-    dispatcher = execution.dispatcher
     return {
         "two_batch_overlap": execution.overlap is not None,
         "scatter_tokens": execution.scatter_tokens,
-        "collectives": None if execution.collectives is None else "symmetric",
-        "dispatcher": None if dispatcher is None else type(dispatcher).__name__,
+        "dispatcher": type(execution.dispatcher).__name__,
         "overlap_shared_expert": execution.overlap_shared_expert,
         "side_stream": execution.side_stream is not None,
         "dependent_launches": execution.dependent_launches,

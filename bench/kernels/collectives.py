@@ -2,10 +2,10 @@
 
 Run ``python -m torch.distributed.run --nproc-per-node N -m bench.kernels.collectives --json
 OUT.json`` on a host with N GPUs. Each size is the whole tensor: what an all-gather returns, what a
-reduce-scatter is given. Compared: NCCL as it is and with few blocks, and symmetric memory with its
-variants. "GB/s" is what a GPU sends, (N - 1) / N of the size, over the time of the slowest rank.
-"with GEMM" starts the collective, launches products that take half as long again, and waits: what
-it takes longer than the products alone is exposed. Results are checked before they are timed.
+reduce-scatter is given. Compared: NCCL as it is, with few blocks and by its policies. "GB/s" is
+what a GPU sends, (N - 1) / N of the size, over the time of the slowest rank. "with GEMM" starts the
+collective, launches products that take half as long again, and waits: what it takes longer than the
+products alone is exposed. Results are checked before they are timed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,8 @@ from bench.kernels.device_time import median_seconds
 from engine.boot.jit_cache import use_jit_cache
 from engine.kernels.create import create_kernels
 from engine.parallel.dims import ParallelDims
-from engine.parallel.groups import Collectives, RankGroup, init_process_groups
+from engine.parallel.groups import RankGroup, init_process_groups
 from engine.parallel.pending import Pending
-from engine.parallel.symmetric import SymmetricOptions, open_symmetric_group
 from engine.weights.fp8 import quantize_block
 
 HIDDEN = 7168
@@ -75,7 +73,7 @@ class Bench:
             torch.cuda.synchronize()
             group.barrier()
 
-    def run(self, what: str, variant: str, collectives: Collectives, megabytes: int) -> Result:
+    def run(self, what: str, variant: str, collectives: RankGroup, megabytes: int) -> Result:
         """Check and time one collective."""
         rows = megabytes * MEGABYTE // (2 * HIDDEN * self._group.size) * self._group.size
         error = self._check(what, collectives, rows)
@@ -110,7 +108,7 @@ class Bench:
         generator = torch.Generator(self._device).manual_seed(1000 * seed + rank)
         return torch.randn(own_rows, HIDDEN, device=self._device, generator=generator).bfloat16()
 
-    def _check(self, what: str, collectives: Collectives, rows: int) -> float:
+    def _check(self, what: str, collectives: RankGroup, rows: int) -> float:
         """Compare with float32 on fresh inputs, several in flight; returns the worst error."""
         start, ranks, worst = _starter(what, collectives), range(self._group.size), 0.0
         seeds = range(3)
@@ -149,9 +147,7 @@ class Bench:
         return float(self._group.all_gather(torch.tensor([value], dtype=torch.float64)).max())
 
 
-def _starter(
-    what: str, collectives: Collectives
-) -> Callable[[torch.Tensor], Pending[torch.Tensor]]:
+def _starter(what: str, collectives: RankGroup) -> Callable[[torch.Tensor], Pending[torch.Tensor]]:
     return {
         "all-gather": collectives.start_all_gather,
         "reduce-scatter": collectives.start_reduce_scatter,
@@ -189,32 +185,6 @@ def nccl_variants(group: RankGroup) -> Iterator[tuple[str, RankGroup]]:
         dist.destroy_process_group(made)
 
 
-def symmetric_variants() -> dict[str, SymmetricOptions]:
-    """Return what is tried with symmetric memory."""
-    sum_slices = create_kernels("cuda").sum_slices
-    plain = SymmetricOptions(sum_slices=sum_slices)
-    return {
-        "symmetric": plain,
-        "symmetric 1 stream": replace(plain, num_transfers=1),
-        "symmetric 4 streams": replace(plain, num_transfers=4),
-        "symmetric kernel signals": replace(plain, kernel_signals=True),
-        "symmetric, sum by torch": SymmetricOptions(),
-    }
-
-
-@contextmanager
-def symmetric_group(
-    group: RankGroup, device: torch.device, options: SymmetricOptions
-) -> Iterator[Collectives]:
-    """A group over symmetric memory, closed afterwards."""
-    opened = open_symmetric_group(group, device, options)
-    assert opened is not None, "the GPUs cannot read each other's memory"
-    try:
-        yield opened
-    finally:
-        opened.close()
-
-
 def show(result: Result) -> None:
     """Print one line."""
     slower = result.both_us / result.gemm_us - 1
@@ -233,7 +203,7 @@ def measure(
     """Measure all variants at all sizes."""
     bench, results = Bench(group, device), []
 
-    def measure_one(variant: str, collectives: Collectives) -> None:
+    def measure_one(variant: str, collectives: RankGroup) -> None:
         for what in ("all-gather", "reduce-scatter"):
             for megabytes in sizes:
                 result = bench.run(what, variant, collectives, megabytes)
@@ -247,10 +217,6 @@ def measure(
     for name, nccl in nccl_variants(group):
         if is_wanted(name):
             measure_one(name, nccl)
-    for name, options in symmetric_variants().items():
-        if is_wanted(name):
-            with symmetric_group(group, device, options) as symmetric:
-                measure_one(name, symmetric)
     return results
 
 

@@ -17,8 +17,8 @@ from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.reference import quantize_rows
+from engine.parallel.expert_rows import AlignedRows
 from engine.parallel.groups import RankGroup
-from engine.parallel.token_dispatcher import AlignedRows
 
 TOP_K = 8
 NUM_GROUPS = 8

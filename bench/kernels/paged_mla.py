@@ -16,6 +16,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,15 @@ class Step:
     def describe(self, seconds: float) -> dict[str, float | None]:
         """Return rates, and the share of the larger bound; None for a GPU without a sheet."""
         sheet = find_sheet(torch.cuda.get_device_name(DEVICE))
-        rates = None if sheet is None else sheet.rates
-        bound = rates and max(self.operations / rates.attention, self.num_bytes / rates.memory)
+        share = None
+        if sheet is not None:
+            by_operations = self.operations / sheet.rates.attention
+            share = max(by_operations, self.num_bytes / sheet.rates.memory) / seconds
         return {
             "us": seconds * 1e6,
             "tflops": self.operations * 1e-12 / seconds,
             "gb_per_s": self.num_bytes * 1e-9 / seconds,
-            "share_of_bound": bound and bound / seconds,
+            "share_of_bound": share,
         }
 
 
@@ -159,7 +162,7 @@ def measure_step(what: str, step: Step, num_tiles: int, calls: int) -> list[dict
         if not row["relative_error"] < TOLERANCE[step.kv]:
             row["not_timed"] = "wrong"
             continue
-        us, _ = measure(lambda attend=attend: [attend(layer) for layer in step.layers * calls])
+        us, _ = measure(partial(_attend_to_all, attend, step.layers * calls))
         seconds = us * 1e-6 / (calls * NUM_LAYERS)
         theirs = seconds if name == "FlashMLA" else theirs
         row |= step.describe(seconds)
@@ -167,6 +170,11 @@ def measure_step(what: str, step: Step, num_tiles: int, calls: int) -> list[dict
         if step.queries.counts is None:
             row["plan_us"], _ = measure(plan)
     return results
+
+
+def _attend_to_all(attend: Attend, layers: list[Tensor]) -> None:
+    for layer in layers:
+        attend(layer)
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SECTION.FIELD=VALUE",
-        help="any other field of the configuration, as prefill.collectives=symmetric",
+        help="any other field of the configuration, as prefill.scatter_tokens=off",
     )
     parser.add_argument(
         "--json", type=Path, metavar="OUT", help="where the report goes (default: stdout)"

@@ -17,7 +17,7 @@ from engine.boot.build import build_kv_pool, build_model
 from engine.boot.experts import place_experts
 from engine.boot.jit_cache import use_jit_cache
 from engine.boot.kv_size import choose_num_blocks, largest_steps, measure_memory
-from engine.boot.open_execution import halves_steps, open_execution
+from engine.boot.open_execution import open_execution
 from engine.boot.refusals import refuse_for_room
 from engine.boot.rehearsal import rehearse, sampled_prefill, smaller_prefills
 from engine.boot.warm_up import attention_products, chosen_rows, products, warm_up
@@ -218,10 +218,10 @@ def use_device(device: torch.device) -> None:
 
 
 def _most_tokens(section: PrefillSection | DecodeSection) -> int:
-    """The most tokens that this rank runs at once: of a step, or of a micro-batch."""
+    """The most tokens that this rank runs at once."""
     if isinstance(section, PrefillSection):
         return section.max_num_batched_tokens
-    return (section.max_num_seqs + 1) // 2 if halves_steps(section) else section.max_num_seqs
+    return section.max_num_seqs
 
 
 def _compile(

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from engine.kernels.alignment import ROW_BLOCK, max_aligned_rows, row_steps
 from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.fp8_rows import GROUP, Fp8Rows
-from engine.kernels.masked_rows import MaskedRows
+from engine.kernels.masked_rows import MaskedRoom, MaskedRows
 from engine.layers.matrix import Matrix
 from engine.layers.mla import MLA
 from engine.layers.moe import Experts, MoE
 from engine.parallel.groups import ProcessGroups
-from engine.parallel.masked_room import MaskedRoom, MaskingDispatcher
+from engine.parallel.token_dispatcher import MaskingDispatcher
 from engine.weights.loader import ProgressCallback
 
 ROWS_VARIABLE = "TANDEM_COMPILE_ROWS"

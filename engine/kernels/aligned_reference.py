@@ -17,7 +17,7 @@ from engine.kernels.alignment import (
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MaskedPlaces
 from engine.kernels.reference import fp8_linear, quantize_rows, silu_and_mul
-from engine.kernels.widths import check_capacity, check_gather
+from engine.kernels.widths import check_capacity, check_unpermute
 
 
 def count_rows(topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
@@ -51,7 +51,7 @@ def count_rows(topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
     )
 
 
-def align_to_experts(
+def moe_align_block_size(
     topk_ids_TK: Tensor, first: int, num_experts: int, capacity: int | None = None
 ) -> Alignment:
     """Lay out as many rows as any routing could need; the host learns nothing.
@@ -82,14 +82,14 @@ def align_to_experts(
     )
 
 
-def gather_rows(
+def unpermute_rows(
     source_MD: Tensor,
     places: Alignment | MaskedPlaces,
     weights_TK: Tensor,
     own_TD: Tensor | None,
 ) -> Tensor:
     """Return [T, D]: the weighted sum of each token's rows plus `own_TD`, summed in float32."""
-    check_gather(source_MD, places, weights_TK, own_TD)
+    check_unpermute(source_MD, places, weights_TK, own_TD)
     rows_TK = places.rows_TK.long()
     parts_TKD = source_MD.new_zeros((*rows_TK.shape, source_MD.shape[1]), dtype=torch.float32)
     is_here = rows_TK >= 0
@@ -100,7 +100,7 @@ def gather_rows(
     return (out_TD if own_TD is None else out_TD + own_TD.float()).to(source_MD.dtype)
 
 
-def spread_rows(rows: Fp8Rows, alignment: Alignment) -> Fp8Rows:
+def permute_rows(rows: Fp8Rows, alignment: Alignment) -> Fp8Rows:
     """Copy each token's row to its places before the capacity; other rows are uninitialised.
 
     Returns:

@@ -93,12 +93,6 @@ class Kernels(Protocol):
         """Return x + delta, its norm if wanted, and its norm quantised."""
         ...
 
-    def sum_slices(
-        self, slices_RTD: Tensor, out_TD: Tensor | None = None, *, residual_TD: Tensor | None = None
-    ) -> Tensor:
-        """Add what several ranks computed, in float32."""
-        ...
-
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """Gated activation."""
         ...
@@ -135,17 +129,17 @@ class Kernels(Protocol):
         """Choose the row of every (token, expert) pair, by int64 or int32 ids; count the rows."""
         ...
 
-    def align_to_experts(
+    def moe_align_block_size(
         self, topk_ids_TK: Tensor, first: int, num_experts: int, capacity: int | None = None
     ) -> Alignment:
         """Do both without asking the device, for any routing; cut at a capacity, if given."""
         ...
 
-    def spread_rows(self, rows: Fp8Rows, alignment: Alignment) -> Fp8Rows:
+    def permute_rows(self, rows: Fp8Rows, alignment: Alignment) -> Fp8Rows:
         """Copy each token's row to all of its places before the capacity."""
         ...
 
-    def gather_rows(
+    def unpermute_rows(
         self,
         source_MD: Tensor,
         places: Alignment | MaskedPlaces,
@@ -166,7 +160,7 @@ class Kernels(Protocol):
         """Experts in FP8 over aligned rows, weights as (e4m3, scales): [M, D] bfloat16."""
         ...
 
-    def mask_to_experts(
+    def moe_align_masked(
         self,
         topk_ids_TK: Tensor,
         first: int,
@@ -178,7 +172,7 @@ class Kernels(Protocol):
         """Choose the row of every (token, expert) pair in the masked layout."""
         ...
 
-    def spread_masked_rows(self, rows: Fp8Rows, places: MaskedPlaces) -> MaskedRows:
+    def permute_masked_rows(self, rows: Fp8Rows, places: MaskedPlaces) -> MaskedRows:
         """Copy each token's row to all of its places in the masked layout."""
         ...
 

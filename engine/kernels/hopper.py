@@ -24,7 +24,6 @@ from engine.kernels.fused import (
     permute,
     quant,
     routing,
-    slices,
 )
 from engine.kernels.fused.dependent import break_chain
 from engine.kernels.masked_rows import MaskedRows
@@ -83,13 +82,12 @@ class HopperKernels:
     silu_and_mul_fp8 = staticmethod(quant.silu_and_mul_fp8)
     quantize_rows = staticmethod(quant.quantize_rows)
     count_rows = staticmethod(permute.count_rows)
-    align_to_experts = staticmethod(permute.align_to_experts)
-    spread_rows = staticmethod(permute.spread_rows)
-    gather_rows = staticmethod(permute.gather_rows)
-    sum_slices = staticmethod(slices.sum_slices)
+    moe_align_block_size = staticmethod(permute.moe_align_block_size)
+    permute_rows = staticmethod(permute.permute_rows)
+    unpermute_rows = staticmethod(permute.unpermute_rows)
     merge_attention = staticmethod(attention.merge_attention)
-    mask_to_experts = staticmethod(masked.mask_to_experts)
-    spread_masked_rows = staticmethod(masked.spread_masked_rows)
+    moe_align_masked = staticmethod(masked.moe_align_masked)
+    permute_masked_rows = staticmethod(masked.permute_masked_rows)
     rotate_queries = staticmethod(latents.rotate_queries)
     store_latents = staticmethod(latents.store_latents)
     split_latents = staticmethod(latents.split_latents)

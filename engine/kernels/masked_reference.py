@@ -28,7 +28,7 @@ def empty_masked(
     return data, scale.transpose(1, 2)
 
 
-def mask_to_experts(
+def moe_align_masked(
     topk_ids_TK: Tensor,
     first: int,
     num_experts: int,
@@ -63,7 +63,7 @@ def mask_to_experts(
     )
 
 
-def spread_masked_rows(rows: Fp8Rows, places: MaskedPlaces) -> MaskedRows:
+def permute_masked_rows(rows: Fp8Rows, places: MaskedPlaces) -> MaskedRows:
     """Copy each token's row to all of its places; other rows are uninitialised."""
     num_experts = places.num_rows_L.shape[0]
     num_columns = rows.data_TK.shape[1]

@@ -1,4 +1,4 @@
-"""The masked layout of grouped products: a fixed number of rows per expert, the first ones in use.
+"""The masked layout of grouped GEMMs: a fixed number of rows per expert, the first ones in use.
 
 For decode: shapes follow from the size of the batch, how many rows an expert has is known to the
 device alone, and so a whole step can be captured in a CUDA graph. Not the layout of prefill, which
@@ -8,15 +8,21 @@ Letters: L experts of this rank, M rows of each, T tokens, K experts per token, 
 columns of data and scales.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
 
 from engine.invariants import require
+from engine.kernels.expert_matrix import ExpertMatrix
+
+if TYPE_CHECKING:
+    from engine.kernels.base import Kernels
 
 MASKED_BLOCK: Final = 128
-"""M is a multiple: products write whole tiles of rows, which must not reach the next expert."""
+"""M is a multiple: GEMMs write whole tiles of rows, which must not reach the next expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +64,23 @@ class MaskedRows:
     data_LMD: Tensor
     scale_LMG: Tensor
     num_rows_L: Tensor
+    expected_rows: int
+
+    def mlp(self, kernels: Kernels, w13: ExpertMatrix, w2: ExpertMatrix) -> Tensor:
+        """Run the experts over their rows, with matrices in FP8: [L, M, D] bfloat16."""
+        return kernels.masked_fp8_mlp(self, w13.quantized_pair(), w2.quantized_pair())
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRoom:
+    """Sizes of `MaskedRows` in a step.
+
+    Attributes:
+        max_rows: M, of each expert.
+        expected_rows: what the host guesses that an expert gets.
+    """
+
+    max_rows: int
     expected_rows: int
 
 

@@ -32,7 +32,6 @@ class PortableKernels:
         self.has_paged_attention = has_paged_attention
 
     rms_norm = staticmethod(reference.rms_norm)
-    sum_slices = staticmethod(reference.sum_slices)
     silu_and_mul = staticmethod(reference.silu_and_mul)
     quantize_rows = staticmethod(reference.quantize_rows)
     add_rms_norm_fp8 = staticmethod(reference.add_rms_norm_fp8)
@@ -40,9 +39,9 @@ class PortableKernels:
     group_limited_topk = staticmethod(reference.group_limited_topk)
     grouped_mlp = staticmethod(reference.grouped_mlp)
     count_rows = staticmethod(aligned_reference.count_rows)
-    align_to_experts = staticmethod(aligned_reference.align_to_experts)
-    spread_rows = staticmethod(aligned_reference.spread_rows)
-    gather_rows = staticmethod(aligned_reference.gather_rows)
+    moe_align_block_size = staticmethod(aligned_reference.moe_align_block_size)
+    permute_rows = staticmethod(aligned_reference.permute_rows)
+    unpermute_rows = staticmethod(aligned_reference.unpermute_rows)
     rotate_queries = staticmethod(reference.rotate_queries)
     store_latents = staticmethod(reference.store_latents)
     join_keys = staticmethod(reference.join_keys)
@@ -53,8 +52,8 @@ class PortableKernels:
     split_latents = staticmethod(absorb_reference.split_latents)
     paged_attention = staticmethod(paged_reference.paged_attention)
     grouped_fp8_mlp = staticmethod(aligned_reference.grouped_fp8_mlp)
-    mask_to_experts = staticmethod(masked_reference.mask_to_experts)
-    spread_masked_rows = staticmethod(masked_reference.spread_masked_rows)
+    moe_align_masked = staticmethod(masked_reference.moe_align_masked)
+    permute_masked_rows = staticmethod(masked_reference.permute_masked_rows)
     masked_fp8_mlp = staticmethod(masked_reference.masked_fp8_mlp)
 
     def add_rms_norm(

@@ -32,27 +32,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
 
 
-def sum_slices(
-    slices_RTD: Tensor, out_TD: Tensor | None = None, *, residual_TD: Tensor | None = None
-) -> Tensor:
-    """Add what several ranks computed, in float32, rounding once.
-
-    Args:
-        slices_RTD: [R, T, D], a slice per rank.
-        out_TD: for the result.
-        residual_TD: another term.
-
-    Returns:
-        [T, D] in the dtype of the slices.
-    """
-    sum_TD = slices_RTD.sum(dim=0, dtype=torch.float32)
-    if residual_TD is not None:
-        sum_TD += residual_TD.float()
-    if out_TD is None:
-        return sum_TD.to(slices_RTD.dtype)
-    return out_TD.copy_(sum_TD)
-
-
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up of [..., 2F], gate before up: [..., F]."""
     gate, up = gate_up.chunk(2, dim=-1)

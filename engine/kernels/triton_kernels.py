@@ -112,12 +112,11 @@ class TritonKernels:
         self.group_limited_topk = shared.group_limited_topk
         self.grouped_mlp = shared.grouped_mlp
         self.count_rows = shared.count_rows
-        self.align_to_experts = shared.align_to_experts
-        self.spread_rows = shared.spread_rows
-        self.gather_rows = shared.gather_rows
-        self.sum_slices = shared.sum_slices
-        self.mask_to_experts = shared.mask_to_experts
-        self.spread_masked_rows = shared.spread_masked_rows
+        self.moe_align_block_size = shared.moe_align_block_size
+        self.permute_rows = shared.permute_rows
+        self.unpermute_rows = shared.unpermute_rows
+        self.moe_align_masked = shared.moe_align_masked
+        self.permute_masked_rows = shared.permute_masked_rows
         self.rotate_queries = shared.rotate_queries
         self.join_keys = shared.join_keys
         self.varlen_attention = shared.varlen_attention

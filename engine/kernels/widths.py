@@ -110,7 +110,7 @@ def check_capacity(capacity: int) -> None:
     require(not capacity % ROW_BLOCK, "capacity", capacity, f"a multiple of {ROW_BLOCK} is wanted")
 
 
-def check_gather(
+def check_unpermute(
     source_MD: Tensor,
     places: Alignment | MaskedPlaces,
     weights_TK: Tensor,
@@ -138,7 +138,7 @@ def check_gather(
         require(own_TD.shape == wanted, "own term", tuple(own_TD.shape), f"{wanted} is wanted")
 
 
-def check_spread(data: Tensor, scale: Tensor, rows: Fp8Rows, rows_TK: Tensor) -> None:
+def check_permute(data: Tensor, scale: Tensor, rows: Fp8Rows, rows_TK: Tensor) -> None:
     """Check that rows [T, D] fit contiguous `data` [..., M, D], and their scales `scale`.
 
     Raises:

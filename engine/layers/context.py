@@ -12,7 +12,7 @@ from torch import nn
 from engine.hf_config.quantization import ModulePatterns
 from engine.kernels.base import Kernels
 from engine.kernels.portable import PortableKernels
-from engine.parallel.groups import Collectives, ProcessGroups
+from engine.parallel.groups import ProcessGroups
 from engine.parallel.token_sharding import ReplicatedTokens, ScatteredTokens, TokenSharding
 from engine.side_stream import SideStream
 
@@ -26,7 +26,6 @@ class LayerContext:
         fp8: whether weights that the checkpoint quantises stay in FP8.
         unquantized: modules that it does not quantise.
         scatter_tokens: whether the tp ranks keep shares of the hidden states, not all of them.
-        collectives: for scattered tokens, over the ranks of the tp group; None for the group's.
         overlap_shared_expert: whether it runs while tokens travel to the routed experts.
         side_stream: that the shared expert runs on; None for the stream of all else.
     """
@@ -39,7 +38,6 @@ class LayerContext:
     fp8: bool = False
     unquantized: ModulePatterns = field(default_factory=lambda: ModulePatterns(()))
     scatter_tokens: bool = False
-    collectives: Collectives | None = None
     overlap_shared_expert: bool = True
     side_stream: SideStream | None = None
 
@@ -47,13 +45,13 @@ class LayerContext:
     def sharding(self) -> TokenSharding:
         """How the residual stream lies on the ranks."""
         if self.scatter_tokens:
-            return ScatteredTokens(self.collectives or self.groups.tp_group)
+            return ScatteredTokens(self.groups.tp_group)
         return ReplicatedTokens(self.groups.tp_group)
 
     @property
     def unsplit(self) -> "LayerContext":
         """For a layer that a rank runs whole, on whatever rows it is given."""
-        return replace(self, groups=ProcessGroups(), scatter_tokens=False, collectives=None)
+        return replace(self, groups=ProcessGroups(), scatter_tokens=False)
 
     def within(self, name: str) -> "LayerContext":
         """For a part of the module that this is for."""

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
-from engine.kernels.fp8_rows import GROUP
-from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.routing import RoutingRule
 from engine.layers.context import LayerContext
 from engine.layers.matrix import Matrix
@@ -26,10 +24,11 @@ from engine.layers.mlp import MLP
 from engine.layers.norm import FeedFormat, Normed
 from engine.layers.shared_expert import SharedSchedule
 from engine.operations import Operations
-from engine.parallel.create_dispatcher import create_dispatcher
+from engine.parallel.choose_dispatcher import DispatcherKind, RankExperts, choose_dispatcher
 from engine.parallel.expert_placement import ExpertPlacement
-from engine.parallel.token_dispatcher import ExpertRows, Rows, TokenDispatcher
-from engine.weights.expert_format import expert_modules, experts_are_quantized
+from engine.parallel.expert_rows import Rows
+from engine.parallel.token_dispatcher import TokenDispatcher
+from engine.weights.expert_format import expert_modules
 from engine.weights.slices import WeightSlice, split_evenly
 
 
@@ -107,20 +106,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Rows) -> Tensor:
         """Map the rows to [M, D] ([L, M, D] in the masked layout), in the same order."""
-        if isinstance(rows, ExpertRows):
-            return self._kernels.grouped_mlp(
-                rows.rows_MD, rows.num_rows_per_expert, self.w13, self.w2
-            )
-        if isinstance(rows, MaskedRows):
-            return self._kernels.masked_fp8_mlp(
-                rows, self.up.quantized_pair(), self.down.quantized_pair()
-            )
-        if not rows.expert_M.shape[0]:
-            return torch.empty_like(rows.rows.data_TK, dtype=torch.bfloat16)
-        weights = self.up.quantized_pair(), self.down.quantized_pair()
-        return self._kernels.grouped_fp8_mlp(
-            rows.rows, rows.expert_M, *weights, overflow=rows.overflow
-        )
+        return rows.mlp(self._kernels, self.up, self.down)
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """See `HoldsWeights`; a logical expert in several slots is read once per slot."""
@@ -205,24 +191,19 @@ class MoE(nn.Module):
         out = self.experts(rows)
         combining = self.dispatcher.start_combine(out, handle, shared.while_combined())
         yield
-        out_TD = combining.wait()
-        if self.dispatcher.takes_turns:
-            yield
-        return out_TD
+        return combining.wait()
 
 
 def create_expert_dispatcher(
     config: ModelConfig, ctx: LayerContext, placement: ExpertPlacement
 ) -> TokenDispatcher[Any]:
-    """Return the dispatcher for the MoE layers of a model; one serves all of them in turn."""
-    groups, width = ctx.groups, config.moe_intermediate_size
-    if groups.dims.ep == 1:
-        width //= groups.dims.tp
-    is_whole = width % GROUP == 0 and config.hidden_size % GROUP == 0
-    is_fp8 = ctx.fp8 and is_whole and experts_are_quantized(config)
-    return create_dispatcher(
-        groups,
-        placement.num_physical_experts // groups.ep_group.size,
-        ctx.kernels if is_fp8 else None,
-        scattered_over=(ctx.collectives or groups.tp_group) if ctx.scatter_tokens else None,
+    """Return the dispatcher of a model that was given none; it serves all MoE layers in turn."""
+    experts = RankExperts(
+        config=config,
+        groups=ctx.groups,
+        kernels=ctx.kernels,
+        device=ctx.device,
+        num_physical_experts=placement.num_physical_experts,
+        scatter_tokens=ctx.scatter_tokens,
     )
+    return choose_dispatcher(experts, DispatcherKind.COLLECTIVES).dispatcher

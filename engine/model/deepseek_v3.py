@@ -42,7 +42,7 @@ from engine.layers.norm import FeedFormat, Residual, RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.scratch import Scratch
 from engine.memory.kv_pool import KVPool
-from engine.micro_batches import choose_cut, split_batch, split_decode
+from engine.micro_batches import halve
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.mtp import MTPLayer
 from engine.operations import Operations, do_nothing, interleave, run
@@ -158,7 +158,6 @@ class DeepseekV3ForCausalLM(nn.Module):
             fp8=fp8,
             unquantized=ModulePatterns(config.unquantized_modules),
             scatter_tokens=dims.tp > 1 and dims.ep > 1 if scatter is None else scatter,
-            collectives=execution.collectives,
             overlap_shared_expert=execution.overlap_shared_expert,
             side_stream=execution.side_stream,
         )
@@ -229,9 +228,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         is_collective = dims.dp > 1 and dims.ep > 1
         if batch.num_tokens < self._overlap.min_tokens and not is_collective:
             return (batch,)
-        if batch.max_seqlen_q == 1:
-            return split_decode(batch)
-        return split_batch(batch, choose_cut([queries for queries, _ in batch.lengths]))
+        return halve(batch)
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
         """Map final hidden states [L, D] to float32 logits [L, vocab_size]; no collective."""

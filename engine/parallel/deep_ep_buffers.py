@@ -6,7 +6,7 @@
 The key idea: a transfer is started and awaited in two calls. In normal mode it runs on the
 library's own stream and starts as soon as its input is ready, however much work the other
 micro-batch has launched since; in low-latency mode a start launches the sending only, and waiting
-launches the receiving, so that no multiprocessor is held in between.
+launches the receiving, so that no SM is held in between.
 
 What is not here: opening (`deep_ep`), layouts of experts, weights and the shared expert (the
 dispatchers).
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
-from engine.parallel.deferred import Deferred
-from engine.parallel.pending import Pending
+from engine.parallel.pending import Deferred, Pending
 from engine.parallel.turns import require_in_turn
 from runtime.errors import PeerLostError
 
@@ -242,8 +241,8 @@ class LowLatencyBuffer:
     """Transfers of few tokens in fixed shapes; see the module.
 
     The library alternates between two halves of its memory, and each sending clears the flags of
-    the other half: a sending must therefore follow the receiving of the one before it, also of
-    another micro-batch. The order is checked here, because breaking it hangs all ranks.
+    the other half: a sending must therefore follow the receiving of the one before it. The order is
+    checked here, because breaking it hangs all ranks.
     """
 
     def __init__(self, library: LibraryBuffer, shape: LowLatencyShape) -> None:

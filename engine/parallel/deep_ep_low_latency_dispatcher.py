@@ -3,7 +3,7 @@
 What arrives already stands in the masked layout, quantised on the way, and the way home sums a
 token's rows weighted: nothing is placed or weighted here. The key idea: no number of rows ever
 reaches the host, so a whole step can be captured in a CUDA graph; and between a start and its wait
-nothing runs for the transfer, so the shared expert, or another micro-batch, has the GPU to itself.
+nothing runs for the transfer, so the shared expert has the GPU to itself.
 
 Every rank calls every start and wait, also with no token at all. A start must follow the wait of
 the transfer before it (see `LowLatencyBuffer`).
@@ -15,11 +15,10 @@ from torch import Tensor
 
 from engine.invariants import require
 from engine.kernels.fp8_rows import Activation
-from engine.kernels.masked_rows import MaskedRows
+from engine.kernels.masked_rows import MaskedRoom, MaskedRows
 from engine.parallel.deep_ep_buffers import LibraryHandle, LowLatencyBuffer, Masked
-from engine.parallel.masked_room import MaskedRoom
+from engine.parallel.expert_rows import plain
 from engine.parallel.pending import Pending, Then
-from engine.parallel.token_dispatcher import plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +35,6 @@ class DeepEPLowLatencyDispatcher:
 
     takes_fp8 = False
     waits_for_counts = False
-    takes_turns = True
 
     def __init__(self, buffer: LowLatencyBuffer) -> None:
         self._buffer = buffer

@@ -4,7 +4,7 @@ A token is sent once to every rank that holds any of its experts, in FP8. What a
 per token; here it is copied to the rows of its local experts, and the experts' results are summed,
 weighted, into one row per token before they travel home, where the library adds up the ranks' rows
 and the rank's own term. The key idea: the library's counts of received rows are exact and reach the
-host while another micro-batch computes, so the products are as large as the work, and no larger.
+host while another micro-batch computes, so the GEMMs are as large as the work, and no larger.
 
 `wait` of a dispatch blocks the host: launch the other micro-batch's work before it, and no step
 ahead of another (`waits_for_counts`). The library can do without counts (`num_worst_tokens`), with
@@ -20,8 +20,8 @@ from engine.kernels.alignment import ROW_BLOCK, Alignment
 from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.parallel.deep_ep_buffers import Arrived, LibraryHandle, NormalBuffer
+from engine.parallel.expert_rows import AlignedRows
 from engine.parallel.pending import Pending, Then, wait_for
-from engine.parallel.token_dispatcher import AlignedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,6 @@ class DeepEPNormalDispatcher:
 
     takes_fp8 = True
     waits_for_counts = True
-    takes_turns = False
 
     def __init__(self, kernels: Kernels, buffer: NormalBuffer) -> None:
         self._kernels = kernels
@@ -52,7 +51,7 @@ class DeepEPNormalDispatcher:
 
     @property
     def comm_sms(self) -> int:
-        """Multiprocessors that a transfer under way takes from overlapped products."""
+        """SMs that a transfer under way takes from overlapped GEMMs."""
         return self._buffer.shape.num_sms
 
     def start_dispatch(
@@ -69,7 +68,7 @@ class DeepEPNormalDispatcher:
         self, expert_out_MD: Tensor, handle: NormalHandle, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
         """See `TokenDispatcher`; `own` is complete for this rank's tokens."""
-        out_ND = self._kernels.gather_rows(
+        out_ND = self._kernels.unpermute_rows(
             expert_out_MD, handle.alignment, handle.topk_weights_NK, None
         )
         return self._buffer.start_combine(out_ND, handle.handle, wait_for(own))
@@ -80,7 +79,7 @@ class DeepEPNormalDispatcher:
         )
         num_rows = counts.rows_to_lay_out(sum(arrived.num_rows_per_expert))
         alignment = counts.lay_out(num_rows)
-        aligned = AlignedRows.spread(self._kernels, arrived.rows, alignment)
+        aligned = AlignedRows.permute(self._kernels, arrived.rows, alignment)
         handle = NormalHandle(
             alignment=alignment, topk_weights_NK=arrived.topk_weights_NK, handle=arrived.handle
         )

@@ -155,7 +155,7 @@ class NormalShape:
         num_ranks: R.
         num_experts: E, physical, of all ranks together.
         hidden_size: D.
-        num_sms: multiprocessors that a transfer takes; even. Half of them are channels.
+        num_sms: SMs that a transfer takes; even. Half of them are channels.
 
     Raises:
         ConfigError: sizes that do not fit together.

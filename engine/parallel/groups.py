@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,28 +33,6 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "_a
 _REDUCE_SCATTER = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "_reduce_scatter_base"
 )
-
-
-class Collectives(Protocol):
-    """The collectives that a scattered residual stream needs, by whatever library."""
-
-    @property
-    def rank(self) -> int:
-        """Of this process."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        ...
-
-    def start_all_gather(self, tensor: Tensor) -> Pending[Tensor]:
-        """Start to concatenate the ranks' tensors of equal shape along dimension 0."""
-        ...
-
-    def start_reduce_scatter(self, tensor: Tensor) -> Pending[Tensor]:
-        """Start to sum [T, ...] over the ranks; each gets its T / size rows, in rank order."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +202,7 @@ def init_process_groups(
     """
     if dims.world_size == 1:
         return ProcessGroups(dims=dims)
-    # A collective that overlaps with products has to get multiprocessors between two of them,
+    # A collective that overlaps with GEMMs has to get SMs between two of them,
     # not after all that are queued.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     patience = timedelta(seconds=timeout_s if boot_timeout_s is None else boot_timeout_s)

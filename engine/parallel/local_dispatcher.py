@@ -1,48 +1,47 @@
-"""All experts on this rank: dispatching is a sort.
+"""Experts of this rank for tokens that it has: nobody else's are needed, and nothing is sent.
 
-With tp > 1 and ep = 1 each rank holds a slice of every expert's width, so the sum over a token's
-experts is a part of a sum over the ranks; `combine` then finishes it.
+For a rank alone, ranks that hold slices of every expert's width (tp with ep = 1), and ranks that
+run the same tokens and hold some of the experts each (tp = ep). What a rank sums over a token's
+experts is then a part of a sum over the ranks: the all-reduce that tensor parallelism needs anyway.
 """
+
+from typing import Generic
 
 from torch import Tensor
 
 from engine.kernels.fp8_rows import Activation
+from engine.parallel.expert_rows import Rows
 from engine.parallel.groups import RankGroup
-from engine.parallel.pending import Pending, Ready, wait_for
-from engine.parallel.token_dispatcher import (
-    ExpertRows,
-    RoutedRows,
-    plain,
-    sort_by_expert,
-    sum_per_token,
-)
+from engine.parallel.pending import Deferred, Pending, wait_for
+from engine.parallel.row_formats import Plan, RowFormat
 
 
-class LocalDispatcher:
-    """See the module; `tp_group` is the axis that splits the experts' width."""
+class LocalDispatcher(Generic[Plan]):
+    """See the module."""
 
-    takes_fp8 = False
-    waits_for_counts = True
-    takes_turns = False
-
-    def __init__(self, num_experts: int, tp_group: RankGroup) -> None:
-        self._num_experts = num_experts
-        self._tp_group = tp_group
+    def __init__(self, rows: RowFormat[Plan], group: RankGroup) -> None:
+        """Take the form of rows, which knows this rank's experts, and the ranks that sum."""
+        self._format, self._group = rows, group
+        self.takes_fp8, self.waits_for_counts = rows.takes_fp8, rows.waits_for_counts
 
     def start_dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
-    ) -> Pending[tuple[ExpertRows, RoutedRows]]:
-        """Sort the tokens by expert; see `TokenDispatcher`."""
-        hidden_TD = plain(hidden)
-        routed = sort_by_expert(topk_ids_TK, topk_weights_TK, 0, self._num_experts)
-        rows = ExpertRows(
-            rows_MD=hidden_TD.index_select(0, routed.token_M),
-            num_rows_per_expert=routed.num_rows_per_expert,
-        )
-        return Ready((rows, routed))
+    ) -> Pending[tuple[Rows, Plan]]:
+        """Copy each token to the rows of its local experts; see `TokenDispatcher`.
+
+        All of it happens in `wait`.
+        """
+
+        def finish() -> tuple[Rows, Plan]:
+            plan = self._format.plan(topk_ids_TK, topk_weights_TK)
+            return self._format.permute(hidden, plan), plan
+
+        return Deferred(finish)
 
     def start_combine(
-        self, expert_out_MD: Tensor, handle: RoutedRows, own: Pending[Tensor] | None
+        self, expert_out_MD: Tensor, handle: Plan, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
-        """Sum per token, then over the slices; see `TokenDispatcher`."""
-        return self._tp_group.start_all_reduce(sum_per_token(expert_out_MD, handle, wait_for(own)))
+        """Sum per token, then over the ranks; see `TokenDispatcher`."""
+        return self._group.start_all_reduce(
+            self._format.unpermute(expert_out_MD, handle, wait_for(own))
+        )

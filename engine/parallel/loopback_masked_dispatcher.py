@@ -4,7 +4,7 @@ It plays a rank of an expert-parallel instance at balanced routing. Each of R ra
 and holds 1 / R of the experts, so this rank's experts get T * K rows from all ranks together: as
 many as its own T tokens choose. So all its own pairs go to its own experts, physical expert e to
 local expert e modulo L, in the masked layout with room for the tokens of all R ranks. The key idea:
-products, placement and sums are those of the real rank; only the wire is missing (and the results
+GEMMs, placement and sums are those of the real rank; only the wire is missing (and the results
 mean nothing).
 """
 
@@ -15,8 +15,13 @@ from torch import Tensor
 
 from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows
-from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows, max_masked_rows
-from engine.parallel.masked_room import MaskedRoom
+from engine.kernels.masked_rows import (
+    MaskedPlaces,
+    MaskedRoom,
+    MaskedRows,
+    guess_rows,
+    max_masked_rows,
+)
 from engine.parallel.pending import Pending, Ready, wait_for
 
 
@@ -33,7 +38,6 @@ class LoopbackMaskedDispatcher:
 
     takes_fp8 = True
     waits_for_counts = False
-    takes_turns = False
 
     def __init__(self, kernels: Kernels, num_local_experts: int, num_ranks: int) -> None:
         """Play one rank.
@@ -62,14 +66,14 @@ class LoopbackMaskedDispatcher:
         rows = hidden if isinstance(hidden, Fp8Rows) else self._kernels.quantize_rows(hidden)
         num_tokens, top_k = topk_ids_TK.shape
         num_local, room = self._num_local_experts, self.masked_room(num_tokens, top_k)
-        places = self._kernels.mask_to_experts(
+        places = self._kernels.moe_align_masked(
             torch.fmod(topk_ids_TK, num_local),  # whose remainder of -1 is -1
             0,
             num_local,
             room.max_rows,
             expected_rows=room.expected_rows,
         )
-        masked = self._kernels.spread_masked_rows(rows, places)
+        masked = self._kernels.permute_masked_rows(rows, places)
         handle = LoopbackHandle(places=places, topk_weights_TK=topk_weights_TK)
         return Ready((masked, handle))
 
@@ -77,7 +81,7 @@ class LoopbackMaskedDispatcher:
         self, expert_out_LMD: Tensor, handle: LoopbackHandle, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
         """See `TokenDispatcher`."""
-        summed_TD = self._kernels.gather_rows(
+        summed_TD = self._kernels.unpermute_rows(
             expert_out_LMD.flatten(0, 1), handle.places, handle.topk_weights_TK, wait_for(own)
         )
         return Ready(summed_TD)

@@ -22,9 +22,14 @@ from torch import Tensor
 from engine.invariants import require
 from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows, packed_row_bytes
-from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows, max_masked_rows
+from engine.kernels.masked_rows import (
+    MaskedPlaces,
+    MaskedRoom,
+    MaskedRows,
+    guess_rows,
+    max_masked_rows,
+)
 from engine.parallel.groups import RankGroup
-from engine.parallel.masked_room import MaskedRoom
 from engine.parallel.pending import Pending, Then
 
 
@@ -48,7 +53,6 @@ class MaskedGatheredDispatcher:
 
     takes_fp8 = True
     waits_for_counts = False
-    takes_turns = False
 
     def __init__(
         self,
@@ -96,7 +100,7 @@ class MaskedGatheredDispatcher:
             handle = MaskedGatheredHandle(
                 places=places, topk_weights=weights, num_tokens=num_tokens
             )
-            return self._kernels.spread_masked_rows(all_rows, places), handle
+            return self._kernels.permute_masked_rows(all_rows, places), handle
 
         return Then(gathering, receive)
 
@@ -104,7 +108,7 @@ class MaskedGatheredDispatcher:
         self, expert_out_LMD: Tensor, handle: MaskedGatheredHandle, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
         """See `TokenDispatcher`; `own` is complete for this rank's tokens."""
-        partial = self._kernels.gather_rows(
+        partial = self._kernels.unpermute_rows(
             expert_out_LMD.flatten(0, 1), handle.places, handle.topk_weights, None
         )
         reducing = self._group.start_reduce_scatter(partial)
@@ -124,7 +128,7 @@ class MaskedGatheredDispatcher:
 
     def _place(self, ids: Tensor, room: MaskedRoom) -> MaskedPlaces:
         num_local = self._num_local_experts
-        return self._kernels.mask_to_experts(
+        return self._kernels.moe_align_masked(
             ids,
             self._group.rank * num_local,
             num_local,

@@ -50,3 +50,14 @@ class Then(Generic[S, T]):
     def wait(self) -> T:
         """Wait, then apply."""
         return self.function(self.pending.wait())
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred(Generic[T]):
+    """A result that is made by whoever waits for it, unlike one that flies by itself."""
+
+    finish: Callable[[], T]
+
+    def wait(self) -> T:
+        """Make it."""
+        return self.finish()

@@ -9,88 +9,33 @@ Legend: T tokens of this rank, D hidden size, K experts per token, L local physi
 M rows received by them (a token counts once for each of its local experts).
 """
 
-from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
-import torch
 from torch import Tensor
 
-from engine.kernels.alignment import Alignment, Overflow
-from engine.kernels.base import Kernels
-from engine.kernels.fp8_rows import Activation, Fp8Rows
-from engine.kernels.masked_rows import MaskedRows
+from engine.kernels.fp8_rows import Activation
+from engine.kernels.masked_rows import MaskedRoom
+from engine.parallel.expert_rows import Rows
 from engine.parallel.pending import Pending
 
 Handle = TypeVar("Handle")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertRows:
-    """Tokens at their experts, in the contiguous layout: sorted by local expert.
-
-    Attributes:
-        rows_MD: [M, D], M may be 0.
-        num_rows_per_expert: L counts that sum to M.
-    """
-
-    rows_MD: Tensor
-    num_rows_per_expert: list[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlignedRows:
-    """Tokens at their experts in FP8, in the layout of `engine.kernels.alignment`.
-
-    Attributes:
-        rows: [C, D], those before the capacity.
-        expert_M: [M] int32, local expert of each row, -1 for none; M is exact or an upper bound.
-        overflow: the rows behind the capacity; None where C is M.
-    """
-
-    rows: Fp8Rows
-    expert_M: Tensor
-    overflow: Overflow | None = None
-
-    @classmethod
-    def spread(cls, kernels: Kernels, rows: Fp8Rows, alignment: Alignment) -> "AlignedRows":
-        """Copy each of `rows` to its places before the capacity; others are read as they are."""
-        places = alignment.overflow
-        return cls(
-            rows=kernels.spread_rows(rows, alignment),
-            expert_M=alignment.expert_M,
-            overflow=None if places is None else Overflow(source=rows, places=places),
-        )
-
-
-TURNS_LAG: Final = 2
-"""Yields that the second micro-batch stays behind where transfers take turns.
-
-A layer with experts then has five parts between yields: down to the latents, attention, send to the
-experts, experts and send back, receive. Two parts behind, a micro-batch receives while the first
-attends, and attends while the first sends and computes experts: of two that run after one another,
-one never sends before the other has received."""
-
-Rows: TypeAlias = ExpertRows | AlignedRows | MaskedRows
-"""What experts are given: in the compute dtype, or in FP8 in one of two layouts."""
-
-
 class TokenDispatcher(Protocol[Handle]):
     """One way for tokens to travel. Each dispatch is followed by its combine.
 
-    Two micro-batches may be under way at a time. Ranks make the same calls in the same order.
+    Ranks make the same calls in the same order. Two micro-batches of prefill may be under way at a
+    time; steps of decode start a transfer when the one before it has been waited for.
 
     Attributes:
         takes_fp8: whether `start_dispatch` takes FP8 rows.
         waits_for_counts: whether the `wait` of a dispatch stops the host until the device has come
             so far and said how many rows there are. A step then takes as long to launch as to run
             (`ModelRunner.launch`). Otherwise nothing here ever reads the device.
-        takes_turns: whether a transfer may start only after the one before it was waited for, also
-            that of the other micro-batch: see `TURNS_LAG`.
     """
 
     takes_fp8: bool
     waits_for_counts: bool
-    takes_turns: bool
 
     def start_dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
@@ -129,68 +74,10 @@ class TokenDispatcher(Protocol[Handle]):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutedRows:
-    """Rows sorted by expert, with the way back: what `sort_by_expert` returns.
+@runtime_checkable
+class MaskingDispatcher(Protocol):
+    """A dispatcher whose experts are given `MaskedRows`: for whoever compiles ahead."""
 
-    Attributes:
-        token_M: [M] int64, the token of each row.
-        weight_M: [M] float32, the token's weight for that row's expert.
-        num_rows_per_expert: rows of each expert.
-        num_tokens: T.
-    """
-
-    token_M: Tensor
-    weight_M: Tensor
-    num_rows_per_expert: list[int]
-    num_tokens: int
-
-
-def plain(hidden: Activation) -> Tensor:
-    """Return rows in the compute dtype, for dispatchers that carry nothing else."""
-    assert isinstance(hidden, Tensor)
-    return hidden
-
-
-def quantized(hidden: Activation) -> Fp8Rows:
-    """Return FP8 rows, for dispatchers that carry nothing else."""
-    assert isinstance(hidden, Fp8Rows)
-    return hidden
-
-
-def sort_by_expert(
-    topk_ids_TK: Tensor, topk_weights_TK: Tensor, first: int, num_experts: int
-) -> RoutedRows:
-    """Sort (token, expert) pairs by expert, keeping those of experts [first, first + num_experts).
-
-    Args:
-        topk_ids_TK: [T, K] int64.
-        topk_weights_TK: [T, K] float32.
-        first: lowest expert to keep.
-        num_experts: how many to keep.
-    """
-    num_tokens, top_k = topk_ids_TK.shape
-    ids = topk_ids_TK.reshape(-1) - first
-    order = torch.argsort(ids, stable=True)
-    # Experts below `first` sort to the front and those above to the back.
-    counts = torch.bincount((ids + 1).clamp(0, num_experts + 1), minlength=num_experts + 2).tolist()
-    order = order[counts[0] : order.shape[0] - counts[-1]]
-    return RoutedRows(
-        token_M=torch.div(order, top_k, rounding_mode="floor"),
-        weight_M=topk_weights_TK.reshape(-1)[order],
-        num_rows_per_expert=counts[1:-1],
-        num_tokens=num_tokens,
-    )
-
-
-def sum_per_token(rows_MD: Tensor, routed: RoutedRows, own_TD: Tensor | None) -> Tensor:
-    """Return [T, D]: the weighted sum of each token's rows, plus `own_TD`.
-
-    The sum is made in float32 and returned in the rows' dtype.
-    """
-    if own_TD is None:
-        out_TD = rows_MD.new_zeros((routed.num_tokens, rows_MD.shape[1]), dtype=torch.float32)
-    else:
-        out_TD = own_TD.to(torch.float32, copy=True)
-    out_TD.index_add_(0, routed.token_M, rows_MD.float() * routed.weight_M.unsqueeze(1))
-    return out_TD.to(rows_MD.dtype)
+    def masked_room(self, num_tokens: int, top_k: int) -> MaskedRoom:
+        """Return the sizes of a step to which this rank brings so many tokens."""
+        ...

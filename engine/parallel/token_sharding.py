@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.fp8_rows import Activation, Fp8Rows
-from engine.parallel.groups import Collectives, RankGroup
+from engine.parallel.groups import RankGroup
 from engine.parallel.packed_rows import packed_bytes
 from engine.parallel.pending import Pending, Ready, Then
 
@@ -97,7 +97,7 @@ class ReplicatedTokens:
 class ScatteredTokens:
     """Every rank keeps its share of the rows."""
 
-    group: Collectives
+    group: RankGroup
 
     @property
     def sends_rows(self) -> bool:

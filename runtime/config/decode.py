@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from runtime.config.checks import at_least, one_of
 from runtime.config.worker_checks import check_worker, max_ahead_of
-from runtime.errors import ConfigError
 
 _PLACES_PER_RUNNING = 4
 
@@ -40,9 +39,6 @@ class DecodeSection:
     cuda_graphs: str = "auto"
     """Capture decode steps, one graph per batch size: "on", "off", or "auto" (with "cuda" and a
     model whose step can be captured)."""
-    two_batch_overlap: str = "auto"
-    """Run a step as two micro-batches of half of the requests each, one computing while the other's
-    tokens travel: "on", "off", or "auto" (by measurements)."""
     overlap_shared_expert: bool = True
     """Run the shared expert while tokens are routed and travel, on GPUs on a stream of its own."""
     dependent_launches: str = "auto"
@@ -94,15 +90,10 @@ class DecodeSection:
     def __post_init__(self) -> None:
         check_worker("decode", self)
         one_of("decode.cuda_graphs", self.cuda_graphs, ("auto", "on", "off"))
-        one_of("decode.two_batch_overlap", self.two_batch_overlap, ("auto", "on", "off"))
         one_of("decode.dependent_launches", self.dependent_launches, ("auto", "on", "off"))
         one_of("decode.dispatcher", self.dispatcher, ("auto", "nvlink", "deep-ep", "gathered"))
         at_least("decode.dp", self.dp, 1)
         at_least("decode.ranks_per_host", self.ranks_per_host, 1)
-        if self.two_batch_overlap == "on" and self.dp == 1:
-            problem = "the tokens of one rank do not travel"
-            fix = '"auto", or decode.dp above 1'
-            raise ConfigError("decode.two_batch_overlap", "on", problem, fix)
         at_least("decode.max_num_reserved", self.max_num_reserved, 0)
         at_least("decode.preemption_host_blocks", self.preemption_host_blocks, 0)
         at_least("decode.num_redundant_experts", self.num_redundant_experts, 0)

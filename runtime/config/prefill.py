@@ -43,9 +43,6 @@ class PrefillSection:
     two_batch_overlap: str = "auto"
     """Run a large step as two micro-batches, one computing while the other communicates: "on",
     "off", or "auto" (where measurements say that it pays: see ``engine.boot.open_execution``)."""
-    collectives: str = "auto"
-    """Who moves rows between GPU ranks: "nccl", "symmetric" (copy engines, within one host), or
-    "auto" (by measurements, too). On a CPU it is gloo."""
     scatter_tokens: str = "auto"
     """Each rank keeps only its share of the hidden states between layers: "on", "off", or "auto"
     (with several ranks and ``expert_parallel``)."""
@@ -100,7 +97,6 @@ class PrefillSection:
         """Refuse what the ranks cannot do, rather than leave it out in silence."""
         for name in ("two_batch_overlap", "scatter_tokens"):
             one_of(f"prefill.{name}", getattr(self, name), ("auto", "on", "off"))
-        one_of("prefill.collectives", self.collectives, ("auto", "nccl", "symmetric"))
         path, problem = "prefill.two_batch_overlap", "one rank has nobody to communicate with"
         if self.two_batch_overlap == "on" and self.num_ranks == 1:
             raise ConfigError(path, "on", problem, '"auto", or prefill.tp or prefill.dp above 1')
@@ -108,7 +104,3 @@ class PrefillSection:
         if self.scatter_tokens == "on" and not self.is_scattered:
             fix = '"auto", or prefill.tp above 1 with prefill.expert_parallel'
             raise ConfigError(path, "on", problem, fix)
-        path, problem = "prefill.collectives", "moves scattered rows between GPUs"
-        if self.collectives == "symmetric" and not (self.is_scattered and self.device == "cuda"):
-            fix = '"auto", or device "cuda" and ranks that scatter tokens'
-            raise ConfigError(path, "symmetric", problem, fix)

@@ -91,8 +91,8 @@ def test_masked_experts_count_rows_in_use() -> None:
     kernels = PortableKernels(has_fp8=True)
     timer = StageTimer(kernels, H200)
     ids = torch.tensor([[0, 1], [0, 1], [1, 0]])
-    places = kernels.mask_to_experts(ids, 0, 2, 128)
-    rows = kernels.spread_masked_rows(kernels.quantize_rows(torch.randn(3, 128)), places)
+    places = kernels.moe_align_masked(ids, 0, 2, 128)
+    rows = kernels.permute_masked_rows(kernels.quantize_rows(torch.randn(3, 128)), places)
     weights = [quantize_block(torch.randn(2 * 256, 128)), quantize_block(torch.randn(256, 128))]
     w13, w2 = ((weight.view(2, -1, 128), scale.view(2, -1, 1)) for weight, scale in weights)
     timer.mode = TimerMode.BOUNDS

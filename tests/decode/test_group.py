@@ -123,9 +123,7 @@ def start_rank(rank: int, rendezvous: str, router: str, folder: Path) -> subproc
 
 
 @contextlib.asynccontextmanager
-async def run_group(
-    folder: Path, overlap_steps: str, two_batch_overlap: str = "auto"
-) -> AsyncIterator[Group]:
+async def run_group(folder: Path, overlap_steps: str) -> AsyncIterator[Group]:
     write_checkpoint(folder / "model", tiny_config(), seed=3)
     config = ClusterConfig(
         model=ModelSection(path=str(folder / "model")),
@@ -135,7 +133,6 @@ async def run_group(
             num_blocks=64,
             block_size=BLOCK_SIZE,
             overlap_steps=overlap_steps,
-            two_batch_overlap=two_batch_overlap,
         ),
         kv_transfer=KVTransferSection(transport="loopback"),  # which the fake prefill speaks
     )
@@ -179,13 +176,11 @@ async def run_group(
             process.wait(60)
 
 
-@pytest.mark.parametrize(
-    ("overlap_steps", "two_batch_overlap"), [("off", "off"), ("on", "off"), ("on", "on")]
-)
+@pytest.mark.parametrize("overlap_steps", ["off", "on"])
 async def test_two_ranks_give_the_tokens_of_one_process_and_end_together(
-    tmp_path: Path, overlap_steps: str, two_batch_overlap: str
+    tmp_path: Path, overlap_steps: str
 ) -> None:
-    async with run_group(tmp_path, overlap_steps, two_batch_overlap) as group:
+    async with run_group(tmp_path, overlap_steps) as group:
         # One rank works, the other runs dummy batches beside it.
         alone = prompt_of(1, 37)
         assert await group.generate(0, "alone", alone, 24) == group.oracle([alone], 24)[0]

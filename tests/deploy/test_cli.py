@@ -58,6 +58,14 @@ def test_the_commands_are_these() -> None:
     ("toml", "message"),
     [
         ("[prefil]\ntp = 1", "error: prefil = .*unknown key. Fix: did you mean prefill?"),
+        (
+            '[prefill]\ncollectives = "nccl"',
+            "error: prefill.collectives = 'nccl': is no longer a field. Fix: leave it out",
+        ),
+        (
+            '[decode]\ntwo_batch_overlap = "auto"',
+            "error: decode.two_batch_overlap = 'auto': is no longer a field. Fix: leave it out",
+        ),
         ("[prefill]\ntpp = 1", "error: prefill.tpp = 1: unknown key. Fix: did you mean prefill.tp"),
         ("[prefill]\ntp = 'x'", "error: prefill.tp = 'x': is a str"),
         ("[prefill]\ntp = 3", "error: prefill.tp = 3: num_attention_heads = 8"),

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,7 +27,6 @@ from engine.micro_batches import OverlapRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, init_process_groups
-from engine.parallel.symmetric import SymmetricOptions, open_symmetric_group
 from engine.request import Request, ScheduledRequest, num_blocks_for
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
@@ -47,16 +46,14 @@ class Mode:
     Attributes:
         axes: of these, each is as long as there are ranks.
         execution: see `Execution`.
-        is_symmetric: with collectives over symmetric memory.
     """
 
     axes: tuple[str, ...]
     execution: Execution = field(default_factory=Execution)
-    is_symmetric: bool = False
 
 
-def modes_of(world: int, num_devices: int) -> dict[str, Mode]:
-    """Return what so many ranks run; those that share a GPU cannot share symmetric memory."""
+def modes_of(world: int) -> dict[str, Mode]:
+    """Return what so many ranks run."""
     alone = {
         "tp": Mode(axes=("tp",)),
         "tp, overlapped": Mode(axes=("tp",), execution=Execution(overlap=OVERLAP)),
@@ -64,13 +61,11 @@ def modes_of(world: int, num_devices: int) -> dict[str, Mode]:
     if world == 1:
         return alone
     scattered = Execution(scatter_tokens=True, overlap=OVERLAP)
-    symmetric = Mode(axes=("tp", "ep"), execution=scattered, is_symmetric=True)
     return {
         **alone,
         "tp+ep": Mode(axes=("tp", "ep"), execution=Execution(scatter_tokens=False)),
         "tp+ep, scattered": Mode(axes=("tp", "ep"), execution=Execution(scatter_tokens=True)),
         "tp+ep, scattered, overlapped": Mode(axes=("tp", "ep"), execution=scattered),
-        **({"tp+ep, symmetric": symmetric} if world <= num_devices else {}),
         "dp+ep": Mode(axes=("dp", "ep")),
         "dp+ep, overlapped": Mode(axes=("dp", "ep"), execution=Execution(overlap=OVERLAP)),
     }
@@ -121,23 +116,19 @@ def step(runner: ModelRunner, request: Request | None, output: GenerateOutput | 
 def run_mode(mode: Mode, groups: ProcessGroups, device: torch.device, prompts: Prompts) -> Outputs:
     """Build the model in the mode's way and run what this rank runs of the prompts."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    execution, symmetric = mode.execution, None
-    kernels = create_kernels(device, dtype)
-    if mode.is_symmetric:
-        options = SymmetricOptions(max_bytes=2**22, sum_slices=kernels.sum_slices)
-        symmetric = open_symmetric_group(groups.tp_group, device, options)
-        execution = replace(execution, collectives=symmetric)
     model = build_model(
-        BUNDLED, groups, dtype=dtype, device=device, kernels=kernels, execution=execution
+        BUNDLED,
+        groups,
+        dtype=dtype,
+        device=device,
+        kernels=create_kernels(device, dtype),
+        execution=mode.execution,
     )
     if device.type == "cuda":
         rows = [2**n for n in range(12)]
         todo = products(model, model.kernels, max(map(len, prompts)), rows=rows)
         warm_up(todo, groups, synchronize=torch.cuda.synchronize)
-    outputs = (run_together if groups.dims.tp > 1 else run_own)(model, prompts)
-    if symmetric is not None:
-        symmetric.close()
-    return outputs
+    return (run_together if groups.dims.tp > 1 else run_own)(model, prompts)
 
 
 def main() -> None:
@@ -146,7 +137,7 @@ def main() -> None:
     first_port = int(sys.argv[3])
     prompts: Prompts = json.loads(Path(sys.argv[4]).read_text())
     device = torch.device("cpu")
-    num_devices, backend = world, "gloo"
+    backend = "gloo"
     if sys.argv[6:] != ["cpu"]:
         num_devices = torch.cuda.device_count()
         if num_devices < world:  # a rank may share the one device that it sees
@@ -156,7 +147,7 @@ def main() -> None:
         torch.cuda.set_device(device)
         use_jit_cache()
     results: dict[str, dict[int, object]] = {}
-    for port, (name, mode) in enumerate(modes_of(world, num_devices).items(), first_port):
+    for port, (name, mode) in enumerate(modes_of(world).items(), first_port):
         dims = ParallelDims(**dict.fromkeys(mode.axes, world), rank=rank)
         groups = init_process_groups(dims, f"127.0.0.1:{port}", backend=backend)
         start = time.monotonic()

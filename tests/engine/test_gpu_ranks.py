@@ -69,7 +69,7 @@ def test_ranks_agree_with_the_cpu(
         monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     results = run_ranks(num_ranks, prompts, tmp_path)
     far = []
-    for mode in modes_of(num_ranks, num_devices):
+    for mode in modes_of(num_ranks):
         answers: dict[int, Answer] = {}
         for result in results:
             for index, fields in result[mode].items():  # type: ignore[attr-defined]

@@ -19,20 +19,20 @@ from engine.kernels.fp8_rows import Activation
 from engine.kernels.portable import PortableKernels
 from engine.layers.moe import MoE
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from engine.parallel.aligned_dispatcher import AlignedDispatcher, ExpertShare
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.deep_ep_buffers import LowLatencyBuffer, NormalBuffer, NormalConfigs
 from engine.parallel.deep_ep_low_latency_dispatcher import DeepEPLowLatencyDispatcher
 from engine.parallel.deep_ep_normal_dispatcher import DeepEPNormalDispatcher
 from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
-from engine.parallel.gathered_dispatcher import GatheredDispatcher, GatheredFp8Dispatcher
+from engine.parallel.expert_rows import AlignedRows, ExpertRows
+from engine.parallel.gathered_dispatcher import GatheredDispatcher
 from engine.parallel.groups import RankGroup
 from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
-from engine.parallel.replicated_dispatcher import ReplicatedDispatcher
-from engine.parallel.token_dispatcher import AlignedRows, ExpertRows, TokenDispatcher
+from engine.parallel.row_formats import AlignedFp8, ExpertShare, PlainRows
+from engine.parallel.token_dispatcher import TokenDispatcher
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
@@ -83,12 +83,15 @@ def test_no_way_to_a_number_is_overlooked(read: Callable[[Tensor], object]) -> N
     assert x.tolist() == [2, 2, 4]
 
 
-def aligned(num_ranks: int) -> AlignedDispatcher:
-    return AlignedDispatcher(KERNELS, share(num_ranks), RankGroup())
+def fp8(num_ranks: int) -> AlignedFp8:
+    return AlignedFp8(KERNELS, share(num_ranks))
 
 
 def share(num_ranks: int) -> ExpertShare:
     return ExpertShare(first=0, num_local=NUM_EXPERTS, num_ranks=num_ranks)
+
+
+PLAIN = PlainRows(share(1))
 
 
 def low_latency() -> DeepEPLowLatencyDispatcher:
@@ -108,20 +111,19 @@ def normal() -> DeepEPNormalDispatcher:
 
 
 QUIET: list[Callable[[], TokenDispatcher[Any]]] = [
-    lambda: aligned(1),
-    lambda: aligned(8),
-    lambda: GatheredFp8Dispatcher(KERNELS, share(1), RankGroup()),
-    lambda: GatheredFp8Dispatcher(KERNELS, share(8), RankGroup()),
+    lambda: LocalDispatcher(fp8(1), RankGroup()),
+    lambda: LocalDispatcher(fp8(8), RankGroup()),
+    lambda: GatheredDispatcher(fp8(1), RankGroup()),
+    lambda: GatheredDispatcher(fp8(8), RankGroup()),
     lambda: MaskedGatheredDispatcher(KERNELS, NUM_EXPERTS, RankGroup(), max_tokens_per_rank=640),
     lambda: LoopbackMaskedDispatcher(KERNELS, NUM_EXPERTS, 2),
     low_latency,
 ]
 WAITING: list[Callable[[], TokenDispatcher[Any]]] = [
-    lambda: LocalDispatcher(NUM_EXPERTS, RankGroup()),
-    lambda: ReplicatedDispatcher(NUM_EXPERTS, RankGroup()),
-    lambda: GatheredDispatcher(NUM_EXPERTS, 0, RankGroup()),
-    lambda: AllToAllDispatcher(NUM_EXPERTS, RankGroup()),
-    lambda: AllToAllDispatcher(NUM_EXPERTS, RankGroup(), KERNELS),
+    lambda: LocalDispatcher(PLAIN, RankGroup()),
+    lambda: GatheredDispatcher(PLAIN, RankGroup()),
+    lambda: AllToAllDispatcher(PLAIN, RankGroup()),
+    lambda: AllToAllDispatcher(fp8(1), RankGroup()),
 ]
 
 
@@ -151,7 +153,7 @@ def test_tokens_travel_without_a_number_read(make: Callable[[], TokenDispatcher[
 
 def test_on_a_gpu_tokens_travel_by_the_same_code() -> None:
     """A branch for GPUs, with events to wait for, would not be seen here."""
-    classes = AlignedDispatcher, GatheredFp8Dispatcher, MaskedGatheredDispatcher, ExpertShare
+    classes = LocalDispatcher, GatheredDispatcher, MaskedGatheredDispatcher, AlignedFp8
     for source in [inspect.getsource(each) for each in classes]:
         assert "cuda" not in source
         assert "synchronize" not in source
@@ -223,7 +225,10 @@ def launch(runner: ModelRunner) -> list[int]:
 
 @pytest.mark.parametrize("num_ranks", [1, 8])
 def test_a_model_says_whether_its_steps_wait(tmp_path: Path, num_ranks: int) -> None:
-    for dispatcher, waits in (aligned(num_ranks), False), (normal(), True):
+    for dispatcher, waits in (
+        (LocalDispatcher(fp8(num_ranks), RankGroup()), False),
+        (normal(), True),
+    ):
         model = build(tmp_path / str(waits), Execution(dispatcher=dispatcher)).model
         assert isinstance(model, DeepseekV3ForCausalLM)
         assert not model.waits_for_counts, "a CPU's launch is the step itself"

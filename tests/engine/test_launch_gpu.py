@@ -23,9 +23,10 @@ from engine.kernels.create import KernelSet, create_kernels
 from engine.kernels.triton_gemm.limits import DeviceLimits
 from engine.memory.kv_pool import KVPool
 from engine.operations import do_nothing
-from engine.parallel.aligned_dispatcher import AlignedDispatcher, ExpertShare
-from engine.parallel.gathered_dispatcher import GatheredFp8Dispatcher
+from engine.parallel.gathered_dispatcher import GatheredDispatcher
 from engine.parallel.groups import RankGroup
+from engine.parallel.local_dispatcher import LocalDispatcher
+from engine.parallel.row_formats import AlignedFp8, ExpertShare
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner, StepResult
 from engine.sampling.sampler import Sampler
@@ -179,8 +180,8 @@ def make_experts(kernels: Kernels, num_ranks: int, tmp_path: Path) -> ModelRunne
     """
     config = ModelConfig.from_dir(write_checkpoint(tmp_path, CONFIG, fp8=True))
     share = ExpertShare(first=0, num_local=config.n_routed_experts, num_ranks=num_ranks)
-    dispatcher = GatheredFp8Dispatcher if num_ranks > 1 else AlignedDispatcher
-    execution = Execution(dispatcher=dispatcher(kernels, share, RankGroup()))
+    dispatcher = GatheredDispatcher if num_ranks > 1 else LocalDispatcher
+    execution = Execution(dispatcher=dispatcher(AlignedFp8(kernels, share), RankGroup()))
     model = build_model(
         tmp_path, dtype=torch.bfloat16, device="cuda", kernels=kernels, execution=execution
     )

@@ -1,7 +1,5 @@
 """Two micro-batches hold what the step held, each is a step of its own, and they are balanced."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -14,8 +12,8 @@ from engine.micro_batches import (
     MAX_IMBALANCE,
     OverlapRule,
     choose_cut,
+    halve,
     split_batch,
-    split_decode,
 )
 
 BLOCK_SIZE = 4
@@ -78,26 +76,29 @@ def test_parts_are_the_steps_that_would_have_been_built(
     assert torch.cat((first.input_ids, second.input_ids)).equal(batch.input_ids)
 
 
-@given(num_seqs=st.integers(1, 9), data=st.data())
-def test_halves_of_a_padded_step_have_its_padding(num_seqs: int, data: st.DataObject) -> None:
-    num_rows = data.draw(st.integers(0, num_seqs))
-    batch = replace(make_batch([(1, 5)] * num_seqs), num_rows=torch.tensor([num_rows]))
-    parts = split_decode(batch)
-    assert [is_real for part in parts for is_real in real_rows(part)][:num_seqs] == [
-        row < num_rows for row in range(num_seqs)
-    ]
-    assert sum(sum(real_rows(part)) for part in parts) == num_rows
-
-
-def test_one_sequence_is_followed_by_padding() -> None:
-    first, second = split_decode(make_batch([(1, 5)]))
+@given(lengths=LENGTHS)
+def test_halves_have_a_token_each(lengths: list[tuple[int, int]]) -> None:
+    """Of one token alone the second is padding, which comes to no expert."""
+    batch = make_batch(lengths)
+    first, second = halve(batch)
+    assert first.num_tokens
+    assert second.num_tokens
+    joined = torch.cat((first.input_ids, second.input_ids))
+    assert joined[: batch.num_tokens].equal(batch.input_ids)
+    assert first.logits_indices.shape == second.logits_indices.shape == (0,)
     assert first.num_rows is None
-    assert real_rows(second) == [False]
+    if batch.num_tokens > 1:
+        assert len(joined) == batch.num_tokens
+        assert second.num_rows is None
+    else:
+        assert second.num_rows is not None
+        assert second.num_rows.tolist() == [0]
 
 
-def real_rows(part: ForwardBatch) -> list[bool]:
-    assert part.num_rows is not None
-    return (torch.arange(part.num_tokens) < part.num_rows).tolist()
+def test_both_halves_of_what_an_idle_rank_runs_are_padding() -> None:
+    for half in halve(ForwardBatch.dummy()):
+        assert half.num_rows is not None
+        assert (half.num_tokens, half.num_rows.tolist()) == (1, [0])
 
 
 @given(query_lens=st.lists(st.integers(1, 5000), min_size=1, max_size=40))

@@ -88,7 +88,7 @@ CONFIGS = {
             overlap_steps="on",
             two_batch_overlap="on",
         ),
-        decode=DecodeSection(dp=2, num_blocks=128, overlap_steps="on", two_batch_overlap="on"),
+        decode=DecodeSection(dp=2, num_blocks=128, overlap_steps="on"),
     ),
     "overlapped-steps": ClusterConfig(
         model=ModelSection(path=str(MODEL_DIR)),

@@ -230,13 +230,6 @@ def test_blocks_are_counted_by_hand_or_by_a_gpu(
         ({"scatter_tokens": "true"}, "scatter_tokens"),
         ({"scatter_tokens": "on"}, "scatter_tokens"),
         ({"scatter_tokens": "on", "tp": 2, "expert_parallel": False}, "scatter_tokens"),
-        ({"collectives": "gloo"}, "collectives"),
-        ({"collectives": "symmetric", "tp": 2}, "collectives"),
-        ({"collectives": "symmetric", "device": "cuda"}, "collectives"),
-        (
-            {"collectives": "symmetric", "device": "cuda", "tp": 2, "scatter_tokens": "off"},
-            "collectives",
-        ),
     ],
 )
 def test_ranks_are_not_asked_for_what_they_cannot_exchange(

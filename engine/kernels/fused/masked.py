@@ -12,13 +12,13 @@ from torch import Tensor
 from engine.invariants import require
 from engine.kernels.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
-from engine.kernels.fused.permute import spread_into
+from engine.kernels.fused.permute import permute_into
 from engine.kernels.fused.quant import _quantize_tile
 from engine.kernels.masked_reference import empty_masked
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows, require_room
 
 PAIRS = 1024
-"""Pairs (token, expert) that a program of `mask_to_experts` looks at in one go."""
+"""Pairs (token, expert) that a program of `moe_align_masked` looks at in one go."""
 
 ROWS = 8
 """Rows of a tile of the activation."""
@@ -72,7 +72,7 @@ def _silu_and_mul(
         tl.store(scale + rows, scales, mask=rows < num_rows)
 
 
-def mask_to_experts(
+def moe_align_masked(
     topk_ids_TK: Tensor,
     first: int,
     num_experts: int,
@@ -102,11 +102,11 @@ def mask_to_experts(
     )
 
 
-def spread_masked_rows(rows: Fp8Rows, places: MaskedPlaces) -> MaskedRows:
+def permute_masked_rows(rows: Fp8Rows, places: MaskedPlaces) -> MaskedRows:
     """Copy each token's row to all of its places; other rows are uninitialised."""
     num_experts, size = places.num_rows_L.shape[0], rows.data_TK.shape[1]
     data, scale = empty_masked(num_experts, places.max_rows, size, rows.data_TK.device)
-    spread_into(data, scale, rows, places.rows_TK)
+    permute_into(data, scale, rows, places.rows_TK)
     return MaskedRows(
         data_LMD=data,
         scale_LMG=scale,

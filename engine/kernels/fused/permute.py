@@ -1,6 +1,6 @@
-"""Bring tokens into the contiguous layout of grouped products, and their results back.
+"""Permute tokens into the contiguous layout of grouped GEMMs, and unpermute their results.
 
-Rows of one expert lie together, each expert's run padded to 128 rows, so that a tile of the product
+Rows of one expert lie together, each expert's run padded to 128 rows, so that a tile of the GEMM
 belongs to one expert. The key idea: positions come from counts per block of pairs, a running sum
 over the blocks, and a rank inside the block, so the order is the same every time, and no sort is
 needed. The steps are few and small, and none of them needs the host.
@@ -21,7 +21,7 @@ from engine.kernels.alignment import (
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.masked_rows import MaskedPlaces
-from engine.kernels.widths import check_capacity, check_gather, check_spread
+from engine.kernels.widths import check_capacity, check_permute, check_unpermute
 
 PAIRS = 256
 """Pairs (token, expert) of one program; they are compared with one another."""
@@ -33,7 +33,7 @@ NAMED = 8
 """Blocks of rows to which one program writes their expert."""
 
 COLUMNS = 1024
-"""Columns of one program of `gather_rows`."""
+"""Columns of one program of `unpermute_rows`."""
 
 
 @triton.jit
@@ -130,7 +130,7 @@ def _place(
 
 
 @launched("row_stride", "group_stride", "out_stride", "max_rows", "num_places")
-def _spread(
+def _permute(
     data, scale, rows, out, out_scale, data_stride, size, num_groups, row_stride, group_stride,
     out_stride, max_rows, num_places,
     K: tl.constexpr, C: tl.constexpr, G: tl.constexpr, IS_MASKED: tl.constexpr,
@@ -153,7 +153,7 @@ def _spread(
 
 
 @launched()
-def _gather(
+def _unpermute(
     source, rows, weights, own, out, size, weight_stride,
     K: tl.constexpr, C: tl.constexpr, HAS_OWN: tl.constexpr,
 ):  # fmt: skip
@@ -228,7 +228,7 @@ def _count_rows(
     return RowCounts(rows_TK=rows_TK, ends_E=ends_E, expert_M=expert_M), token_V
 
 
-def align_to_experts(
+def moe_align_block_size(
     topk_ids_TK: Tensor, first: int, num_experts: int, capacity: int | None = None
 ) -> Alignment:
     """Lay out as many rows as any routing could need; the host learns nothing.
@@ -250,18 +250,18 @@ def align_to_experts(
     return Alignment(rows_TK=counts.rows_TK, expert_M=counts.expert_M, overflow=overflow)
 
 
-def spread_rows(rows: Fp8Rows, alignment: Alignment) -> Fp8Rows:
+def permute_rows(rows: Fp8Rows, alignment: Alignment) -> Fp8Rows:
     """Copy each token's row to its places before the capacity C; other rows are uninitialised.
 
     Returns:
         [C, D].
     """
     out = Fp8Rows.empty(alignment.capacity, rows.data_TK.shape[1], rows.data_TK.device)
-    spread_into(out.data_TK, out.scale_TG, rows, alignment.rows_TK)
+    permute_into(out.data_TK, out.scale_TG, rows, alignment.rows_TK)
     return out
 
 
-def spread_into(data: Tensor, scale: Tensor, rows: Fp8Rows, rows_TK: Tensor) -> None:
+def permute_into(data: Tensor, scale: Tensor, rows: Fp8Rows, rows_TK: Tensor) -> None:
     """Copy each token's row to the rows of contiguous `data` that `rows_TK` names and `data` has.
 
     Args:
@@ -270,14 +270,14 @@ def spread_into(data: Tensor, scale: Tensor, rows: Fp8Rows, rows_TK: Tensor) -> 
         rows: [T, D], of any layout.
         rows_TK: [T, K] int32, -1 for no place.
     """
-    check_spread(data, scale, rows, rows_TK)
+    check_permute(data, scale, rows, rows_TK)
     (num_tokens, top_k), size = rows_TK.shape, data.shape[-1]
     if not num_tokens or not data.numel():
         return
     # Bytes as 32-bit words, so that a thread moves four at a time.
     words = rows.data_TK.view(torch.int32)
     num_groups = rows.scale_TG.shape[1]
-    _spread(
+    _permute(
         (num_tokens,),
         (words, rows.scale_TG, rows_TK, data.view(torch.int32), scale),
         (words.stride(0), size // 4, num_groups),
@@ -291,14 +291,14 @@ def spread_into(data: Tensor, scale: Tensor, rows: Fp8Rows, rows_TK: Tensor) -> 
     )
 
 
-def gather_rows(
+def unpermute_rows(
     source_MD: Tensor,
     places: Alignment | MaskedPlaces,
     weights_TK: Tensor,
     own_TD: Tensor | None,
 ) -> Tensor:
     """Return [T, D]: the weighted sum of each token's rows plus `own_TD`, summed in float32."""
-    check_gather(source_MD, places, weights_TK, own_TD)
+    check_unpermute(source_MD, places, weights_TK, own_TD)
     num_tokens, top_k = weights_TK.shape
     size = source_MD.shape[1]
     out = torch.empty((num_tokens, size), dtype=source_MD.dtype, device=source_MD.device)
@@ -306,7 +306,7 @@ def gather_rows(
         return out
     if weights_TK.stride(1) != 1:
         weights_TK = weights_TK.contiguous()
-    _gather(
+    _unpermute(
         (num_tokens, ceil_div(size, COLUMNS)),
         (
             source_MD,

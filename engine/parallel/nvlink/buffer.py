@@ -1,7 +1,7 @@
 """One rank's buffer of an exchange: transfers are started and awaited here, in the right order.
 
-The key idea is in the package: a sending follows the receiving of the transfer before it, whatever
-micro-batch that belongs to. The order is checked, because breaking it corrupts tokens.
+The key idea is in the package: a sending follows the receiving of the transfer before it. The order
+is checked, because breaking it corrupts tokens.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from torch import Tensor
 
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
-from engine.parallel.deferred import Deferred
 from engine.parallel.nvlink.shape import NvlinkShape
-from engine.parallel.pending import Pending, wait_for
+from engine.parallel.pending import Deferred, Pending, wait_for
 from engine.parallel.turns import require_in_turn
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from engine.invariants import require
 from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import Activation, Fp8Rows
-from engine.kernels.masked_rows import MaskedRows
-from engine.parallel.masked_room import MaskedRoom
+from engine.kernels.masked_rows import MaskedRoom, MaskedRows
 from engine.parallel.nvlink.buffer import NvlinkBuffer, ReceivedRows
 from engine.parallel.pending import Pending, Then
 
@@ -35,7 +34,6 @@ class NvlinkDispatcher:
 
     takes_fp8 = True
     waits_for_counts = False
-    takes_turns = True
 
     def __init__(self, kernels: Kernels, buffer: NvlinkBuffer) -> None:
         """Take kernels with FP8, for rows that come in the compute dtype."""

@@ -10,9 +10,9 @@ import torch
 
 from engine.parallel.groups import RankGroup
 from engine.parallel.nvlink.buffer import NvlinkBuffer
+from engine.parallel.nvlink.peer_memory import map_peer_memory
 from engine.parallel.nvlink.shape import NvlinkShape
 from engine.parallel.nvlink.window import WAIT_SECONDS, Window
-from engine.parallel.symmetric_memory import map_peer_memory
 from runtime.errors import ConfigError
 
 logger = logging.getLogger(__name__)

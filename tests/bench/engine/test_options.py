@@ -42,9 +42,9 @@ def decode(*settings: str, dp: int = 1, **fields: Any) -> DecodeOptions:
         (lambda: Setup(dp=2, shard_of=8), "shard-axis", "dp"),
         (lambda: PrefillOptions(setup=Setup(), batch_tokens=5000), "batch-tokens", "4096"),
         (
-            lambda: PrefillOptions(setup=Setup(settings=("prefill.collectives=symmetric",))),
-            "prefill.collectives",
-            "ranks that scatter tokens",
+            lambda: PrefillOptions(setup=Setup(settings=("prefill.scatter_tokens=on",))),
+            "prefill.scatter_tokens",
+            "prefill.tp above 1",
         ),
         (
             lambda: PrefillOptions(setup=Setup(settings=("prefill.max_num_seqs=3",))),
@@ -60,7 +60,8 @@ def decode(*settings: str, dp: int = 1, **fields: Any) -> DecodeOptions:
         (lambda: decode("decode.max_num_seqs=64"), "decode.max_num_seqs", "128"),
         (lambda: decode("prefill.kv_dtype=fp8"), "--set", "a field of decode"),
         (lambda: decode("decode.dp=2"), "--set", "--dp"),
-        (lambda: decode("decode.instances=2"), "--set", "two_batch_overlap"),
+        (lambda: decode("decode.instances=2"), "--set", "overlap_shared_expert"),
+        (lambda: decode("decode.two_batch_overlap=on"), "decode.two_batch_overlap", "leave it out"),
         (lambda: decode("decode.kv_type=fp8"), "decode.kv_type", "kv_dtype?"),
         (lambda: parse_range("long", "context-lens"), "context-lens", "1500-1660"),
         (lambda: parse_counts("8,x", "requests-per-rank"), "requests-per-rank", "128,0,0,0"),

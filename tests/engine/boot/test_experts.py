@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from bench.shapes import TINY
-from engine.boot.experts import half_room, open_transfers, place_experts
+from engine.boot.experts import open_dispatcher, place_experts
 from engine.config import ModelConfig
 from engine.kernels.portable import PortableKernels
+from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
+from engine.parallel.choose_dispatcher import RankExperts
 from engine.parallel.dims import ParallelDims
-from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
+from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
@@ -27,9 +29,10 @@ def open_with(
     config: ModelConfig = TINY,
     groups: ProcessGroups = GROUPS,
 ) -> object:
-    placement = ExpertPlacement.identity(64)
-    opened = open_transfers(section, config, groups, FP8, placement)
-    return None if opened is None else opened.dispatcher
+    experts = RankExperts(
+        config=config, groups=groups, kernels=FP8, device=torch.device(section.device)
+    )
+    return open_dispatcher(section, experts).dispatcher
 
 
 def test_redundant_slots() -> None:
@@ -48,19 +51,21 @@ def test_redundant_slots() -> None:
 
 def test_decode_on_gpus_dispatches_in_fixed_shapes() -> None:
     assert isinstance(open_with(DecodeSection(**CUDA)), MaskedGatheredDispatcher)
-    assert open_with(DecodeSection()) is None
-    assert open_with(PrefillSection(device="cuda")) is None
+    assert isinstance(open_with(DecodeSection()), AllToAllDispatcher)
+    named = DecodeSection(dispatcher="nvlink")
+    assert isinstance(open_with(named), AllToAllDispatcher), "the field is for GPUs"
 
 
 def test_data_parallel_prefill_on_gpus_asks_for_deep_ep(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Where it does not run, here, tokens travel as the axes alone say."""
-    assert open_with(PrefillSection(device="cuda", dp=4)) is None
+    """Where it does not run, here, tokens travel by collectives."""
+    assert isinstance(open_with(PrefillSection(device="cuda", dp=4)), AllToAllDispatcher)
     assert "tokens do not travel by DeepEP" in caplog.text
     caplog.clear()
-    assert open_with(PrefillSection(device="cuda", tp=4)) is None
-    assert open_with(PrefillSection(dp=4)) is None
+    tp = ProcessGroups(dims=ParallelDims(tp=4, ep=4), ep_group=SilentGroup(size=4))
+    assert isinstance(open_with(PrefillSection(device="cuda", tp=4), groups=tp), LocalDispatcher)
+    assert isinstance(open_with(PrefillSection(dp=4)), AllToAllDispatcher)
     assert caplog.text == ""
 
 
@@ -71,8 +76,4 @@ def test_more_requests_than_room() -> None:
     assert (caught.value.path, caught.value.fix) == ("decode.max_num_seqs", "64 or less")
     alone = ProcessGroups()
     assert isinstance(open_with(crowded, groups=alone), MaskedGatheredDispatcher)
-
-
-def test_half_of_the_tokens_fill_whole_tiles() -> None:
-    assert [half_room(128, ranks) for ranks in (1, 2, 16, 72)] == [128, 64, 64, 64]
-    assert [half_room(40, ranks) for ranks in (1, 16, 72)] == [40, 24, 32]
+    assert isinstance(open_with(DecodeSection(max_num_seqs=200)), AllToAllDispatcher)

@@ -4,26 +4,21 @@ import pytest
 import torch
 
 from bench.shapes import TINY
-from engine import boot_execution
+from engine.boot import open_execution as module
 from engine.boot.open_execution import (
     OpenExecution,
-    decode_overlap,
-    halves_steps,
     launches_dependently,
     open_execution,
     prefill_overlap,
     shared_expert_stream,
 )
 from engine.kernels.portable import PortableKernels
-from engine.micro_batches import OverlapRule
 from engine.parallel.expert_placement import ExpertPlacement
+from engine.parallel.gathered_dispatcher import GatheredDispatcher
 from engine.parallel.groups import ProcessGroups
+from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
-from engine.parallel.symmetric import SymmetricOptions
 from runtime.config import DecodeSection, PrefillSection
-from runtime.errors import ConfigError
-
-SYMMETRIC = {"device": "cuda", "tp": 2, "collectives": "symmetric"}
 
 
 def open_with(
@@ -43,65 +38,29 @@ def open_with(
 def test_the_default_is_what_fits_the_axes() -> None:
     opened = open_with(PrefillSection())
     assert opened.execution.scatter_tokens is False
-    assert opened.execution.collectives is None
-    assert opened.execution.dispatcher is None
+    assert isinstance(opened.execution.dispatcher, LocalDispatcher)
     assert opened.execution.overlap is None
     opened.close()
-    assert open_with(PrefillSection(tp=2)).execution.scatter_tokens
+    scattered = open_with(PrefillSection(tp=2)).execution
+    assert scattered.scatter_tokens
+    assert isinstance(scattered.dispatcher, GatheredDispatcher)
     assert open_with(DecodeSection()).execution.scatter_tokens is None
 
 
 def test_overlap_as_told_or_as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def overlaps(wanted: str, *, is_symmetric: bool = False, tp: int = 2) -> bool:
-        section = PrefillSection(tp=tp, two_batch_overlap=wanted)
-        return prefill_overlap(section, is_symmetric=is_symmetric) is not None
+    def overlaps(wanted: str, **ranks: int) -> bool:
+        section = PrefillSection(two_batch_overlap=wanted, **(ranks or {"tp": 2}))
+        return prefill_overlap(section) is not None
 
     assert overlaps("on")
+    assert overlaps("on", dp=2)
     assert not overlaps("off")
     assert not overlaps("auto"), "not measured to pay with NCCL"
-    monkeypatch.setattr(boot_execution, "AUTO_OVERLAP", {"nccl": False, "symmetric": True})
-    assert overlaps("auto", is_symmetric=True)
-    assert not overlaps("auto")
-    assert not overlaps("auto", is_symmetric=True, tp=1)
-    assert prefill_overlap(PrefillSection(dp=2), is_symmetric=False) is None
-    on = PrefillSection(dp=2, two_batch_overlap="on")
-    assert prefill_overlap(on, is_symmetric=False) == OverlapRule()
-
-
-def test_symmetric_collectives_have_room_for_a_step_or_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        open_with(PrefillSection(**SYMMETRIC))
-    assert (caught.value.path, caught.value.value) == ("prefill.collectives", "symmetric")
-
-    class Opened:
-        """What a GPU would open."""
-
-    seen: list[SymmetricOptions] = []
-
-    def open_group(group: object, device: object, options: SymmetricOptions) -> Opened:
-        seen.append(options)
-        return Opened()
-
-    monkeypatch.setattr(boot_execution, "open_symmetric_group", open_group)
-    opened = open_with(PrefillSection(**SYMMETRIC, max_num_batched_tokens=2**20))
-    assert isinstance(opened.execution.collectives, Opened)
-    assert seen[0].max_bytes >= 2**20 * TINY.hidden_size * 2
-    auto = PrefillSection(**(SYMMETRIC | {"collectives": "auto"}))
-    assert open_with(auto).execution.collectives is None, "NCCL until measured otherwise"
-
-
-def test_decode_overlaps_in_halves_and_in_turns_where_transfers_take_them() -> None:
-    on = DecodeSection(dp=2, two_batch_overlap="on")
-    assert halves_steps(on)
-    assert decode_overlap(on, takes_turns=False) == OverlapRule(min_tokens=0, lag=1)
-    assert decode_overlap(on, takes_turns=True) == OverlapRule(min_tokens=0, lag=2)
-    for section in (DecodeSection(dp=2), DecodeSection(dp=2, two_batch_overlap="off")):
-        assert decode_overlap(section, takes_turns=False) is None
-    assert not halves_steps(PrefillSection(tp=2, two_batch_overlap="on"))
-    with pytest.raises(ConfigError, match="one rank do not travel"):
-        DecodeSection(two_batch_overlap="on")
+    assert not overlaps("auto", dp=2), "not measured"
+    monkeypatch.setattr(module, "AUTO_OVERLAP", True)
+    assert overlaps("auto")
+    assert not overlaps("auto", dp=2)
+    assert not overlaps("auto", tp=1), "nobody to communicate with"
 
 
 def test_kernels_are_launched_dependently_on_gpus_unless_told_otherwise() -> None:
@@ -123,15 +82,18 @@ def test_a_measurement_plays_one_of_many_decode_ranks() -> None:
     opened = open_with(DecodeSection(), played_ranks=8)
     assert isinstance(opened.execution.dispatcher, LoopbackMaskedDispatcher)
     opened.close()
-    assert open_with(DecodeSection()).execution.dispatcher is None
-    assert open_with(DecodeSection(), has_fp8=False, played_ranks=8).execution.dispatcher is None
-    assert open_with(PrefillSection(), played_ranks=8).execution.dispatcher is None
+    for itself in (
+        open_with(DecodeSection()),
+        open_with(DecodeSection(), has_fp8=False, played_ranks=8),
+        open_with(PrefillSection(), played_ranks=8),
+    ):
+        assert isinstance(itself.execution.dispatcher, LocalDispatcher)
 
 
 def test_the_shared_expert_of_a_played_rank_has_a_stream_as_the_real_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(boot_execution, "SideStream", lambda device: device)
+    monkeypatch.setattr(module, "SideStream", lambda device: device)
     gpu = torch.device("cuda", 0)
     assert shared_expert_stream(DecodeSection(dp=8), gpu) is not None
     assert shared_expert_stream(DecodeSection(), gpu) is None

@@ -15,16 +15,13 @@ from engine.graphs.graph_budget import extrapolate
 from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.graphs.step_graphs import StepGraphs
 from engine.memory.kv_pool import KVPool
-from engine.micro_batches import OverlapRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from engine.parallel.groups import RankGroup
-from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner, PendingStep, StepResult
 from engine.sampling.graph_sampler import MAX_EDITS
 from engine.sampling.sampler import Sampler
 from runtime.sampling import SamplingParams
-from tests.engine.parallel.counting_dispatcher import CountingDispatcher
+from tests.engine.parallel.counting_dispatcher import CountingDispatcher, local_dispatcher
 from tests.engine.tiny import TINY, write_checkpoint
 
 BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN, NUM_BLOCKS = 4, 10, 48, 400
@@ -164,17 +161,6 @@ def test_tokens_and_logprobs_are_those_of_the_runner(
                 assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
-def test_steps_in_two_micro_batches_choose_the_same_tokens(
-    model: DeepseekV3ForCausalLM, tmp_path: Path
-) -> None:
-    halved = build_model(
-        write_checkpoint(tmp_path), execution=Execution(overlap=OverlapRule(min_tokens=0))
-    )
-    expected, _ = outcome(model, 1, with_graphs=True, ahead=True)
-    actual, _ = outcome(halved, 1, with_graphs=True, ahead=True)
-    assert actual == expected
-
-
 def test_a_request_may_return_with_other_blocks(model: DeepseekV3ForCausalLM) -> None:
     tokens = []
     for moves in (False, True):
@@ -212,13 +198,10 @@ def test_a_rank_without_requests_joins_with_the_group_s_mean(model: DeepseekV3Fo
     assert torch.equal(pool.data[1:], before)
 
 
-@pytest.mark.parametrize("rule", [None, OverlapRule(min_tokens=0)])
-def test_no_row_of_padding_comes_to_an_expert(tmp_path: Path, rule: OverlapRule | None) -> None:
-    """Whatever the batch is padded to; with one request alone, half of a step is padding."""
-    counted = CountingDispatcher(LocalDispatcher(TINY["n_routed_experts"], RankGroup()))
-    model = build_model(
-        write_checkpoint(tmp_path), execution=Execution(dispatcher=counted, overlap=rule)
-    )
+def test_no_row_of_padding_comes_to_an_expert(tmp_path: Path) -> None:
+    """Whatever the batch is padded to."""
+    counted = CountingDispatcher(local_dispatcher(TINY["n_routed_experts"]))
+    model = build_model(write_checkpoint(tmp_path), execution=Execution(dispatcher=counted))
     runner = make_runner(model)
     worker = Worker(runner, make_graphs(model, runner.kv_pool))
     requests = draw_requests(5, MAX_NUM_SEQS)
@@ -233,7 +216,7 @@ def test_no_row_of_padding_comes_to_an_expert(tmp_path: Path, rule: OverlapRule 
 
 
 def test_a_dummy_of_the_plain_runner_comes_to_no_expert_either(tmp_path: Path) -> None:
-    counted = CountingDispatcher(LocalDispatcher(TINY["n_routed_experts"], RankGroup()))
+    counted = CountingDispatcher(local_dispatcher(TINY["n_routed_experts"]))
     model = build_model(write_checkpoint(tmp_path), execution=Execution(dispatcher=counted))
     GraphRunner(make_runner(model), None).run_dummy(group_mean=3)
     assert counted.num_rows == 0

@@ -48,7 +48,7 @@ def test_only_tokens_of_requests_come_to_experts(
 ) -> None:
     counts = COUNTS[world]
     results = run_ranks(world, checkpoints, tmp_path)
-    assert len(results[0]) == 4
+    assert len(results[0]) == 2
     for mode in results[0]:
         config = FP8_CONFIG if "is_fp8=True" in mode else tiny_config()
         expected = sum(counts) * config["num_experts_per_tok"] * NUM_MOE_LAYERS

@@ -27,12 +27,10 @@ from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.kernels.portable import PortableKernels
 from engine.memory.kv_pool import KVPool
-from engine.micro_batches import OverlapRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.parallel.choose_dispatcher import DispatcherKind, RankExperts, choose_dispatcher
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, init_process_groups
-from engine.parallel.open_dispatcher import DispatcherKind, RankExperts, open_decode_dispatcher
-from engine.parallel.token_dispatcher import TURNS_LAG
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
@@ -167,7 +165,7 @@ def _book(tokens: list[Any], requests: list[Request]) -> None:
 
 @contextmanager
 def load(
-    checkpoint: Path, groups: ProcessGroups, device: str, *, is_fp8: bool, overlaps: bool
+    checkpoint: Path, groups: ProcessGroups, device: str, *, is_fp8: bool
 ) -> Iterator[tuple[DeepseekV3ForCausalLM, CountingDispatcher]]:
     """Yield the model with a dispatcher of fixed shapes, or, if not in FP8, of the axes."""
     dtype = torch.bfloat16 if is_fp8 else torch.float32
@@ -177,17 +175,16 @@ def load(
         kernels, source = create_kernels("cuda", dtype), NARROW
     if is_fp8:
         config = source if isinstance(source, ModelConfig) else ModelConfig.from_dir(source)
-        experts = RankExperts(config=config, groups=groups, kernels=kernels)
+        experts = RankExperts(
+            config=config, groups=groups, kernels=kernels, device=torch.device(device)
+        )
         kind = DispatcherKind.NVLINK if device == "cuda" else DispatcherKind.GATHERED
-        opened = open_decode_dispatcher(kind, experts, max_tokens_per_rank=MAX_NUM_SEQS)
-        assert opened is not None
+        opened = choose_dispatcher(experts, kind, max_tokens_per_rank=MAX_NUM_SEQS)
         inner, close = opened.dispatcher, opened.close
     else:
         plain = build_model(checkpoint, groups, dtype=dtype)
         inner, close = plain.model.layers[-1].mlp.dispatcher, lambda: None
     counting = CountingDispatcher(inner)
-    rule = OverlapRule(min_tokens=0, lag=TURNS_LAG if inner.takes_turns else 1)
-    execution = Execution(dispatcher=counting, overlap=rule if overlaps else None)
     model = build_model(
         source,
         groups,
@@ -195,7 +192,7 @@ def load(
         device=device,
         load_format=LoadFormat.SAFETENSORS if source is checkpoint else LoadFormat.DUMMY,
         kernels=kernels,
-        execution=execution,
+        execution=Execution(dispatcher=counting),
     )
     model.prepare_absorption()
     yield model, counting
@@ -214,15 +211,11 @@ def main() -> None:
     )
     results = {}
     for is_fp8 in (True,) if device == "cuda" else (False, True):
-        for overlaps in (False, True):
-            folder = checkpoint / ("fp8" if is_fp8 else "plain")
-            with load(folder, groups, device, is_fp8=is_fp8, overlaps=overlaps) as (
-                model,
-                counting,
-            ):
-                for use_graphs in (False, True) if device == "cuda" else (False,):
-                    outcome = run_fixed(model, counting, rank, COUNTS[world], use_graphs=use_graphs)
-                    results[f"{is_fp8=}, {overlaps=}, {use_graphs=}"] = asdict(outcome)
+        folder = checkpoint / ("fp8" if is_fp8 else "plain")
+        with load(folder, groups, device, is_fp8=is_fp8) as (model, counting):
+            for use_graphs in (False, True) if device == "cuda" else (False,):
+                outcome = run_fixed(model, counting, rank, COUNTS[world], use_graphs=use_graphs)
+                results[f"{is_fp8=}, {use_graphs=}"] = asdict(outcome)
     output.write_text(json.dumps(results))
     groups.ep_group.barrier()
     groups.destroy()

@@ -32,7 +32,7 @@ def routings(draw: st.DrawFn) -> tuple[torch.Tensor, int, int]:
 @given(routings())
 def test_each_local_pair_has_a_row_of_its_expert(case: tuple[torch.Tensor, int, int]) -> None:
     ids, first, num_local = case
-    alignment = aligned_reference.align_to_experts(ids, first, num_local)
+    alignment = aligned_reference.moe_align_block_size(ids, first, num_local)
     assert len(alignment.expert_M) == max_aligned_rows(ids.numel(), num_local)
     assert len(alignment.expert_M) % ROW_BLOCK == 0
     rows, experts = alignment.rows_TK.flatten().long(), ids.flatten() - first
@@ -52,8 +52,8 @@ def test_every_row_is_before_or_behind_the_capacity(
 ) -> None:
     ids, first, num_local = case
     capacity, num_tokens = num_blocks * ROW_BLOCK, len(ids)
-    whole = aligned_reference.align_to_experts(ids, first, num_local)
-    cut = aligned_reference.align_to_experts(ids, first, num_local, capacity)
+    whole = aligned_reference.moe_align_block_size(ids, first, num_local)
+    cut = aligned_reference.moe_align_block_size(ids, first, num_local, capacity)
     most = len(whole.expert_M)
     assert torch.equal(cut.rows_TK, whole.rows_TK)
     assert torch.equal(cut.expert_M[:most], whole.expert_M)
@@ -61,7 +61,7 @@ def test_every_row_is_before_or_behind_the_capacity(
     assert cut.capacity == capacity
     assert len(cut.expert_M) == max(most, capacity)
     hidden = reference.quantize_rows(torch.randn(num_tokens, 128))
-    spread = aligned_reference.spread_rows(hidden, cut)
+    spread = aligned_reference.permute_rows(hidden, cut)
     overflow = None if cut.overflow is None else Overflow(source=hidden, places=cut.overflow)
     assert spread.num_rows == capacity
     both = aligned_reference.with_overflow(spread, overflow)
@@ -111,7 +111,7 @@ def test_the_counted_number_of_rows_is_enough(case: tuple[torch.Tensor, int, int
     ids, first, num_local = case
     counts = aligned_reference.count_rows(ids, first, num_local)
     exact = counts.lay_out(int(counts.num_rows))
-    bound = aligned_reference.align_to_experts(ids, first, num_local)
+    bound = aligned_reference.moe_align_block_size(ids, first, num_local)
     assert torch.equal(exact.rows_TK, bound.rows_TK)
     assert torch.equal(exact.expert_M, bound.expert_M[: len(exact.expert_M)])
     assert (exact.expert_M >= 0).all(), "every block belongs to an expert"
@@ -144,10 +144,10 @@ def test_without_local_pairs_there_are_no_rows() -> None:
     counts = aligned_reference.count_rows(ids, 4, 2)
     assert int(counts.num_rows) == 0
     alignment = counts.lay_out(0)
-    spread = aligned_reference.spread_rows(reference.quantize_rows(torch.randn(2, 128)), alignment)
+    spread = aligned_reference.permute_rows(reference.quantize_rows(torch.randn(2, 128)), alignment)
     assert spread.num_rows == 0
     own = torch.randn(2, 128)
-    home = aligned_reference.gather_rows(spread.dequantize(), alignment, torch.rand(2, 2), own)
+    home = aligned_reference.unpermute_rows(spread.dequantize(), alignment, torch.rand(2, 2), own)
     assert torch.equal(home, own)
 
 
@@ -160,10 +160,10 @@ def test_rows_come_home_weighted(case: tuple[torch.Tensor, int, int], is_packed:
     if is_packed:
         out = Fp8Rows.packed(torch.empty(num_tokens, packed_row_bytes(128), dtype=torch.uint8), 128)
     quantized = reference.quantize_rows(hidden, out)
-    alignment = aligned_reference.align_to_experts(ids, first, num_local)
-    spread = aligned_reference.spread_rows(quantized, alignment).dequantize()
+    alignment = aligned_reference.moe_align_block_size(ids, first, num_local)
+    spread = aligned_reference.permute_rows(quantized, alignment).dequantize()
     weights = torch.rand(num_tokens, top_k)
-    home = aligned_reference.gather_rows(spread, alignment, weights, hidden)
+    home = aligned_reference.unpermute_rows(spread, alignment, weights, hidden)
     is_local = (ids >= first) & (ids < first + num_local)
     expected = hidden + quantized.dequantize() * (weights * is_local).sum(1, keepdim=True)
     torch.testing.assert_close(home, expected)

@@ -53,10 +53,10 @@ def run_kernels() -> None:
     fused["quant"].silu_and_mul_fp8(bf16(4, 512), torch.zeros(4, dtype=torch.int32))
     rows = fused["quant"].quantize_rows(bf16(4, 256))
     ids = torch.zeros(4, 2, dtype=torch.int64)
-    places = fused["masked"].mask_to_experts(ids, 0, 2, 128)
-    masked = fused["masked"].spread_masked_rows(rows, places)
+    places = fused["masked"].moe_align_masked(ids, 0, 2, 128)
+    masked = fused["masked"].permute_masked_rows(rows, places)
     fused["masked"].masked_silu_and_mul_fp8(bf16(2, 128, 512), masked)
-    fused["permute"].gather_rows(bf16(256, 256), places, torch.zeros(4, 2), None)
+    fused["permute"].unpermute_rows(bf16(256, 256), places, torch.zeros(4, 2), None)
     fused["routing"].group_limited_topk(torch.zeros(4, 16), torch.zeros(16), rule)
 
 

@@ -134,21 +134,6 @@ def test_add_rms_norm_fp8(
     assert_rows(rows, reference.quantize_rows(expected, packed(num_tokens, size) if out else None))
 
 
-@pytest.mark.parametrize("num_tokens", [0, *TOKENS])
-@pytest.mark.parametrize("num_slices", [1, 2, 8])
-@pytest.mark.parametrize("with_residual", [True, False])
-def test_sum_slices(num_tokens: int, num_slices: int, with_residual: bool) -> None:
-    module = fused("slices")
-    slices = draw(num_slices, num_tokens + 2, HIDDEN)[:, 1:-1]  # gaps between the slices
-    residual = draw(num_tokens, HIDDEN) if with_residual else None
-    expected = reference.sum_slices(slices, residual_TD=residual)
-    actual = module.sum_slices(slices, residual_TD=residual)
-    torch.testing.assert_close(actual, expected, rtol=BF16, atol=BF16)
-    out = torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
-    assert module.sum_slices(slices, out, residual_TD=residual) is out
-    assert torch.equal(out, actual)
-
-
 def draw_routing(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
     scores = torch.rand(num_tokens, num_experts, device=DEVICE)
     return scores.topk(top_k, dim=1).indices
@@ -156,10 +141,10 @@ def draw_routing(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize(("first", "num_local"), [(0, 16), (4, 4), (15, 1)])
-def test_align_to_experts(num_tokens: int, first: int, num_local: int) -> None:
+def test_moe_align_block_size(num_tokens: int, first: int, num_local: int) -> None:
     ids = draw_routing(num_tokens, 16, 4)
-    actual = fused("permute").align_to_experts(ids, first, num_local)
-    expected = aligned_reference.align_to_experts(ids, first, num_local)
+    actual = fused("permute").moe_align_block_size(ids, first, num_local)
+    expected = aligned_reference.moe_align_block_size(ids, first, num_local)
     assert torch.equal(actual.rows_TK, expected.rows_TK)
     assert torch.equal(actual.expert_M, expected.expert_M)
 
@@ -172,8 +157,8 @@ def test_rows_behind_the_capacity_know_their_token(
     num_tokens: int, first: int, num_local: int, capacity: int, is_packed: bool
 ) -> None:
     permute, ids = fused("permute"), draw_routing(num_tokens, 16, 4)
-    actual: Alignment = permute.align_to_experts(ids, first, num_local, capacity)
-    expected = aligned_reference.align_to_experts(ids, first, num_local, capacity)
+    actual: Alignment = permute.moe_align_block_size(ids, first, num_local, capacity)
+    expected = aligned_reference.moe_align_block_size(ids, first, num_local, capacity)
     assert torch.equal(actual.rows_TK, expected.rows_TK)
     assert torch.equal(actual.expert_M, expected.expert_M)
     assert actual.capacity == expected.capacity == capacity
@@ -185,7 +170,7 @@ def test_rows_behind_the_capacity_know_their_token(
         assert torch.equal(named, expected.overflow.token_V[is_used])
     source = packed(num_tokens, HIDDEN) if is_packed else None
     rows = reference.quantize_rows(draw(num_tokens, HIDDEN), source)
-    spread = permute.spread_rows(rows, actual)
+    spread = permute.permute_rows(rows, actual)
     assert spread.num_rows == actual.capacity
     pairs = actual.rows_TK.flatten().long()
     is_before = (pairs >= 0) & (pairs < actual.capacity)
@@ -222,8 +207,8 @@ def test_routing_is_read_where_it_arrived(num_tokens: int) -> None:
     alignment = counts.lay_out(int(counts.num_rows))
     out = draw(alignment.expert_M.shape[0], HIDDEN)
     arrived = message[:, 8:].view(torch.float32)
-    actual = permute.gather_rows(out, alignment, arrived, None)
-    assert torch.equal(actual, permute.gather_rows(out, alignment, weights, None))
+    actual = permute.unpermute_rows(out, alignment, arrived, None)
+    assert torch.equal(actual, permute.unpermute_rows(out, alignment, weights, None))
 
 
 def test_no_token_and_no_row() -> None:
@@ -233,10 +218,10 @@ def test_no_token_and_no_row() -> None:
         counts = permute.count_rows(ids, 5, 4)
         assert int(counts.num_rows) == 0
         alignment = counts.lay_out(0)
-        spread = permute.spread_rows(reference.quantize_rows(draw(len(ids), HIDDEN)), alignment)
+        spread = permute.permute_rows(reference.quantize_rows(draw(len(ids), HIDDEN)), alignment)
         assert spread.num_rows == 0
         source = torch.zeros((0, HIDDEN), dtype=torch.bfloat16, device=DEVICE)
-        home = permute.gather_rows(source, alignment, weights[: len(ids)], None)
+        home = permute.unpermute_rows(source, alignment, weights[: len(ids)], None)
         assert home.shape == (len(ids), HIDDEN)
         assert (home == 0).all()
 
@@ -251,10 +236,10 @@ def test_rows_go_to_experts_and_home(
     permute = fused("permute")
     source = packed(num_tokens, HIDDEN) if is_packed else None
     rows = reference.quantize_rows(draw(num_tokens, HIDDEN), source)
-    alignment = aligned_reference.align_to_experts(
+    alignment = aligned_reference.moe_align_block_size(
         draw_routing(num_tokens, 16, 4), first, num_local
     )
-    spread = permute.spread_rows(rows, alignment)
+    spread = permute.permute_rows(rows, alignment)
     pairs = alignment.rows_TK.flatten()
     tokens = torch.arange(num_tokens, device=DEVICE).repeat_interleave(4)[pairs >= 0]
     used = pairs[pairs >= 0].long()
@@ -267,25 +252,25 @@ def test_rows_go_to_experts_and_home(
     out[unused] = float("nan")  # rows of no token are never read
     own = draw(num_tokens, HIDDEN) if with_own else None
     weights = torch.rand(num_tokens, 4, device=DEVICE)
-    actual = permute.gather_rows(out, alignment, weights, own)
-    expected = aligned_reference.gather_rows(out, alignment, weights, own)
+    actual = permute.unpermute_rows(out, alignment, weights, own)
+    expected = aligned_reference.unpermute_rows(out, alignment, weights, own)
     torch.testing.assert_close(actual, expected, rtol=BF16, atol=1e-2)
 
 
 def test_every_expert_without_rows_is_skipped() -> None:
     ids = torch.full((3, 1), 2, device=DEVICE)
-    actual: Alignment = fused("permute").align_to_experts(ids, 0, 4)
+    actual: Alignment = fused("permute").moe_align_block_size(ids, 0, 4)
     assert actual.rows_TK.flatten().tolist() == [0, 1, 2]
     assert sorted(set(actual.expert_M.tolist())) == [-1, 2]
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 300])
 @pytest.mark.parametrize(("first", "num_local"), [(0, 256), (32, 32), (255, 1)])
-def test_mask_to_experts(num_tokens: int, first: int, num_local: int) -> None:
+def test_moe_align_masked(num_tokens: int, first: int, num_local: int) -> None:
     ids = draw_routing(num_tokens, 256, 8)
     ids[:1, 0] = -1  # no expert at all
     actual, expected = (
-        module.mask_to_experts(ids, first, num_local, 384, expected_rows=7)
+        module.moe_align_masked(ids, first, num_local, 384, expected_rows=7)
         for module in (fused("masked"), masked_reference)
     )
     assert torch.equal(actual.rows_TK, expected.rows_TK)
@@ -295,7 +280,7 @@ def test_mask_to_experts(num_tokens: int, first: int, num_local: int) -> None:
 
 def test_many_tokens_at_one_expert() -> None:
     ids = torch.zeros((2000, 1), device=DEVICE).long()  # more than one block of pairs
-    places = fused("masked").mask_to_experts(ids, 0, 3, 2048)
+    places = fused("masked").moe_align_masked(ids, 0, 3, 2048)
     assert torch.equal(places.rows_TK.flatten().cpu(), torch.arange(2000, dtype=torch.int32))
     assert places.num_rows_L.tolist() == [2000, 0, 0]
 
@@ -305,9 +290,9 @@ def test_many_tokens_at_one_expert() -> None:
 def test_rows_go_to_masked_places_and_home(num_tokens: int, is_packed: bool) -> None:
     source = packed(num_tokens, HIDDEN) if is_packed else None
     rows = reference.quantize_rows(draw(num_tokens, HIDDEN), source)
-    places = masked_reference.mask_to_experts(draw_routing(num_tokens, 16, 4), 2, 6, 256)
-    actual = fused("masked").spread_masked_rows(rows, places)
-    expected = masked_reference.spread_masked_rows(rows, places)
+    places = masked_reference.moe_align_masked(draw_routing(num_tokens, 16, 4), 2, 6, 256)
+    actual = fused("masked").permute_masked_rows(rows, places)
+    expected = masked_reference.permute_masked_rows(rows, places)
     used = torch.arange(256, device=DEVICE) < places.num_rows_L.unsqueeze(1)
     raw, expected_raw = (r.data_LMD.view(torch.uint8) for r in (actual, expected))
     assert torch.equal(raw[used], expected_raw[used])
@@ -318,7 +303,7 @@ def test_rows_go_to_masked_places_and_home(num_tokens: int, is_packed: bool) -> 
     out[~used] = float("nan")
     weights = torch.rand(num_tokens, 4, device=DEVICE)
     home, expected_home = (
-        module.gather_rows(out.flatten(0, 1), places, weights, None)
+        module.unpermute_rows(out.flatten(0, 1), places, weights, None)
         for module in (fused("permute"), aligned_reference)
     )
     torch.testing.assert_close(home, expected_home, rtol=BF16, atol=1e-2)

@@ -17,7 +17,7 @@ from engine.kernels.masked_rows import max_masked_rows
 from engine.kernels.portable import PortableKernels
 from engine.layers.attention_rule import AttentionRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from engine.parallel.token_dispatcher import AlignedRows
+from engine.parallel.expert_rows import AlignedRows
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
@@ -90,10 +90,10 @@ def test_experts(
     weights = torch.rand(num_tokens, 3, device="cuda")
     outs = []
     for k in (kernels, PortableKernels(has_fp8=True)):
-        alignment = k.align_to_experts(ids, first, num_local, capacity)
-        rows = AlignedRows.spread(k, k.quantize_rows(hidden), alignment)
+        alignment = k.moe_align_block_size(ids, first, num_local, capacity)
+        rows = AlignedRows.permute(k, k.quantize_rows(hidden), alignment)
         out = k.grouped_fp8_mlp(rows.rows, rows.expert_M, w13, w2, rows.overflow)
-        outs.append(k.gather_rows(out, alignment, weights, None))
+        outs.append(k.unpermute_rows(out, alignment, weights, None))
     # Hidden activations are rounded to e4m3 twice from slightly different sums.
     assert relative_error(outs[0], outs[1]) < 2e-2
 
@@ -107,12 +107,12 @@ def test_masked_experts(kernels: Kernels, num_tokens: int, first: int, num_local
     weights = torch.rand(num_tokens, 3, device="cuda")
     outs = []
     for k in (kernels, PortableKernels(has_fp8=True)):
-        places = k.mask_to_experts(ids, first, num_local, max_masked_rows(num_tokens))
-        rows = k.spread_masked_rows(k.quantize_rows(hidden), places)
+        places = k.moe_align_masked(ids, first, num_local, max_masked_rows(num_tokens))
+        rows = k.permute_masked_rows(k.quantize_rows(hidden), places)
         out = k.masked_fp8_mlp(rows, w13, w2)
         used = torch.arange(out.shape[1], device="cuda") < places.num_rows_L.unsqueeze(1)
         out[~used] = float("nan")  # nobody reads what is not in use
-        outs.append(k.gather_rows(out.flatten(0, 1), places, weights, None))
+        outs.append(k.unpermute_rows(out.flatten(0, 1), places, weights, None))
     assert outs[0].shape == (num_tokens, 1024)
     if num_tokens:
         assert relative_error(outs[0], outs[1]) < MASKED
@@ -127,9 +127,9 @@ def test_every_row_of_every_expert_in_use(kernels: Kernels, expected_rows: int) 
     weights = torch.rand(256, 4, device="cuda")
     outs = []
     for k in (kernels, PortableKernels(has_fp8=True)):
-        places = k.mask_to_experts(ids, 0, 4, 256, expected_rows=expected_rows)
-        out = k.masked_fp8_mlp(k.spread_masked_rows(tokens, places), w13, w2)
-        outs.append(k.gather_rows(out.flatten(0, 1), places, weights, None))
+        places = k.moe_align_masked(ids, 0, 4, 256, expected_rows=expected_rows)
+        out = k.masked_fp8_mlp(k.permute_masked_rows(tokens, places), w13, w2)
+        outs.append(k.unpermute_rows(out.flatten(0, 1), places, weights, None))
     assert relative_error(outs[0], outs[1]) < MASKED
 
 
@@ -140,10 +140,10 @@ def test_masked_experts_in_a_graph(kernels: Kernels) -> None:
     weights = torch.rand(96, 4, device="cuda")
 
     def step(k: Kernels) -> Tensor:
-        places = k.mask_to_experts(ids, 4, 8, 128, expected_rows=24)
-        rows = k.spread_masked_rows(k.quantize_rows(hidden), places)
+        places = k.moe_align_masked(ids, 4, 8, 128, expected_rows=24)
+        rows = k.permute_masked_rows(k.quantize_rows(hidden), places)
         out = k.masked_fp8_mlp(rows, w13, w2)
-        return k.gather_rows(out.flatten(0, 1), places, weights, hidden)
+        return k.unpermute_rows(out.flatten(0, 1), places, weights, hidden)
 
     step(kernels)
     graph = torch.cuda.CUDAGraph()

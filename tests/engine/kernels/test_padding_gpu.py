@@ -49,7 +49,7 @@ def test_padding_is_placed_nowhere(
     ids = draw_ids(num_tokens, num_padding)
     if layout == "masked":
         places, alone = (
-            fused("masked").mask_to_experts(given, first, num_local, MAX_ROWS)
+            fused("masked").moe_align_masked(given, first, num_local, MAX_ROWS)
             for given in (ids, ids[:num_tokens])
         )
         assert torch.equal(places.num_rows_L, alone.num_rows_L), "no row for padding"
@@ -66,10 +66,10 @@ def test_padding_is_placed_nowhere(
 def lay_out(layout: str, ids: Tensor, rows: Fp8Rows) -> tuple[Alignment | MaskedPlaces, Tensor]:
     """Return the places, and the numbers there as bytes, [M, D]."""
     if layout == "aligned":
-        alignment = fused("permute").align_to_experts(ids, 2, 4)
-        return alignment, fused("permute").spread_rows(rows, alignment).data_TK.view(torch.uint8)
-    places = fused("masked").mask_to_experts(ids, 2, 4, MAX_ROWS)
-    masked = fused("masked").spread_masked_rows(rows, places)
+        alignment = fused("permute").moe_align_block_size(ids, 2, 4)
+        return alignment, fused("permute").permute_rows(rows, alignment).data_TK.view(torch.uint8)
+    places = fused("masked").moe_align_masked(ids, 2, 4, MAX_ROWS)
+    masked = fused("masked").permute_masked_rows(rows, places)
     return places, masked.data_LMD.view(torch.uint8).flatten(0, 1)
 
 
@@ -99,7 +99,7 @@ def test_padding_lands_nowhere_and_comes_back_as_zero(
     weights[:num_tokens] = torch.rand(num_tokens, TOP_K, device=DEVICE)
     own = torch.ones(num_rows, size, device=DEVICE).bfloat16() if with_own else None
     home, expected = (
-        module.gather_rows(out, places, weights, own)
+        module.unpermute_rows(out, places, weights, own)
         for module in (fused("permute"), aligned_reference)
     )
     assert (home[num_tokens:] == (1.0 if with_own else 0.0)).all()
@@ -114,9 +114,9 @@ def test_a_step_of_nothing_but_padding(layout: str) -> None:
     assert (laid_out == 0xFF).all()
     out = torch.full((places.num_rows, 256), torch.nan, device=DEVICE).bfloat16()
     weights = torch.full((6, TOP_K), torch.nan, device=DEVICE)
-    assert (fused("permute").gather_rows(out, places, weights, None) == 0).all()
+    assert (fused("permute").unpermute_rows(out, places, weights, None) == 0).all()
     if layout == "masked":
         assert isinstance(places, MaskedPlaces)
         assert places.num_rows_L.tolist() == [0] * 4
-        plain = masked_reference.mask_to_experts(ids, 2, 4, MAX_ROWS)
+        plain = masked_reference.moe_align_masked(ids, 2, 4, MAX_ROWS)
         assert torch.equal(places.rows_TK, plain.rows_TK)

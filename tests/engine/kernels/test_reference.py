@@ -34,19 +34,6 @@ def test_rms_norm_computes_in_float32() -> None:
     )
 
 
-@pytest.mark.parametrize("with_residual", [True, False])
-def test_slices_are_summed_in_float32(with_residual: bool) -> None:
-    # In bfloat16 the small ones would be lost one by one.
-    slices = torch.full((9, 2, 3), 2.0**-8, dtype=torch.bfloat16)
-    slices[0] = 1.0
-    residual = torch.full((2, 3), 4.0, dtype=torch.bfloat16) if with_residual else None
-    expected = torch.full((2, 3), 1 + 8 * 2.0**-8 + 4.0 * with_residual).bfloat16()
-    assert torch.equal(reference.sum_slices(slices, residual_TD=residual), expected)
-    out = torch.empty(2, 3, dtype=torch.bfloat16)
-    assert reference.sum_slices(slices, out, residual_TD=residual) is out
-    assert torch.equal(out, expected)
-
-
 def test_silu_and_mul() -> None:
     gate, up = _randn(0, 3, 4), _randn(1, 3, 4)
     out = reference.silu_and_mul(torch.cat((gate, up), -1))

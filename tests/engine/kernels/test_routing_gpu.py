@@ -123,7 +123,7 @@ def test_many_rows_that_are_not_numbers_stay_within_the_room_of_an_expert(kind: 
     ids, _ = choose(logits, torch.zeros(num_experts, device=DEVICE), V3)
     assert num_tokens * V3.top_k > max_rows, "all pairs together would not fit an expert"
     masked: Any = importlib.import_module("engine.kernels.fused.masked")
-    places = masked.mask_to_experts(ids, 0, num_experts, max_rows)
+    places = masked.moe_align_masked(ids, 0, num_experts, max_rows)
     assert int(places.num_rows_L.max()) <= num_tokens
     rows = places.rows_TK.flatten().long()
     assert len(set(rows.tolist())) == num_tokens * V3.top_k, "a row for each pair"
@@ -137,7 +137,7 @@ def test_pairs_beyond_the_room_of_an_expert_get_no_row(first: int) -> None:
     ids[::7, 1] = first + 1
     masked: Any = importlib.import_module("engine.kernels.fused.masked")
     actual, expected = (
-        module.mask_to_experts(ids, first, 2, 128) for module in (masked, masked_reference)
+        module.moe_align_masked(ids, first, 2, 128) for module in (masked, masked_reference)
     )
     assert torch.equal(actual.rows_TK, expected.rows_TK)
     assert actual.num_rows_L.tolist() == expected.num_rows_L.tolist() == [128, 15]

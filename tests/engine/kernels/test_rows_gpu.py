@@ -75,11 +75,6 @@ def norm(x: Tensor) -> Rows:
     return [total, plain, *parts_of(rows), load("fused.norm").rms_norm(x, weight, 1e-6)]
 
 
-def add_up(x: Tensor) -> Rows:
-    slices = torch.stack((x, x.flip(1), x * 2))
-    return [load("fused.slices").sum_slices(slices, residual_TD=x)]
-
-
 def merge(x: Tensor) -> Rows:
     out = x[:, : HEADS * 128].reshape(len(x), HEADS, 128).clone()
     lse = x[:, :HEADS].float().t().contiguous()
@@ -133,7 +128,7 @@ def gather(x: Tensor) -> Rows:
     places = Alignment(rows_TK=rows, expert_M=rows.new_zeros(2 * count))
     source = x.repeat_interleave(2, dim=0)
     weights = torch.full((count, 2), 0.5, device=DEVICE)
-    return [load("fused.permute").gather_rows(source, places, weights, x.flip(1))]
+    return [load("fused.permute").unpermute_rows(source, places, weights, x.flip(1))]
 
 
 def score(x: Tensor) -> Rows:
@@ -160,7 +155,7 @@ def multiply(x: Tensor) -> Rows:
 
 
 EXACT: list[Run] = [
-    quantize, activate, quantize_by_hand, norm, add_up, merge, rotate, store, split, join, choose,
+    quantize, activate, quantize_by_hand, norm, merge, rotate, store, split, join, choose,
     gather,
 ]  # fmt: skip
 PRODUCTS: list[Run] = [score, absorb, expand, multiply]

@@ -19,7 +19,7 @@ from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
 from engine.kernels.portable import PortableKernels
 from engine.kernels.rotation import Rotation
 from engine.kernels.triton_gemm.limits import AMPERE, DeviceLimits
-from engine.parallel.token_dispatcher import AlignedRows
+from engine.parallel.expert_rows import AlignedRows
 from engine.weights.fp8 import quantize_block
 from runtime.sampling import SamplingParams
 from tests.engine.relative_error import relative_error
@@ -66,9 +66,9 @@ def aligned_experts(
     weights: Tensor,
     pair: tuple[tuple[Tensor, Tensor], ...],
 ) -> Tensor:
-    places = k.align_to_experts(ids, 2, 4)
-    rows = k.spread_rows(k.quantize_rows(hidden), places)
-    return k.gather_rows(k.grouped_fp8_mlp(rows, places.expert_M, *pair), places, weights, None)
+    places = k.moe_align_block_size(ids, 2, 4)
+    rows = k.permute_rows(k.quantize_rows(hidden), places)
+    return k.unpermute_rows(k.grouped_fp8_mlp(rows, places.expert_M, *pair), places, weights, None)
 
 
 def overflowing_experts(
@@ -79,10 +79,10 @@ def overflowing_experts(
     pair: tuple[tuple[Tensor, Tensor], ...],
 ) -> Tensor:
     """Most of the rows are behind the capacity."""
-    places = k.align_to_experts(ids, 2, 4, 128)
-    rows = AlignedRows.spread(k, k.quantize_rows(hidden), places)
+    places = k.moe_align_block_size(ids, 2, 4, 128)
+    rows = AlignedRows.permute(k, k.quantize_rows(hidden), places)
     out = k.grouped_fp8_mlp(rows.rows, rows.expert_M, *pair, overflow=rows.overflow)
-    return k.gather_rows(out, places, weights, None)
+    return k.unpermute_rows(out, places, weights, None)
 
 
 def masked_experts(
@@ -92,9 +92,9 @@ def masked_experts(
     weights: Tensor,
     pair: tuple[tuple[Tensor, Tensor], ...],
 ) -> Tensor:
-    places = k.mask_to_experts(ids, 2, 4, 384)
-    rows = k.spread_masked_rows(k.quantize_rows(hidden), places)
-    return k.gather_rows(k.masked_fp8_mlp(rows, *pair).flatten(0, 1), places, weights, None)
+    places = k.moe_align_masked(ids, 2, 4, 384)
+    rows = k.permute_masked_rows(k.quantize_rows(hidden), places)
+    return k.unpermute_rows(k.masked_fp8_mlp(rows, *pair).flatten(0, 1), places, weights, None)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 300])

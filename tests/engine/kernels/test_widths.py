@@ -10,7 +10,7 @@ from engine.kernels.alignment import Alignment
 from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MaskedPlaces
 from engine.kernels.rotation import Rotation
-from engine.kernels.widths import check_gather, check_latents, check_queries, check_spread
+from engine.kernels.widths import check_latents, check_permute, check_queries, check_unpermute
 from runtime.errors import InternalError
 
 TOKENS, RANK, ROPE = 3, 128, 8
@@ -86,8 +86,8 @@ def test_values_of_other_widths_are_refused(shape: tuple[int, int]) -> None:
 def places_of(kind: str) -> Alignment | MaskedPlaces:
     ids = torch.tensor([[0, 1], [1, -1], [0, 2]])
     if kind == "aligned":
-        return aligned_reference.align_to_experts(ids, 0, 3)
-    return masked_reference.mask_to_experts(ids, 0, 3, 128)
+        return aligned_reference.moe_align_block_size(ids, 0, 3)
+    return masked_reference.moe_align_masked(ids, 0, 3, 128)
 
 
 @pytest.mark.parametrize("kind", ["aligned", "masked"])
@@ -96,20 +96,20 @@ def test_rows_are_summed_from_as_many_as_were_laid_out(kind: str) -> None:
     num_rows = places.num_rows
     assert num_rows == (4 if kind == "aligned" else 3) * 128
     source, weights = torch.randn(num_rows, 16), torch.ones(TOKENS, 2)
-    check_gather(source, places, weights, torch.ones(TOKENS, 16))
+    check_unpermute(source, places, weights, torch.ones(TOKENS, 16))
     for other in (source[:-1], torch.randn(num_rows, 32)[:, :16]):
         with pytest.raises(InternalError, match=f"{num_rows} contiguous rows are wanted"):
-            aligned_reference.gather_rows(other, places, weights, None)
+            aligned_reference.unpermute_rows(other, places, weights, None)
     with pytest.raises(InternalError, match=r"weights: \(3, 1\)"):
-        aligned_reference.gather_rows(source, places, weights[:, :1], None)
+        aligned_reference.unpermute_rows(source, places, weights[:, :1], None)
     with pytest.raises(InternalError, match="own term"):
-        aligned_reference.gather_rows(source, places, weights, torch.ones(TOKENS, 15))
+        aligned_reference.unpermute_rows(source, places, weights, torch.ones(TOKENS, 15))
 
 
 def test_rows_are_spread_over_room_of_their_width() -> None:
     rows, places = reference.quantize_rows(torch.randn(TOKENS, 256)), places_of("masked").rows_TK
     data, scale = masked_reference.empty_masked(3, 128, 256, torch.device("cpu"))
-    check_spread(data, scale, rows, places)
+    check_permute(data, scale, rows, places)
     narrow = masked_reference.empty_masked(3, 128, 128, torch.device("cpu"))
     few = masked_reference.empty_masked(3, 64, 256, torch.device("cpu"))
     for room, tokens in (
@@ -117,7 +117,7 @@ def test_rows_are_spread_over_room_of_their_width() -> None:
         ((data, scale.contiguous()), places), ((data[:, :, ::2], narrow[1]), places),
     ):  # fmt: skip
         with pytest.raises(InternalError, match="wanted"):
-            check_spread(*room, rows, tokens)
+            check_permute(*room, rows, tokens)
 
 
 def test_formats_have_whole_groups() -> None:
@@ -136,4 +136,4 @@ def test_places_fit_what_is_laid_out() -> None:
         with pytest.raises(InternalError, match="a multiple of 128 up to 256 is wanted"):
             counts.lay_out(num_rows)
     with pytest.raises(InternalError, match="tokens: 5 was given; there is room for 4"):
-        masked_reference.mask_to_experts(torch.zeros(5, 1, dtype=torch.int64), 0, 2, 4)
+        masked_reference.moe_align_masked(torch.zeros(5, 1, dtype=torch.int64), 0, 2, 4)

@@ -5,8 +5,17 @@ from typing import Any
 from torch import Tensor
 
 from engine.kernels.masked_rows import MaskedRows
+from engine.parallel.expert_rows import ExpertRows, Rows
+from engine.parallel.groups import RankGroup
+from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.pending import Pending, Then
-from engine.parallel.token_dispatcher import ExpertRows, Rows
+from engine.parallel.row_formats import ExpertShare, PlainRows, SortedPairs
+
+
+def local_dispatcher(num_experts: int) -> LocalDispatcher[SortedPairs]:
+    """For a rank alone, in the compute dtype."""
+    share = ExpertShare(first=0, num_local=num_experts, num_ranks=1)
+    return LocalDispatcher(PlainRows(share), RankGroup())
 
 
 class CountingDispatcher:
@@ -14,7 +23,7 @@ class CountingDispatcher:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self.takes_fp8, self.takes_turns = inner.takes_fp8, inner.takes_turns
+        self.takes_fp8 = inner.takes_fp8
         self.num_rows = 0
         self.is_counting = True
 

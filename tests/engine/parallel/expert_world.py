@@ -12,7 +12,7 @@ from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.reference import quantize_rows
 from engine.parallel.expert_placement import ExpertPlacement
-from engine.parallel.token_dispatcher import AlignedRows
+from engine.parallel.expert_rows import AlignedRows
 
 HIDDEN, TOP_K = 128, 8
 WORST_ERROR = 0.03

@@ -153,7 +153,7 @@ def run(group: RankGroup, shape: NvlinkShape, sizes: list[int]) -> dict[str, obj
         if own.random() < 0.03:
             time.sleep(0.02)
         seed = 1000 * number + 10 * group.rank
-        if common.random() < 0.25:  # two micro-batches that take turns
+        if common.random() < 0.25:  # two dispatches, then two combines
             batches = [
                 draw(shape, own.randint(0, shape.max_tokens_per_rank), seed + i) for i in (1, 2)
             ]

@@ -22,8 +22,9 @@ from engine.generate import generate
 from engine.micro_batches import OverlapRule
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.dims import ParallelDims
+from engine.parallel.expert_rows import ExpertRows
 from engine.parallel.groups import ProcessGroups, init_process_groups
-from engine.parallel.token_dispatcher import ExpertRows
+from engine.parallel.row_formats import ExpertShare, PlainRows
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
@@ -82,7 +83,8 @@ def own_tokens(
 def all_to_all(groups: ProcessGroups) -> float:
     """Uneven and empty batches through the dispatcher; expert e multiplies by e + 1."""
     group, num_local, worst = groups.ep_group, 3, 0.0
-    dispatcher = AllToAllDispatcher(num_local, group)
+    share = ExpertShare(first=num_local * group.rank, num_local=num_local, num_ranks=group.size)
+    dispatcher = AllToAllDispatcher(PlainRows(share), group)
     for attempt, dtype in enumerate((torch.float32, torch.float32, torch.bfloat16, torch.float32)):
         num_tokens = (group.rank * 7 + attempt * 5) % 11 if attempt < 3 else 0
         generator = torch.Generator().manual_seed(group.rank * 100 + attempt)

@@ -200,7 +200,7 @@ def test_too_many_tokens(make: Make) -> None:
 
 
 def test_low_latency_transfers_follow_one_another() -> None:
-    """Two micro-batches: a sending before the other's receiving would hang real ranks."""
+    """A sending before the receiving of the one before it would hang real ranks."""
     world = World(num_ranks=1, slots=spread_slots(256), num_tokens=[4], max_tokens=128)
     dispatcher = make_low_latency(world, 0, Meetings(1))
     routing = world.tokens(0)[:3]

@@ -11,21 +11,18 @@ from torch import Tensor
 from engine.kernels.aligned_reference import with_overflow
 from engine.kernels.alignment import max_aligned_rows, stepped_rows
 from engine.kernels.portable import PortableKernels
-from engine.parallel.aligned_dispatcher import AlignedDispatcher, ExpertShare
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
-from engine.parallel.create_dispatcher import create_dispatcher
-from engine.parallel.dims import ParallelDims
+from engine.parallel.expert_rows import AlignedRows, ExpertRows
 from engine.parallel.gathered_dispatcher import (
     GatheredDispatcher,
-    GatheredFp8Dispatcher,
     pack_routing,
     unpack_routing,
 )
-from engine.parallel.groups import ProcessGroups, RankGroup
+from engine.parallel.groups import RankGroup
 from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.pending import Ready
-from engine.parallel.replicated_dispatcher import ReplicatedDispatcher
-from engine.parallel.token_dispatcher import AlignedRows, ExpertRows, TokenDispatcher
+from engine.parallel.row_formats import AlignedFp8, ExpertShare, PlainRows, RowFormat
+from engine.parallel.token_dispatcher import TokenDispatcher
 from tests.engine.parallel.fake_ranks import SilentGroup
 
 NUM_EXPERTS = 8
@@ -34,6 +31,12 @@ NUM_EXPERTS = 8
 Routing: TypeAlias = tuple[Tensor, Tensor, Tensor]
 KERNELS = PortableKernels(has_fp8=True)
 ALL = ExpertShare(first=0, num_local=NUM_EXPERTS, num_ranks=1)
+PLAIN, FP8 = PlainRows(ALL), AlignedFp8(KERNELS, ALL)
+
+
+def one_rank(rows: RowFormat[Any]) -> list[TokenDispatcher[Any]]:
+    kinds = LocalDispatcher, GatheredDispatcher, AllToAllDispatcher
+    return [kind(rows, RankGroup()) for kind in kinds]
 
 
 def draw_routing(seed: int, num_tokens: int, *, top_k: int = 3, size: int = 5) -> Routing:
@@ -69,12 +72,7 @@ def expected(routing: Routing) -> Tensor:
 def test_one_rank(seed: int, num_tokens: int) -> None:
     routing = draw_routing(seed, num_tokens)
     own = torch.ones(num_tokens, 5)
-    for dispatcher in (
-        LocalDispatcher(NUM_EXPERTS, RankGroup()),
-        ReplicatedDispatcher(NUM_EXPERTS, RankGroup()),
-        GatheredDispatcher(NUM_EXPERTS, 0, RankGroup()),
-        AllToAllDispatcher(NUM_EXPERTS, RankGroup()),
-    ):
+    for dispatcher in one_rank(PLAIN):
         torch.testing.assert_close(run(dispatcher, routing), expected(routing))
         torch.testing.assert_close(run(dispatcher, routing, own=own), expected(routing) + 1)
     assert own.eq(1).all(), "the caller's term is left alone"
@@ -88,18 +86,9 @@ def test_tokens_without_an_expert_go_nowhere(seed: int, lost: set[int]) -> None:
     hidden[rows], ids[rows] = torch.nan, -1
     own = torch.randn(9, 256)
     exact = hidden.nan_to_num(0.0) * ((ids + 1) * weights).sum(-1, keepdim=True) + own
-    for dispatcher in (
-        LocalDispatcher(NUM_EXPERTS, RankGroup()),
-        ReplicatedDispatcher(NUM_EXPERTS, RankGroup()),
-        GatheredDispatcher(NUM_EXPERTS, 0, RankGroup()),
-        AllToAllDispatcher(NUM_EXPERTS, RankGroup()),
-    ):
+    for dispatcher in one_rank(PLAIN):
         torch.testing.assert_close(run(dispatcher, (hidden, ids, weights), own=own), exact)
-    for fp8 in (
-        AlignedDispatcher(KERNELS, ALL, RankGroup()),
-        GatheredFp8Dispatcher(KERNELS, ALL, RankGroup()),
-        AllToAllDispatcher(NUM_EXPERTS, RankGroup(), KERNELS),
-    ):
+    for fp8 in one_rank(FP8):
         actual = run_fp8(fp8, (hidden, ids, weights), own.bfloat16())
         torch.testing.assert_close(actual.float(), exact, rtol=0.1, atol=0.5)
 
@@ -122,11 +111,7 @@ def test_one_rank_in_fp8(seed: int, num_tokens: int) -> None:
     routing = draw_routing(seed, num_tokens, size=256)
     hidden = KERNELS.quantize_rows(routing[0]).dequantize()
     own = torch.ones(num_tokens, 256, dtype=torch.bfloat16)
-    for dispatcher in (
-        AlignedDispatcher(KERNELS, ALL, RankGroup()),
-        GatheredFp8Dispatcher(KERNELS, ALL, RankGroup()),
-        AllToAllDispatcher(NUM_EXPERTS, RankGroup(), KERNELS),
-    ):
+    for dispatcher in one_rank(FP8):
         assert dispatcher.takes_fp8
         for term in (None, own):
             actual = run_fp8(dispatcher, routing, term)
@@ -137,11 +122,11 @@ def test_one_rank_in_fp8(seed: int, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 8])
-@pytest.mark.parametrize("kind", [AlignedDispatcher, GatheredFp8Dispatcher])
+@pytest.mark.parametrize("kind", [LocalDispatcher, GatheredDispatcher])
 def test_rows_beyond_an_even_share_are_not_lost(kind: type, num_ranks: int) -> None:
     routing = draw_routing(5, 900, size=256)
     share = ExpertShare(first=0, num_local=NUM_EXPERTS, num_ranks=num_ranks)
-    dispatcher = kind(KERNELS, share, RankGroup())
+    dispatcher = kind(AlignedFp8(KERNELS, share), RankGroup())
     hidden = KERNELS.quantize_rows(routing[0])
     rows, _ = dispatcher.start_dispatch(hidden, *routing[1:]).wait()
     assert (rows.overflow is None) == (num_ranks == 1)
@@ -155,18 +140,9 @@ def test_a_pair_of_no_expert_adds_nothing() -> None:
     ids[1], ids[3, 0] = -1, -1
     weights[ids < 0] = torch.nan
     exact = hidden * ((ids + 1) * weights.nan_to_num(0.0)).sum(-1, keepdim=True)
-    for dispatcher in (
-        LocalDispatcher(NUM_EXPERTS, RankGroup()),
-        ReplicatedDispatcher(NUM_EXPERTS, RankGroup()),
-        GatheredDispatcher(NUM_EXPERTS, 0, RankGroup()),
-        AllToAllDispatcher(NUM_EXPERTS, RankGroup()),
-    ):
+    for dispatcher in one_rank(PLAIN):
         torch.testing.assert_close(run(dispatcher, (hidden, ids, weights)), exact)
-    for fp8_dispatcher in (
-        AlignedDispatcher(KERNELS, ALL, RankGroup()),
-        GatheredFp8Dispatcher(KERNELS, ALL, RankGroup()),
-        AllToAllDispatcher(NUM_EXPERTS, RankGroup(), KERNELS),
-    ):
+    for fp8_dispatcher in one_rank(FP8):
         actual = run_fp8(fp8_dispatcher, (hidden, ids, weights), None)
         torch.testing.assert_close(actual.float(), exact, rtol=0.1, atol=0.3)
         assert not actual[1].any()
@@ -185,14 +161,11 @@ def test_routing_travels_as_one_message(seed: int, num_tokens: int) -> None:
 @given(seed=st.integers(0, 1000), num_ranks=st.sampled_from([2, 4]))
 def test_replicated_ranks_add_up(seed: int, num_ranks: int) -> None:
     routing, share = draw_routing(seed, 11), NUM_EXPERTS // num_ranks
-    parts = [
-        run(
-            ReplicatedDispatcher(share, SilentGroup(rank=rank, size=num_ranks)),
-            routing,
-            first=rank * share,
-        )
-        for rank in range(num_ranks)
-    ]
+    parts = []
+    for rank in range(num_ranks):
+        own = ExpertShare(first=rank * share, num_local=share, num_ranks=num_ranks)
+        group = SilentGroup(rank=rank, size=num_ranks)
+        parts.append(run(LocalDispatcher(PlainRows(own), group), routing, first=own.first))
     torch.testing.assert_close(sum(parts), expected(routing))
 
 
@@ -201,29 +174,9 @@ def test_sum_is_made_in_float32() -> None:
     ids = torch.arange(8).unsqueeze(0)
     weights = torch.full((1, 8), 2.0**-9)
     own = torch.ones(1, 4, dtype=torch.bfloat16)
-    dispatcher = LocalDispatcher(8, RankGroup())
+    dispatcher = LocalDispatcher(PLAIN, RankGroup())
     rows, handle = dispatcher.start_dispatch(hidden, ids, weights).wait()
     out = dispatcher.start_combine(rows.rows_MD, handle, Ready(own)).wait()
     # Each 2^-9 alone would round away beside 1 in bf16; together they are 2^-6.
     assert out.dtype == torch.bfloat16
     assert out[0, 0].item() == 1 + 2.0**-6
-
-
-@pytest.mark.parametrize(
-    ("dims", "plain", "fp8"),
-    [
-        (ParallelDims(), LocalDispatcher, AlignedDispatcher),
-        (ParallelDims(tp=2), LocalDispatcher, AlignedDispatcher),
-        (ParallelDims(dp=2), LocalDispatcher, AlignedDispatcher),
-        (ParallelDims(tp=2, ep=2), ReplicatedDispatcher, AlignedDispatcher),
-        (ParallelDims(dp=2, ep=2), AllToAllDispatcher, AllToAllDispatcher),
-    ],
-)
-def test_choice(dims: ParallelDims, plain: type, fp8: type) -> None:
-    groups = ProcessGroups(dims=dims)
-    assert type(create_dispatcher(groups, 4)) is plain
-    assert type(create_dispatcher(groups, 4, KERNELS)) is fp8
-    scattered = create_dispatcher(groups, 4, scattered_over=groups.tp_group)
-    assert type(scattered) is GatheredDispatcher
-    scattered = create_dispatcher(groups, 4, KERNELS, scattered_over=groups.tp_group)
-    assert type(scattered) is GatheredFp8Dispatcher

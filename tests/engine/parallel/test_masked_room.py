@@ -2,11 +2,12 @@
 
 import pytest
 
+from engine.kernels.masked_rows import MaskedRoom
 from engine.kernels.portable import PortableKernels
 from engine.parallel.groups import RankGroup
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
-from engine.parallel.masked_room import MaskedRoom, MaskingDispatcher
+from engine.parallel.token_dispatcher import MaskingDispatcher
 
 KERNELS = PortableKernels(has_fp8=True)
 DISPATCHERS: dict[str, MaskingDispatcher] = {

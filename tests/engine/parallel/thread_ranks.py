@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from engine.parallel.deferred import Deferred
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
-from engine.parallel.pending import Pending
+from engine.parallel.pending import Deferred, Pending
 
 T = TypeVar("T")
 

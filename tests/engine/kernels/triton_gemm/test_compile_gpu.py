@@ -20,7 +20,7 @@ from engine.kernels.torch_attention import TorchAttention
 from engine.kernels.triton_gemm.candidates import candidates, shared_memory
 from engine.kernels.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from engine.kernels.triton_gemm.tiles import ProductShape, RowLayout
-from engine.parallel.token_dispatcher import AlignedRows
+from engine.parallel.expert_rows import AlignedRows
 from tests.engine.elsewhere import Elsewhere, compiling_only
 from tests.engine.triton_device import IS_INTERPRETED
 
@@ -97,11 +97,11 @@ def run_every_operation(limits: DeviceLimits) -> None:
     rotation = Rotation(cos=torch.zeros(4, 32), sin=torch.zeros(4, 32))
     rows = kernels.quantize_rows(bf16(4, 256))
     places, masked = (
-        kernels.align_to_experts(ids, 0, 2, 128),
-        kernels.mask_to_experts(ids, 0, 2, 128),
+        kernels.moe_align_block_size(ids, 0, 2, 128),
+        kernels.moe_align_masked(ids, 0, 2, 128),
     )
-    spread = AlignedRows.spread(kernels, rows, places)
-    in_runs = kernels.spread_masked_rows(rows, masked)
+    spread = AlignedRows.permute(kernels, rows, places)
+    in_runs = kernels.permute_masked_rows(rows, masked)
     kernels.rms_norm(bf16(4, 256), bf16(256), 1e-6)
     kernels.add_rms_norm(bf16(4, 256), bf16(4, 256), bf16(256), 1e-6)
     for delta in (None, bf16(4, 256)):
@@ -109,7 +109,7 @@ def run_every_operation(limits: DeviceLimits) -> None:
     kernels.fp8_linear(rows, w13[0][0], w13[1][0])
     kernels.silu_and_mul_fp8(bf16(4, 512))
     out = kernels.grouped_fp8_mlp(spread.rows, spread.expert_M, w13, w2, spread.overflow)
-    kernels.gather_rows(out, places, torch.zeros(4, 2), None)
+    kernels.unpermute_rows(out, places, torch.zeros(4, 2), None)
     kernels.masked_fp8_mlp(in_runs, w13, w2)
     kernels.rotate_queries(bf16(4, 8, 192), rotation)
     cache, slots = bf16(2, 64, 576), torch.zeros(4, dtype=torch.int64)

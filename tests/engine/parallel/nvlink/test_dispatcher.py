@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from engine.kernels.fp8_rows import Fp8Rows
-from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
+from engine.kernels.masked_rows import MaskedPlaces, MaskedRoom, MaskedRows
 from engine.kernels.portable import PortableKernels
-from engine.parallel.masked_room import MaskedRoom, MaskingDispatcher
 from engine.parallel.nvlink.buffer import NvlinkBuffer, ReceivedRows
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
 from engine.parallel.nvlink.shape import NvlinkShape
+from engine.parallel.token_dispatcher import MaskingDispatcher
 from runtime.errors import InternalError
 
 SHAPE = NvlinkShape(num_ranks=2, num_experts=8, max_tokens_per_rank=64, hidden_size=256, top_k=2)
@@ -86,7 +86,6 @@ def test_rows_that_are_quantised_are_sent_as_they_are() -> None:
     dispatcher.start_dispatch(rows, *routing(3))
     assert recorder.rows is rows
     assert dispatcher.takes_fp8
-    assert dispatcher.takes_turns
 
 
 def test_a_sending_follows_the_receiving_before_it() -> None:

@@ -117,7 +117,7 @@ def test_many_steps(sizes: tuple[int, int, int, int]) -> None:
         assert window.state.tolist() == [2 * num_steps] * 2
 
 
-def test_two_micro_batches_take_turns() -> None:
+def test_dispatches_and_combines_come_in_any_order() -> None:
     shape = shape_of(3, 12, 5)
     world = OneDevice(shape)
     batches = [[draw_tokens(shape, count) for count in draw_counts(shape)] for _ in range(2)]

@@ -1,41 +1,51 @@
-"""Which dispatcher is opened: NVLink or DeepEP where they run, else gathered; and refusals."""
+"""Which dispatcher is chosen, line by line of the table; what is opened and closed; refusals."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from bench.shapes import DEEPSEEK_V3, TINY
 from engine.kernels.portable import PortableKernels
 from engine.parallel import deep_ep
+from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
+from engine.parallel.choose_dispatcher import (
+    DispatcherKind,
+    OpenDispatcher,
+    RankExperts,
+    choose_dispatcher,
+)
 from engine.parallel.deep_ep_low_latency_dispatcher import DeepEPLowLatencyDispatcher
 from engine.parallel.deep_ep_normal_dispatcher import DeepEPNormalDispatcher
 from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
 from engine.parallel.dims import ParallelDims
+from engine.parallel.gathered_dispatcher import GatheredDispatcher
 from engine.parallel.groups import ProcessGroups, RankGroup
+from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.parallel.nvlink import open as nvlink
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
 from engine.parallel.nvlink.shape import NvlinkShape
-from engine.parallel.open_dispatcher import (
-    DispatcherKind,
-    OpenDispatcher,
-    RankExperts,
-    open_decode_dispatcher,
-    open_prefill_dispatcher,
-)
 from runtime.errors import ConfigError
 from tests.engine.parallel.fake_ranks import SilentGroup
 
 AUTO, DEEP_EP = DispatcherKind.AUTO, DispatcherKind.DEEP_EP
-GATHERED, LOOPBACK = DispatcherKind.GATHERED, DispatcherKind.LOOPBACK
-NVLINK = DispatcherKind.NVLINK
+GATHERED, NVLINK = DispatcherKind.GATHERED, DispatcherKind.NVLINK
+COLLECTIVES = DispatcherKind.COLLECTIVES
+GPU = torch.device("cuda")
 
 
 def experts(size: int = 8, **changes: Any) -> RankExperts:
     groups = ProcessGroups(dims=ParallelDims(dp=size, ep=size), ep_group=SilentGroup(size=size))
-    values = {"config": DEEPSEEK_V3, "kernels": PortableKernels(has_fp8=True), "groups": groups}
+    values = {
+        "config": DEEPSEEK_V3,
+        "kernels": PortableKernels(has_fp8=True),
+        "groups": groups,
+        "device": GPU,
+    }
     return RankExperts(**(values | changes))
 
 
@@ -69,15 +79,79 @@ def _refuse(*_: object, **__: object) -> None:
     raise ConfigError("dispatcher", "nvlink", "there is no GPU, or no Triton", "gathered")
 
 
-def decode(kind: DispatcherKind, parts: RankExperts, **more: int) -> OpenDispatcher | None:
-    return open_decode_dispatcher(kind, parts, **({"max_tokens_per_rank": 128} | more))
+def decode(kind: DispatcherKind, parts: RankExperts, **more: int) -> OpenDispatcher:
+    return choose_dispatcher(parts, kind, **({"max_tokens_per_rank": 128} | more))
+
+
+@pytest.mark.parametrize(
+    ("dims", "kind"),
+    [
+        (ParallelDims(), LocalDispatcher),
+        (ParallelDims(tp=2), LocalDispatcher),
+        (ParallelDims(dp=2), LocalDispatcher),
+        (ParallelDims(tp=2, ep=2), LocalDispatcher),
+        (ParallelDims(dp=2, ep=2), AllToAllDispatcher),
+    ],
+)
+@pytest.mark.parametrize("has_fp8", [False, True])
+def test_collectives_fit_the_axes(dims: ParallelDims, kind: type, has_fp8: bool) -> None:
+    groups = ProcessGroups(
+        dims=dims,
+        tp_group=SilentGroup(size=dims.tp),
+        ep_group=SilentGroup(rank=dims.ep_rank, size=dims.ep),
+    )
+    parts = experts(groups=groups, kernels=PortableKernels(has_fp8=has_fp8))
+    scattered = replace(parts, scatter_tokens=True)
+    for wanted in (COLLECTIVES, AUTO):
+        own = choose_dispatcher(parts, wanted).dispatcher
+        assert type(own) is kind
+        assert type(choose_dispatcher(scattered, wanted).dispatcher) is GatheredDispatcher
+        assert own.takes_fp8 == has_fp8
+    on_cpu = replace(parts, device=torch.device("cpu"))
+    assert type(decode(AUTO, on_cpu).dispatcher) is kind
+
+
+def test_slices_of_an_expert_in_fp8_are_whole_blocks() -> None:
+    """What tp cuts out of 2048 columns is no multiple of 128 on 32 ranks."""
+    for tp, are_fp8 in (16, True), (32, False):
+        groups = ProcessGroups(dims=ParallelDims(tp=tp), tp_group=SilentGroup(size=tp))
+        assert experts(groups=groups).are_fp8 == are_fp8
+        assert choose_dispatcher(experts(groups=groups)).dispatcher.takes_fp8 == are_fp8
+
+
+def test_the_experts_of_a_rank() -> None:
+    groups = ProcessGroups(
+        dims=ParallelDims(dp=8, ep=8, rank=3), ep_group=SilentGroup(rank=3, size=8)
+    )
+    share = experts(groups=groups, num_physical_experts=288).share
+    assert (share.first, share.num_local, share.num_ranks) == (108, 36, 8)
+    assert experts(groups=groups).share.first == 96
+
+
+def test_what_was_chosen_is_told_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for choose, told in (
+        (
+            lambda: choose_dispatcher(experts(), COLLECTIVES),
+            "AllToAllDispatcher wanted=collectives",
+        ),
+        (lambda: decode(AUTO, experts(kernels=PortableKernels())), "weights are not FP8"),
+        (lambda: decode(AUTO, experts(device=torch.device("cpu"))), "the device is a CPU"),
+        (lambda: decode(AUTO, experts(1)), "the rank is alone"),
+        (lambda: decode(GATHERED, experts()), "MaskedGatheredDispatcher wanted=gathered"),
+        (lambda: decode(AUTO, experts()), "nothing else runs here"),
+        (lambda: decode(AUTO, experts(1), played_ranks=8), "one of 8 ranks is played"),
+        (lambda: choose_dispatcher(experts()), "nothing else runs here"),
+    ):
+        caplog.clear()
+        choose()
+        assert told in caplog.text
 
 
 @pytest.mark.usefixtures("no_nvlink")
 def test_deep_ep_where_it_runs() -> None:
     for kind in (AUTO, DEEP_EP):
         opened = decode(kind, experts(num_physical_experts=288))
-        assert opened is not None
         assert isinstance(opened.dispatcher, DeepEPLowLatencyDispatcher)
         buffer = opened.dispatcher._buffer
         assert buffer.shape == LowLatencyShape(
@@ -85,24 +159,33 @@ def test_deep_ep_where_it_runs() -> None:
         )
         opened.close()
         assert buffer.is_closed  # type: ignore[attr-defined]
-        opened = open_prefill_dispatcher(kind, experts(), num_sms=24)
-        assert opened is not None
+        opened = choose_dispatcher(experts(), kind, num_sms=24)
         assert isinstance(opened.dispatcher, DeepEPNormalDispatcher)
         assert opened.dispatcher.comm_sms == 24
         opened.close()
 
 
+@pytest.mark.usefixtures("installed")
+def test_nothing_is_opened_for_a_cpu_or_by_collectives() -> None:
+    on_cpu = experts(device=torch.device("cpu"))
+    for opened in (
+        decode(AUTO, on_cpu),
+        choose_dispatcher(on_cpu),
+        choose_dispatcher(experts(), COLLECTIVES),
+    ):
+        assert isinstance(opened.dispatcher, AllToAllDispatcher)
+
+
 def test_gathered_where_it_does_not(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         opened = decode(AUTO, experts())
-    assert opened is not None
     assert isinstance(opened.dispatcher, MaskedGatheredDispatcher)
     assert "not installed" in caplog.text
     opened.close()
-    assert open_prefill_dispatcher(AUTO, experts()) is None
+    assert isinstance(choose_dispatcher(experts()).dispatcher, AllToAllDispatcher)
     for refused in (
         lambda: decode(DEEP_EP, experts()),
-        lambda: open_prefill_dispatcher(DEEP_EP, experts()),
+        lambda: choose_dispatcher(experts(), DEEP_EP),
     ):
         with pytest.raises(ConfigError) as caught:
             refused()
@@ -113,10 +196,9 @@ def test_gathered_where_it_does_not(caplog: pytest.LogCaptureFixture) -> None:
 def test_sizes_that_deep_ep_does_not_take(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         opened = decode(AUTO, experts(config=TINY))
-    assert opened is not None
     assert isinstance(opened.dispatcher, MaskedGatheredDispatcher)
     assert "hidden_size" in caplog.text
-    assert open_prefill_dispatcher(AUTO, experts(16)) is None
+    assert isinstance(choose_dispatcher(experts(16)).dispatcher, AllToAllDispatcher)
     with pytest.raises(ConfigError, match="hidden_size"):
         decode(DEEP_EP, experts(config=TINY))
     # A constant that the buffers cannot have is a mistake, also where it would not be used.
@@ -126,26 +208,29 @@ def test_sizes_that_deep_ep_does_not_take(caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.usefixtures("installed")
 def test_a_rank_alone_needs_no_transfer() -> None:
-    opened = decode(AUTO, experts(1))
-    assert opened is not None
-    assert isinstance(opened.dispatcher, MaskedGatheredDispatcher)
+    assert isinstance(decode(AUTO, experts(1)).dispatcher, MaskedGatheredDispatcher)
 
 
 @pytest.mark.usefixtures("installed")
 def test_by_name() -> None:
-    opened = decode(GATHERED, experts())
-    assert opened is not None
-    assert isinstance(opened.dispatcher, MaskedGatheredDispatcher)
-    opened = decode(LOOPBACK, experts(), played_ranks=8)
-    assert opened is not None
-    assert isinstance(opened.dispatcher, LoopbackMaskedDispatcher)
+    assert isinstance(decode(GATHERED, experts()).dispatcher, MaskedGatheredDispatcher)
+    on_cpu = experts(device=torch.device("cpu"))
+    assert isinstance(decode(GATHERED, on_cpu).dispatcher, MaskedGatheredDispatcher)
+
+
+@pytest.mark.parametrize("device", [GPU, torch.device("cpu")])
+def test_a_measurement_plays_one_of_many(device: torch.device) -> None:
+    played = decode(AUTO, experts(1, device=device), played_ranks=8)
+    assert isinstance(played.dispatcher, LoopbackMaskedDispatcher)
+    prefill = choose_dispatcher(experts(1, device=device), played_ranks=8)
+    assert isinstance(prefill.dispatcher, LocalDispatcher), "prefill has a real share of the ranks"
 
 
 @pytest.mark.usefixtures("installed")
 def test_experts_that_are_not_fp8() -> None:
     parts = experts(kernels=PortableKernels())
-    assert decode(AUTO, parts) is None
-    assert open_prefill_dispatcher(AUTO, parts) is None
+    for opened in (decode(AUTO, parts), choose_dispatcher(parts)):
+        assert isinstance(opened.dispatcher, AllToAllDispatcher)
     with pytest.raises(ConfigError, match="FP8"):
         decode(GATHERED, parts)
 
@@ -153,7 +238,6 @@ def test_experts_that_are_not_fp8() -> None:
 @pytest.mark.usefixtures("installed")
 def test_nvlink_by_name() -> None:
     opened = decode(NVLINK, experts(num_physical_experts=288), max_tokens_per_rank=100)
-    assert opened is not None
     assert isinstance(opened.dispatcher, NvlinkDispatcher)
     buffer = opened.dispatcher._buffer
     assert buffer.shape == NvlinkShape(
@@ -167,12 +251,9 @@ def test_nvlink_by_name() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_nvlink_is_tried_first(caplog: pytest.LogCaptureFixture) -> None:
-    opened = decode(AUTO, experts())
-    assert opened is not None
-    assert isinstance(opened.dispatcher, NvlinkDispatcher)
+    assert isinstance(decode(AUTO, experts()).dispatcher, NvlinkDispatcher)
     with caplog.at_level(logging.WARNING):
         opened = decode(AUTO, experts(16))
-    assert opened is not None
     assert isinstance(opened.dispatcher, DeepEPLowLatencyDispatcher)
     assert "NVLink" in caplog.text
 

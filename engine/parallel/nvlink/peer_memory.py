@@ -16,7 +16,6 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from engine.parallel.groups import RankGroup
-from engine.parallel.symmetric_driver import SymmetricHandle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +25,12 @@ class PeerMemory:
     Attributes:
         buffer: of this rank, uint8.
         addresses: of each rank's buffer, as this GPU sees it.
-        handle: of the library; the mapping lasts as long as it.
+        handle: of the library, opaque; the mapping lasts as long as it.
     """
 
     buffer: Tensor
     addresses: list[int]
-    handle: SymmetricHandle
+    handle: object
 
 
 def map_peer_memory(

@@ -1,0 +1,102 @@
+"""Tokens at their experts: rows of this rank's experts, in one of three layouts.
+
+What a dispatch returns. Rows know the grouped GEMMs that take their layout (`mlp`), so nobody asks
+which one it is. The third layout, for decode, is `engine.kernels.masked_rows`.
+
+Legend: D hidden size, F expert width, L local experts, M rows received by them (a token counts once
+for each of its local experts), C rows before the capacity.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kernels.alignment import Alignment, Overflow
+from engine.kernels.base import Kernels
+from engine.kernels.expert_matrix import ExpertMatrix
+from engine.kernels.fp8_rows import Activation, Fp8Rows
+
+
+class Rows(Protocol):
+    """Rows of any layout: `ExpertRows`, `AlignedRows` or `MaskedRows`."""
+
+    def mlp(self, kernels: Kernels, w13: ExpertMatrix, w2: ExpertMatrix) -> Tensor:
+        """Run the experts over their rows.
+
+        Args:
+            kernels: of the rank.
+            w13: [L, 2F, D], gate over up.
+            w2: [L, D, F], in the same format.
+
+        Returns:
+            [M, D] in the order of the rows; [L, M, D] in the masked layout.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRows:
+    """Rows in the compute dtype, in the contiguous layout: sorted by local expert.
+
+    Attributes:
+        rows_MD: [M, D], M may be 0.
+        num_rows_per_expert: L counts that sum to M.
+    """
+
+    rows_MD: Tensor
+    num_rows_per_expert: list[int]
+
+    def mlp(self, kernels: Kernels, w13: ExpertMatrix, w2: ExpertMatrix) -> Tensor:
+        """See `Rows`."""
+        return kernels.grouped_mlp(self.rows_MD, self.num_rows_per_expert, w13.weight, w2.weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlignedRows:
+    """Rows in FP8, in the layout of `engine.kernels.alignment`.
+
+    Attributes:
+        rows: [C, D], those before the capacity.
+        expert_M: [M] int32, local expert of each row, -1 for none; M is exact or an upper bound.
+        overflow: the rows behind the capacity; None where C is M.
+    """
+
+    rows: Fp8Rows
+    expert_M: Tensor
+    overflow: Overflow | None = None
+
+    @classmethod
+    def permute(cls, kernels: Kernels, rows: Fp8Rows, alignment: Alignment) -> "AlignedRows":
+        """Copy each of `rows` to its places before the capacity; others are read as they are."""
+        places = alignment.overflow
+        return cls(
+            rows=kernels.permute_rows(rows, alignment),
+            expert_M=alignment.expert_M,
+            overflow=None if places is None else Overflow(source=rows, places=places),
+        )
+
+    def mlp(self, kernels: Kernels, w13: ExpertMatrix, w2: ExpertMatrix) -> Tensor:
+        """See `Rows`; bfloat16."""
+        if not self.expert_M.shape[0]:
+            return torch.empty_like(self.rows.data_TK, dtype=torch.bfloat16)
+        return kernels.grouped_fp8_mlp(
+            self.rows,
+            self.expert_M,
+            w13.quantized_pair(),
+            w2.quantized_pair(),
+            overflow=self.overflow,
+        )
+
+
+def plain(hidden: Activation) -> Tensor:
+    """Return rows in the compute dtype, for whoever carries nothing else."""
+    assert isinstance(hidden, Tensor)
+    return hidden
+
+
+def quantized(hidden: Activation) -> Fp8Rows:
+    """Return FP8 rows, for whoever carries nothing else."""
+    assert isinstance(hidden, Fp8Rows)
+    return hidden
