@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import boot
+from engine.boot import rank
 from engine.boot.kv_size import measure_memory
 from engine.boot.rank import BootedRank, boot_rank
 from engine.layers.mla import MLA
@@ -53,7 +53,7 @@ def test_weights_of_absorbed_attention_are_made_before_memory_is_measured(
         are_made.extend(layer._up_weight is not None for layer in layers)
         return measure_memory(section, model, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(boot, "measure_memory", measure)
+    monkeypatch.setattr(rank, "measure_memory", measure)
     booted = boot_role(role, tmp_path)
     assert are_made
     assert all(are_made)
@@ -95,9 +95,9 @@ def test_a_rehearsed_step_without_memory_names_what_to_lower(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     runner = boot_role("prefill", tmp_path).runner
-    monkeypatch.setattr(boot, "rehearse", run_out)
+    monkeypatch.setattr(rank, "rehearse", run_out)
     monkeypatch.setattr(type(runner.kv_pool), "device", torch.device("cuda"))
     monkeypatch.setattr(runner, "run_dummy", lambda: None)
     with pytest.raises(ConfigError, match="the largest step") as caught:
-        boot._rehearse(runner, section, 64, sums, follows=False)
+        rank._rehearse(runner, section, 64, sums, follows=False)
     assert (caught.value.path, caught.value.fix) == (path, fix)

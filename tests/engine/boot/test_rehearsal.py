@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.shapes import DEEPSEEK_V3
-from engine import kv_size
+from engine.boot import kv_size
 from engine.boot.build import build_kv_pool, build_model
 from engine.boot.kv_size import (
     agree_on_least,
