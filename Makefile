@@ -46,7 +46,7 @@ down: install
 	$(BIN)/tandem down $(if $(CONFIG),--config $(CONFIG))
 
 test: install-dev
-	$(BIN)/python -m pytest -q $(BESIDE)
+	$(BIN)/python -m pytest -q $(BESIDE) --durations 25 --durations-min 8
 
 cluster-test: install-dev
 	$(BIN)/python -m pytest -q $(BESIDE) -m cluster
