@@ -15,10 +15,10 @@ from typing import Final
 import torch
 
 from engine.boot_experts import open_transfers
-from engine.config import ModelConfig
 from engine.execution import Execution
 from engine.kernels.base import Kernels
 from engine.micro_batches import OverlapRule
+from engine.model.spec import CommonConfig
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.symmetric import SymmetricGroup, SymmetricOptions, open_symmetric_group
@@ -58,7 +58,7 @@ class OpenExecution:
 
 def open_execution(
     section: PrefillSection | DecodeSection,
-    config: ModelConfig,
+    config: CommonConfig,
     groups: ProcessGroups,
     *,
     kernels: Kernels,
@@ -170,7 +170,7 @@ def launches_dependently(section: DecodeSection) -> bool:
 
 def _open_symmetric(
     section: PrefillSection,
-    config: ModelConfig,
+    config: CommonConfig,
     groups: ProcessGroups,
     kernels: Kernels,
     device: torch.device,

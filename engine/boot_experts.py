@@ -9,8 +9,8 @@ import math
 
 import torch
 
-from engine.config import ModelConfig
 from engine.kernels.base import Kernels
+from engine.model.spec import CommonConfig, num_expert_slots, num_experts
 from engine.parallel.deep_ep_shape import ROW_TILE
 from engine.parallel.dims import ParallelDims
 from engine.parallel.expert_balance import balance_experts
@@ -29,7 +29,7 @@ from runtime.errors import ConfigError
 
 def place_experts(
     section: PrefillSection | DecodeSection,
-    config: ModelConfig,
+    config: CommonConfig,
     dims: ParallelDims,
     device: torch.device,
 ) -> ExpertPlacement:
@@ -41,18 +41,18 @@ def place_experts(
         ConfigError: the ranks cannot split the model, or hold equally many experts.
     """
     num_redundant = section.num_redundant_experts if isinstance(section, DecodeSection) else 0
-    num_experts = config.n_routed_experts
-    num_slots = num_experts + num_redundant
+    num_logical = num_experts(config)
+    num_slots = num_expert_slots(config, num_redundant)
     dims.check_model(config, num_physical_experts=num_slots)
     if not num_redundant:
-        return ExpertPlacement.identity(num_experts, device)
-    slots = balance_experts([1.0] * num_experts, num_slots=num_slots, num_ranks=dims.ep)
-    return ExpertPlacement.from_physical(slots, num_experts, device=device)
+        return ExpertPlacement.identity(num_logical, device)
+    slots = balance_experts([1.0] * num_logical, num_slots=num_slots, num_ranks=dims.ep)
+    return ExpertPlacement.from_physical(slots, num_logical, device=device)
 
 
 def open_transfers(
     section: PrefillSection | DecodeSection,
-    config: ModelConfig,
+    config: CommonConfig,
     groups: ProcessGroups,
     kernels: Kernels,
     placement: ExpertPlacement,
@@ -79,10 +79,11 @@ def open_transfers(
         ConfigError: a step may bring more tokens than the ranks make room for, or the dispatcher
             that is asked for does not run here.
     """
-    if (section.device == "cpu" and not played_ranks) or not config.num_moe_layers:
+    model = config.experts
+    if (section.device == "cpu" and not played_ranks) or model is None or not model.num_moe_layers:
         return None
     experts = RankExperts(
-        config=config,
+        config=model,
         groups=groups,
         kernels=kernels,
         num_physical_experts=placement.num_physical_experts,

@@ -181,7 +181,8 @@ def layout_of(kv_pool: KVPool) -> KVLayout:
         dtype=KVDtype(str(kv_pool.dtype).removeprefix("torch.")),
         block_size=kv_pool.block_size,
         num_layers=kv_pool.num_layers,
-        latent_dim=kv_pool.latent_dim,
+        num_heads=kv_pool.kv_spec.num_heads,
+        head_width=kv_pool.kv_spec.head_width,
     )
 
 

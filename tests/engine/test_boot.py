@@ -99,5 +99,5 @@ def test_a_rehearsed_step_without_memory_names_what_to_lower(
     monkeypatch.setattr(type(runner.kv_pool), "device", torch.device("cuda"))
     monkeypatch.setattr(runner, "run_dummy", lambda: None)
     with pytest.raises(ConfigError, match="the largest step") as caught:
-        boot._rehearse(runner, section, 64, sums, follows=False)
+        boot._rehearse(runner, runner.model, section, 64, sums, follows=False)
     assert (caught.value.path, caught.value.fix) == (path, fix)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kv_transfer.layout import KVDtype, KVLayout
 from kv_transfer.plan import Write, plan_writes, share_of_part
 
-LAYOUT = KVLayout(dtype=KVDtype.FLOAT8_E4M3, block_size=1, num_layers=4, latent_dim=2)
+LAYOUT = KVLayout(dtype=KVDtype.FLOAT8_E4M3, block_size=1, num_layers=4, head_width=2)
 NUM_BLOCKS = 24
 
 block_lists = st.integers(0, NUM_BLOCKS).flatmap(

@@ -197,7 +197,7 @@ def load(
         kernels=kernels,
         execution=execution,
     )
-    model.prepare_absorption()
+    model.prepare()
     yield model, counting
     close()
 
