@@ -1,6 +1,6 @@
 """The architectures that are served: the one place that names them all.
 
-A new one is a `ModelSpec` in a file of its own and a line here.
+A new one is a `ModelSpec` in a file of its own and a line here (docs/adr/0016-models.md).
 """
 
 from collections.abc import Mapping
@@ -9,10 +9,13 @@ from typing import Final
 
 from engine.hf_config.content import read_content
 from engine.model.deepseek_v3_spec import DEEPSEEK_V3
+from engine.model.llama_spec import LLAMA
 from engine.model.spec import CommonConfig, ModelSpec
 from runtime.errors import ConfigError
 
-MODEL_SPECS: Final[Mapping[str, ModelSpec]] = {spec.architecture: spec for spec in (DEEPSEEK_V3,)}
+MODEL_SPECS: Final[Mapping[str, ModelSpec]] = {
+    spec.architecture: spec for spec in (DEEPSEEK_V3, LLAMA)
+}
 """By architecture."""
 
 
