@@ -21,9 +21,9 @@ from torch import Tensor
 
 from engine.batch import build_forward_batch
 from engine.boot.build import build_kv_pool, build_model
-from engine.config import ModelConfig
 from engine.generate import generate
-from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.model.registry import find_spec
+from engine.model.spec import CommonConfig, ServedModel
 from engine.request import Request, ScheduledRequest, num_blocks_for
 from runtime.errors import ConfigError
 from runtime.sampling import SamplingParams
@@ -126,7 +126,7 @@ def compare_with_transformers(
     return ParityReport(path=path, prompts=tuple(results))
 
 
-def _fitting_steps(config: ModelConfig, num_steps: int) -> int:
+def _fitting_steps(config: CommonConfig, num_steps: int) -> int:
     context = config.max_position_embeddings
     if context < 2:
         problem = "no room for a prompt and a token after it"
@@ -135,7 +135,7 @@ def _fitting_steps(config: ModelConfig, num_steps: int) -> int:
 
 
 def _draw_prompts(
-    config: ModelConfig, num_prompts: int, num_steps: int, seed: int
+    config: CommonConfig, num_prompts: int, num_steps: int, seed: int
 ) -> list[list[int]]:
     longest = max(1, config.max_position_embeddings - num_steps - 1)
     generator = torch.Generator().manual_seed(seed)
@@ -148,7 +148,7 @@ def _draw_prompts(
     ]
 
 
-def _prompt_logits(model: DeepseekV3ForCausalLM, prompt: list[int]) -> Tensor:
+def _prompt_logits(model: ServedModel, prompt: list[int]) -> Tensor:
     """Return our logits at every position of the prompt, [T, vocab_size]."""
     kv_pool = build_kv_pool(model, num_blocks_for(len(prompt), 64) + 1)
     request = Request(
@@ -156,7 +156,7 @@ def _prompt_logits(model: DeepseekV3ForCausalLM, prompt: list[int]) -> Tensor:
     )
     request.block_table = list(range(1, kv_pool.num_blocks))
     batch = build_forward_batch([ScheduledRequest(request, len(prompt))], kv_pool.block_size)
-    return model.compute_logits(model(batch, kv_pool))
+    return model.compute_logits(model.forward(batch, kv_pool))
 
 
 def load_theirs(path: Path) -> Any:
@@ -173,7 +173,9 @@ def load_theirs(path: Path) -> Any:
         ) from error
     fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
     quantization = fields.pop("quantization_config", None) or {}
-    config = transformers.DeepseekV3Config.from_dict(fields)
+    architecture = find_spec(fields).architecture
+    kind = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
+    config = kind.from_dict(fields)
     # Its faster products of experts take widths of whole 16 bytes only.
     config._experts_implementation = "eager"
     weights = _read_tensors(path, quantization.get("weight_block_size") or [128, 128])
@@ -182,7 +184,7 @@ def load_theirs(path: Path) -> Any:
         for name, weight in weights.items()
         if _layer_of(name) < config.num_hidden_layers
     }
-    theirs = transformers.DeepseekV3ForCausalLM.from_pretrained(
+    theirs = getattr(transformers, architecture).from_pretrained(
         None, config=config, state_dict=of_decoder, dtype=torch.float32
     )
     return theirs.eval()

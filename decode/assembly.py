@@ -217,7 +217,8 @@ def build_transfer_side(
         dtype=KVDtype(str(pool.dtype).removeprefix("torch.")),
         block_size=pool.block_size,
         num_layers=pool.num_layers,
-        latent_dim=pool.latent_dim,
+        num_heads=pool.kv_spec.num_heads,
+        head_width=pool.kv_spec.head_width,
     )
     return TransferSide(
         transport=transport,

@@ -18,7 +18,8 @@ from deploy.model_folder import with_model
 from deploy.plan import num_devices_needed, plan_instances
 from deploy.ports import free_ports, listen_at
 from deploy.ray_connection import FAR_AWAY, ray_host
-from engine.config import ModelConfig
+from engine.model.registry import read_config, spec_of
+from engine.model.spec import CommonConfig, num_expert_slots, num_experts
 from engine.parallel.dims import ParallelDims
 from kv_transfer.transports import expected_transport
 from runtime.config import ClusterConfig, ClusterSection
@@ -90,6 +91,8 @@ def check_config(config: ClusterConfig, *, num_devices: int) -> None:
     _check_data_ports(config)
     model = read_model(config)
     _check_files(config)
+    for role in ("prefill", "decode"):
+        spec_of(model).check_device(f"{role}.device", getattr(config, role).device)
     _check_parallel(config, model)
     plan_decode_memory(config, model)
     _check_lengths(config, model)
@@ -125,7 +128,7 @@ def count_devices_for(config: ClusterConfig) -> int:
     return count_devices()
 
 
-def read_model(config: ClusterConfig) -> ModelConfig:
+def read_model(config: ClusterConfig) -> CommonConfig:
     """The shape of the model that ``config``, resolved, names.
 
     Raises:
@@ -133,7 +136,7 @@ def read_model(config: ClusterConfig) -> ModelConfig:
     """
     path = config.model.path
     try:
-        return ModelConfig.from_dir(path)
+        return read_config(path)
     except ConfigError as error:
         if error.path.startswith("model."):
             raise
@@ -179,12 +182,11 @@ def _check_files(config: ClusterConfig) -> None:
             raise ConfigError("model.path", str(folder), f"holds no {pattern}", fix)
 
 
-def _check_parallel(config: ClusterConfig, model: ModelConfig) -> None:
+def _check_parallel(config: ClusterConfig, model: CommonConfig) -> None:
     prefill, decode = config.prefill, config.decode
-    experts = model.n_routed_experts
     for section, num_slots in (
-        (prefill, experts),
-        (decode, experts + decode.num_redundant_experts),
+        (prefill, num_experts(model)),
+        (decode, num_expert_slots(model, decode.num_redundant_experts)),
     ):
         try:
             ParallelDims.of(section).check_model(model, num_physical_experts=num_slots)
@@ -193,7 +195,7 @@ def _check_parallel(config: ClusterConfig, model: ModelConfig) -> None:
             raise ConfigError(field, value, error.problem, error.fix) from error
 
 
-def _check_lengths(config: ClusterConfig, model: ModelConfig) -> None:
+def _check_lengths(config: ClusterConfig, model: CommonConfig) -> None:
     most = model.max_position_embeddings
     wanted = config.model.max_model_len
     if wanted > most:

@@ -7,8 +7,8 @@ is started, and no GPU is asked.
 from __future__ import annotations
 
 from deploy.decode_budget import DecodeBudget, DecodePlan, divide_memory
-from engine.config import ModelConfig
 from engine.graphs.buckets import batch_buckets
+from engine.model.spec import CommonConfig
 from runtime.config import ClusterConfig, DecodeSection
 from runtime.errors import ConfigError
 
@@ -22,8 +22,9 @@ _FIELDS = {
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1}
 
 
-def plan_decode_memory(config: ClusterConfig, model: ModelConfig) -> DecodeBudget | None:
-    """Divide the memory of a decode rank; None where ``decode.device_memory_gib`` is not given.
+def plan_decode_memory(config: ClusterConfig, model: CommonConfig) -> DecodeBudget | None:
+    """Divide the memory of a decode rank; None where ``decode.device_memory_gib`` is not given,
+    or the model has no experts.
 
     Args:
         config: of the cluster.
@@ -33,7 +34,8 @@ def plan_decode_memory(config: ClusterConfig, model: ModelConfig) -> DecodeBudge
         ConfigError: a rank does not fit; with the field's path, and what fits.
     """
     decode = config.decode
-    if decode.device != "cuda" or not decode.device_memory_gib:
+    experts = model.experts
+    if decode.device != "cuda" or not decode.device_memory_gib or experts is None:
         return None
     dtype = config.compute_dtype if decode.kv_dtype == "auto" else decode.kv_dtype
     plan = DecodePlan(
@@ -43,12 +45,12 @@ def plan_decode_memory(config: ClusterConfig, model: ModelConfig) -> DecodeBudge
         max_num_seqs=decode.max_num_seqs,
         by_nvlink=decode.dispatcher == "nvlink",
         block_size=decode.block_size,
-        latent_bytes=model.latent_dim * _ITEM_BYTES[dtype],
+        latent_bytes=model.kv_spec.width * _ITEM_BYTES[dtype],
         num_graphs=len(batch_buckets(decode.max_num_seqs)),
         device_bytes=int(decode.device_memory_gib * decode_share(decode) * 2**30),
     )
     try:
-        budget = divide_memory(model, plan)
+        budget = divide_memory(experts, plan)
     except ConfigError as error:
         path = _FIELDS.get(error.path, f"decode.{error.path}")
         raise ConfigError(path, error.value, error.problem, error.fix) from error

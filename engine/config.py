@@ -6,14 +6,23 @@ does not implement is refused here, by field and value, so that the model code n
 What each field of the file means, absent or null, is in `engine.hf_config`.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypedDict
 
+from engine.attention.kv_spec import KVSpec
+from engine.hf_config.content import read_content
 from engine.hf_config.fields import Fields
-from engine.hf_config.known import check_alike, check_served, one_name_each, unknown_fields
+from engine.hf_config.known import (
+    READ,
+    SERVED_VALUES,
+    WITHOUT_EFFECT,
+    check_alike,
+    check_served,
+    one_name_each,
+    unknown_fields,
+)
 from engine.hf_config.quantization import read_quantization
 from engine.hf_config.rope import read_rope
 from engine.yarn import YarnConfig
@@ -80,6 +89,21 @@ class ModelConfig:
         _check_routing(self)
 
     @property
+    def architecture(self) -> str:
+        """See `CommonConfig`."""
+        return ARCHITECTURE
+
+    @property
+    def experts(self) -> "ModelConfig":
+        """See `CommonConfig`."""
+        return self
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """One latent that all heads share, so every rank keeps it whole."""
+        return KVSpec.shared(self.latent_dim)
+
+    @property
     def latent_dim(self) -> int:
         """Numbers that a token leaves in the KV cache of one layer: kv_c and k_pe."""
         return self.kv_lora_rank + self.qk_rope_head_dim
@@ -98,6 +122,29 @@ class ModelConfig:
         """Layers that the KV pool must hold; an MTP layer has its own, after the others."""
         return self.num_hidden_layers + (self.num_nextn_predict_layers if with_mtp else 0)
 
+    def tp_sizes(self, *, whole_experts: bool) -> dict[str, int]:
+        """See `CommonConfig`."""
+        sizes = {"num_attention_heads": self.num_attention_heads}
+        if self.first_k_dense_replace > 0:
+            sizes["intermediate_size"] = self.intermediate_size
+        if self.num_moe_layers and self.n_shared_experts:
+            sizes["moe_intermediate_size x n_shared_experts"] = (
+                self.moe_intermediate_size * self.n_shared_experts
+            )
+        if self.num_moe_layers and not whole_experts:
+            sizes["moe_intermediate_size"] = self.moe_intermediate_size
+        return sizes
+
+    def describe(self) -> dict[str, str]:
+        """See `CommonConfig`."""
+        return {
+            "layers": f"{self.num_hidden_layers} ({self.first_k_dense_replace} dense), "
+            f"{self.num_nextn_predict_layers} MTP",
+            "attention": f"{self.num_attention_heads} heads, latent {self.latent_dim}",
+            "experts": f"{self.n_routed_experts} routed, top {self.num_experts_per_tok}, "
+            f"{self.n_shared_experts} shared, {self.n_group} groups",
+        }
+
     @classmethod
     def from_dir(cls, path: str | Path) -> "ModelConfig":
         """Read `config.json` of a checkpoint folder.
@@ -105,25 +152,7 @@ class ModelConfig:
         Raises:
             ConfigError: no such file, not JSON, another architecture, or an unsupported value.
         """
-        file = Path(path) / "config.json"
-        try:
-            fields = json.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(
-                "model.path",
-                str(path),
-                f"cannot read {file.name} ({error.strerror})",
-                "point it to a checkpoint folder that holds config.json and *.safetensors",
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(
-                "model.path", str(path), f"{file.name} is not JSON: {error}", "download it again"
-            ) from error
-        if not isinstance(fields, dict):
-            raise ConfigError(
-                "model.path", str(path), f"{file.name} is not an object", "download it again"
-            )
-        return cls.from_hf(fields)
+        return cls.from_hf(read_content(path))
 
     @classmethod
     def from_hf(cls, content: Mapping[str, object]) -> "ModelConfig":
@@ -137,7 +166,7 @@ class ModelConfig:
         """
         fields = Fields(one_name_each(content))
         _check_architecture(fields)
-        check_served(fields)
+        check_served(fields, SERVED_VALUES)
         context = fields.integer("max_position_embeddings")
         theta, yarn, idle = read_rope(fields, context)
         block_size, unquantized, idle_formats = read_quantization(fields)
@@ -149,7 +178,8 @@ class ModelConfig:
             check_alike(fields, "num_key_value_heads", sizes["num_attention_heads"], meaning)
         check_alike(fields, "head_dim", sizes["qk_rope_head_dim"], "it is qk_rope_head_dim")
         behaviour = _read_behaviour(fields)
-        idle += [*idle_formats, *unknown_fields(fields)]
+        unknown = unknown_fields(fields, READ, SERVED_VALUES, WITHOUT_EFFECT)
+        idle += [*idle_formats, *unknown]
         try:
             return cls(
                 **sizes,
@@ -268,7 +298,7 @@ def _check_architecture(fields: Fields) -> None:
     architectures, model_type = fields.get("architectures"), fields.get("model_type")
     if architectures and architectures != [ARCHITECTURE]:
         named = architectures[0] if isinstance(architectures, list) else architectures
-        problem = "this server knows one architecture"
+        problem = "another architecture"
         raise ConfigError("architectures", named, problem, f"use a {ARCHITECTURE} checkpoint")
     if model_type != MODEL_TYPE and not (architectures and "model_type" not in fields):
         problem = "another model type"

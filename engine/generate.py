@@ -12,8 +12,9 @@ from typing import Protocol
 
 import torch
 
-from engine.config import ModelConfig
+from engine.attention.kv_spec import KVSpec
 from engine.memory.kv_pool import KVPool
+from engine.model.spec import CommonConfig
 from engine.request import Request, ScheduledRequest, num_blocks_for
 from engine.runner import CausalModel, ModelRunner, StepResult
 from engine.sampling.inputs import validate_request
@@ -25,8 +26,13 @@ class GenerativeModel(CausalModel, Protocol):
     """A model that knows its own sizes."""
 
     @property
-    def config(self) -> ModelConfig:
+    def config(self) -> CommonConfig:
         """Sizes of the model."""
+        ...
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """What a token leaves in each layer on this rank."""
         ...
 
 
@@ -90,7 +96,7 @@ def generate(
             num_blocks,
             model.config.num_kv_layers(),
             block_size,
-            model.config.latent_dim,
+            model.kv_spec,
             dtype=kv_dtype,
             device=device,
         )
@@ -99,7 +105,7 @@ def generate(
     return outputs
 
 
-def _make_request(prompt: Sequence[int], params: SamplingParams, config: ModelConfig) -> Request:
+def _make_request(prompt: Sequence[int], params: SamplingParams, config: CommonConfig) -> Request:
     if not 0 < len(prompt) < config.max_position_embeddings:
         raise ValueError(
             f"a prompt has {len(prompt)} tokens; give 1..{config.max_position_embeddings - 1}"

@@ -1,6 +1,7 @@
 """How KV blocks lie in memory: page-major, so that a block of all layers is one contiguous run.
 
-``pool[num_blocks, num_layers, block_size, latent_dim]``. It is not the pool itself: only sizes and
+``pool[num_blocks, num_layers, num_heads, block_size, head_width]``, with one head where all heads
+share what is kept. It is not the pool itself: only sizes and
 offsets, which two workers compare at every claim. Layers are adjacent inside a block, so a range
 of layers is one run as well.
 """
@@ -9,11 +10,11 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from runtime.errors import LayoutMismatchError
 
-_LAYOUT_VERSION = 1
+_LAYOUT_VERSION = 2
 
 
 class KVDtype(enum.Enum):
@@ -40,11 +41,13 @@ class KVLayout:
     """Tokens of a block."""
     num_layers: int
     """Layers of the pool, the MTP layer included where there is one."""
-    latent_dim: int
-    """Elements per token and layer: kv_lora_rank + qk_rope_head_dim."""
+    num_heads: int = 1
+    """Key-value heads that are kept apart, of all ranks of an instance; 1 for a latent."""
+    head_width: int
+    """Elements of one of them per token and layer: of a latent all, else of key and value."""
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_layers", "latent_dim"):
+        for name in ("block_size", "num_layers", "num_heads", "head_width"):
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"KVLayout.{name} = {value}: must be at least 1")
@@ -52,7 +55,7 @@ class KVLayout:
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer of one block."""
-        return self.block_size * self.latent_dim * self.dtype.itemsize
+        return self.num_heads * self.block_size * self.head_width * self.dtype.itemsize
 
     @property
     def block_bytes(self) -> int:
@@ -64,12 +67,22 @@ class KVLayout:
         assert 0 <= layer <= self.num_layers, layer
         return layer * self.layer_bytes
 
+    def of_part(self, num_parts: int) -> KVLayout:
+        """The layout of one of ``num_parts`` peers that divide the heads.
+
+        Raises:
+            ValueError: they cannot have equally many.
+        """
+        if self.num_heads % num_parts:
+            raise ValueError(f"{self.num_heads} heads cannot be divided over {num_parts} parts")
+        return replace(self, num_heads=self.num_heads // num_parts)
+
     def describe(self) -> str:
         """The canonical text of this layout: what ``fingerprint`` hashes and ``parse`` reads."""
         return (
-            f"version={_LAYOUT_VERSION} order=block,layer,token,latent dtype={self.dtype.value} "
+            f"version={_LAYOUT_VERSION} order=block,layer,head,token dtype={self.dtype.value} "
             f"block_size={self.block_size} num_layers={self.num_layers} "
-            f"latent_dim={self.latent_dim}"
+            f"num_heads={self.num_heads} head_width={self.head_width}"
         )
 
     def fingerprint(self) -> str:
@@ -89,7 +102,8 @@ class KVLayout:
                 dtype=KVDtype(values["dtype"]),
                 block_size=int(values["block_size"]),
                 num_layers=int(values["num_layers"]),
-                latent_dim=int(values["latent_dim"]),
+                num_heads=int(values["num_heads"]),
+                head_width=int(values["head_width"]),
             )
         except (KeyError, ValueError) as error:
             raise LayoutMismatchError(f"not a KV layout that we know: {description!r}") from error

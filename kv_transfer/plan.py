@@ -1,8 +1,9 @@
 """Which bytes to copy: two lists of block ids become a short list of writes. Pure.
 
-All ranks of a prefill worker hold the same KV, so each sends a share: contiguous ranges of the
+Where all ranks of a prefill worker hold the same KV, each sends a share: contiguous ranges of the
 list, because neighbours in the list are often neighbours in memory on both sides, and then several
-blocks are one write.
+blocks are one write. Where each has heads of its own, all send from every block: in each layer
+their heads are one run.
 """
 
 from __future__ import annotations
@@ -55,21 +56,13 @@ def plan_writes(
         ValueError: lengths differ, a layer range outside the layout, a bad part, a negative block
             id.
     """
-    if len(src_block_ids) != len(dst_block_ids):
-        raise ValueError(
-            f"{len(src_block_ids)} source blocks for {len(dst_block_ids)} destinations"
-        )
-    first_layer, end_layer = layers if layers is not None else (0, layout.num_layers)
-    if not 0 <= first_layer < end_layer <= layout.num_layers:
-        raise ValueError(f"layers = {layers}: must be a range within [0, {layout.num_layers})")
+    first_layer, end_layer = _check(layout, src_block_ids, dst_block_ids, layers)
     offset = layout.layer_offset(first_layer)
     nbytes = layout.layer_offset(end_layer) - offset
     block_bytes = layout.block_bytes
     writes: list[Write] = []
     for index in share_of_part(len(src_block_ids), part, num_parts):
         src_id, dst_id = src_block_ids[index], dst_block_ids[index]
-        if src_id < 0 or dst_id < 0:
-            raise ValueError(f"block ids must not be negative: {src_id} -> {dst_id}")
         write = Write(src_id * block_bytes + offset, dst_id * block_bytes + offset, nbytes)
         last = writes[-1] if merge and writes else None
         if last is not None and _touch(last, write):
@@ -77,6 +70,59 @@ def plan_writes(
         else:
             writes.append(write)
     return writes
+
+
+def plan_head_writes(
+    layout: KVLayout,
+    src_block_ids: Sequence[int],
+    dst_block_ids: Sequence[int],
+    *,
+    layers: tuple[int, int] | None = None,
+    part: int = 0,
+    num_parts: int = 1,
+) -> list[Write]:
+    """The writes of ``part``, whose pool holds its share of the heads of every block: one for each
+    block and layer, into its heads of the peer's block.
+
+    ``layout`` is the peer's, with all heads; the rest is as for `plan_writes`.
+
+    Raises:
+        ValueError: as there, or heads that cannot be divided equally.
+    """
+    first_layer, end_layer = _check(layout, src_block_ids, dst_block_ids, layers)
+    if not 0 <= part < num_parts:
+        raise ValueError(f"part = {part}: must be in [0, {num_parts})")
+    own = layout.of_part(num_parts)
+    nbytes = own.layer_bytes
+    return [
+        Write(
+            src_id * own.block_bytes + own.layer_offset(layer),
+            dst_id * layout.block_bytes + layout.layer_offset(layer) + part * nbytes,
+            nbytes,
+        )
+        for src_id, dst_id in zip(src_block_ids, dst_block_ids, strict=True)
+        for layer in range(first_layer, end_layer)
+    ]
+
+
+def _check(
+    layout: KVLayout,
+    src_block_ids: Sequence[int],
+    dst_block_ids: Sequence[int],
+    layers: tuple[int, int] | None,
+) -> tuple[int, int]:
+    """The range of layers, of blocks that can be copied."""
+    if len(src_block_ids) != len(dst_block_ids):
+        raise ValueError(
+            f"{len(src_block_ids)} source blocks for {len(dst_block_ids)} destinations"
+        )
+    for src_id, dst_id in zip(src_block_ids, dst_block_ids, strict=True):
+        if src_id < 0 or dst_id < 0:
+            raise ValueError(f"block ids must not be negative: {src_id} -> {dst_id}")
+    first, end = layers if layers is not None else (0, layout.num_layers)
+    if not 0 <= first < end <= layout.num_layers:
+        raise ValueError(f"layers = {layers}: must be a range within [0, {layout.num_layers})")
+    return first, end
 
 
 def _touch(first: Write, second: Write) -> bool:

@@ -9,13 +9,13 @@ post.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import SlotArray, encode_flag, encode_record
 from kv_transfer.open_ticket import OpenTicket, QueuedPush
-from kv_transfer.plan import plan_writes
+from kv_transfer.plan import Write, plan_head_writes, plan_writes
 from kv_transfer.sender_commands import Push
 from kv_transfer.ticket import PeerEndpoint, SendTicket
 from kv_transfer.transport import KV_REGION, METADATA_REGION, MemoryRegion, RegionWrite
@@ -59,10 +59,13 @@ class PostBuilder:
         kv_region: MemoryRegion,
         part: int,
         num_parts: int,
+        splits_heads: bool = False,
         max_post_bytes: int,
         max_staging_slots: int,
     ) -> None:
-        self._layout = layout
+        self._layout = layout  # of the peers
+        self._splits_heads = splits_heads and num_parts > 1
+        self._own_layout = layout.of_part(num_parts) if self._splits_heads else layout
         self._staging = staging
         self._kv_region = kv_region
         self._part = part
@@ -96,7 +99,7 @@ class PostBuilder:
         """
         first, count = push.first_block_index, len(push.src_block_ids)
         dst_block_ids = ticket.ticket.block_ids[first : first + count]
-        num_blocks = self._kv_region.nbytes // self._layout.block_bytes
+        num_blocks = self._kv_region.nbytes // self._own_layout.block_bytes
         if first < 0 or len(dst_block_ids) != count:
             raise InternalError(
                 f"push of blocks [{first}, {first + count}): "
@@ -104,15 +107,7 @@ class PostBuilder:
             )
         if any(block >= num_blocks for block in push.src_block_ids):
             raise InternalError(f"push of block {max(push.src_block_ids)}: we have {num_blocks}")
-        writes = plan_writes(
-            self._layout,
-            push.src_block_ids,
-            dst_block_ids,
-            layers=push.layers,
-            # Rotated, so that many small pushes spread over all parts.
-            part=(self._part - first) % self._num_parts,
-            num_parts=self._num_parts,
-        )
+        writes = self._plan_share(push, dst_block_ids)
         address, most = self._kv_region.address, self._max_post_bytes
         pieces = [
             RegionWrite(
@@ -126,6 +121,26 @@ class PostBuilder:
         ]
         pieces.reverse()
         return QueuedPush(pieces, push.ready)
+
+    def _plan_share(self, push: Push, dst_block_ids: Sequence[int]) -> list[Write]:
+        if self._splits_heads:
+            return plan_head_writes(
+                self._layout,
+                push.src_block_ids,
+                dst_block_ids,
+                layers=push.layers,
+                part=self._part,
+                num_parts=self._num_parts,
+            )
+        return plan_writes(
+            self._layout,
+            push.src_block_ids,
+            dst_block_ids,
+            layers=push.layers,
+            # Rotated, so that many small pushes spread over all parts.
+            part=(self._part - push.first_block_index) % self._num_parts,
+            num_parts=self._num_parts,
+        )
 
     def collect(self, tickets: Collection[OpenTicket], budget: int, *, is_idle: bool) -> PostDraft:
         """One post of at most ``budget`` bytes for all ``tickets`` of a peer; when ``is_idle``, its

@@ -32,9 +32,10 @@ class KVSender:
     while its first may still drain. Every method may be called from any thread and never
     blocks but ``close``.
 
-    ``kv_region`` is our KV pool, registered with the transport by the caller; ``part`` of
-    ``num_parts`` is our rank and the number of ranks. ``on_closed`` runs on a lane's thread and
-    must not block; it may call this object.
+    ``layout`` is the peers'. ``kv_region`` is our KV pool, registered with the transport by the
+    caller; ``part`` of ``num_parts`` is our rank and the number of ranks. With ``splits_heads`` our
+    pool has our share of the heads, else all of the KV, of which we send our share. ``on_closed``
+    runs on a lane's thread and must not block; it may call this object.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class KVSender:
         on_closed: Callable[[SendReport], None],
         part: int = 0,
         num_parts: int = 1,
+        splits_heads: bool = False,
         num_threads: int = 2,
         options: LaneOptions | None = None,
     ) -> None:
@@ -70,6 +72,7 @@ class KVSender:
                 kv_region=kv_region,
                 part=part,
                 num_parts=num_parts,
+                splits_heads=splits_heads,
                 max_post_bytes=options.max_post_bytes,
                 max_staging_slots=options.max_staging_slots_per_peer,
             )

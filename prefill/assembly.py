@@ -73,7 +73,8 @@ def build_send_side(
         on_closed: told of each ticket that the sender has closed, on one of its threads.
     """
     settings, kv_pool = options.config.kv_transfer, side.kv_pool
-    layout, slot_layout = layout_of(kv_pool), SlotLayout()
+    num_ranks = side.groups.dims.tp
+    layout, slot_layout = layout_of(kv_pool, num_ranks), SlotLayout()
     transport = create_transport(
         settings.transport,
         local_name=peer_name(options.instance, side.epoch, options.rank),
@@ -97,7 +98,8 @@ def build_send_side(
         kv_region=region,
         on_closed=lambda report: on_closed(closure_of(report)),
         part=side.groups.dims.tp_rank,
-        num_parts=side.groups.dims.tp,
+        num_parts=num_ranks,
+        splits_heads=kv_pool.kv_spec.is_split,
         num_threads=settings.num_sender_threads,
     )
     push = PushSettings(
@@ -175,13 +177,15 @@ def build_scheduler(section: PrefillSection, num_blocks: int) -> Scheduler:
     )
 
 
-def layout_of(kv_pool: KVPool) -> KVLayout:
-    """How decode has to store KV to take ours."""
+def layout_of(kv_pool: KVPool, num_ranks: int) -> KVLayout:
+    """How decode has to store KV to take that of `num_ranks` of us: with the heads of all."""
+    spec = kv_pool.kv_spec
     return KVLayout(
         dtype=KVDtype(str(kv_pool.dtype).removeprefix("torch.")),
         block_size=kv_pool.block_size,
         num_layers=kv_pool.num_layers,
-        latent_dim=kv_pool.latent_dim,
+        num_heads=spec.num_heads * num_ranks if spec.is_split else spec.num_heads,
+        head_width=spec.head_width,
     )
 
 

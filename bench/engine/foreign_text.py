@@ -167,6 +167,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tokenizer = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
     model = build_model(BUNDLED_MODEL, with_mtp=True)
+    assert isinstance(model, DeepseekV3ForCausalLM)
     wanted = arguments.rows, tokenizer, arguments.row_length
     rows = [row for folder in arguments.folders for row in rows_of(folder, *wanted)]
     folders = [folder.name for folder in arguments.folders]

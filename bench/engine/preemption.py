@@ -15,6 +15,7 @@ import time
 
 import torch
 
+from engine.attention.kv_spec import KVSpec
 from engine.memory.kv_pool import KVPool
 from engine.memory.pinned_blocks import PinnedBlocks
 
@@ -31,7 +32,7 @@ def main() -> None:
         2 * options.blocks + 1,
         NUM_LAYERS,
         BLOCK_SIZE,
-        LATENT_DIM,
+        KVSpec.shared(LATENT_DIM),
         dtype=torch.bfloat16,
         device="cuda",
     )

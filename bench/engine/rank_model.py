@@ -235,8 +235,9 @@ def _build(
         placement=placement,
         execution=opened.execution,
     )
+    assert isinstance(model, DeepseekV3ForCausalLM)
     if isinstance(section, DecodeSection):
-        model.prepare_absorption()
+        model.prepare()
     free_memory(parts.device)  # what drawing the weights took; the KV pool wants one piece
     return model, opened
 

@@ -23,6 +23,7 @@ import torch
 
 from bench.kernels.device_time import median_seconds
 from bench.shapes import DEEPSEEK_V3, expert_shard
+from engine.attention.kv_spec import KVSpec
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.boot.build import LoadFormat, build_kv_pool, build_model
 from engine.execution import Execution
@@ -124,7 +125,7 @@ def measure_layer(
             kernels=kernels,
             execution=Execution(dispatcher=dispatcher, dependent_launches=dependent),
         )
-        model.prepare_absorption()
+        model.prepare()
         num_blocks = 1 + num_seqs * -(-context // BLOCK_SIZE)
         pool = build_kv_pool(model, num_blocks, dtype=kv_dtype)
         fill(pool)
@@ -149,7 +150,7 @@ def measure_attention(
     """Time paged attention of one layer of three, schedule apart."""
     batch, heads, latent, rank = make_batch(num_seqs, context), 128, 576, 512
     num_blocks = 1 + batch.block_tables.numel()
-    pool = KVPool(num_blocks, 3, BLOCK_SIZE, latent, dtype=kv_dtype, device=DEVICE)
+    pool = KVPool(num_blocks, 3, BLOCK_SIZE, KVSpec.shared(latent), dtype=kv_dtype, device=DEVICE)
     fill(pool)
     cache = pool.layer(1)
     q_SHL = torch.randn(num_seqs, heads, latent, device=DEVICE).bfloat16()

@@ -179,7 +179,7 @@ def measure_layer(
 ) -> dict[str, Any]:
     """Time one layer: the whole without events inside, then by stage."""
     batch = make_batch()
-    step = model.attention_step(batch, pool)
+    step = model.attention.plan(batch, pool)
     hidden = torch.randn(batch.num_tokens, model.config.hidden_size, device="cuda").bfloat16()
     layer = model.model.layers[0]
 

@@ -16,7 +16,7 @@ import numpy as np
 from kv_transfer.layout import KVDtype, KVLayout
 from kv_transfer.transport import KV_REGION, MemoryRegion
 
-LAYOUT = KVLayout(dtype=KVDtype.BFLOAT16, block_size=64, num_layers=61, latent_dim=576)
+LAYOUT = KVLayout(dtype=KVDtype.BFLOAT16, block_size=64, num_layers=61, head_width=576)
 BLOCKS_PER_PROMPT = 64
 PROMPT_BYTES = BLOCKS_PER_PROMPT * LAYOUT.block_bytes
 _WORDS = LAYOUT.block_bytes // 8

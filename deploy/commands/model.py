@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from deploy.commands.common import add_command
 from deploy.errors import ClusterError
-from engine.config import ModelConfig
+from engine.model.registry import read_config
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,16 +50,12 @@ def add_parser(commands: Subparsers) -> None:
 
 def run_info(arguments: argparse.Namespace) -> int:
     """Print what a checkpoint consists of, from its headers alone."""
-    config = ModelConfig.from_dir(arguments.path)
+    config = read_config(arguments.path)
     num_bytes, num_parameters, by_dtype = _count_tensors(arguments.path)
-    kv_width = config.latent_dim * config.num_kv_layers()
+    kv_width = config.kv_spec.width * config.num_kv_layers()
     rows = {
-        "layers": f"{config.num_hidden_layers} ({config.first_k_dense_replace} dense), "
-        f"{config.num_nextn_predict_layers} MTP",
+        **config.describe(),
         "hidden size": f"{config.hidden_size}, vocabulary {config.vocab_size}",
-        "attention": f"{config.num_attention_heads} heads, latent {config.latent_dim}",
-        "experts": f"{config.n_routed_experts} routed, top {config.num_experts_per_tok}, "
-        f"{config.n_shared_experts} shared, {config.n_group} groups",
         "context": f"{config.max_position_embeddings} tokens",
         "KV": f"{kv_width} numbers per token",
         "parameters": f"{num_parameters:,}",

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from engine.config import ModelConfig
 from engine.execution import Execution
 from engine.kernels.base import Kernels
 from engine.kernels.fp8_rows import GROUP
 from engine.layers.plain_weights import describe_plain_weights
 from engine.memory.kv_pool import KVPool
-from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.model.registry import read_config, spec_of
+from engine.model.spec import BuildOptions, CommonConfig, ServedModel
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.weights.dummy import fill_with_dummy_weights
@@ -36,7 +36,7 @@ class LoadFormat(StrEnum):
 
 
 def build_model(
-    source: str | Path | ModelConfig,
+    source: str | Path | CommonConfig,
     groups: ProcessGroups | None = None,
     *,
     dtype: torch.dtype = torch.float32,
@@ -47,7 +47,7 @@ def build_model(
     kernels: Kernels | None = None,
     placement: ExpertPlacement | None = None,
     execution: Execution | None = None,
-) -> DeepseekV3ForCausalLM:
+) -> ServedModel:
     """Build this rank's model and fill it.
 
     Args:
@@ -68,25 +68,25 @@ def build_model(
         CheckpointError: tensors that do not fit, by name.
     """
     load_format = LoadFormat(load_format)
-    config = source if isinstance(source, ModelConfig) else ModelConfig.from_dir(source)
+    config = read_config(source) if isinstance(source, str | Path) else source
     groups = groups or ProcessGroups()
     _check_device(groups, torch.device(device))
     _check_mtp(config, with_mtp)
-    model = DeepseekV3ForCausalLM(
-        config,
-        groups,
+    options = BuildOptions(
+        groups=groups,
         dtype=dtype,
-        device=device,
+        device=torch.device(device),
         with_mtp=with_mtp,
         placement=placement,
         kernels=kernels,
         execution=execution,
     )
+    model = spec_of(config).build(config, options)
     _tell_plain_weights(model)
     with progress_bar("loading weights") if progress else nullcontext() as moved:
         if load_format is LoadFormat.DUMMY:
             fill_with_dummy_weights(model, progress=moved)
-        elif isinstance(source, ModelConfig):
+        elif not isinstance(source, str | Path):
             raise ConfigError(
                 "model.path", "", "nowhere to load weights from", "name a folder, or load 'dummy'"
             )
@@ -96,7 +96,7 @@ def build_model(
 
 
 def build_kv_pool(
-    model: DeepseekV3ForCausalLM,
+    model: ServedModel,
     num_blocks: int,
     *,
     block_size: int = 64,
@@ -114,13 +114,13 @@ def build_kv_pool(
         num_blocks,
         model.config.num_kv_layers(with_mtp=model.with_mtp),
         block_size,
-        model.config.latent_dim,
+        model.kv_spec,
         dtype=dtype or model.dtype,
         device=model.device,
     )
 
 
-def _tell_plain_weights(model: DeepseekV3ForCausalLM) -> None:
+def _tell_plain_weights(model: ServedModel) -> None:
     """Warn, once for all ranks, of FP8 weights that a GPU does not hold in FP8."""
     plain = describe_plain_weights(model)
     if model.device.type == "cuda" and model.config.fp8_block_size and not model.keeps_fp8:
@@ -139,7 +139,7 @@ def _check_device(groups: ProcessGroups, device: torch.device) -> None:
         groups.dims.check_devices(num_visible, "cuda")
 
 
-def _check_mtp(config: ModelConfig, with_mtp: bool) -> None:
+def _check_mtp(config: CommonConfig, with_mtp: bool) -> None:
     if with_mtp and not config.num_nextn_predict_layers:
         raise ConfigError(
             "num_nextn_predict_layers",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.config import ModelConfig
+from engine.model.spec import CommonConfig, num_expert_slots, num_experts
 from engine.parallel.choose_dispatcher import (
     DispatcherKind,
     OpenDispatcher,
@@ -23,7 +23,7 @@ from runtime.errors import ConfigError
 
 def place_experts(
     section: PrefillSection | DecodeSection,
-    config: ModelConfig,
+    config: CommonConfig,
     dims: ParallelDims,
     device: torch.device,
 ) -> ExpertPlacement:
@@ -35,13 +35,13 @@ def place_experts(
         ConfigError: the ranks cannot split the model, or hold equally many experts.
     """
     num_redundant = section.num_redundant_experts if isinstance(section, DecodeSection) else 0
-    num_experts = config.n_routed_experts
-    num_slots = num_experts + num_redundant
+    num_logical = num_experts(config)
+    num_slots = num_expert_slots(config, num_redundant)
     dims.check_model(config, num_physical_experts=num_slots)
     if not num_redundant:
-        return ExpertPlacement.identity(num_experts, device)
-    slots = balance_experts([1.0] * num_experts, num_slots=num_slots, num_ranks=dims.ep)
-    return ExpertPlacement.from_physical(slots, num_experts, device=device)
+        return ExpertPlacement.identity(num_logical, device)
+    slots = balance_experts([1.0] * num_logical, num_slots=num_slots, num_ranks=dims.ep)
+    return ExpertPlacement.from_physical(slots, num_logical, device=device)
 
 
 def open_dispatcher(

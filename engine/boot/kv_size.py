@@ -20,7 +20,7 @@ from engine.graphs.capture_errors import CaptureError, is_no_memory
 from engine.graphs.graph_budget import measure_graph_bytes
 from engine.layers.attention_rule import AttentionRule
 from engine.memory.kv_budget import MemorySums, check_num_blocks
-from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.model.spec import ServedModel
 from engine.parallel.groups import ProcessGroups
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner
@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 def measure_memory(
     section: PrefillSection | DecodeSection,
-    model: DeepseekV3ForCausalLM,
+    model: ServedModel,
     *,
     max_model_len: int,
     kv_dtype: torch.dtype | None,
@@ -132,17 +132,18 @@ def largest_step(
 
 
 def largest_steps(
-    section: PrefillSection | DecodeSection, rule: AttentionRule, max_model_len: int
+    section: PrefillSection | DecodeSection, rule: AttentionRule | None, max_model_len: int
 ) -> list[list[ScheduledRequest]]:
     """Return the steps of a rank of this role of which one takes the most memory.
 
     Args:
         section: of the role.
-        rule: of the model's attention, whose forms take memory in different steps.
+        rule: of the model's attention, whose forms take memory in different steps; None for one
+            form.
         max_model_len: most tokens of a request.
     """
     largest = largest_step(section, max_model_len)
-    if isinstance(section, DecodeSection):
+    if rule is None or isinstance(section, DecodeSection):
         return [largest]
     absorbed = absorbed_prefill(
         rule,
@@ -156,7 +157,7 @@ def largest_steps(
 
 def _measure(
     section: PrefillSection | DecodeSection,
-    model: DeepseekV3ForCausalLM,
+    model: ServedModel,
     max_model_len: int,
     kv_dtype: torch.dtype | None,
 ) -> MemorySums:
@@ -187,7 +188,7 @@ def _measure(
 
 def _graph_bytes(
     section: DecodeSection,
-    model: DeepseekV3ForCausalLM,
+    model: ServedModel,
     max_model_len: int,
     kv_dtype: torch.dtype | None,
 ) -> int:

@@ -15,11 +15,11 @@ from typing import Final
 import torch
 
 from engine.boot.experts import open_dispatcher
-from engine.config import ModelConfig
 from engine.execution import Execution
 from engine.kernels.base import Kernels
 from engine.micro_batches import OverlapRule
-from engine.parallel.choose_dispatcher import RankExperts
+from engine.model.spec import CommonConfig
+from engine.parallel.choose_dispatcher import OpenDispatcher, RankExperts
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.side_stream import SideStream
@@ -45,7 +45,7 @@ class OpenExecution:
 
 def open_execution(
     section: PrefillSection | DecodeSection,
-    config: ModelConfig,
+    config: CommonConfig,
     groups: ProcessGroups,
     *,
     kernels: Kernels,
@@ -67,18 +67,21 @@ def open_execution(
     Raises:
         ConfigError: what is asked for does not run here.
     """
-    experts = RankExperts(
-        config=config,
-        groups=groups,
-        kernels=kernels,
-        device=device,
-        num_physical_experts=placement.num_physical_experts,
-        scatter_tokens=isinstance(section, PrefillSection) and section.is_scattered,
-    )
-    opened = open_dispatcher(section, experts, played_ranks=played_ranks)
+    opened: OpenDispatcher | None = None
+    if config.experts is not None:
+        experts = RankExperts(
+            config=config.experts,
+            groups=groups,
+            kernels=kernels,
+            device=device,
+            num_physical_experts=placement.num_physical_experts,
+            scatter_tokens=isinstance(section, PrefillSection) and section.is_scattered,
+        )
+        opened = open_dispatcher(section, experts, played_ranks=played_ranks)
+    dispatcher = None if opened is None else opened.dispatcher
     if isinstance(section, DecodeSection):
         execution = Execution(
-            dispatcher=opened.dispatcher,
+            dispatcher=dispatcher,
             overlap_shared_expert=section.overlap_shared_expert,
             side_stream=shared_expert_stream(section, device, played_ranks=played_ranks),
             dependent_launches=launches_dependently(section),
@@ -86,11 +89,13 @@ def open_execution(
     else:
         execution = Execution(
             scatter_tokens=section.is_scattered,
-            dispatcher=opened.dispatcher,
+            dispatcher=dispatcher,
             overlap=prefill_overlap(section),
         )
 
     def close() -> None:
+        if opened is None:
+            return
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             opened.close()
 

@@ -21,11 +21,11 @@ from engine.boot.open_execution import open_execution
 from engine.boot.refusals import refuse_for_room
 from engine.boot.rehearsal import rehearse, sampled_prefill, smaller_prefills
 from engine.boot.warm_up import attention_products, chosen_rows, products, warm_up
-from engine.config import ModelConfig
 from engine.kernels.create import create_kernels
 from engine.memory.kv_budget import MemorySums
 from engine.memory.kv_pool import KVPool
-from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.model.registry import read_config, spec_of
+from engine.model.spec import CommonConfig, ServedModel
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, agree_on_epoch, init_process_groups
 from engine.runner import ModelRunner
@@ -66,7 +66,7 @@ class BootedRank:
 
     groups: ProcessGroups
     epoch: int
-    config: ModelConfig
+    config: CommonConfig
     max_model_len: int
     kv_pool: KVPool
     runner: ModelRunner
@@ -114,13 +114,13 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
     )
     groups.boot_group.barrier()  # from here on ranks take part in one another's steps
     _compile(model, section, show=options.rank == 0)
-    model.prepare_absorption()  # before the KV pool takes the memory: short prompts want it too
+    model.prepare()  # before the KV pool takes the memory: short prompts want it too
     kv_dtype = None if section.kv_dtype == "auto" else _DTYPES[section.kv_dtype]
     sums = measure_memory(section, model, max_model_len=max_model_len, kv_dtype=kv_dtype)
     num_blocks = choose_num_blocks(section, groups, sums, max_model_len=max_model_len)
     kv_pool = build_kv_pool(model, num_blocks, block_size=section.block_size, dtype=kv_dtype)
     runner = ModelRunner(model, kv_pool, Sampler(config.vocab_size))
-    _rehearse(runner, section, max_model_len, sums, follows=dims.tp_rank > 0)
+    _rehearse(runner, model, section, max_model_len, sums, follows=dims.tp_rank > 0)
     facts = fields(epoch=f"{epoch:016x}", device=kv_pool.device, kv_pool_bytes=kv_pool.nbytes)
     logger.info("the model is ready %s", facts)
     return BootedRank(
@@ -136,9 +136,10 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
     )
 
 
-def _read_config(options: WorkerOptions) -> ModelConfig:
+def _read_config(options: WorkerOptions) -> CommonConfig:
     """Read the model's configuration; one rank tells what is odd about it."""
-    config = ModelConfig.from_dir(options.config.model.path)
+    config = read_config(options.config.model.path)
+    spec_of(config).check_device(f"{options.role}.device", options.section.device)
     for remark in config.remarks if options.rank == 0 else ():
         logger.warning("%s", remark)
     return config
@@ -146,6 +147,7 @@ def _read_config(options: WorkerOptions) -> ModelConfig:
 
 def _rehearse(
     runner: ModelRunner,
+    model: ServedModel,
     section: PrefillSection | DecodeSection,
     max_model_len: int,
     sums: MemorySums | None,
@@ -164,8 +166,6 @@ def _rehearse(
     runner.run_dummy()
     if runner.kv_pool.device.type == "cpu":
         return
-    model = runner.model
-    assert isinstance(model, DeepseekV3ForCausalLM)
     steps = largest_steps(section, model.attention_rule, max_model_len)
     if isinstance(section, PrefillSection):
         sizes = smaller_prefills(
@@ -184,7 +184,7 @@ def _rehearse(
         raise refuse_for_room(section, "the largest step", measured, sums) from error
 
 
-def choose_max_model_len(wanted: int, config: ModelConfig) -> int:
+def choose_max_model_len(wanted: int, config: CommonConfig) -> int:
     """The context length to serve: `wanted`, or for 0 all that the checkpoint knows.
 
     Raises:
@@ -224,9 +224,7 @@ def _most_tokens(section: PrefillSection | DecodeSection) -> int:
     return section.max_num_seqs
 
 
-def _compile(
-    model: DeepseekV3ForCausalLM, section: PrefillSection | DecodeSection, *, show: bool
-) -> None:
+def _compile(model: ServedModel, section: PrefillSection | DecodeSection, *, show: bool) -> None:
     """Compile, divided over the ranks; nothing to do on a CPU."""
     if model.device.type != "cuda":
         return

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.kernels.alignment import ROW_BLOCK, max_aligned_rows, row_steps
 from engine.kernels.base import Kernels, VarlenLengths
@@ -24,6 +24,7 @@ from engine.kernels.masked_rows import MaskedRoom, MaskedRows
 from engine.layers.matrix import Matrix
 from engine.layers.mla import MLA
 from engine.layers.moe import Experts, MoE
+from engine.model.spec import ServedModel
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.token_dispatcher import MaskingDispatcher
 from engine.weights.loader import ProgressCallback
@@ -76,7 +77,7 @@ def chosen_rows(environment: Mapping[str, str], max_tokens: int) -> list[int]:
 
 
 def products(
-    model: nn.Module, kernels: Kernels, max_tokens: int, *, rows: Sequence[int] | None = None
+    model: ServedModel, kernels: Kernels, max_tokens: int, *, rows: Sequence[int] | None = None
 ) -> list[Product]:
     """Return the products of a model in FP8, each weight shape once; none without FP8.
 
@@ -109,7 +110,7 @@ def products(
     return [product for alike in found.values() for product in alike]
 
 
-def attention_products(model: nn.Module, kernels: Kernels) -> list[Product]:
+def attention_products(model: ServedModel, kernels: Kernels) -> list[Product]:
     """Return decompressed attention over one short sequence, if the model has attention.
 
     Over a whole context, and over the parts that a long one is cut into.

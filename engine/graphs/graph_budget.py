@@ -12,11 +12,11 @@ import torch
 from engine.boot.build import build_kv_pool
 from engine.graphs.buckets import batch_buckets
 from engine.graphs.step_graphs import StepGraphs
-from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.model.spec import ServedModel
 
 
 def measure_graph_bytes(
-    model: DeepseekV3ForCausalLM,
+    model: ServedModel,
     *,
     max_num_seqs: int,
     max_model_len: int,

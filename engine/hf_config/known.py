@@ -1,14 +1,25 @@
-"""The names of a `config.json`: which may say one thing only, and which leave the model alone.
+"""The names of DeepSeek-V3's `config.json`: which may say one thing only, and which change nothing.
 
 What is in neither list and is not read is unknown: `unknown_fields` finds it, and whoever reads the
 file tells it. The lists are checked, field by field, against the installed `transformers`
 (`tests/engine/hf_config`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from engine.hf_config.fields import Fields
+
+OF_MASKS_AND_CACHES: Final[Mapping[str, tuple[object, ...]]] = {
+    "is_causal": (True,),
+    "is_encoder_decoder": (False,),
+    "sliding_window": (None,),
+    "attention_chunk_size": (None,),
+    "kv_sharing_modes": (None,),
+    "per_layer_config": (None,),
+    "compression_config": (None,),
+}
+"""What transformers' masks and caches would follow, in every architecture."""
 
 SERVED_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
     "hidden_act": ("silu",),
@@ -17,14 +28,7 @@ SERVED_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
     "scoring_func": ("sigmoid", None),
     "topk_method": ("noaux_tc", None),
     "moe_layer_freq": (1, None),
-    # What transformers' masks and caches would follow.
-    "is_causal": (True,),
-    "is_encoder_decoder": (False,),
-    "sliding_window": (None,),
-    "attention_chunk_size": (None,),
-    "kv_sharing_modes": (None,),
-    "per_layer_config": (None,),
-    "compression_config": (None,),
+    **OF_MASKS_AND_CACHES,
 }
 """What each field may say; the first is what its absence means."""
 
@@ -128,13 +132,17 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
 """Fields that cannot change what the model computes, with the reason."""
 
 
-def check_served(fields: Fields) -> None:
+def check_served(fields: Fields, served: Mapping[str, tuple[object, ...]]) -> None:
     """Refuse what this server does not implement.
+
+    Args:
+        fields: of the whole `config.json`.
+        served: what each field may say; the first is what its absence means.
 
     Raises:
         ConfigError: names the field and the value that is served.
     """
-    for name, values in SERVED_VALUES.items():
+    for name, values in served.items():
         if name in fields and fields.get(name) not in values:
             raise fields.refuse(
                 name, "not implemented", f"use a checkpoint with {name} = {values[0]!r}"
@@ -174,6 +182,6 @@ def one_name_each(content: Mapping[str, object]) -> dict[str, object]:
     return renamed
 
 
-def unknown_fields(fields: Fields) -> list[str]:
-    """Return the names that this server does not know."""
-    return sorted(set(fields) - READ - SERVED_VALUES.keys() - WITHOUT_EFFECT.keys())
+def unknown_fields(fields: Fields, *known: Collection[str]) -> list[str]:
+    """Return the names that none of the lists has."""
+    return sorted(set(fields).difference(*known))

@@ -46,8 +46,7 @@ def read_rope(
     Raises:
         ConfigError: a setting that is malformed, unknown or not implemented.
     """
-    scaling, parameters = fields.section("rope_scaling"), fields.section("rope_parameters")
-    rope = scaling or parameters
+    rope = rope_section(fields)
     for name in rope:
         if name not in _OF_ALL | _OF_YARN:
             fix = "remove it, if the model's own code does not read it"
@@ -57,7 +56,7 @@ def read_rope(
             problem = "not implemented: all of qk_rope_head_dim is rotated"
             raise place.refuse(_PARTIAL, problem, "leave it out, and say qk_rope_head_dim")
     theta = (rope if "rope_theta" in rope else fields).number("rope_theta", DEFAULT_THETA)
-    match _kind(rope):
+    match rope_kind(rope):
         case "default":
             return theta, None, [rope.path(name) for name in rope if name in _OF_YARN]
         case "yarn":
@@ -67,7 +66,14 @@ def read_rope(
             raise ConfigError(rope.path(name), kind, "not implemented", "use 'yarn' or 'default'")
 
 
-def _kind(rope: Fields) -> object:
+def rope_section(fields: Fields) -> Fields:
+    """Return the object that counts: `rope_scaling` if it says anything, else `rope_parameters`."""
+    scaling, parameters = fields.section("rope_scaling"), fields.section("rope_parameters")
+    return scaling or parameters
+
+
+def rope_kind(rope: Fields) -> object:
+    """Return what the settings call themselves; "default" if nothing."""
     for name in ("rope_type", "type"):
         if name in rope:
             return rope.get(name)

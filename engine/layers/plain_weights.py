@@ -7,14 +7,13 @@ that is too low. One sentence for a whole model: layers that are alike are count
 import re
 from collections import Counter
 
-from torch import nn
-
 from engine.layers.matrix import Matrix
+from engine.model.spec import ServedModel
 
 _LAYER = re.compile(r"^model\.layers\.\d+\.")
 
 
-def describe_plain_weights(model: nn.Module) -> str:
+def describe_plain_weights(model: ServedModel) -> str:
     """Say what is held in the compute dtype, how often, and why; empty if nothing is."""
     counts: Counter[tuple[str, str]] = Counter()
     first: dict[tuple[str, str], str] = {}

@@ -17,12 +17,18 @@ from engine.yarn import YarnConfig
 class RotaryEmbedding:
     """Cosines and sines of positions; the same for every layer of a step."""
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        self._inverse_frequencies = inverse_frequencies(config).to(device)
-        self._scale = cos_sin_scale(config.yarn)
+    def __init__(self, inverse_frequencies: Tensor, scale: float = 1.0) -> None:
+        """Take radians per position of each pair, [R / 2] float32, and a factor of both results."""
+        self._inverse_frequencies = inverse_frequencies
+        self._scale = scale
+
+    @classmethod
+    def of(cls, config: ModelConfig, device: torch.device) -> "RotaryEmbedding":
+        """Return that of DeepSeek-V3."""
+        return cls(inverse_frequencies(config).to(device), cos_sin_scale(config.yarn))
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Map positions [T] to cos and sin, each [T, qk_rope_head_dim / 2] float32."""
+        """Map positions [T] to cos and sin, each [T, R / 2] float32."""
         angles = positions.float().unsqueeze(1) * self._inverse_frequencies
         return angles.cos() * self._scale, angles.sin() * self._scale
 

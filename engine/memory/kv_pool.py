@@ -1,9 +1,10 @@
 """The bytes of the KV cache of one rank, page-major.
 
-Storage is `data[num_blocks, num_layers, block_size, latent_dim]`: a block of all layers is one
-contiguous run, which is what a transfer moves, and `layer(i)` is the strided view
-`[num_blocks, block_size, latent_dim]` that attention reads. A slot is block_id * block_size +
-offset. Who owns a block is the business of the `BlockPool`. The memory is zeroed once, at start,
+Storage is `data[num_blocks, num_layers, ...]`, and within a layer what the model's `KVSpec` says:
+`[block_size, width]` for what all heads share, `[heads, block_size, width]` where heads have their
+own. A block of all layers is one contiguous run, which is what a transfer moves, and `layer(i)` is
+the strided view `[num_blocks, ...]` that attention reads. A slot is block_id * block_size + offset.
+Who owns a block is the business of the `BlockPool`. The memory is zeroed once, at start,
 and never moves, so that its address can be registered with a transport.
 """
 
@@ -11,18 +12,19 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.attention.kv_spec import KVSpec
 from engine.kernels.latent_storage import take_blocks
 
 
 class KVPool:
-    """Latent KV (kv_c and k_pe side by side) of `num_blocks` blocks, block 0 being the dummy."""
+    """KV of `num_blocks` blocks, block 0 being the dummy."""
 
     def __init__(
         self,
         num_blocks: int,
         num_layers: int,
         block_size: int,
-        latent_dim: int,
+        kv_spec: KVSpec,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -33,17 +35,16 @@ class KVPool:
             num_blocks: blocks, the dummy block 0 included.
             num_layers: layers with KV (an MTP layer counts as one more).
             block_size: tokens per block.
-            latent_dim: kv_lora_rank + qk_rope_head_dim.
+            kv_spec: what a token leaves in each layer on this rank.
             dtype: of the storage.
             device: of the storage.
         """
         self.num_blocks = num_blocks
         self.num_layers = num_layers
         self.block_size = block_size
-        self.latent_dim = latent_dim
-        self.data = torch.zeros(
-            (num_blocks, num_layers, block_size, latent_dim), dtype=dtype, device=device
-        )
+        self.kv_spec = kv_spec
+        shape = (num_blocks, num_layers, *kv_spec.layer_shape(block_size))
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,11 +72,11 @@ class KVPool:
         return self.nbytes // self.num_blocks
 
     def layer(self, index: int) -> torch.Tensor:
-        """Return the view [num_blocks, block_size, latent_dim] of one layer (strided)."""
+        """Return the view [num_blocks, ...] of one layer (strided)."""
         return self.data[:, index]
 
     def copy_out(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """Return a host copy [n, num_layers, block_size, latent_dim] of the blocks."""
+        """Return a host copy [n, num_layers, ...] of the blocks."""
         return take_blocks(self.data, self._indices(block_ids)).cpu()
 
     def copy_in(self, block_ids: Sequence[int], blocks: torch.Tensor) -> None:

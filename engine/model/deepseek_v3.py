@@ -9,16 +9,15 @@ Legend: T tokens of the step (all requests one after another), D hidden size, L 
 are wanted.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine.attention.kv_spec import KVSpec
+from engine.attention.latent import LatentAttention
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.execution import Execution
@@ -27,20 +26,12 @@ from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.kernels.fp8_rows import GROUP
 from engine.kernels.launches import choose_launches
-from engine.layers.attention_plan import (
-    AttentionPlan,
-    AttentionStep,
-    plan_attention,
-    plan_decode,
-)
 from engine.layers.attention_rule import AttentionRule
 from engine.layers.context import LayerContext
 from engine.layers.embedding import LMHead, VocabEmbedding
 from engine.layers.mla import MLA
 from engine.layers.moe import MoE, create_expert_dispatcher
 from engine.layers.norm import FeedFormat, Residual, RMSNorm
-from engine.layers.rotary import RotaryEmbedding
-from engine.layers.scratch import Scratch
 from engine.memory.kv_pool import KVPool
 from engine.micro_batches import halve
 from engine.model.decoder_layer import DecoderLayer
@@ -51,8 +42,6 @@ from engine.parallel.groups import ProcessGroups
 from engine.parallel.token_dispatcher import TokenDispatcher
 from engine.weights.expert_format import experts_are_quantized
 from engine.weights.slices import HoldsWeights, WeightSlice
-
-logger = logging.getLogger(__name__)
 
 
 class DeepseekV3Model(nn.Module):
@@ -90,7 +79,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         with_mtp: whether the MTP layers were built.
         kernels: that the layers call.
         keeps_fp8: whether weights that the checkpoint has in FP8 stay so.
-        attention_rule: when attention is absorbed, and how much of it at a time.
+        attention: what the pool keeps, and how a step attends.
     """
 
     def __init__(
@@ -136,9 +125,9 @@ class DeepseekV3ForCausalLM(nn.Module):
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = LMHead(ctx, config.vocab_size, config.hidden_size, tied_to=tied_to)
         self._launches = choose_launches(self.device, are_dependent=execution.dependent_launches)
-        self._overlap, self._sharding, self._scratch = execution.overlap, ctx.sharding, Scratch()
-        self._rotary, self._is_refusal_told = RotaryEmbedding(config, self.device), False
-        self.attention_rule = attention_rule or AttentionRule.of(config, tp=self.groups.dims.tp)
+        self._overlap, self._sharding = execution.overlap, ctx.sharding
+        rule = attention_rule or AttentionRule.of(config, tp=self.groups.dims.tp)
+        self.attention = LatentAttention(config, self.kernels, self.device, rule)
 
     def _context(self, execution: Execution) -> LayerContext:
         """Return what the layers are built with.
@@ -205,7 +194,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         self, batch: ForwardBatch, kv_pool: KVPool, layer_done: Callable[[int], None]
     ) -> Operations[Tensor]:
         """Run one micro-batch: [T, D], after the final norm."""
-        step = self.attention_step(batch, kv_pool)
+        step = self.attention.plan(batch, kv_pool)
         own_ids = self._sharding.take(batch.input_ids)
         stream = Residual(self.model.embed_tokens(own_ids))
         for index, layer in enumerate(self.model.layers[: self.config.num_hidden_layers]):
@@ -252,10 +241,20 @@ class DeepseekV3ForCausalLM(nn.Module):
         assert self.with_mtp, "the model was built without its MTP layers"
         layer = self.model.layers[self.config.num_hidden_layers]
         assert isinstance(layer, MTPLayer)
-        step, take = self.attention_step(batch, kv_pool), self._sharding.take
+        step, take = self.attention.plan(batch, kv_pool), self._sharding.take
         embedded = self.model.embed_tokens(take(next_ids_T))
         normed = run(layer.draft(embedded, take(hidden_TD), step))
         return self._sharding.start_gather(normed, batch.num_tokens).wait()
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """What a token leaves in each layer on this rank."""
+        return self.attention.kv_spec
+
+    @property
+    def attention_rule(self) -> AttentionRule:
+        """When attention is absorbed, and how much of it at a time."""
+        return self.attention.rule
 
     @property
     def waits_for_counts(self) -> bool:
@@ -272,47 +271,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         """Checkpoint names that are known and left out on purpose."""
         return _unused_prefixes(self.config, self.with_mtp)
 
-    def attention_step(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionStep:
-        """Return what all layers of a step share: plan, angles, slots, pool, padding."""
-        cos, sin = self._rotary(batch.positions)
-        return AttentionStep(
-            plan=self._plan(batch, kv_pool),
-            slot_mapping=batch.slot_mapping,
-            cos=cos,
-            sin=sin,
-            kv_pool=kv_pool,
-            scratch=self._scratch,
-            num_rows=batch.num_rows,
-        )
-
-    def _plan(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionPlan:
-        cache, kernels = kv_pool.layer(0), self.kernels
-        num_heads = self.attention_rule.heads
-        refusal = kernels.why_no_pages(cache, self.config.kv_lora_rank)
-        if batch.max_seqlen_q == 1 and not refusal:
-            return plan_decode(batch, kernels, cache, num_heads)
-        plan_pages = partial(kernels.plan_paged, cache=cache, num_heads=num_heads)
-        if refusal:
-            self._tell(refusal)
-        if not batch.lengths and batch.num_seqs:
-            # A step of fixed shape. On a GPU this waits for it, which no graph can hold: attending
-            # over whole tables instead would cost as much as the longest context that may come.
-            batch = replace(batch, lengths=tuple((1, n) for n in batch.seq_lens.tolist()))
-        return plan_attention(
-            batch,
-            kv_pool.block_size,
-            self.attention_rule,
-            max_positions=kernels.max_attention_positions,
-            plan_pages=None if refusal else plan_pages,
-        )
-
-    def _tell(self, refusal: str) -> None:
-        """Say once that a GPU attends by the reference."""
-        if self.device.type == "cuda" and not self._is_refusal_told:
-            self._is_refusal_told = True
-            logger.warning("attention to the KV pool runs by the reference, slowly: %s", refusal)
-
-    def prepare_absorption(self) -> None:
+    def prepare(self) -> None:
         """Make the weights of absorbed attention (kv_b_proj in the compute dtype), after loading.
 
         They would be made in the first step that needs them; a step that is captured cannot.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config import ModelConfig
+from engine.model.spec import CommonConfig, num_experts
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 
@@ -74,7 +74,7 @@ class ParallelDims:
         """Place on the ep axis."""
         return self.rank if self.ep > 1 else 0
 
-    def check_model(self, config: ModelConfig, *, num_physical_experts: int | None = None) -> None:
+    def check_model(self, config: CommonConfig, *, num_physical_experts: int | None = None) -> None:
         """Refuse a model that these dimensions cannot split evenly.
 
         Args:
@@ -84,18 +84,9 @@ class ParallelDims:
         Raises:
             ConfigError: naming the axis and a length that fits.
         """
-        sizes = {"num_attention_heads": config.num_attention_heads}
-        if config.first_k_dense_replace > 0:
-            sizes["intermediate_size"] = config.intermediate_size
-        if config.num_moe_layers and config.n_shared_experts:
-            sizes["moe_intermediate_size x n_shared_experts"] = (
-                config.moe_intermediate_size * config.n_shared_experts
-            )
-        if config.num_moe_layers and self.ep == 1:
-            sizes["moe_intermediate_size"] = config.moe_intermediate_size
-        for name, size in sizes.items():
+        for name, size in config.tp_sizes(whole_experts=self.ep > 1).items():
             _check_divides("tp", self.tp, name, size)
-        experts = num_physical_experts or config.n_routed_experts
+        experts = num_physical_experts or num_experts(config)
         _check_divides("ep", self.ep, "the number of physical experts", experts)
 
     def check_devices(self, num_devices: int, device: str) -> None:

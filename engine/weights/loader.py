@@ -15,8 +15,8 @@ from typing import Protocol
 
 import torch
 
-from engine.config import ModelConfig
 from engine.hf_config.quantization import SECTION
+from engine.model.spec import CommonConfig
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.errors import CheckpointError
 from engine.weights.slices import WeightSlice
@@ -30,7 +30,10 @@ ProgressCallback = Callable[[int, int], None]
 class LoadableModel(Protocol):
     """What a loader needs of a model."""
 
-    config: ModelConfig
+    @property
+    def config(self) -> CommonConfig:
+        """Of the model."""
+        ...
 
     def weight_slices(self) -> Iterator[WeightSlice]:
         """Yield the load plan."""
@@ -148,7 +151,7 @@ def _check_shapes(plan: Mapping[str, list[WeightSlice]], checkpoint: Checkpoint)
 
 
 def _tell_format(
-    plan: Mapping[str, list[WeightSlice]], checkpoint: Checkpoint, config: ModelConfig
+    plan: Mapping[str, list[WeightSlice]], checkpoint: Checkpoint, config: CommonConfig
 ) -> None:
     """Warn of FP8 weights of which config.json says nothing."""
     found = [] if config.fp8_block_size else [name for name in plan if checkpoint.is_fp8(name)]

@@ -17,6 +17,7 @@ import grpc.aio
 
 from decode.assembly import ModelSide
 from decode.worker import DecodeDriver
+from engine.attention.kv_spec import KVSpec
 from engine.memory.kv_pool import KVPool
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.lockstep import SoloLockstep
@@ -108,7 +109,9 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         layout = self.layout
-        self._pool = KVPool(256, layout.num_layers, layout.block_size, layout.latent_dim)
+        self._pool = KVPool(
+            256, layout.num_layers, layout.block_size, KVSpec.shared(layout.head_width)
+        )
         self._transports = [
             create_transport(
                 "loopback", local_name=peer_name(self.instance, self.epoch, rank), host=HOST

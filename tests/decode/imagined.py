@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from engine.attention.kv_spec import KVSpec
 from engine.memory.kv_pool import KVPool
 from engine.request import Request, ScheduledRequest
 from engine.runner import StepResult
@@ -23,12 +24,12 @@ NUM_LAYERS = 2
 LATENT_DIM = 3
 VOCAB_SIZE = 1000
 LAYOUT = KVLayout(
-    dtype=KVDtype.FLOAT32, block_size=BLOCK_SIZE, num_layers=NUM_LAYERS, latent_dim=LATENT_DIM
+    dtype=KVDtype.FLOAT32, block_size=BLOCK_SIZE, num_layers=NUM_LAYERS, head_width=LATENT_DIM
 )
 
 
 def make_pool(num_blocks: int) -> KVPool:
-    return KVPool(num_blocks, NUM_LAYERS, BLOCK_SIZE, LATENT_DIM)
+    return KVPool(num_blocks, NUM_LAYERS, BLOCK_SIZE, KVSpec.shared(LATENT_DIM))
 
 
 def next_token(context: Sequence[int]) -> int:

@@ -57,7 +57,7 @@ class Pair:
 
     def __init__(self, model: DeepseekV3ForCausalLM, *, graphs: bool) -> None:
         config = model.config
-        self.pool = KVPool(33, config.num_kv_layers(), BLOCK_SIZE, config.latent_dim)
+        self.pool = KVPool(33, config.num_kv_layers(), BLOCK_SIZE, config.kv_spec)
         self.prefill = ModelRunner(model, self.pool, Sampler(config.vocab_size))
         self.decode = self.prefill
         if graphs:

@@ -91,7 +91,7 @@ def layout_of(model: DeepseekV3ForCausalLM) -> KVLayout:
         dtype=KVDtype.FLOAT32,
         block_size=BLOCK_SIZE,
         num_layers=model.config.num_kv_layers(with_mtp=False),
-        latent_dim=model.config.latent_dim,
+        head_width=model.config.latent_dim,
     )
 
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from decode.offload import HostBlockStore
+from engine.attention.kv_spec import KVSpec
 from engine.memory.kv_pool import KVPool
 from runtime.errors import InternalError
 
 
 def make_pool(dtype: torch.dtype = torch.float32) -> KVPool:
-    pool = KVPool(9, 3, 4, 6, dtype=dtype)
+    pool = KVPool(9, 3, 4, KVSpec.shared(6), dtype=dtype)
     generator = torch.Generator().manual_seed(5)
     pool.data.copy_(torch.randn(pool.data.shape, generator=generator))
     return pool

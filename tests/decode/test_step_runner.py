@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from decode.assembly import choose_runner
+from engine.attention.kv_spec import KVSpec
 from engine.boot.rank import BootedRank
 from engine.graphs.capture import Eager
 from engine.memory.kv_budget import MemorySums
@@ -38,7 +39,7 @@ class FailingModel(FakeModel):
 def boot(
     model: FakeModel, sums: MemorySums | None = None, *, groups: ProcessGroups | None = None
 ) -> BootedRank:
-    pool = KVPool(9, 2, 4, LATENT_DIM)
+    pool = KVPool(9, 2, 4, KVSpec.shared(LATENT_DIM))
     return BootedRank(
         groups=groups or ProcessGroups(),
         epoch=1,

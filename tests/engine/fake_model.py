@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from engine.attention.kv_spec import KVSpec
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.kernels.latent_storage import put_rows
@@ -51,6 +52,10 @@ class FakeModel:
         self.head = torch.randn(shape, generator=generator)
         self.logits_calls: list[int] = []
         self.batches: list[ForwardBatch] = []
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        return self.config.kv_spec
 
     def forward(
         self,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.attention.kv_spec import KVSpec
 from engine.batch import ForwardBatch, build_forward_batch
 from engine.boot.build import build_kv_pool, build_model
 from engine.config import ModelConfig
@@ -91,7 +92,7 @@ def make_requests() -> list[Request]:
 
 
 def make_runner(device: torch.device) -> ModelRunner:
-    pool = KVPool(16, 1, BLOCK_SIZE, HIDDEN, device=device)
+    pool = KVPool(16, 1, BLOCK_SIZE, KVSpec.shared(HIDDEN), device=device)
     return ModelRunner(TokenModel(device), pool, Sampler(VOCAB))
 
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import engine.runner
+from engine.attention.kv_spec import KVSpec
 from engine.batch import build_forward_batch
 from engine.memory.kv_pool import KVPool
 from engine.request import Request, ScheduledRequest, num_blocks_for
@@ -22,7 +23,9 @@ GREEDY = SamplingParams(temperature=0.0)
 
 def make_runner(num_blocks: int = 64) -> ModelRunner:
     model = FakeModel()
-    return ModelRunner(model, KVPool(num_blocks, 2, BLOCK_SIZE, LATENT_DIM), Sampler(VOCAB))
+    return ModelRunner(
+        model, KVPool(num_blocks, 2, BLOCK_SIZE, KVSpec.shared(LATENT_DIM)), Sampler(VOCAB)
+    )
 
 
 def make_request(

@@ -74,7 +74,7 @@ class Engine:
     """A runner with a block pool, stepped by hand."""
 
     def __init__(self, model: DeepseekV3ForCausalLM) -> None:
-        pool = KVPool(64, CONFIG.num_kv_layers(), BLOCK_SIZE, CONFIG.latent_dim)
+        pool = KVPool(64, CONFIG.num_kv_layers(), BLOCK_SIZE, CONFIG.kv_spec)
         self.runner = ModelRunner(model, pool, Sampler(CONFIG.vocab_size))
         self.blocks = BlockPool(64, BLOCK_SIZE)
 

@@ -13,6 +13,7 @@ import pytest
 
 from decode.assembly import TransferSide, build_transfer_side
 from deploy.certificates import make_certificates
+from engine.attention.kv_spec import KVSpec
 from engine.memory.kv_pool import KVPool
 from engine.parallel.dims import ParallelDims
 from kv_transfer.transport import peer_name
@@ -58,7 +59,7 @@ def options_of(role: str, transport: str, tls: TlsFiles | None) -> WorkerOptions
 
 def booted(closing: ExitStack) -> Any:
     """A rank whose KV moves, and that has no model. Its memory outlives what is registered."""
-    kv_pool = KVPool(4, 2, 16, 8)
+    kv_pool = KVPool(4, 2, 16, KVSpec.shared(8))
     closing.callback(lambda: kv_pool.nbytes)
     return SimpleNamespace(
         groups=SimpleNamespace(dims=ParallelDims()), epoch=EPOCH, kv_pool=kv_pool

@@ -19,7 +19,7 @@ from kv_transfer.ticket import PeerEndpoint, SendReport, SendTicket
 from kv_transfer.transport import KV_REGION, METADATA_REGION, MemoryRegion, Transport, peer_name
 from kv_transfer.transports import TransportOptions, create_transport
 
-LAYOUT = KVLayout(dtype=KVDtype.BFLOAT16, block_size=4, num_layers=3, latent_dim=32)
+LAYOUT = KVLayout(dtype=KVDtype.BFLOAT16, block_size=4, num_layers=3, head_width=32)
 SLOT_LAYOUT = SlotLayout(max_top_logprobs=5, mtp_hidden_bytes=64, max_parts=8)
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0

@@ -9,7 +9,7 @@ import pytest
 from kv_transfer.layout import KVDtype, KVLayout, check_same_layout
 from runtime.errors import LayoutMismatchError
 
-DEEPSEEK = KVLayout(dtype=KVDtype.BFLOAT16, block_size=64, num_layers=61, latent_dim=576)
+DEEPSEEK = KVLayout(dtype=KVDtype.BFLOAT16, block_size=64, num_layers=61, head_width=576)
 
 
 def test_sizes_of_the_real_model() -> None:
@@ -25,7 +25,8 @@ def test_sizes_of_the_real_model() -> None:
         {"dtype": KVDtype.FLOAT8_E4M3},
         {"block_size": 32},
         {"num_layers": 62},
-        {"latent_dim": 512},
+        {"num_heads": 2},
+        {"head_width": 512},
     ],
 )
 def test_any_difference_changes_the_fingerprint_and_is_named(change: dict[str, object]) -> None:
@@ -51,7 +52,7 @@ def test_parse_reads_what_describe_wrote() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "nonsense", DEEPSEEK.describe().replace("version=1", "version=2"), "dtype=int3"],
+    ["", "nonsense", DEEPSEEK.describe().replace("version=2", "version=1"), "dtype=int3"],
 )
 def test_foreign_descriptions_are_refused(text: str) -> None:
     with pytest.raises(LayoutMismatchError):

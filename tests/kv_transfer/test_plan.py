@@ -7,15 +7,16 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.layout import KVDtype, KVLayout
-from kv_transfer.plan import Write, plan_writes, share_of_part
+from kv_transfer.plan import Write, plan_head_writes, plan_writes, share_of_part
 
-LAYOUT = KVLayout(dtype=KVDtype.FLOAT8_E4M3, block_size=1, num_layers=4, latent_dim=2)
+LAYOUT = KVLayout(dtype=KVDtype.FLOAT8_E4M3, block_size=1, num_layers=4, head_width=2)
 NUM_BLOCKS = 24
 
 block_lists = st.integers(0, NUM_BLOCKS).flatmap(
@@ -91,6 +92,48 @@ def test_shares_are_contiguous_and_balanced(num_blocks: int, num_parts: int) -> 
     sizes = [len(share) for share in shares]
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
+
+
+@given(
+    blocks=block_lists, layers=layer_ranges, heads=st.integers(1, 3), num_parts=st.integers(1, 4)
+)
+def test_parts_with_heads_of_their_own_together_write_each_byte_of_every_block_once(
+    blocks: tuple[list[int], list[int]],
+    layers: tuple[int, int] | None,
+    heads: int,
+    num_parts: int,
+) -> None:
+    src, dst = blocks
+    whole = replace(LAYOUT, block_size=3, num_heads=heads * num_parts)
+    own, tile = whole.of_part(num_parts), 3 * whole.head_width
+    first, end = layers or (0, whole.num_layers)
+    expected = Counter(
+        (
+            part,
+            s * own.block_bytes + own.layer_offset(layer) + head * tile + i,
+            d * whole.block_bytes + whole.layer_offset(layer) + (part * heads + head) * tile + i,
+        )
+        for part, head, layer in itertools.product(
+            range(num_parts), range(heads), range(first, end)
+        )
+        for s, d in zip(src, dst, strict=True)
+        for i in range(tile)
+    )
+    got: Counter[tuple[int, int, int]] = Counter()
+    for part in range(num_parts):
+        writes = plan_head_writes(whole, src, dst, layers=layers, part=part, num_parts=num_parts)
+        got.update((part, *pair) for pair in copied_bytes(writes).elements())
+    assert got == expected
+    targets = Counter(target for _, _, target in got)
+    assert set(targets.values()) <= {1}
+    assert len(targets) == len(dst) * (end - first) * whole.layer_bytes
+
+
+def test_heads_that_cannot_be_divided() -> None:
+    with pytest.raises(ValueError, match="3 heads cannot be divided over 2 parts"):
+        plan_head_writes(replace(LAYOUT, num_heads=3), [1], [2], num_parts=2)
+    with pytest.raises(ValueError, match="part = 2"):
+        plan_head_writes(replace(LAYOUT, num_heads=4), [1], [2], part=2, num_parts=2)
 
 
 def test_neighbours_on_both_sides_become_one_write() -> None:

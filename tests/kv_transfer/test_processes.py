@@ -34,7 +34,7 @@ from tests.kv_transfer.processes import (
 )
 
 # One block of the real model: 61 layers of 64 tokens.
-BIG = KVLayout(dtype=KVDtype.BFLOAT16, block_size=64, num_layers=61, latent_dim=576)
+BIG = KVLayout(dtype=KVDtype.BFLOAT16, block_size=64, num_layers=61, head_width=576)
 NUM_BLOCKS = 72
 StartChild = Callable[..., Child]
 MakePrefill = Callable[..., PrefillSide]

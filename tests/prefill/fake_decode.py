@@ -22,7 +22,7 @@ from runtime.wire import error_to_proto
 SECRET = "shh"
 CREDENTIALS = Credentials.of_secret(SECRET)
 LISTEN = Listen(bind="127.0.0.1")
-LAYOUT = KVLayout(dtype=KVDtype.FLOAT32, block_size=4, num_layers=3, latent_dim=8)
+LAYOUT = KVLayout(dtype=KVDtype.FLOAT32, block_size=4, num_layers=3, head_width=8)
 SLOT_BYTES = SlotLayout().slot_bytes
 
 

@@ -75,7 +75,7 @@ class RealDecode(FakeDecode):
         super().__init__()
         self.layout = layout
         self.num_cached_tokens: dict[int, int] = {}  # by nonce
-        shape = (NUM_BLOCKS, layout.num_layers, layout.block_size, layout.latent_dim)
+        shape = (NUM_BLOCKS, layout.num_layers, layout.block_size, layout.head_width)
         self.kv = torch.zeros(shape)
         name = peer_name(self.identity.instance, self.identity.epoch, self.identity.rank)
         self.kv_transport = create_transport("loopback", local_name=name, host="127.0.0.1")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.attention.kv_spec import KVSpec
 from engine.memory.block_pool import BlockPool
 from engine.memory.kv_pool import KVPool
 from engine.runner import ModelRunner
@@ -266,7 +267,9 @@ def run_prompts(
     sender = FakeTicketSender(lambda closure: loop.submit(RankClosed(0, closure)))
     loop = EngineLoop(
         scheduler,
-        ModelRunner(FakeModel(), KVPool(num_blocks, 2, BLOCK_SIZE, LATENT_DIM), Sampler(50)),
+        ModelRunner(
+            FakeModel(), KVPool(num_blocks, 2, BLOCK_SIZE, KVSpec.shared(LATENT_DIM)), Sampler(50)
+        ),
         SenderGroup(sender),
         grant_all(events.append, lambda command: loop.submit(command)),
         LoopSettings(max_model_len=64, push=PushSettings(num_layers=2), max_ahead=max_ahead),

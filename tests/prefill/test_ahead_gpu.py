@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from engine.attention.kv_spec import KVSpec
 from engine.batch import ForwardBatch
 from engine.memory.block_pool import BlockPool
 from engine.memory.kv_pool import KVPool
@@ -108,7 +109,7 @@ def run_prompts(
         BlockPool(num_blocks, BLOCK_SIZE), max_num_seqs=4, max_num_batched_tokens=CHUNK
     )
     sender = FakeTicketSender(lambda closure: loop.submit(RankClosed(0, closure)))
-    pool = KVPool(num_blocks, 1, BLOCK_SIZE, 8, device="cuda")
+    pool = KVPool(num_blocks, 1, BLOCK_SIZE, KVSpec.shared(8), device="cuda")
     loop = EngineLoop(
         scheduler,
         ModelRunner(model, pool, Sampler(VOCAB_SIZE)),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.attention.kv_spec import KVSpec
 from engine.memory.block_pool import BlockPool
 from engine.memory.kv_pool import KVPool
 from engine.request import Request, ScheduledRequest
@@ -45,7 +46,9 @@ BIASED = SamplingParams(temperature=0.9, seed=3, logit_bias={5: 2.0}, max_tokens
 
 
 def new_runner() -> ModelRunner:
-    return ModelRunner(FakeModel(), KVPool(24, 2, BLOCK_SIZE, LATENT_DIM), Sampler(VOCAB))
+    return ModelRunner(
+        FakeModel(), KVPool(24, 2, BLOCK_SIZE, KVSpec.shared(LATENT_DIM)), Sampler(VOCAB)
+    )
 
 
 def undisturbed(sampling: SamplingParams) -> list[SampledToken]:

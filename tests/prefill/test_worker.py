@@ -60,7 +60,7 @@ def oracle() -> Oracle:
     )
     (result,) = runner.execute([ScheduledRequest(request, len(PROMPT))])
     assert result.sampled is not None
-    return Oracle(result.sampled.token_id, pool.data[1:5].clone(), layout_of(pool))
+    return Oracle(result.sampled.token_id, pool.data[1:5].clone(), layout_of(pool, 1))
 
 
 @dataclass

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.boot import rank
 from engine.boot.kv_size import measure_memory
-from engine.boot.rank import BootedRank, boot_rank
+from engine.boot.rank import BootedRank, boot_rank, rank
 from engine.layers.mla import MLA
 from engine.memory.kv_budget import MemorySums
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
@@ -99,5 +98,5 @@ def test_a_rehearsed_step_without_memory_names_what_to_lower(
     monkeypatch.setattr(type(runner.kv_pool), "device", torch.device("cuda"))
     monkeypatch.setattr(runner, "run_dummy", lambda: None)
     with pytest.raises(ConfigError, match="the largest step") as caught:
-        rank._rehearse(runner, section, 64, sums, follows=False)
+        rank._rehearse(runner, runner.model, section, 64, sums, follows=False)
     assert (caught.value.path, caught.value.fix) == (path, fix)

@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DeepseekV3ForCausalLM:
 
 def make_pool(model: DeepseekV3ForCausalLM) -> KVPool:
     config = model.config
-    return KVPool(NUM_BLOCKS, config.num_hidden_layers, BLOCK_SIZE, config.latent_dim)
+    return KVPool(NUM_BLOCKS, config.num_hidden_layers, BLOCK_SIZE, config.kv_spec)
 
 
 def make_runner(model: DeepseekV3ForCausalLM) -> ModelRunner:

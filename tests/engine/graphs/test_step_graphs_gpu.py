@@ -41,7 +41,7 @@ def model(request: pytest.FixtureRequest) -> DeepseekV3ForCausalLM:
         load_format=LoadFormat.DUMMY,
         kernels=kernels,
     )
-    built.prepare_absorption()
+    built.prepare()
     return built
 
 
@@ -247,7 +247,7 @@ def test_many_failing_rows_say_nothing_of_the_others(
         kernels=model.kernels,
         execution=Execution(dispatcher=dispatcher),
     )
-    masked.prepare_absorption()
+    masked.prepare()
     expected, expected_kv, nobody = decode_beside(masked, are_failing=False, use_graphs=use_graphs)
     assert not any(map(any, nobody))
     tokens, kv, failed = decode_beside(masked, are_failing=True, use_graphs=use_graphs)

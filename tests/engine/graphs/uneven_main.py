@@ -194,7 +194,7 @@ def load(
         kernels=kernels,
         execution=Execution(dispatcher=counting),
     )
-    model.prepare_absorption()
+    model.prepare()
     yield model, counting
     close()
 

@@ -45,7 +45,7 @@ def angles_of_both(fields: Mapping[str, Any]) -> tuple[list[torch.Tensor], list[
     """Return cos, sin and the factor of attention scores, ours and theirs."""
     config = ModelConfig.from_hf(fields)
     theirs = DeepseekV3Config.from_dict(_copy(fields))
-    cos, sin = RotaryEmbedding(config, torch.device("cpu"))(POSITIONS)
+    cos, sin = RotaryEmbedding.of(config, torch.device("cpu"))(POSITIONS)
     their_cos, their_sin = DeepseekV3RotaryEmbedding(theirs)(torch.zeros(1), POSITIONS[None])
     their_scale = DeepseekV3Attention(theirs, 0).scaling
     ours = [cos, sin, torch.tensor(softmax_scale(config))]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.attention.kv_spec import KVSpec
 from engine.batch import pack_forward_batch
 from engine.config import ModelConfig
 from engine.kernels import paged_reference, reference
@@ -70,10 +71,10 @@ class Bench:
         for parameter in self.mla.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.data.copy_(noise / parameter.shape[-1] ** 0.5)
-        self.rotary = RotaryEmbedding(self.config, torch.device("cpu"))
+        self.rotary = RotaryEmbedding.of(self.config, torch.device("cpu"))
         rule = AttentionRule.of(self.config, absorbed_cost=absorbed_cost)
         self.rule = replace(rule, absorbed_bytes=absorbed_bytes)
-        self.pool = KVPool(NUM_BLOCKS, 3, BLOCK_SIZE, self.config.latent_dim)
+        self.pool = KVPool(NUM_BLOCKS, 3, BLOCK_SIZE, self.config.kv_spec)
         self.pool.data.fill_(float("nan"))  # what is read without having been written shows
         self.tables: dict[int, list[int]] = {}
         self.free = list(range(NUM_BLOCKS - 1, 0, -1))
@@ -247,5 +248,5 @@ def test_pool_of_another_dtype() -> None:
     bench = Bench()
     expected = bench.run([(0, 0, draw(20))])[0]
     rounded = Bench()
-    rounded.pool = KVPool(NUM_BLOCKS, 3, BLOCK_SIZE, 40, dtype=torch.bfloat16)
+    rounded.pool = KVPool(NUM_BLOCKS, 3, BLOCK_SIZE, KVSpec.shared(40), dtype=torch.bfloat16)
     torch.testing.assert_close(rounded.run([(0, 0, draw(20))])[0], expected, rtol=0.05, atol=0.05)

@@ -34,7 +34,7 @@ def test_same_as_transformers(scaling: dict[str, object] | None, dim: int) -> No
     config = ModelConfig.from_hf(fields)
     theirs = DeepseekV3Config.from_dict(dict(fields))
     positions = torch.tensor([0, 1, 17, 400, 5000])
-    cos, sin = RotaryEmbedding(config, torch.device("cpu"))(positions)
+    cos, sin = RotaryEmbedding.of(config, torch.device("cpu"))(positions)
     their_cos, their_sin = DeepseekV3RotaryEmbedding(theirs)(torch.zeros(1), positions[None])
     torch.testing.assert_close(cos, their_cos[0, :, : dim // 2], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(sin, their_sin[0, :, : dim // 2], rtol=1e-5, atol=1e-5)

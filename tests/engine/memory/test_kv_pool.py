@@ -2,12 +2,13 @@
 
 import torch
 
+from engine.attention.kv_spec import KVSpec
 from engine.kernels.latent_storage import put_rows
 from engine.memory.kv_pool import KVPool
 
 
 def make_pool() -> KVPool:
-    return KVPool(num_blocks=5, num_layers=3, block_size=4, latent_dim=6)
+    return KVPool(num_blocks=5, num_layers=3, block_size=4, kv_spec=KVSpec.shared(6))
 
 
 def test_a_block_of_all_layers_is_contiguous() -> None:
@@ -33,7 +34,7 @@ def test_rows_go_into_the_slots_of_one_layer() -> None:
 
 
 def test_rows_are_converted_to_the_dtype_of_the_pool() -> None:
-    pool = KVPool(2, 1, 4, 6, dtype=torch.bfloat16)
+    pool = KVPool(2, 1, 4, KVSpec.shared(6), dtype=torch.bfloat16)
     put_rows(pool.layer(0), torch.tensor([5]), torch.full((1, 6), 1.00390625))
     assert pool.layer(0)[1, 1, 0].item() == 1.0
 
@@ -58,7 +59,7 @@ def test_copying_no_blocks_is_allowed() -> None:
 
 
 def test_a_pool_in_e4m3_is_written_and_copied_alike() -> None:
-    pool = KVPool(4, 2, 4, 6, dtype=torch.float8_e4m3fn)
+    pool = KVPool(4, 2, 4, KVSpec.shared(6), dtype=torch.float8_e4m3fn)
     latents = torch.tensor([[1.0, -2.0, 0.5, 1e6], [3.0, 0.0, -448.0, 16.0]])
     rows = torch.cat((latents, torch.ones(2, 2)), dim=1)
     put_rows(pool.layer(1), torch.tensor([4, 11]), rows)

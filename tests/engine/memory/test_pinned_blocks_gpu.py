@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.attention.kv_spec import KVSpec
 from engine.memory.kv_pool import KVPool
 from engine.memory.pinned_blocks import PinnedBlocks
 from runtime.errors import InternalError
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_blocks_come_back_in_other_places(dtype: torch.dtype) -> None:
-    pool = KVPool(12, 5, 64, 576, dtype=dtype, device="cuda")
+    pool = KVPool(12, 5, 64, KVSpec.shared(576), dtype=dtype, device="cuda")
     pool.data.view(torch.uint8).random_(0, 256)
     pinned = PinnedBlocks(pool, 6)
     before = pool.data.view(torch.uint8)[[5, 6, 2, 9]].clone()
@@ -31,7 +32,7 @@ def test_blocks_come_back_in_other_places(dtype: torch.dtype) -> None:
 
 
 def test_a_copy_starts_behind_what_was_launched_and_nobody_waits_for_it() -> None:
-    pool = KVPool(33, 61, 64, 576, dtype=torch.bfloat16, device="cuda")
+    pool = KVPool(33, 61, 64, KVSpec.shared(576), dtype=torch.bfloat16, device="cuda")
     pinned = PinnedBlocks(pool, 32)
     torch.cuda._sleep(200_000_000)  # about 0.1 s on the current stream
     pool.data.fill_(3.0)

@@ -68,7 +68,7 @@ def test_logits_are_those_of_the_whole_prompt(
 ) -> None:
     model = build(checkpoint, reads_pages=reads_pages, dtype=torch.float32)
     rule = replace(model.attention_rule, absorbed_bytes=room)
-    model.attention_rule = rule
+    model.attention.rule = rule
     expected = answer(model)[-suffix:]
     actual = extend(model, suffix)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

@@ -87,7 +87,7 @@ def fixed_shape(seq_lens: list[int], num_blocks: int) -> ForwardBatch:
 
 def test_without_pages_a_step_of_fixed_shape_costs_what_its_contexts_are(tmp_path: Path) -> None:
     model = build_model(write_checkpoint(tmp_path))
-    plan = model.attention_step(fixed_shape([9, 3, 17], 1000), build_kv_pool(model, 2)).plan
+    plan = model.attention.plan(fixed_shape([9, 3, 17], 1000), build_kv_pool(model, 2)).plan
     assert plan.paged is None
     assert sorted(group.hidden_SQP.shape[2] for group in plan.groups) == [64]
     assert sum(group.hidden_SQP.shape[0] for group in plan.groups) == 3
@@ -102,7 +102,7 @@ def test_with_pages_nothing_is_asked_of_the_device(
     batch, pool = fixed_shape([9, 3, 17], 1000), build_kv_pool(model, 2)
     for name in ("tolist", "item", "cpu"):
         monkeypatch.setattr(torch.Tensor, name, None)
-    plan = model.attention_step(batch, pool).plan
+    plan = model.attention.plan(batch, pool).plan
     assert plan.paged is not None
     assert plan.paged.block_tables_SB.shape == (3, 1000)
 
@@ -112,11 +112,11 @@ def test_a_gpu_does_not_attend_by_the_reference_without_a_word(
 ) -> None:
     model = build_model(write_checkpoint(tmp_path))
     batch, pool = fixed_shape([9], 4), build_kv_pool(model, 2)
-    model.attention_step(batch, pool)
+    model.attention.plan(batch, pool)
     assert not caplog.records, "on a CPU nobody expects another"
-    model.device = torch.device("cuda")
+    model.attention.device = torch.device("cuda")
     for _ in range(3):
-        model.attention_step(batch, pool)
+        model.attention.plan(batch, pool)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "by the reference, slowly: the reference attends in groups" in record.getMessage()

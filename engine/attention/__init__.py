@@ -1,0 +1,1 @@
+"""What attention is to everything outside a model: the numbers it keeps, and how it is called."""

@@ -1,0 +1,143 @@
+"""The names of Llama's `config.json`, and its rotary settings, as `transformers` reads them.
+
+What may say one thing only, what is read, and what leaves the model alone; the lists are checked,
+field by field, against the installed `transformers` (`tests/engine/hf_config`). Rotary settings are
+those of `modeling_rope_utils.py` of transformers 5.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from engine.hf_config.fields import Fields
+from engine.hf_config.known import OF_MASKS_AND_CACHES
+from engine.hf_config.known import WITHOUT_EFFECT as OF_DEEPSEEK
+from engine.hf_config.rope import DEFAULT_THETA, rope_kind, rope_section
+from runtime.errors import ConfigError
+
+SERVED_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    **OF_MASKS_AND_CACHES,
+}
+"""What each field may say; the first is what its absence means."""
+
+READ: Final = frozenset(
+    {
+        "architectures",
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "eos_token_id",
+        "bos_token_id",
+        "layer_types",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+        "quantization_config",
+    }
+)
+"""Fields that `LlamaConfig` or a check of it is made of."""
+
+_OF_EXPERTS: Final = frozenset(
+    {
+        "aux_loss_alpha",
+        "router_aux_loss_coef",
+        "seq_aux",
+        "ep_size",
+        "qk_head_dim",
+        "output_router_logits",
+        "experts_implementation",
+    }
+)
+WITHOUT_EFFECT: Final[Mapping[str, str]] = {
+    name: reason for name, reason in OF_DEEPSEEK.items() if name not in _OF_EXPERTS
+}
+"""Fields that cannot change what the model computes, with the reason."""
+
+_TRAINED: Final = "original_max_position_embeddings"
+_PARTIAL: Final = "partial_rotary_factor"
+_OF_ALL: Final = frozenset({"rope_type", "type", "rope_theta", _PARTIAL})
+_OF_LLAMA3: Final = frozenset({"factor", "low_freq_factor", "high_freq_factor", _TRAINED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """How frequencies are slowed for longer contexts; `engine.model.llama_rotary` does it.
+
+    Attributes:
+        factor: by which the slowest pairs are slowed.
+        low_freq_factor: a pair that turns less often over the trained context is slowed wholly.
+        high_freq_factor: one that turns more often is kept.
+        original_max_position_embeddings: the trained context, in tokens.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+def read_llama_rope(
+    fields: Fields, max_position_embeddings: int
+) -> tuple[float, Llama3Scaling | None, list[str]]:
+    """Read base and scaling.
+
+    Args:
+        fields: of the whole `config.json`.
+        max_position_embeddings: the trained context, if the settings do not say it.
+
+    Returns:
+        rope_theta, the scaling if there is one, and the paths of settings without effect.
+
+    Raises:
+        ConfigError: a setting that is malformed, unknown or not implemented.
+    """
+    rope = rope_section(fields)
+    for name in rope:
+        if name not in _OF_ALL | _OF_LLAMA3:
+            fix = "remove it, if the model's own code does not read it"
+            raise rope.refuse(name, "no rotary setting that this server knows", fix)
+    for place in (fields, rope):
+        if place.optional_number(_PARTIAL) not in (None, 1.0):
+            raise place.refuse(_PARTIAL, "not implemented: all of a head is rotated", "1.0")
+    theta = (rope if "rope_theta" in rope else fields).number("rope_theta", DEFAULT_THETA)
+    match rope_kind(rope):
+        case "default":
+            return theta, None, [rope.path(name) for name in rope if name in _OF_LLAMA3]
+        case "llama3":
+            return theta, _read_scaling(fields, rope, max_position_embeddings), []
+        case kind:
+            name = "rope_type" if "rope_type" in rope else "type"
+            raise ConfigError(rope.path(name), kind, "not implemented", "'llama3' or 'default'")
+
+
+def _read_scaling(fields: Fields, rope: Fields, max_position_embeddings: int) -> Llama3Scaling:
+    place = fields if _TRAINED in fields else rope
+    scaling = Llama3Scaling(
+        factor=rope.number("factor"),
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_max_position_embeddings=place.integer(_TRAINED, max_position_embeddings),
+    )
+    if scaling.factor < 1:
+        raise rope.refuse("factor", "slows frequencies", "1 or more")
+    if scaling.low_freq_factor <= 0:
+        raise rope.refuse("low_freq_factor", "must be positive", "1.0")
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        fix = f"more than low_freq_factor = {scaling.low_freq_factor:g}"
+        raise rope.refuse("high_freq_factor", "no pairs lie between", fix)
+    if scaling.original_max_position_embeddings < 1:
+        raise place.refuse(_TRAINED, "must be positive", "the trained context in tokens")
+    return scaling

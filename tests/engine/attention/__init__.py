@@ -1,0 +1,1 @@
+"""Tests of what attention is to everything outside a model."""
