@@ -126,7 +126,6 @@ class LlamaForCausalLM(nn.Module):
             groups=self.groups,
             kernels=self.kernels,
             scatter_tokens=dims.tp > 1 and dims.ep > 1 if scatter is None else scatter,
-            collectives=execution.collectives,
         )
 
     @property
