@@ -8,7 +8,7 @@ CONFIG ?=
 # Test processes at once; tests of clusters wait more than they compute.
 JOBS ?= 3
 # Files in the order of their names: those of clusters, with few long tests, must not come last.
-BESIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+BESIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := deploy bench router prefill decode worker engine kv_transfer runtime
