@@ -16,8 +16,8 @@ SOURCES := $(PACKAGES) tools tests
 # Apart from .venv, which has no Triton: nothing else on a CPU may come to need it.
 KERNELS := .venv-kernels
 RUNS := $(KERNELS)/runs
-KERNEL_TESTS := -m gpu tests/engine/kernels tests/engine/parallel/nvlink tests/engine/sampling \
-	tests/bench/tuner/test_bench_gpu.py
+KERNEL_TESTS := -m gpu tests/engine/attention tests/engine/formats tests/engine/kernels \
+	tests/engine/parallel/nvlink tests/engine/sampling tests/bench/tuner/test_bench_gpu.py
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 	$(PIP_ARGS) -c constraints-cpu.txt
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from bench.bounds import Hardware
+from engine.attention.paged_queries import PagedQueries
+from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels.base import Kernels, VarlenLengths
-from engine.kernels.fp8_rows import Fp8Rows
-from engine.kernels.paged_queries import PagedQueries
 from engine.parallel.groups import ProcessGroups, RankGroup
 
 TRAFFIC_MARK = "ranks: "

@@ -31,9 +31,9 @@ from engine.boot.rank import choose_max_model_len
 from engine.boot.warm_up import Product, warm_up
 from engine.config import ModelConfig
 from engine.execution import Execution
+from engine.formats.fp8_rows import GROUP
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
-from engine.kernels.fp8_rows import GROUP
 from engine.kernels.portable import PortableKernels
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.dims import ParallelDims

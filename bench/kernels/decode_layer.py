@@ -24,14 +24,14 @@ import torch
 from bench.kernels.device_time import median_seconds
 from bench.shapes import DEEPSEEK_V3, expert_shard
 from engine.attention.kv_spec import KVSpec
+from engine.attention.latent_storage import to_storage
+from engine.attention.paged_queries import PagedQueries
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.boot.build import LoadFormat, build_kv_pool, build_model
 from engine.execution import Execution
 from engine.graphs.capture import Capture
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
-from engine.kernels.latent_storage import to_storage
-from engine.kernels.paged_queries import PagedQueries
 from engine.memory.kv_pool import KVPool
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.sampling.graph_sampler import GraphSampler, SamplingRows, SamplingStage

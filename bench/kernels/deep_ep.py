@@ -22,7 +22,7 @@ import torch
 
 from bench.engine.machine import describe_machine
 from bench.kernels.expert_rank import NUM_GROUPS, TOP_K, Bench, capture
-from engine.kernels.fp8_rows import Activation
+from engine.formats.fp8_rows import Activation
 from engine.parallel.deep_ep import open_low_latency_buffer, open_normal_buffer
 from engine.parallel.deep_ep_buffers import NormalBuffer
 from engine.parallel.deep_ep_low_latency_dispatcher import DeepEPLowLatencyDispatcher

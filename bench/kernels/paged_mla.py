@@ -25,13 +25,13 @@ from torch import Tensor
 
 from bench.engine.data_sheets import find_sheet
 from bench.kernels.decode_layer import DTYPES, measure
-from engine.kernels import flash_mla
-from engine.kernels.latent_storage import to_storage
-from engine.kernels.paged_mla.attention import PagedMLA
-from engine.kernels.paged_mla.tiles import PagedTile, PoolShape, candidates
-from engine.kernels.paged_queries import PagedQueries, QueryCounts
-from engine.kernels.paged_reference import paged_attention
-from engine.kernels.triton_gemm.limits import DeviceLimits
+from engine.attention import flash_mla
+from engine.attention.latent_storage import to_storage
+from engine.attention.paged_mla.attention import PagedMLA
+from engine.attention.paged_mla.tiles import PagedTile, PoolShape, candidates
+from engine.attention.paged_queries import PagedQueries, QueryCounts
+from engine.attention.paged_reference import paged_attention
+from engine.formats.triton_gemm.limits import DeviceLimits
 
 DEVICE = torch.device("cuda")
 RANK, LATENT, BLOCK_SIZE, SCALE, NUM_LAYERS = 512, 576, 64, 0.1352338, 4

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from bench.tuner.inputs import Inputs
-from engine.kernels.triton_gemm.tiles import TileConfig
+from engine.formats.triton_gemm.tiles import TileConfig
 
 TOLERANCE = 1e-2
 """Relative error of the sampled rows: bfloat16 results, sums in another order."""

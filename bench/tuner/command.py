@@ -13,7 +13,7 @@ from deploy.errors import ClusterError
 
 if TYPE_CHECKING:
     from bench.tuner.products import RowCounts
-    from engine.kernels.triton_gemm.tables import TunedEntry
+    from engine.formats.triton_gemm.tables import TunedEntry
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.tuner.display import TuneDisplay, summary
     from bench.tuner.products import model_products
     from engine.boot.jit_cache import use_jit_cache
-    from engine.kernels.triton_gemm.tables import PACKAGE_FOLDER, file_name, write_table
+    from engine.formats.triton_gemm.tables import PACKAGE_FOLDER, file_name, write_table
 
     config = read_shape(arguments.model)
     shapes = model_products(config, tp=arguments.tp, ep=arguments.ep, rows=_row_counts(arguments))

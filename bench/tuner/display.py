@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from engine.kernels.triton_gemm.tables import TunedEntry
-from engine.kernels.triton_gemm.tiles import ProductShape, TileConfig
+from engine.formats.triton_gemm.tables import TunedEntry
+from engine.formats.triton_gemm.tiles import ProductShape, TileConfig
 
 
 class TuneDisplay:

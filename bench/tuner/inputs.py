@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.formats.fp8_rows import Fp8Rows
+from engine.formats.triton_gemm.gemm import Product
+from engine.formats.triton_gemm.tiles import ProductShape, RowLayout
 from engine.kernels import masked_reference, reference
 from engine.kernels.alignment import ROW_BLOCK
-from engine.kernels.fp8_rows import Fp8Rows
-from engine.kernels.triton_gemm.gemm import Product
-from engine.kernels.triton_gemm.tiles import ProductShape, RowLayout
 from engine.weights.fp8 import quantize_block
 
 MASKED_ROOM = 2

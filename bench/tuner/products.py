@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.config import ModelConfig
+from engine.formats.fp8_rows import GROUP
+from engine.formats.triton_gemm.tiles import ProductShape, RowLayout
 from engine.kernels.alignment import ROW_BLOCK
-from engine.kernels.fp8_rows import GROUP
-from engine.kernels.triton_gemm.tiles import ProductShape, RowLayout
 from runtime.errors import ConfigError
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from bench.tuner.bench import Flush, median_seconds
 from bench.tuner.inputs import Inputs
-from engine.kernels import deep_gemm
-from engine.kernels.fp8_rows import Fp8Rows
+from engine.formats import deep_gemm
+from engine.formats.fp8_rows import Fp8Rows
+from engine.formats.triton_gemm.tiles import ProductShape, RowLayout
 from engine.kernels.masked_rows import MaskedRows
-from engine.kernels.triton_gemm.tiles import ProductShape, RowLayout
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from engine.kernels.triton_gemm.tiles import TileConfig
+from engine.formats.triton_gemm.tiles import TileConfig
 
 
 class Bench(Protocol):

@@ -15,10 +15,10 @@ from bench.tuner.bench import Flush, GpuBench
 from bench.tuner.inputs import Inputs, draw_inputs
 from bench.tuner.rival import Rival, load_rival
 from bench.tuner.search import Found, TimeLimit, find_best
-from engine.kernels.triton_gemm.candidates import candidates
-from engine.kernels.triton_gemm.limits import DeviceLimits
-from engine.kernels.triton_gemm.tables import TunedEntry, TunedTable, file_name, table_to_extend
-from engine.kernels.triton_gemm.tiles import ProductShape
+from engine.formats.triton_gemm.candidates import candidates
+from engine.formats.triton_gemm.limits import DeviceLimits
+from engine.formats.triton_gemm.tables import TunedEntry, TunedTable, file_name, table_to_extend
+from engine.formats.triton_gemm.tiles import ProductShape
 
 RIVAL_SHARE = 0.25
 """Of the time, at most, for DeepGEMM, which compiles each shape at first."""

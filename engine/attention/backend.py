@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from engine.attention.kv_spec import KVSpec
 from engine.batch import ForwardBatch
-from engine.kernels.fp8_rows import Activation
+from engine.formats.fp8_rows import Activation
 from engine.memory.kv_pool import KVPool
 
 StepT = TypeVar("StepT")

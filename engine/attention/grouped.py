@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.kv_spec import KVSpec
+from engine.attention.latent_storage import take_blocks, to_storage
+from engine.attention.planned_sequence import plan_sequences
 from engine.batch import ForwardBatch
-from engine.kernels.latent_storage import take_blocks, to_storage
-from engine.layers.planned_sequence import plan_sequences
 from engine.memory.kv_pool import KVPool
 
 

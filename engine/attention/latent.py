@@ -15,15 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.attention.kv_spec import KVSpec
-from engine.batch import ForwardBatch
-from engine.config import ModelConfig
-from engine.kernels.absorb_reference import carry
-from engine.kernels.base import Kernels
-from engine.kernels.fp8_rows import Activation, Fp8Rows
-from engine.kernels.paged_queries import PagedQueries
-from engine.kernels.rotation import Rotation
-from engine.layers.attention_plan import (
+from engine.attention.absorb_reference import carry
+from engine.attention.attention_plan import (
     AttentionPlan,
     AttentionStep,
     ContextPart,
@@ -31,11 +24,18 @@ from engine.layers.attention_plan import (
     plan_attention,
     plan_decode,
 )
-from engine.layers.attention_rule import AttentionRule
+from engine.attention.attention_rule import AttentionRule
+from engine.attention.kv_spec import KVSpec
+from engine.attention.paged_queries import PagedQueries
+from engine.attention.scratch import Scratch
+from engine.batch import ForwardBatch
+from engine.config import ModelConfig
+from engine.formats.fp8_rows import Activation, Fp8Rows
+from engine.kernels.base import Kernels
+from engine.kernels.rotation import Rotation
 from engine.layers.linear import ColumnParallelLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding, softmax_scale
-from engine.layers.scratch import Scratch
 from engine.memory.kv_pool import KVPool
 
 logger = logging.getLogger(__name__)

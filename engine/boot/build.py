@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from engine.execution import Execution
+from engine.formats.fp8_rows import GROUP
 from engine.kernels.base import Kernels
-from engine.kernels.fp8_rows import GROUP
 from engine.layers.plain_weights import describe_plain_weights
 from engine.memory.kv_pool import KVPool
 from engine.model.registry import read_config, spec_of

@@ -13,12 +13,12 @@ from functools import partial
 
 import torch
 
+from engine.attention.attention_rule import AttentionRule
 from engine.boot.build import build_kv_pool
 from engine.boot.refusals import refuse_bare_step, refuse_blocks, refuse_capture
 from engine.boot.rehearsal import absorbed_prefill, largest_decode, largest_prefill, rehearse
 from engine.graphs.capture_errors import CaptureError, is_no_memory
 from engine.graphs.graph_budget import measure_graph_bytes
-from engine.layers.attention_rule import AttentionRule
 from engine.memory.kv_budget import MemorySums, check_num_blocks
 from engine.model.spec import ServedModel
 from engine.parallel.groups import ProcessGroups

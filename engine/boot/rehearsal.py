@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.attention.attention_rule import AttentionRule
 from engine.batch import build_forward_batch
-from engine.layers.attention_rule import AttentionRule
 from engine.request import Request, ScheduledRequest, num_blocks_for
 from engine.runner import ModelRunner
 from runtime.sampling import SamplingParams

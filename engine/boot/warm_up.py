@@ -17,9 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.formats.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.alignment import ROW_BLOCK, max_aligned_rows, row_steps
 from engine.kernels.base import Kernels, VarlenLengths
-from engine.kernels.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.masked_rows import MaskedRoom, MaskedRows
 from engine.layers.matrix import Matrix
 from engine.layers.mla import MLA

@@ -6,6 +6,7 @@ Legend: T tokens, D hidden size, E experts, K experts per token, F expert width,
 import torch
 from torch import Tensor
 
+from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels.alignment import (
     ROW_BLOCK,
     Alignment,
@@ -14,7 +15,6 @@ from engine.kernels.alignment import (
     RowCounts,
     max_aligned_rows,
 )
-from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MaskedPlaces
 from engine.kernels.reference import fp8_linear, quantize_rows, silu_and_mul
 from engine.kernels.widths import check_capacity, check_unpermute

@@ -16,8 +16,8 @@ from typing import Final
 
 from torch import Tensor
 
+from engine.formats.fp8_rows import Fp8Rows
 from engine.invariants import require
-from engine.kernels.fp8_rows import Fp8Rows
 
 ROW_BLOCK: Final = 128
 

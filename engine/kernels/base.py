@@ -11,10 +11,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.attention.paged_queries import PagedQueries
+from engine.formats.fp8_rows import Activation, Fp8Rows
 from engine.kernels.alignment import Alignment, Overflow, RowCounts
-from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
-from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
 

@@ -9,13 +9,14 @@ from typing import Final
 
 import torch
 
-from engine.kernels import deep_gemm, flash_attention, flash_mla
-from engine.kernels.attention_choice import AttentionChoice
+from engine.attention import flash_attention, flash_mla
+from engine.attention.attention_choice import AttentionChoice
+from engine.formats import deep_gemm
+from engine.formats.expert_stream.tiles import MEASURED
+from engine.formats.triton_gemm.limits import DeviceLimits
+from engine.formats.triton_gemm.tables import find_table
 from engine.kernels.base import Kernels
-from engine.kernels.expert_stream.tiles import MEASURED
 from engine.kernels.portable import PortableKernels
-from engine.kernels.triton_gemm.limits import DeviceLimits
-from engine.kernels.triton_gemm.tables import find_table
 from runtime.errors import ConfigError
 
 MIN_SM = 80
@@ -140,7 +141,7 @@ def _is_installed(module: str) -> bool:
 
 def choose_attention() -> AttentionChoice:
     """Return attention of decompressed heads: the fastest that is installed, and one for all."""
-    from engine.kernels.torch_attention import TorchAttention  # late: CPUs have no use for it
+    from engine.attention.torch_attention import TorchAttention  # late: CPUs have no use for it
 
     fastest = [flash_attention.FlashAttention()] if flash_attention.is_available() else []
     return AttentionChoice(*fastest, TorchAttention())
@@ -150,10 +151,10 @@ def choose_attention() -> AttentionChoice:
 
 
 def _build_hopper(device: torch.device) -> Kernels:
-    from engine.kernels.expert_stream.mlp import ExpertStream
+    from engine.attention.paged_mla.attention import PagedMLA
+    from engine.formats.expert_stream.mlp import ExpertStream
+    from engine.formats.triton_gemm.overflow import OverflowExperts
     from engine.kernels.hopper import HopperKernels
-    from engine.kernels.paged_mla.attention import PagedMLA
-    from engine.kernels.triton_gemm.overflow import OverflowExperts
 
     limits = DeviceLimits.of(device)
     return HopperKernels(
@@ -167,8 +168,8 @@ def _build_hopper(device: torch.device) -> Kernels:
 
 
 def _build_triton(device: torch.device) -> Kernels:
-    from engine.kernels.paged_mla.attention import PagedMLA
-    from engine.kernels.triton_gemm.gemm import TritonGemm
+    from engine.attention.paged_mla.attention import PagedMLA
+    from engine.formats.triton_gemm.gemm import TritonGemm
     from engine.kernels.triton_kernels import TritonKernels
 
     name, version = torch.cuda.get_device_name(device), _triton_version()

@@ -10,11 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.attention import absorb_reference
+from engine.attention.flash_mla import KV_LORA_RANK, FlashMLA
+from engine.attention.paged_queries import PagedQueries
+from engine.formats.fp8_rows import Activation, Fp8Rows
 from engine.invariants import require
-from engine.kernels import absorb_reference, reference
+from engine.kernels import reference
 from engine.kernels.alignment import Overflow
-from engine.kernels.flash_mla import KV_LORA_RANK, FlashMLA
-from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.kernels.fused import (
     absorb,
     attention,
@@ -27,7 +29,6 @@ from engine.kernels.fused import (
 )
 from engine.kernels.fused.dependent import break_chain
 from engine.kernels.masked_rows import MaskedRows
-from engine.kernels.paged_queries import PagedQueries
 from engine.kernels.parts import (
     BlockGemm,
     MaskedMlp,

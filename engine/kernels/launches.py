@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-from engine.kernels import deep_gemm
+from engine.formats import deep_gemm
 from engine.kernels.fused import dependent
 
 SIDE_MULTIPROCESSORS: Final = 100

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from engine.formats.fp8_rows import GROUP, Fp8Rows
 from engine.invariants import require
-from engine.kernels.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows, require_room
 from engine.kernels.reference import fp8_linear, quantize_rows, silu_and_mul
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
 
+from engine.formats.expert_matrix import ExpertMatrix
 from engine.invariants import require
-from engine.kernels.expert_matrix import ExpertMatrix
 
 if TYPE_CHECKING:
     from engine.kernels.base import Kernels

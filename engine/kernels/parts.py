@@ -8,11 +8,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.attention.paged_queries import PagedQueries
+from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels.alignment import Overflow
 from engine.kernels.base import VarlenLengths
-from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MaskedRows
-from engine.kernels.paged_queries import PagedQueries
 
 
 class BlockGemm(Protocol):

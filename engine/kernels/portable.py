@@ -3,16 +3,11 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels import (
-    absorb_reference,
-    aligned_reference,
-    masked_reference,
-    paged_reference,
-    reference,
-)
+from engine.attention import absorb_reference, paged_reference
+from engine.attention.paged_queries import PagedQueries
+from engine.formats.fp8_rows import Fp8Rows
+from engine.kernels import aligned_reference, masked_reference, reference
 from engine.kernels.base import VarlenLengths
-from engine.kernels.fp8_rows import Fp8Rows
-from engine.kernels.paged_queries import PagedQueries
 
 
 class PortableKernels:

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.fp8_rows import GROUP, MIN_AMAX, Fp8Rows
-from engine.kernels.latent_storage import put_rows
+from engine.attention.latent_storage import put_rows
+from engine.attention.scores import as_factor, multiply_scores, softmax_
+from engine.formats.fp8_rows import GROUP, MIN_AMAX, Fp8Rows
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
-from engine.kernels.scores import as_factor, multiply_scores, softmax_
 from engine.kernels.widths import check_latents
 
 QUERY_CHUNK = 256

@@ -10,18 +10,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kernels import absorb_reference
+from engine.attention import absorb_reference
+from engine.attention.latent_storage import put_rows
+from engine.formats.fp8_rows import Fp8Rows
+from engine.formats.triton_gemm import byte_quant
+from engine.formats.triton_gemm.gemm import TritonGemm
+from engine.formats.triton_gemm.overflow import OverflowExperts
 from engine.kernels.alignment import Overflow
-from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.fused import routing
 from engine.kernels.hopper import HopperKernels, grouped_fp8_mlp
-from engine.kernels.latent_storage import put_rows
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.parts import PageAttention, VarlenAttention
 from engine.kernels.rotation import Rotation
-from engine.kernels.triton_gemm import byte_quant
-from engine.kernels.triton_gemm.gemm import TritonGemm
-from engine.kernels.triton_gemm.overflow import OverflowExperts
 
 
 class _Quantised(Protocol):

@@ -9,9 +9,9 @@ numbers of a head, C kv_lora_rank, L = C + R, K experts per token, M expert rows
 
 from torch import Tensor
 
+from engine.formats.fp8_rows import GROUP, Fp8Rows
 from engine.invariants import require
 from engine.kernels.alignment import ROW_BLOCK, Alignment
-from engine.kernels.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.masked_rows import MaskedPlaces
 from engine.kernels.rotation import Rotation
 

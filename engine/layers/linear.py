@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
-from engine.kernels.fp8_rows import Activation
+from engine.formats.fp8_rows import Activation
 from engine.layers.context import LayerContext
 from engine.layers.matrix import Matrix
 from engine.weights.slices import WeightSlice, split_evenly

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.formats.fp8_rows import GROUP, Activation, Fp8Rows
 from engine.hf_config.quantization import UNQUANTIZED
-from engine.kernels.fp8_rows import GROUP, Activation, Fp8Rows
 from engine.layers.context import LayerContext
 from engine.weights.fp8 import dequantize_block, scale_shape
 from engine.weights.slices import WeightSlice

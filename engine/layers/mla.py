@@ -12,10 +12,10 @@ R qk_rope_head_dim, A = N + R, V v_head_dim, Q q_lora_rank, C kv_lora_rank.
 
 from torch import Tensor, nn
 
+from engine.attention.attention_plan import AttentionStep
 from engine.attention.latent import LatentAttention, LatentQueries, Latents
 from engine.config import ModelConfig
-from engine.kernels.fp8_rows import Activation, Fp8Rows
-from engine.layers.attention_plan import AttentionStep
+from engine.formats.fp8_rows import Activation, Fp8Rows
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.norm import FeedFormat, RMSNorm

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from engine.kernels.fp8_rows import Activation, Fp8Rows
+from engine.formats.fp8_rows import Activation, Fp8Rows
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.norm import FeedFormat, Normed

@@ -10,7 +10,7 @@ from enum import Enum, auto
 
 from torch import Tensor, nn
 
-from engine.kernels.fp8_rows import Activation, Fp8Rows
+from engine.formats.fp8_rows import Activation, Fp8Rows
 from engine.layers.context import LayerContext
 from engine.parallel.packed_rows import empty_packed
 from engine.weights.slices import WeightSlice

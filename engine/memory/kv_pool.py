@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.attention.kv_spec import KVSpec
-from engine.kernels.latent_storage import take_blocks
+from engine.attention.latent_storage import take_blocks
 
 
 class KVPool:

@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import nn
 
+from engine.attention.attention_plan import AttentionStep
 from engine.attention.latent import LatentAttention
 from engine.config import ModelConfig
-from engine.layers.attention_plan import AttentionStep
 from engine.layers.context import LayerContext
 from engine.layers.mla import MLA
 from engine.layers.mlp import MLP

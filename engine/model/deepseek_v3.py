@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.attention.attention_rule import AttentionRule
 from engine.attention.kv_spec import KVSpec
 from engine.attention.latent import LatentAttention
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.execution import Execution
+from engine.formats.fp8_rows import GROUP
 from engine.hf_config.quantization import ModulePatterns
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
-from engine.kernels.fp8_rows import GROUP
 from engine.kernels.launches import choose_launches
-from engine.layers.attention_rule import AttentionRule
 from engine.layers.context import LayerContext
 from engine.layers.embedding import LMHead, VocabEmbedding
 from engine.layers.mla import MLA

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.attention.attention_plan import AttentionStep
 from engine.attention.latent import LatentAttention
 from engine.config import ModelConfig
-from engine.layers.attention_plan import AttentionStep
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear
 from engine.layers.norm import FeedFormat, Residual, RMSNorm

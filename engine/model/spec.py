@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from engine.attention.attention_rule import AttentionRule
     from engine.batch import ForwardBatch
     from engine.config import ModelConfig
     from engine.execution import Execution
     from engine.kernels.base import Kernels
-    from engine.layers.attention_rule import AttentionRule
     from engine.memory.kv_pool import KVPool
     from engine.parallel.expert_placement import ExpertPlacement
     from engine.parallel.groups import ProcessGroups

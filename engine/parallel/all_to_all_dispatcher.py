@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels.fp8_rows import Activation
+from engine.formats.fp8_rows import Activation
 from engine.parallel.expert_rows import Rows
 from engine.parallel.groups import RankGroup
 from engine.parallel.pending import Deferred, Pending, Then, wait_for

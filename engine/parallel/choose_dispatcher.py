@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 
 from engine.config import ModelConfig
+from engine.formats.fp8_rows import GROUP
 from engine.kernels.base import Kernels
-from engine.kernels.fp8_rows import GROUP
 from engine.parallel import deep_ep
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.deep_ep_low_latency_dispatcher import DeepEPLowLatencyDispatcher

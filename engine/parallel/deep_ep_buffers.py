@@ -20,7 +20,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from engine.kernels.fp8_rows import Fp8Rows
+from engine.formats.fp8_rows import Fp8Rows
 from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
 from engine.parallel.pending import Deferred, Pending
 from engine.parallel.turns import require_in_turn

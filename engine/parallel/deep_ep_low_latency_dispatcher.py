@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.formats.fp8_rows import Activation
 from engine.invariants import require
-from engine.kernels.fp8_rows import Activation
 from engine.kernels.masked_rows import MaskedRoom, MaskedRows
 from engine.parallel.deep_ep_buffers import LibraryHandle, LowLatencyBuffer, Masked
 from engine.parallel.expert_rows import plain

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.formats.fp8_rows import Activation, Fp8Rows
 from engine.kernels.alignment import ROW_BLOCK, Alignment
 from engine.kernels.base import Kernels
-from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.parallel.deep_ep_buffers import Arrived, LibraryHandle, NormalBuffer
 from engine.parallel.expert_rows import AlignedRows
 from engine.parallel.pending import Pending, Then, wait_for

@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.formats.expert_matrix import ExpertMatrix
+from engine.formats.fp8_rows import Activation, Fp8Rows
 from engine.kernels.alignment import Alignment, Overflow
 from engine.kernels.base import Kernels
-from engine.kernels.expert_matrix import ExpertMatrix
-from engine.kernels.fp8_rows import Activation, Fp8Rows
 
 
 class Rows(Protocol):

@@ -15,7 +15,7 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from engine.kernels.fp8_rows import Activation
+from engine.formats.fp8_rows import Activation
 from engine.parallel.expert_rows import Rows
 from engine.parallel.groups import RankGroup
 from engine.parallel.pending import Deferred, Pending, Then

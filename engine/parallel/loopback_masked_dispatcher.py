@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.formats.fp8_rows import Activation, Fp8Rows
 from engine.kernels.base import Kernels
-from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.kernels.masked_rows import (
     MaskedPlaces,
     MaskedRoom,

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.formats.fp8_rows import Activation, Fp8Rows, packed_row_bytes
 from engine.invariants import require
 from engine.kernels.base import Kernels
-from engine.kernels.fp8_rows import Activation, Fp8Rows, packed_row_bytes
 from engine.kernels.masked_rows import (
     MaskedPlaces,
     MaskedRoom,

@@ -7,7 +7,7 @@ packed buffer; rows that lie packed already are sent from where they are.
 import torch
 from torch import Tensor
 
-from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
+from engine.formats.fp8_rows import Fp8Rows, packed_row_bytes
 
 
 def empty_packed(num_rows: int, num_columns: int, device: torch.device) -> Fp8Rows:

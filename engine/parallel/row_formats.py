@@ -14,9 +14,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from engine.formats.fp8_rows import Activation, Fp8Rows
 from engine.kernels.alignment import ROW_BLOCK, Alignment, row_capacity
 from engine.kernels.base import Kernels
-from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.parallel.expert_rows import AlignedRows, ExpertRows, Rows, plain, quantized
 from engine.parallel.packed_rows import packed_bytes
 

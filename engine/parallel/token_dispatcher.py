@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from engine.kernels.fp8_rows import Activation
+from engine.formats.fp8_rows import Activation
 from engine.kernels.masked_rows import MaskedRoom
 from engine.parallel.expert_rows import Rows
 from engine.parallel.pending import Pending

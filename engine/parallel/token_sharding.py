@@ -18,7 +18,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.fp8_rows import Activation, Fp8Rows
+from engine.formats.fp8_rows import Activation, Fp8Rows
 from engine.parallel.groups import RankGroup
 from engine.parallel.packed_rows import packed_bytes
 from engine.parallel.pending import Pending, Ready, Then

@@ -14,8 +14,8 @@ from bench.stage_timer import (
     full_attention_operations,
     paged_operations,
 )
+from engine.attention.paged_queries import PagedQueries, QueryCounts
 from engine.kernels.base import VarlenLengths
-from engine.kernels.paged_queries import PagedQueries, QueryCounts
 from engine.kernels.portable import PortableKernels
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup

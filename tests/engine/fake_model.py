@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 
 from engine.attention.kv_spec import KVSpec
+from engine.attention.latent_storage import put_rows
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
-from engine.kernels.latent_storage import put_rows
 from engine.memory.kv_pool import KVPool
 from engine.operations import do_nothing
 from engine.runner import LayerDone

@@ -25,7 +25,7 @@ NOT_INTERPRETED: dict[str, str] = {}
 """Kernels that the interpreter cannot run, each with the reason."""
 
 INSTRUCTIONS = {
-    "engine.kernels.expert_stream.kernel:stream": "the wait of PDL, where a launch depends on the "
+    "engine.formats.expert_stream.kernel:stream": "the wait of PDL, where a launch depends on the "
     "one before; launches in the interpreter never do. Compiled: test_mlp_gpu.py",
     "engine.parallel.nvlink.signals:await_all": "waiting, in PTX; in the interpreter all have sent "
     "before anybody receives, which is asserted. Compiled: test_compile_gpu.py",

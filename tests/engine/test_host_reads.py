@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.boot.build import build_kv_pool
 from engine.config import ModelConfig
 from engine.execution import Execution
-from engine.kernels.fp8_rows import Activation
+from engine.formats.fp8_rows import Activation
 from engine.kernels.portable import PortableKernels
 from engine.layers.moe import MoE
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM

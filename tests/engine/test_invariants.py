@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine.formats.deep_gemm import DeepGemm
 from engine.invariants import require
-from engine.kernels.deep_gemm import DeepGemm
 from engine.kernels.masked_reference import empty_masked
 from engine.kernels.masked_rows import MaskedRows
 from runtime.errors import InternalError

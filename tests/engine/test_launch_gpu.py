@@ -17,11 +17,11 @@ from engine.batch import ForwardBatch, build_forward_batch
 from engine.boot.build import build_kv_pool, build_model
 from engine.config import ModelConfig
 from engine.execution import Execution
+from engine.formats import deep_gemm
+from engine.formats.triton_gemm.limits import DeviceLimits
 from engine.host_copy import HostCopies, upload
-from engine.kernels import deep_gemm
 from engine.kernels.base import Kernels
 from engine.kernels.create import KernelSet, create_kernels
-from engine.kernels.triton_gemm.limits import DeviceLimits
 from engine.memory.kv_pool import KVPool
 from engine.operations import do_nothing
 from engine.parallel.gathered_dispatcher import GatheredDispatcher

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.formats.fp8_rows import GROUP, Activation, Fp8Rows
 from engine.invariants import require
-from engine.kernels.fp8_rows import GROUP, Activation, Fp8Rows
 from engine.kernels.fused.latents import rotated
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.fused.quant import _quantize_tile

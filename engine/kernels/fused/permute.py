@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels.alignment import (
     ROW_BLOCK,
     Alignment,
@@ -18,7 +19,6 @@ from engine.kernels.alignment import (
     RowCounts,
     max_aligned_rows,
 )
-from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.masked_rows import MaskedPlaces
 from engine.kernels.widths import check_capacity, check_permute, check_unpermute

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.formats.fp8_rows import GROUP, MIN_AMAX, Fp8Rows
 from engine.invariants import require
-from engine.kernels.fp8_rows import GROUP, MIN_AMAX, Fp8Rows
 from engine.kernels.fused.launch import ceil_div, launched
 
 BLOCK_T = 32

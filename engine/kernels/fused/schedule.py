@@ -12,9 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.invariants import require
-from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
-from engine.kernels.schedule_reference import (
+from engine.attention.schedule_reference import (
     CUT_COST,
     MAX_SPARE,
     OVERHEAD,
@@ -22,6 +20,8 @@ from engine.kernels.schedule_reference import (
     PIECE_COST,
     QUARTERS,
 )
+from engine.invariants import require
+from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 
 MAX_SEQS = 256
 """A walk takes time for each sequence."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.kernels.fp8_rows import Fp8Rows
+from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
 from engine.parallel.nvlink.shape import NvlinkShape
 from engine.parallel.pending import Deferred, Pending, wait_for

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.formats.fp8_rows import Activation, Fp8Rows
 from engine.invariants import require
 from engine.kernels.base import Kernels
-from engine.kernels.fp8_rows import Activation, Fp8Rows
 from engine.kernels.masked_rows import MaskedRoom, MaskedRows
 from engine.parallel.nvlink.buffer import NvlinkBuffer, ReceivedRows
 from engine.parallel.pending import Pending, Then

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.formats.fp8_rows import GROUP, Fp8Rows
 from engine.invariants import require
-from engine.kernels.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.masked_reference import empty_masked
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows

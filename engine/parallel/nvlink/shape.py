@@ -15,7 +15,7 @@ the expert is on another rank.
 from dataclasses import dataclass
 from typing import Final
 
-from engine.kernels.fp8_rows import GROUP, packed_row_bytes
+from engine.formats.fp8_rows import GROUP, packed_row_bytes
 from engine.kernels.masked_rows import guess_rows, max_masked_rows
 from runtime.errors import ConfigError
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from engine.kernels.fp8_rows import Fp8Rows
+from engine.formats.fp8_rows import Fp8Rows
 from engine.parallel.nvlink import rows as row_kernels
 from engine.parallel.nvlink import sums as sum_kernels
 from engine.parallel.nvlink.buffer import ReceivedRows

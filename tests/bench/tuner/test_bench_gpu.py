@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.kernels.triton_gemm.candidates import candidates
-from engine.kernels.triton_gemm.limits import AMPERE, HOPPER, DeviceLimits
-from engine.kernels.triton_gemm.tables import choose
-from engine.kernels.triton_gemm.tiles import ProductShape, RowLayout
+from engine.formats.triton_gemm.candidates import candidates
+from engine.formats.triton_gemm.limits import AMPERE, HOPPER, DeviceLimits
+from engine.formats.triton_gemm.tables import choose
+from engine.formats.triton_gemm.tiles import ProductShape, RowLayout
 from tests.engine.triton_device import DEVICE, IS_INTERPRETED, skip_without_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

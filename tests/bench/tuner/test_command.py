@@ -12,8 +12,8 @@ from bench.tuner.display import TuneDisplay, summary
 from bench.tuner.products import RowCounts
 from deploy.cli import build_parser, main
 from deploy.errors import ClusterError
-from engine.kernels.triton_gemm.tables import TunedEntry
-from engine.kernels.triton_gemm.tiles import ProductShape, RowLayout, TileConfig
+from engine.formats.triton_gemm.tables import TunedEntry
+from engine.formats.triton_gemm.tiles import ProductShape, RowLayout, TileConfig
 
 SHAPE = ProductShape(
     layout=RowLayout.ALIGNED, num_rows=4096, num_columns=7168, depth=2048, num_experts=32

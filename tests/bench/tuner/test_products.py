@@ -5,8 +5,8 @@ import torch
 
 from bench.shapes import DEEPSEEK_V3, TINY
 from bench.tuner.products import RowCounts, model_products
+from engine.formats.triton_gemm.tiles import RowLayout
 from engine.kernels.portable import PortableKernels
-from engine.kernels.triton_gemm.tiles import RowLayout
 from engine.layers.matrix import Matrix
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from runtime.errors import ConfigError

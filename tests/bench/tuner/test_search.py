@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.tuner.search import TimeLimit, find_best
-from engine.kernels.triton_gemm.candidates import candidates
-from engine.kernels.triton_gemm.limits import HOPPER
-from engine.kernels.triton_gemm.tiles import ProductShape, RowLayout, TileConfig
+from engine.formats.triton_gemm.candidates import candidates
+from engine.formats.triton_gemm.limits import HOPPER
+from engine.formats.triton_gemm.tiles import ProductShape, RowLayout, TileConfig
 
 TILES = candidates(
     ProductShape(layout=RowLayout.PLAIN, num_rows=4096, num_columns=4096, depth=4096), HOPPER

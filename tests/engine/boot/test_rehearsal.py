@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.shapes import DEEPSEEK_V3
+from engine.attention.attention_rule import AttentionRule
 from engine.boot import kv_size
 from engine.boot.build import build_kv_pool, build_model
 from engine.boot.kv_size import (
@@ -29,7 +30,6 @@ from engine.boot.rehearsal import (
 )
 from engine.config import ModelConfig
 from engine.graphs.capture_errors import CaptureError
-from engine.layers.attention_rule import AttentionRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.groups import ProcessGroups
 from engine.request import ScheduledRequest

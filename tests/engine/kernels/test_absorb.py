@@ -2,9 +2,10 @@
 
 import torch
 
-from engine.kernels import absorb_reference, reference
-from engine.kernels.fp8_rows import Fp8Rows
-from engine.kernels.latent_storage import take_blocks
+from engine.attention import absorb_reference
+from engine.attention.latent_storage import take_blocks
+from engine.formats.fp8_rows import Fp8Rows
+from engine.kernels import reference
 from engine.kernels.rotation import Rotation
 
 TOKENS, HEADS, ROPE, RANK = 5, 3, 8, 256

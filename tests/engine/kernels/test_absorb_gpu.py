@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import absorb_reference, reference
-from engine.kernels.fp8_rows import Fp8Rows
-from engine.kernels.latent_storage import to_storage
+from engine.attention import absorb_reference
+from engine.attention.latent_storage import to_storage
+from engine.formats.fp8_rows import Fp8Rows
+from engine.kernels import reference
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
 from tests.engine.relative_error import relative_error

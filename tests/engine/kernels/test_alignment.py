@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.formats.fp8_rows import Fp8Rows, packed_row_bytes
 from engine.kernels import aligned_reference, reference
 from engine.kernels.alignment import (
     COARSE_STEP,
@@ -15,7 +16,6 @@ from engine.kernels.alignment import (
     row_steps,
     stepped_rows,
 )
-from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
 
 
 @st.composite

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from engine.kernels import create, deep_gemm
+from engine.formats import deep_gemm
+from engine.formats.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
+from engine.kernels import create
 from engine.kernels.create import KernelSet, create_kernels
 from engine.kernels.portable import PortableKernels
-from engine.kernels.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from runtime.errors import ConfigError
 
 TURING = DeviceLimits(sm=75, shared_memory=64 * 1024, num_sms=40)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.triton_gemm.limits import HOPPER
+from engine.formats.triton_gemm.limits import HOPPER
 from tests.engine.elsewhere import compiling_only
 from tests.engine.triton_device import IS_INTERPRETED
 

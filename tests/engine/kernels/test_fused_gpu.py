@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.formats.fp8_rows import Fp8Rows, packed_row_bytes
 from engine.kernels import aligned_reference, masked_reference, reference
 from engine.kernels.alignment import Alignment
-from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule

@@ -7,15 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.attention.attention_rule import AttentionRule
 from engine.boot.build import build_kv_pool, build_model
 from engine.config import ModelConfig
+from engine.formats import deep_gemm
 from engine.generate import generate
-from engine.kernels import deep_gemm, reference
+from engine.kernels import reference
 from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.create import create_kernels
 from engine.kernels.masked_rows import max_masked_rows
 from engine.kernels.portable import PortableKernels
-from engine.layers.attention_rule import AttentionRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.expert_rows import AlignedRows
 from engine.request import Request, ScheduledRequest

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.kernels import deep_gemm
+from engine.formats import deep_gemm
 from engine.kernels.fused.dependent import joins_chain
 from engine.kernels.launches import (
     SIDE_MULTIPROCESSORS,

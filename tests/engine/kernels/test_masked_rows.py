@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.formats.fp8_rows import Fp8Rows, packed_row_bytes
 from engine.kernels import aligned_reference, masked_reference, reference
-from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
 from engine.kernels.masked_rows import MASKED_BLOCK, guess_rows, max_masked_rows
 from engine.kernels.portable import PortableKernels
 from engine.weights.fp8 import quantize_block

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.formats.fp8_rows import Fp8Rows
+from engine.formats.triton_gemm.limits import HOPPER
 from engine.kernels.alignment import Alignment
-from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
-from engine.kernels.triton_gemm.limits import HOPPER
 from engine.weights.fp8 import quantize_block
 from tests.engine.triton_device import DEVICE, IS_INTERPRETED
 

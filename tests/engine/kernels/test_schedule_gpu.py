@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from engine.kernels.schedule_reference import OVERHEAD, best_schedule, count_pages, tabulate
+from engine.attention.schedule_reference import OVERHEAD, best_schedule, count_pages, tabulate
 from tests.engine.triton_device import DEVICE, IS_INTERPRETED
 
 pytestmark = [

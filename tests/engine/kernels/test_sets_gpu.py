@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import flash_attention, masked_reference, reference
+from engine.attention import flash_attention
+from engine.attention.torch_attention import TorchAttention
+from engine.formats.expert_stream.tiles import MEASURED
+from engine.formats.triton_gemm.limits import AMPERE, HOPPER, DeviceLimits
+from engine.kernels import masked_reference, reference
 from engine.kernels.base import VarlenLengths
 from engine.kernels.create import choose_attention
-from engine.kernels.expert_stream.tiles import MEASURED
 from engine.kernels.masked_rows import MaskedRows
-from engine.kernels.torch_attention import TorchAttention
-from engine.kernels.triton_gemm.limits import AMPERE, HOPPER, DeviceLimits
 from engine.weights.fp8 import quantize_block
 from tests.engine.relative_error import relative_error
 from tests.engine.triton_device import DEVICE, IS_INTERPRETED

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from engine.boot.build import build_model
+from engine.formats.fp8_rows import Fp8Rows, packed_row_bytes
+from engine.formats.triton_gemm.limits import AMPERE, DeviceLimits
 from engine.generate import GenerateOutput, generate
 from engine.kernels import reference
 from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.create import KernelSet, create_kernels
-from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
 from engine.kernels.portable import PortableKernels
 from engine.kernels.rotation import Rotation
-from engine.kernels.triton_gemm.limits import AMPERE, DeviceLimits
 from engine.parallel.expert_rows import AlignedRows
 from engine.weights.fp8 import quantize_block
 from runtime.sampling import SamplingParams
@@ -39,9 +39,9 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
         chosen = create_kernels("cuda", kernels=KernelSet.TRITON)
         assert chosen.name == f"triton on sm{DeviceLimits.of('cuda').sm}"
         return chosen
-    from engine.kernels.paged_mla.attention import PagedMLA
-    from engine.kernels.torch_attention import TorchAttention
-    from engine.kernels.triton_gemm.gemm import TritonGemm
+    from engine.attention.paged_mla.attention import PagedMLA
+    from engine.attention.torch_attention import TorchAttention
+    from engine.formats.triton_gemm.gemm import TritonGemm
     from engine.kernels.triton_kernels import TritonKernels
 
     return TritonKernels(

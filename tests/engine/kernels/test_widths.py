@@ -5,9 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.kernels import absorb_reference, aligned_reference, masked_reference, reference
+from engine.attention import absorb_reference
+from engine.formats.fp8_rows import Fp8Rows
+from engine.kernels import aligned_reference, masked_reference, reference
 from engine.kernels.alignment import Alignment
-from engine.kernels.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MaskedPlaces
 from engine.kernels.rotation import Rotation
 from engine.kernels.widths import check_latents, check_permute, check_queries, check_unpermute

@@ -8,19 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.attention import paged_reference
+from engine.attention.attention_plan import AttentionStep, plan_attention
+from engine.attention.attention_rule import ABSORBED_BYTES, AttentionRule
 from engine.attention.kv_spec import KVSpec
 from engine.attention.latent import LatentAttention
+from engine.attention.paged_queries import PagedQueries
+from engine.attention.scratch import Scratch
 from engine.batch import pack_forward_batch
 from engine.config import ModelConfig
-from engine.kernels import paged_reference, reference
-from engine.kernels.paged_queries import PagedQueries
+from engine.kernels import reference
 from engine.kernels.portable import PortableKernels
-from engine.layers.attention_plan import AttentionStep, plan_attention
-from engine.layers.attention_rule import ABSORBED_BYTES, AttentionRule
 from engine.layers.context import LayerContext
 from engine.layers.mla import MLA
 from engine.layers.rotary import RotaryEmbedding
-from engine.layers.scratch import Scratch
 from engine.memory.kv_pool import KVPool
 from engine.operations import run
 from tests.engine.tiny import tiny_config

@@ -3,7 +3,7 @@
 import torch
 
 from engine.attention.kv_spec import KVSpec
-from engine.kernels.latent_storage import put_rows
+from engine.attention.latent_storage import put_rows
 from engine.memory.kv_pool import KVPool
 
 

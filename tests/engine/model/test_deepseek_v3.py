@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine.attention.attention_rule import AttentionRule
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.boot.build import build_kv_pool, build_model
 from engine.config import ModelConfig
-from engine.layers.attention_rule import AttentionRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.weights.dummy import fill_with_dummy_weights

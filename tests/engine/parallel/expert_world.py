@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.kernels.fp8_rows import Fp8Rows
+from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.reference import quantize_rows
 from engine.parallel.expert_placement import ExpertPlacement

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels.fp8_rows import GROUP
+from engine.formats.fp8_rows import GROUP
 from engine.kernels.reference import quantize_rows
 from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
 from tests.engine.parallel.thread_ranks import Meetings

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels.create import create_kernels
-from engine.kernels.fp8_rows import Fp8Rows
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import RankGroup, init_process_groups
 from engine.parallel.lost_peer import as_lost_peer

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernels import deep_gemm
+from engine.formats import deep_gemm
 from tests.engine.parallel.processes import free_ports, run_rank_processes
 from tests.engine.parallel.test_ranks import MAX_FP8_ERROR
 from tests.engine.tiny import tiny_config, write_checkpoint

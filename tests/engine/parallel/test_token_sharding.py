@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.fp8_rows import Fp8Rows, packed_row_bytes
+from engine.formats.fp8_rows import Fp8Rows, packed_row_bytes
 from engine.kernels.portable import PortableKernels
 from engine.parallel.groups import RankGroup
 from engine.parallel.packed_rows import empty_packed, packed_bytes

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels.fp8_rows import Fp8Rows
+from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels.reference import quantize_rows
 from engine.parallel.nvlink.shape import LINE, NvlinkShape
 from engine.parallel.nvlink.window import Window

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels.fp8_rows import Fp8Rows
-from engine.kernels.triton_gemm.limits import HOPPER
+from engine.formats.fp8_rows import Fp8Rows
+from engine.formats.triton_gemm.limits import HOPPER
 from engine.parallel.nvlink.shape import NvlinkShape
 from engine.parallel.nvlink.window import Window
 from tests.engine.elsewhere import compiling_only

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.fp8_rows import Fp8Rows
+from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRoom, MaskedRows
 from engine.kernels.portable import PortableKernels
 from engine.parallel.nvlink.buffer import NvlinkBuffer, ReceivedRows

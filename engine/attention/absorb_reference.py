@@ -1,0 +1,94 @@
+"""Query latents, and the way into absorbed attention's latent space and out, in plain PyTorch.
+
+Legend: T tokens, H heads, N numbers of a head's query without the rotated R, A = N + R, V value
+numbers of a head, C kv_lora_rank, L = C + R.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.formats.fp8_rows import Activation, Fp8Rows
+from engine.kernels.reference import quantize_rows, rms_norm, rotate_queries, store_latents
+from engine.kernels.rotation import Rotation
+from engine.kernels.widths import check_queries, check_values
+
+
+def split_latents(
+    latents_TX: Tensor,
+    q_weight_Q: Tensor,
+    weight_C: Tensor,
+    eps: float,
+    rotation: Rotation,
+    *,
+    cache: Tensor,
+    slots_T: Tensor,
+) -> Fp8Rows:
+    """Norm and quantise the query latents of a projection, and store the others.
+
+    Args:
+        latents_TX: [T, Q + C + R].
+        q_weight_Q: of the queries' norm.
+        weight_C: as `store_latents` takes it, and so are the others.
+        eps: of both norms.
+        rotation: of the T tokens.
+        cache: one layer of the pool.
+        slots_T: of the T tokens.
+
+    Returns:
+        [T, Q].
+    """
+    q_TQ, latents_TL = latents_TX.tensor_split([q_weight_Q.shape[0]], dim=1)
+    store_latents(latents_TL, weight_C, eps, rotation, cache=cache, slots_T=slots_T)
+    return quantize_rows(rms_norm(q_TQ, q_weight_Q, eps))
+
+
+def absorb_queries(q_THA: Tensor, weight_HNC: Tensor, rotation: Rotation, cache: Tensor) -> Tensor:
+    """Carry queries into the latent space, and rotate the rest of them.
+
+    Args:
+        q_THA: [T, H, A], not rotated; what is there afterwards means nothing.
+        weight_HNC: W_UK.
+        rotation: of the T tokens.
+        cache: the layer of the pool that will be attended to; kernels may round queries to its
+            dtype, as their attention would.
+
+    Returns:
+        [T, H, L]: W_UK^T q_nope, then q_pe.
+    """
+    check_queries(q_THA, weight_HNC, rotation)
+    return carry(rotate_queries(q_THA, rotation), weight_HNC)
+
+
+def carry(q_THA: Tensor, weight_HNC: Tensor) -> Tensor:
+    """Do the same for rotated queries."""
+    nope, rank = weight_HNC.shape[1:]
+    num_tokens, num_heads, size = q_THA.shape
+    # The product is written where it is read, in [T, H, L], so that it is not copied.
+    q_THL = q_THA.new_empty((num_tokens, num_heads, rank + size - nope))
+    q_HTC = q_THL[..., :rank].transpose(0, 1)
+    torch.bmm(q_THA[..., :nope].transpose(0, 1), weight_HNC, out=q_HTC)
+    q_THL[..., rank:] = q_THA[..., nope:]
+    return q_THL
+
+
+def expand_values(latents_THC: Tensor, weight_HVC: Tensor, *, fp8: bool) -> Activation:
+    """Take what was attended to out of the latent space.
+
+    Args:
+        latents_THC: [T, H, C].
+        weight_HVC: W_UV.
+        fp8: whether the values are wanted quantised.
+
+    Returns:
+        [T, H * V].
+    """
+    check_values(latents_THC, weight_HVC)
+    values = expand(latents_THC, weight_HVC)
+    return quantize_rows(values) if fp8 else values
+
+
+def expand(latents_THC: Tensor, weight_HVC: Tensor) -> Tensor:
+    """Do the same in the dtype of the latents."""
+    out_THV = latents_THC.new_empty((*latents_THC.shape[:2], weight_HVC.shape[1]))
+    torch.bmm(latents_THC.transpose(0, 1), weight_HVC.mT, out=out_THV.transpose(0, 1))
+    return out_THV.flatten(1)

@@ -1,0 +1,1 @@
+"""Tests of engine.attention.paged_mla."""

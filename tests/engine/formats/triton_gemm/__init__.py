@@ -1,0 +1,1 @@
+"""Tests of engine.formats.triton_gemm."""

@@ -1,0 +1,131 @@
+"""Tiles compile for GPUs that are not here, and take no more shared memory than was reckoned.
+
+Needs Triton and no GPU: its compiler is told which one to build for. Outside of the suite of a CPU
+machine because Triton is missing there.
+"""
+
+import importlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention.paged_queries import PagedQueries
+from engine.attention.torch_attention import TorchAttention
+from engine.formats.triton_gemm.candidates import candidates, shared_memory
+from engine.formats.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
+from engine.formats.triton_gemm.tiles import ProductShape, RowLayout
+from engine.kernels.rotation import Rotation
+from engine.kernels.routing import RoutingRule
+from engine.parallel.expert_rows import AlignedRows
+from tests.engine.elsewhere import Elsewhere, compiling_only
+from tests.engine.triton_device import IS_INTERPRETED
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+NUM_TILES = 4
+"""Drawn anew each time, of each kind of GPU."""
+
+
+@pytest.fixture
+def driver() -> Iterator[Any]:
+    pytest.importorskip("triton")
+    if IS_INTERPRETED:
+        pytest.skip("the interpreter compiles nothing")
+    driver = importlib.import_module("triton.runtime.driver").driver
+    yield driver
+    if torch.cuda.is_available():
+        driver.reset_active()
+
+
+@pytest.mark.parametrize("limits", [AMPERE, ADA, HOPPER], ids=["ampere", "ada", "hopper"])
+@pytest.mark.parametrize("layout", list(RowLayout))
+def test_tiles_compile_within_their_memory(
+    driver: Any, limits: DeviceLimits, layout: RowLayout
+) -> None:
+    shape = ProductShape(layout=layout, num_rows=4096, num_columns=512, depth=1024, num_experts=4)
+    module = importlib.import_module("engine.formats.triton_gemm.gemm")
+    driver.set_active(Elsewhere(limits.sm))
+    num_groups = 4 if layout is RowLayout.MASKED else 1
+    job = module.Product(
+        layout=layout,
+        rows=(
+            torch.empty(num_groups, 4096, 1024, dtype=torch.float8_e4m3fn),
+            torch.empty(num_groups, 8, 4096).transpose(1, 2),
+        ),
+        weight=(
+            torch.empty(4, 512, 1024, dtype=torch.float8_e4m3fn),
+            torch.empty(4, 4, 8),
+        ),
+        experts=torch.empty(4096, dtype=torch.int32),
+        out=torch.empty(num_groups, 4096, 512, dtype=torch.bfloat16),
+    )
+    tiles = candidates(shape, limits)
+    largest = max(tiles, key=lambda tile: shared_memory(tile, limits))
+    for tile in (tiles[0], largest, *random.sample(tiles, NUM_TILES)):
+        compiled = job.compile(tile, widen=not limits.has_fp8)
+        assert compiled.metadata.shared <= shared_memory(tile, limits), tile
+
+
+@pytest.mark.parametrize("limits", [AMPERE, ADA], ids=["ampere", "ada"])
+@pytest.mark.usefixtures("driver")
+def test_every_operation_compiles(limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch) -> None:
+    with compiling_only(monkeypatch, limits.sm) as compiled:
+        run_every_operation(limits)
+    assert len(compiled) > 15
+    assert {"up", "down"} <= {name for name, _ in compiled}, "experts behind the capacity"
+    assert all(kernel is not None for _, kernel in compiled)
+
+
+def run_every_operation(limits: DeviceLimits) -> None:
+    gemm = importlib.import_module("engine.formats.triton_gemm.gemm").TritonGemm(limits)
+    module = importlib.import_module("engine.kernels.triton_kernels")
+    paged_mla = importlib.import_module("engine.attention.paged_mla.attention")
+    kernels = module.TritonKernels(
+        gemm=gemm, attention=TorchAttention(), pages=paged_mla.PagedMLA(limits)
+    )
+
+    def bf16(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    ids = torch.zeros(4, 2, dtype=torch.int64)
+    w13 = torch.zeros(2, 512, 256, dtype=torch.float8_e4m3fn), torch.zeros(2, 4, 2)
+    w2 = torch.zeros(2, 256, 256, dtype=torch.float8_e4m3fn), torch.zeros(2, 2, 2)
+    rotation = Rotation(cos=torch.zeros(4, 32), sin=torch.zeros(4, 32))
+    rows = kernels.quantize_rows(bf16(4, 256))
+    places, masked = (
+        kernels.moe_align_block_size(ids, 0, 2, 128),
+        kernels.moe_align_masked(ids, 0, 2, 128),
+    )
+    spread = AlignedRows.permute(kernels, rows, places)
+    in_runs = kernels.permute_masked_rows(rows, masked)
+    kernels.rms_norm(bf16(4, 256), bf16(256), 1e-6)
+    kernels.add_rms_norm(bf16(4, 256), bf16(4, 256), bf16(256), 1e-6)
+    for delta in (None, bf16(4, 256)):
+        kernels.add_rms_norm_fp8(bf16(4, 256), delta, bf16(256), 1e-6, with_plain=True)
+    kernels.fp8_linear(rows, w13[0][0], w13[1][0])
+    kernels.silu_and_mul_fp8(bf16(4, 512))
+    out = kernels.grouped_fp8_mlp(spread.rows, spread.expert_M, w13, w2, spread.overflow)
+    kernels.unpermute_rows(out, places, torch.zeros(4, 2), None)
+    kernels.masked_fp8_mlp(in_runs, w13, w2)
+    kernels.rotate_queries(bf16(4, 8, 192), rotation)
+    cache, slots = bf16(2, 64, 576), torch.zeros(4, dtype=torch.int64)
+    kernels.store_latents(bf16(4, 576), bf16(512), 1e-6, rotation, cache=cache, slots_T=slots)
+    weights, pool = (bf16(128), bf16(512)), {"cache": cache, "slots_T": slots}
+    kernels.split_latents(bf16(4, 128 + 576), *weights, 1e-6, rotation, **pool)
+    kernels.join_keys(bf16(4, 8, 128), bf16(4, 64))
+    tables, lengths = (torch.zeros(shape, dtype=torch.int32) for shape in ((4, 3), (4,)))
+    queries = PagedQueries(block_tables_SB=tables, seq_lens_S=lengths)
+    for layer in (cache, cache.to(torch.float8_e4m3fn)):
+        kernels.store_latents(bf16(4, 576), bf16(512), 1e-6, rotation, cache=layer, slots_T=slots)
+        paged = kernels.plan_paged(queries, layer, 8)
+        kernels.paged_attention(bf16(4, 8, 576), layer, paged, 512, 0.1)
+    lse = torch.zeros(8, 4)
+    kernels.merge_attention(bf16(4, 8, 128), lse, bf16(4, 8, 128), lse)
+    rule = RoutingRule(
+        top_k=2, n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0
+    )
+    kernels.group_limited_topk(torch.zeros(4, 16), torch.zeros(16), rule)

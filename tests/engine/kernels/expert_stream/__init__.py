@@ -1,1 +1,0 @@
-"""Tests of engine.kernels.expert_stream."""
