@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bench.shapes import TINY
+from engine.boot import open_execution as module
 from engine.boot.open_execution import (
     OpenExecution,
     launches_dependently,
@@ -11,7 +12,6 @@ from engine.boot.open_execution import (
     prefill_overlap,
     shared_expert_stream,
 )
-from engine.boot.rank import open_execution as module
 from engine.kernels.portable import PortableKernels
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.gathered_dispatcher import GatheredDispatcher

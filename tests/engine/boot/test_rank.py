@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.boot import rank
 from engine.boot.kv_size import measure_memory
-from engine.boot.rank import BootedRank, boot_rank, rank
+from engine.boot.rank import BootedRank, boot_rank
 from engine.layers.mla import MLA
 from engine.memory.kv_budget import MemorySums
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.shapes import DEEPSEEK_V3
+from engine.boot import kv_size
 from engine.boot.build import build_kv_pool, build_model
 from engine.boot.kv_size import (
     agree_on_least,
@@ -17,7 +18,6 @@ from engine.boot.kv_size import (
     largest_steps,
     measure_memory,
 )
-from engine.boot.rank import kv_size
 from engine.boot.rehearsal import (
     SHORT_CONTEXT,
     absorbed_prefill,
