@@ -14,7 +14,11 @@ from runtime.config import ClusterConfig
 from tests.runtime.exports import make_exports
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "engine" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 FAILURES = ROOT / "docs" / "reliability.md"
 NAMED_TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 OF_A_RUNNING_WORKER = {

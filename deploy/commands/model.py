@@ -53,9 +53,11 @@ def run_info(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.path)
     num_bytes, num_parameters, by_dtype = _count_tensors(arguments.path)
     kv_width = config.kv_spec.width * config.num_kv_layers()
+    shape = config.describe()
     rows = {
-        **config.describe(),
+        "layers": shape["layers"],
         "hidden size": f"{config.hidden_size}, vocabulary {config.vocab_size}",
+        **shape,
         "context": f"{config.max_position_embeddings} tokens",
         "KV": f"{kv_width} numbers per token",
         "parameters": f"{num_parameters:,}",

@@ -1,30 +1,27 @@
-"""The seams between a model, its KV pool and what attends for it.
+"""The seam between a model, its KV pool and what attends for it.
 
-A planner is chosen when the model is built, for a kind of attention and a device; where it also
-stores and attends it is a backend, and the layers hand it what they have projected, knowing nothing
-of pages, masks or kernels. Called on the thread that launches steps; `plan` may wait for the device
-where a step of fixed shape keeps its lengths there, the other two only launch. The pool belongs to
-the worker; nothing of a step is kept.
+A backend is chosen when the model is built, for a kind of attention and a device; the layers hand
+it what they have projected, and know nothing of pages, masks or kernels. Called on the thread that
+launches steps; `plan` may wait for the device where a step of fixed shape keeps its lengths there,
+the other two only launch. The pool belongs to the worker; nothing of a step is kept.
 """
 
 from typing import Protocol, TypeVar
 
-from torch import Tensor
-
 from engine.attention.kv_spec import KVSpec
 from engine.batch import ForwardBatch
+from engine.kernels.fp8_rows import Activation
 from engine.memory.kv_pool import KVPool
 
 StepT = TypeVar("StepT")
 """What the layers of a step share."""
-StepT_co = TypeVar("StepT_co", covariant=True)
 StoredT_contra = TypeVar("StoredT_contra", contravariant=True)
 """What a layer leaves in the pool for T tokens."""
 QueriesT_contra = TypeVar("QueriesT_contra", contravariant=True)
 """What a layer asks with for T tokens."""
 
 
-class AttentionPlanner(Protocol[StepT_co]):
+class AttentionBackend(Protocol[StepT, StoredT_contra, QueriesT_contra]):
     """Attention of a whole model on one rank, for any number of queries a sequence."""
 
     @property
@@ -32,7 +29,7 @@ class AttentionPlanner(Protocol[StepT_co]):
         """What a token leaves in each layer of the pool on this rank."""
         ...
 
-    def plan(self, batch: ForwardBatch, kv_pool: KVPool) -> StepT_co:
+    def plan(self, batch: ForwardBatch, kv_pool: KVPool) -> StepT:
         """Prepare what all layers of a step share.
 
         Args:
@@ -41,18 +38,14 @@ class AttentionPlanner(Protocol[StepT_co]):
         """
         ...
 
-
-class AttentionBackend(AttentionPlanner[StepT], Protocol[StepT, StoredT_contra, QueriesT_contra]):
-    """A planner that stores and attends too."""
-
     def store(self, stored: StoredT_contra, layer_index: int, step: StepT) -> None:
         """Write the step's tokens into a layer of the pool, before the layer attends."""
         ...
 
-    def attend(self, queries: QueriesT_contra, layer_index: int, step: StepT) -> Tensor:
+    def attend(self, queries: QueriesT_contra, layer_index: int, step: StepT) -> Activation:
         """Attend to all that the sequences have in a layer up to each token itself.
 
         Returns:
-            [T, H, V], of this rank's H heads.
+            [T, H * V], of this rank's H heads.
         """
         ...

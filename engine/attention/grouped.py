@@ -110,7 +110,7 @@ class GroupedAttention:
         cache[blocks, :, step.slot_mapping % step.kv_pool.block_size] = rows
 
     def attend(self, queries: Tensor, layer_index: int, step: GroupedStep) -> Tensor:
-        """See `AttentionBackend`; of rotated queries [T, H, D]."""
+        """See `AttentionBackend`; for rotated queries [T, H, D]."""
         cache, out_THD = step.kv_pool.layer(layer_index), torch.empty_like(queries)
         for sequence in step.sequences:
             keys_GPD, values_GPD = _gather(cache, sequence, queries.dtype)
@@ -123,7 +123,7 @@ class GroupedAttention:
                 enable_gqa=True,
             )
             out_THD[sequence.rows] = attended_HqD[0].transpose(0, 1)
-        return out_THD
+        return out_THD.flatten(1)
 
 
 def _visible(num_queries: int, num_positions: int, device: torch.device) -> Tensor | None:

@@ -89,7 +89,8 @@ class GroupedQueryAttention(nn.Module):
             KeysValues(keys_TGD=keys, values_TGD=values), self.layer_index, step.plan
         )
         queries = self._kernels.rotate_queries(queries, step.rotation)
-        attended = self._backend.attend(queries, self.layer_index, step.plan).flatten(1)
+        attended = self._backend.attend(queries, self.layer_index, step.plan)
+        assert isinstance(attended, Tensor)
         reducing = self._sharding.start_reduce(self.o_proj(self._sharding.pad(attended)))
         yield
         return reducing.wait()

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: project, remember the latent, attend in one of two forms.
+"""Multi-head latent attention as a layer: project, hand latents and queries to the backend.
 
 Written after section 2.1.1 of the DeepSeek-V3 report. A token leaves C + R numbers in the cache:
 kv_c, from which every head's key and value can be expanded, and k_pe, the rotated key part that all
@@ -7,18 +7,15 @@ shares of the hidden states, each makes the latents of its own rows, and those a
 are less than a third as wide.
 
 Legend: T tokens, t rows of this rank, D hidden size, H heads of this rank, N qk_nope_head_dim,
-R qk_rope_head_dim, A = N + R, V v_head_dim, C kv_lora_rank, P context positions.
+R qk_rope_head_dim, A = N + R, V v_head_dim, Q q_lora_rank, C kv_lora_rank.
 """
 
-import torch
 from torch import Tensor, nn
 
+from engine.attention.latent import LatentAttention, LatentQueries, Latents
 from engine.config import ModelConfig
-from engine.kernels.absorb_reference import carry
 from engine.kernels.fp8_rows import Activation, Fp8Rows
-from engine.kernels.paged_queries import PagedQueries
-from engine.kernels.rotation import Rotation
-from engine.layers.attention_plan import AttentionStep, ContextPart, DecompressedSegment
+from engine.layers.attention_plan import AttentionStep
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.norm import FeedFormat, RMSNorm
@@ -34,16 +31,17 @@ class MLA(nn.Module):
         feed_format: of the rows that `forward` takes.
     """
 
-    def __init__(self, config: ModelConfig, ctx: LayerContext, layer_index: int) -> None:
+    def __init__(
+        self, config: ModelConfig, ctx: LayerContext, backend: LatentAttention, layer_index: int
+    ) -> None:
         super().__init__()
-        self._kernels = ctx.kernels
+        self._backend = backend
         self._sharding = ctx.sharding
         self.layer_index = layer_index
         self.num_heads = config.num_attention_heads // ctx.groups.tp_group.size
         self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.value_dim = config.v_head_dim
         self.q_lora_rank, self.kv_lora_rank = config.q_lora_rank or 0, config.kv_lora_rank
-        self.interleave = config.rope_interleave
         self.scale = softmax_scale(config)
 
         all_heads = config.num_attention_heads
@@ -109,29 +107,14 @@ class MLA(nn.Module):
 
         After loading; a step that is captured in a graph must find them.
         """
-        self._up_projections()
+        self.up_projections()
 
     def _attend(self, q_THA: Tensor, step: AttentionStep) -> Activation:
-        """Attend in the forms of the plan: [T, H * V], padded for the next product."""
-        if step.plan.paged is not None:
-            return self._attend_paged(q_THA, step, step.plan.paged)
-        self._kernels.rotate_queries(q_THA, self._rotation(step))
-        return self._sharding.pad(self._attend_in_parts(q_THA, step).flatten(1))
-
-    def _attend_in_parts(self, q_THA: Tensor, step: AttentionStep) -> Tensor:
-        """Attend in whichever form the plan says for each sequence: [T, H, V]."""
-        plan = step.plan
-        if len(plan.segments) == 1 and not plan.groups and not plan.paged_groups:
-            return self._attend_decompressed(q_THA, step, plan.segments[0])
-        out_THV = q_THA.new_empty((*q_THA.shape[:2], self.value_dim))
-        for segment in plan.segments:
-            out_THV[segment.rows] = self._attend_decompressed(q_THA[segment.rows], step, segment)
-        for group in plan.paged_groups:
-            out_THV[group.rows] = self._attend_group(q_THA[group.rows], step, group.queries)
-        if plan.groups:
-            rows = plan.absorbed_rows
-            out_THV[rows] = self._attend_absorbed(q_THA[rows], step)
-        return out_THV
+        """Attend: [T, H * V], padded for the next product."""
+        wants_fp8 = self.o_proj.is_fp8 and not self._sharding.sends_rows
+        queries = LatentQueries(q_THA=q_THA, layer=self, wants_fp8=wants_fp8)
+        attended = self._backend.attend(queries, self.layer_index, step)
+        return self._sharding.pad(attended) if isinstance(attended, Tensor) else attended
 
     def _project(self, latents_TX: Tensor, step: AttentionStep) -> Tensor:
         """Write latents into the pool, and map query latents up: of [T, Q + C + R], [T, H, A]."""
@@ -140,114 +123,22 @@ class MLA(nn.Module):
             q_TQ, latents_TL = latents_TX.tensor_split([self.q_lora_rank], dim=1)
             self._remember(latents_TL, step)
             return self._per_head(self.q_b_proj(norm(q_TQ)))
-        assert norm.eps == self.kv_a_layernorm.eps
-        rows = self._kernels.split_latents(
-            latents_TX,
-            norm.weight,
-            self.kv_a_layernorm.weight,
-            norm.eps,
-            self._rotation(step),
-            cache=step.kv_pool.layer(self.layer_index),
-            slots_T=step.slot_mapping,
+        rows = self._backend.store_beside_queries(
+            latents_TX, norm, self.kv_a_layernorm, self.layer_index, step
         )
         return self._per_head(self.q_b_proj(rows))
+
+    def _remember(self, latents_TL: Tensor, step: AttentionStep) -> None:
+        """Write latents [T, C + R] into the pool."""
+        stored = Latents(latents_TL=latents_TL, norm=self.kv_a_layernorm)
+        self._backend.store(stored, self.layer_index, step)
 
     def _project_hidden(self, hidden: Activation, num_tokens: int) -> Tensor:
         """Map hidden states [>= T, D] to queries [T, H, A]."""
         rows = hidden.column_major() if isinstance(hidden, Fp8Rows) else hidden
         return self._per_head(self.q_proj(rows)[:num_tokens])
 
-    def _remember(self, latents_TL: Tensor, step: AttentionStep) -> None:
-        """Write latents [T, C + R] into the pool."""
-        norm = self.kv_a_layernorm
-        self._kernels.store_latents(
-            latents_TL,
-            norm.weight,
-            norm.eps,
-            self._rotation(step),
-            cache=step.kv_pool.layer(self.layer_index),
-            slots_T=step.slot_mapping,
-        )
-
-    def _rotation(self, step: AttentionStep) -> Rotation:
-        return Rotation(cos=step.cos, sin=step.sin, interleave=self.interleave)
-
-    def _attend_decompressed(
-        self, q_THA: Tensor, step: AttentionStep, segment: DecompressedSegment
-    ) -> Tensor:
-        """Attend with keys and values expanded, one part of a long context at a time: [T, H, V]."""
-        kernels = self._kernels
-        *prefix, own = segment.parts
-        k_PHA, v_PHV = self._expand(step, own, q_THA.dtype)
-        if not prefix:
-            return kernels.varlen_attention(q_THA, k_PHA, v_PHV, own.seqs, self.scale)
-        out_THV, lse_HT = kernels.varlen_attention_part(
-            q_THA, k_PHA, v_PHV, own.seqs, self.scale, is_causal=True
-        )
-        for part in prefix:
-            del k_PHA, v_PHV  # at most one part's keys and values at a time
-            k_PHA, v_PHV = self._expand(step, part, q_THA.dtype)
-            other = kernels.varlen_attention_part(
-                q_THA, k_PHA, v_PHV, part.seqs, self.scale, is_causal=False
-            )
-            out_THV, lse_HT = kernels.merge_attention(out_THV, lse_HT, *other)
-        return out_THV
-
-    def _expand(
-        self, step: AttentionStep, part: ContextPart, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Expand latents to every head's keys [P, H, A] and values [P, H, V]."""
-        latents_PL = step.gather(self.layer_index, part.block_ids, dtype)[part.kept]
-        kv_c_PC, k_pe_PR = latents_PL.split_with_sizes((self.kv_lora_rank, self.rope_dim), dim=-1)
-        k_nope_PHN, v_PHV = self._per_head(self.kv_b_proj(kv_c_PC)).split_with_sizes(
-            (self.nope_dim, self.value_dim), dim=-1
-        )
-        return self._kernels.join_keys(k_nope_PHN, k_pe_PR), v_PHV
-
-    def _attend_group(self, q_THA: Tensor, step: AttentionStep, queries: PagedQueries) -> Tensor:
-        """Attend in the latent space with rotated queries, by block tables: [T, H, V]."""
-        w_uk_HNC, w_uv_HVC = self._up_projections()
-        cache = step.kv_pool.layer(self.layer_index)
-        out_THC = self._kernels.paged_attention(
-            carry(q_THA, w_uk_HNC), cache, queries, self.kv_lora_rank, self.scale
-        )
-        return torch.bmm(out_THC.transpose(0, 1), w_uv_HVC.transpose(1, 2)).transpose(0, 1)
-
-    def _attend_absorbed(self, q_THA: Tensor, step: AttentionStep) -> Tensor:
-        """Attend in the latent space, all groups' rows at once where they allow: [T, H, V]."""
-        w_uk_HNC, w_uv_HVC = self._up_projections()
-        q_THL = carry(q_THA, w_uk_HNC)
-        out_THC = q_THL.new_empty((*q_THL.shape[:2], self.kv_lora_rank))
-        for group in step.plan.groups:
-            num_seqs, num_queries, _ = group.hidden_SQP.shape
-            q_SQHL = q_THL[group.rows].view(num_seqs, num_queries, self.num_heads, -1)
-            out_SQHC = out_THC[group.rows].view(num_seqs, num_queries, self.num_heads, -1)
-            latents_SPL = step.gather_group(self.layer_index, group, q_THL.dtype)
-            for first in range(0, num_queries, group.num_at_once):
-                some = slice(first, first + group.num_at_once)
-                out_SQHC[:, some] = self._kernels.absorbed_attention(
-                    q_SQHL[:, some],
-                    latents_SPL,
-                    group.hidden_SQP[:, some],
-                    self.kv_lora_rank,
-                    self.scale,
-                )
-        return torch.bmm(out_THC.transpose(0, 1), w_uv_HVC.transpose(1, 2)).transpose(0, 1)
-
-    def _attend_paged(
-        self, q_THA: Tensor, step: AttentionStep, queries: PagedQueries
-    ) -> Activation:
-        """Attend in the latent space, one query a sequence, in the pages themselves: [T, H * V]."""
-        kernels, cache = self._kernels, step.kv_pool.layer(self.layer_index)
-        w_uk_HNC, w_uv_HVC = self._up_projections()
-        q_THL = kernels.absorb_queries(q_THA, w_uk_HNC, self._rotation(step), cache)
-        out_THC = kernels.paged_attention(q_THL, cache, queries, self.kv_lora_rank, self.scale)
-        is_padded = self._sharding.sends_rows
-        fp8 = self.o_proj.is_fp8 and not is_padded
-        values = kernels.expand_values(out_THC, w_uv_HVC, fp8=fp8)
-        return self._sharding.pad(values) if isinstance(values, Tensor) else values
-
-    def _up_projections(self) -> tuple[Tensor, Tensor]:
+    def up_projections(self) -> tuple[Tensor, Tensor]:
         """Return kv_b_proj per head in the compute dtype: W_UK [H, N, C] and W_UV [H, V, C]."""
         if self._up_weight is None:
             self._up_weight = self.kv_b_proj.matrix.dequantized()

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from engine.attention.latent import LatentAttention
 from engine.config import ModelConfig
 from engine.layers.attention_plan import AttentionStep
 from engine.layers.context import LayerContext
@@ -23,13 +24,15 @@ class DecoderLayer(nn.Module):
         self,
         config: ModelConfig,
         ctx: LayerContext,
+        attention: LatentAttention,
         index: int,
+        *,
         placement: ExpertPlacement,
         dispatcher: TokenDispatcher[Any],
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
-        self.self_attn = MLA(config, ctx.within("self_attn"), index)
+        self.self_attn = MLA(config, ctx.within("self_attn"), attention, index)
         self.post_attention_layernorm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
         self.mlp: MLP | MoE
         if index < config.first_k_dense_replace:

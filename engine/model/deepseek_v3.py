@@ -51,9 +51,10 @@ class DeepseekV3Model(nn.Module):
         self,
         config: ModelConfig,
         ctx: LayerContext,
+        attention: LatentAttention,
+        *,
         placement: ExpertPlacement,
         dispatcher: TokenDispatcher[Any],
-        *,
         with_mtp: bool = False,
     ) -> None:
         super().__init__()
@@ -61,7 +62,12 @@ class DeepseekV3Model(nn.Module):
         self.embed_tokens = VocabEmbedding(ctx, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             (DecoderLayer if index < num_layers else MTPLayer)(
-                config, ctx.within(f"model.layers.{index}"), index, placement, dispatcher
+                config,
+                ctx.within(f"model.layers.{index}"),
+                attention,
+                index,
+                placement=placement,
+                dispatcher=dispatcher,
             )
             for index in range(config.num_kv_layers(with_mtp=with_mtp))
         )
@@ -121,13 +127,20 @@ class DeepseekV3ForCausalLM(nn.Module):
         ctx = self._context(execution)
         self.keeps_fp8 = ctx.fp8
         dispatcher = execution.dispatcher or create_expert_dispatcher(config, ctx, placement)
-        self.model = DeepseekV3Model(config, ctx, placement, dispatcher, with_mtp=with_mtp)
+        rule = attention_rule or AttentionRule.of(config, tp=self.groups.dims.tp)
+        self.attention = LatentAttention(config, self.kernels, self.device, rule)
+        self.model = DeepseekV3Model(
+            config,
+            ctx,
+            self.attention,
+            placement=placement,
+            dispatcher=dispatcher,
+            with_mtp=with_mtp,
+        )
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = LMHead(ctx, config.vocab_size, config.hidden_size, tied_to=tied_to)
         self._launches = choose_launches(self.device, are_dependent=execution.dependent_launches)
         self._overlap, self._sharding = execution.overlap, ctx.sharding
-        rule = attention_rule or AttentionRule.of(config, tp=self.groups.dims.tp)
-        self.attention = LatentAttention(config, self.kernels, self.device, rule)
 
     def _context(self, execution: Execution) -> LayerContext:
         """Return what the layers are built with.

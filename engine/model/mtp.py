@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.attention.latent import LatentAttention
 from engine.config import ModelConfig
 from engine.layers.attention_plan import AttentionStep
 from engine.layers.context import LayerContext
@@ -40,11 +41,13 @@ class MTPLayer(DecoderLayer):
         self,
         config: ModelConfig,
         ctx: LayerContext,
+        attention: LatentAttention,
         index: int,
+        *,
         placement: ExpertPlacement,
         dispatcher: TokenDispatcher[Any],
     ) -> None:
-        super().__init__(config, ctx, index, placement, dispatcher)
+        super().__init__(config, ctx, attention, index, placement=placement, dispatcher=dispatcher)
         self.enorm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
         self.hnorm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
         self.eh_proj = ColumnParallelLinear(

@@ -97,7 +97,7 @@ class CommonConfig(Protocol):
         ...
 
     def describe(self) -> Mapping[str, str]:
-        """What is worth showing of the shape, by short names."""
+        """What is worth showing of the shape, by short names; "layers" among them."""
         ...
 
 

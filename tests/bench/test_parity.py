@@ -56,7 +56,7 @@ def test_rotary_halves(tmp_path: Path) -> None:
 def test_a_wrong_weight_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: our side computes with another temperature."""
     write_checkpoint(tmp_path, tensors=random_tensors(tiny_config()))
-    monkeypatch.setattr("engine.layers.mla.softmax_scale", lambda config: 0.19)
+    monkeypatch.setattr("engine.attention.latent.softmax_scale", lambda config: 0.19)
     report = compare_with_transformers(tmp_path, num_prompts=2, num_steps=8)
     assert report.max_relative_error > LOGIT_TOLERANCE
     assert not report.passed

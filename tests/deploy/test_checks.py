@@ -69,10 +69,10 @@ def test_certificates_for_many_hosts_are_not_made_here(tmp_path: Path) -> None:
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
     config = fake_config(tmp_path)
-    write_model(tmp_path, architectures=["LlamaForCausalLM"], model_type="llama")
+    write_model(tmp_path, architectures=["Qwen3ForCausalLM"], model_type="qwen3")
     error = refused(config)
     assert error.path == "model.path"
-    assert "LlamaForCausalLM" in error.problem
+    assert "Qwen3ForCausalLM" in error.problem
     assert "DeepseekV3ForCausalLM" in error.fix
 
 

@@ -96,12 +96,12 @@ def test_validate_shows_what_would_run(name: str, capsys: pytest.CaptureFixture[
 def test_up_refuses_another_architecture_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = write_model(tmp_path, architectures=["LlamaForCausalLM"], model_type="llama")
+    model = write_model(tmp_path, architectures=["Qwen3ForCausalLM"], model_type="qwen3")
     path = tmp_path / "cluster.toml"
     path.write_text(f"[model]\npath = '{model}'")
     status, _, error = run("up", str(path), capsys=capsys)
     assert status == 2
-    assert "LlamaForCausalLM" in error
+    assert "Qwen3ForCausalLM" in error
     assert not (tmp_path / "state").exists()
 
 

@@ -1,5 +1,6 @@
 """Slots and ways to experts as the options of an engine say."""
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -72,7 +73,7 @@ def test_data_parallel_prefill_on_gpus_asks_for_deep_ep(
     tp = ProcessGroups(dims=ParallelDims(tp=4, ep=4), ep_group=SilentGroup(size=4))
     assert isinstance(open_with(on_gpu, groups=tp), LocalDispatcher)
     assert isinstance(open_with(CHUNKS), AllToAllDispatcher)
-    assert caplog.text == ""
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
 
 def test_more_requests_than_room() -> None:

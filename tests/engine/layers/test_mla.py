@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.kv_spec import KVSpec
+from engine.attention.latent import LatentAttention
 from engine.batch import pack_forward_batch
 from engine.config import ModelConfig
 from engine.kernels import paged_reference, reference
@@ -66,7 +67,9 @@ class Bench:
         self.config = ModelConfig.from_hf(tiny_config(**changes))
         self.kernels = RecordingKernels()
         self.reads_pages = reads_pages
-        self.mla = MLA(self.config, LayerContext(kernels=self.kernels), 1)
+        device = torch.device("cpu")
+        backend = LatentAttention(self.config, self.kernels, device, AttentionRule.of(self.config))
+        self.mla = MLA(self.config, LayerContext(kernels=self.kernels), backend, 1)
         generator = torch.Generator().manual_seed(0)
         for parameter in self.mla.parameters():
             noise = torch.randn(parameter.shape, generator=generator)

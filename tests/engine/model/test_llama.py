@@ -15,18 +15,26 @@ from transformers import LlamaForCausalLM as TheirLlama
 from bench.parity import LOGIT_TOLERANCE, compare_with_transformers
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.boot.build import build_kv_pool, build_model
+from engine.boot.rank import boot_rank
+from engine.execution import Execution
 from engine.generate import generate
 from engine.graphs.graph_runner import capture_steps
+from engine.layers.linear import ColumnParallelLinear
 from engine.memory.kv_pool import KVPool
+from engine.micro_batches import OverlapRule
 from engine.model.llama import LlamaForCausalLM
 from engine.model.registry import read_config, spec_of
 from engine.model.spec import ServedModel
 from engine.parallel.dims import ParallelDims
+from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
+from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
 from runtime.errors import ConfigError
+from runtime.net import Credentials, Listen
 from runtime.sampling import SamplingParams
+from runtime.worker import WorkerOptions
 from tests.engine.relative_error import relative_error
 from tests.engine.tiny_llama import LLAMA3, llama_config, random_llama, write_llama
 
@@ -161,6 +169,84 @@ def test_what_it_says_of_itself(checkpoint: Path) -> None:
     assert model.config.kv_spec.width == 2 * 4 * 8
     assert pool_of(model).data.shape == (17, 3, 4, BLOCK_SIZE, 16)
     assert not model.waits_for_counts
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "most"), [(torch.bfloat16, 0.02), (torch.float8_e4m3fn, 0.15)], ids=str
+)
+def test_a_pool_of_fewer_bits_costs_its_rounding(
+    checkpoint: Path, kv_dtype: torch.dtype, most: float
+) -> None:
+    model = build_model(checkpoint)
+    pool = build_kv_pool(model, 17, block_size=BLOCK_SIZE, dtype=kv_dtype)
+    logits = torch.cat([run(model, pool, (1, a, b))[0] for a, b in ((0, 30), (30, 59), (59, 60))])
+    assert 0 < relative_error(logits, their_logits(checkpoint)) < most
+
+
+def test_preempted_blocks_come_back_elsewhere(checkpoint: Path) -> None:
+    model, expected = build_model(checkpoint), their_logits(checkpoint)
+    pool = pool_of(model)
+    run(model, pool, (1, 0, 40))
+    saved = pool.copy_out(range(1, 6))
+    pool.data.fill_(float("nan"))
+    pool.copy_in(range(9, 14), saved)
+    (rest,) = run(model, pool, (9, 40, 60))
+    torch.testing.assert_close(rest, expected[40:], rtol=1e-4, atol=1e-4)
+
+
+def test_invented_weights_are_those_of_any_number_of_ranks(checkpoint: Path) -> None:
+    """What a rank of two holds is its part of what one holds."""
+    whole = build_model(checkpoint, load_format="dummy")
+    for rank in range(2):
+        group = RankGroup(rank=rank, size=2)
+        groups = ProcessGroups(dims=ParallelDims(tp=2, rank=rank), tp_group=group)
+        part = build_model(checkpoint, groups, load_format="dummy")
+        assert part.kv_spec == whole.kv_spec.on_rank(2)
+        theirs = dict(part.named_modules())
+        for name, module in whole.named_modules():
+            if name.endswith("qkv_proj"):
+                assert isinstance(module, ColumnParallelLinear)
+                shares = module.weight.split([64, 32, 32])
+                mine = torch.cat([share.chunk(2)[rank] for share in shares])
+                assert torch.equal(theirs[name].weight, mine)
+
+
+def test_steps_in_halves_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="LlamaForCausalLM runs every step whole") as caught:
+        build_model(checkpoint, execution=Execution(overlap=OverlapRule()))
+    assert caught.value.path == "two_batch_overlap"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_rank_boots(role: str, checkpoint: Path) -> None:
+    booted = boot_rank(worker_of(role, checkpoint), ParallelDims())
+    assert booted.kv_pool.kv_spec.num_heads == 4
+    assert not booted.launch_waits
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_rank_on_a_gpu_refuses_at_boot(role: str, checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="no attention for GPUs") as caught:
+        boot_rank(worker_of(role, checkpoint, device="cuda"), ParallelDims())
+    assert (caught.value.path, caught.value.value) == (f"{role}.device", "cuda")
+
+
+def worker_of(role: str, checkpoint: Path, *, device: str = "cpu") -> WorkerOptions:
+    model = ModelSection(path=str(checkpoint), max_model_len=64)
+    return WorkerOptions(
+        role=role,
+        config=ClusterConfig(
+            model=model,
+            prefill=PrefillSection(num_blocks=8, device=device),
+            decode=DecodeSection(num_blocks=8, device=device),
+        ),
+        instance=f"{role}-0",
+        rank=0,
+        rendezvous="",
+        router="127.0.0.1:1",
+        listen=Listen(bind="127.0.0.1"),
+        credentials=Credentials(secret="secret"),
+    )
 
 
 def test_gpus_are_refused_with_what_is_missing(checkpoint: Path) -> None:
