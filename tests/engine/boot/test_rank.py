@@ -10,12 +10,15 @@ import torch
 from engine.boot import rank
 from engine.boot.kv_size import measure_memory
 from engine.boot.rank import BootedRank, boot_rank
+from engine.generate import generate
 from engine.layers.mla import MLA
 from engine.memory.kv_budget import MemorySums
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.options import ChunkSteps, EngineOptions, KVOptions, ModelOptions, TokenSteps
 from engine.parallel.dims import ParallelDims
+from engine.request import Request, ScheduledRequest
 from runtime.errors import ConfigError
+from runtime.sampling import SamplingParams
 from tests.engine.tiny import write_checkpoint
 
 GIB = 2**30
@@ -53,6 +56,17 @@ def test_weights_of_absorbed_attention_are_made_before_memory_is_measured(
     assert all(are_made)
     assert booted.kv_pool.num_blocks == 8
     assert booted.sums is None, "a CPU's memory is not measured"
+
+
+@pytest.mark.parametrize("steps", [ChunkSteps(), TokenSteps()])
+def test_options_made_by_hand_run_the_model(steps: ChunkSteps | TokenSteps, tmp_path: Path) -> None:
+    booted = boot(EngineOptions(steps=steps, kv=KVOptions(num_blocks=8)), tmp_path)
+    prompt, greedy = [3, 1, 4, 1, 5], SamplingParams(temperature=0.0, max_tokens=1)
+    request = Request(request_id="one", prompt_token_ids=prompt, sampling=greedy, block_table=[1])
+    (result,) = booted.runner.launch([ScheduledRequest(request, len(prompt))]).collect()
+    (output,) = generate(booted.runner.model, [prompt], greedy)
+    assert result.sampled is not None
+    assert [result.sampled.token_id] == list(output.token_ids)
 
 
 SUMS = MemorySums(
