@@ -22,14 +22,14 @@ from decode.rank import DecodeRank
 from decode.reservations import RankLimits
 from decode.scheduler import DecodeScheduler
 from decode.tickets import TicketDesk
-from engine.boot.rank import BootedRank, boot_rank
+from engine.boot.rank import BootedRank
 from engine.boot.refusals import refuse_capture
 from engine.graphs.capture_errors import CaptureError
 from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.memory.block_pool import BlockPool
 from engine.memory.kv_pool import KVPool
 from engine.memory.pinned_blocks import PinnedBlocks
-from engine.parallel.dims import ParallelDims
+from engine.options import EngineOptions, Switch
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.lockstep import Lockstep, create_lockstep
 from engine.weights.progress import Unit, progress_bar
@@ -40,12 +40,13 @@ from kv_transfer.receiver import Arrival, KVReceiver
 from kv_transfer.settings import tls_contexts, transport_options
 from kv_transfer.transport import KV_REGION, METADATA_REGION, MemoryRegion, Transport, peer_name
 from kv_transfer.transports import create_transport
-from runtime.config import DecodeSection
 from runtime.logging import fields, get_logger
 from runtime.metrics import gauge_of
 from runtime.pb import decode_pb2
 from runtime.pb.common_pb2 import WorkerIdentity
 from runtime.worker import WorkerOptions
+from worker.boot import boot_worker_rank
+from worker.engine_options import engine_options
 
 logger = get_logger(__name__)
 
@@ -135,8 +136,8 @@ def build_model_side(options: WorkerOptions) -> ModelSide:
         ConfigError: a model or setting that cannot work.
         PeerLostError: not all ranks came.
     """
-    booted = boot_rank(options, ParallelDims.of(options.config.decode, options.rank))
-    runner = choose_runner(options.config.decode, booted, show=options.rank == 0)
+    booted = boot_worker_rank(options)
+    runner = choose_runner(engine_options(options.section), booted, show=options.rank == 0)
     return ModelSide(
         groups=booted.groups,
         close_steps=runner.close,
@@ -151,11 +152,11 @@ def build_model_side(options: WorkerOptions) -> ModelSide:
     )
 
 
-def choose_runner(section: DecodeSection, booted: BootedRank, *, show: bool) -> GraphRunner:
+def choose_runner(options: EngineOptions, booted: BootedRank, *, show: bool) -> GraphRunner:
     """Capture the steps where that is wanted and possible; every rank does the same.
 
     Args:
-        section: says whether.
+        options: say whether.
         booted: with the runner of what is not captured.
         show: draw a progress bar.
 
@@ -164,26 +165,26 @@ def choose_runner(section: DecodeSection, booted: BootedRank, *, show: bool) -> 
             has no memory for them, or fails.
         PeerLostError: another rank ended meanwhile.
     """
-    if not section.wants_graphs:
+    if not options.wants_graphs:
         return GraphRunner(booted.runner, None)
     group = booted.groups.boot_group
     with progress_bar("capturing steps", unit=Unit.CALLS) if show else nullcontext() as moved:
         try:
             return capture_steps(
                 booted.runner,
-                max_num_seqs=section.max_num_seqs,
+                max_num_seqs=options.max_num_seqs,
                 max_model_len=booted.max_model_len,
                 group=group,
                 progress=moved,
             )
         except RuntimeError as error:
-            if isinstance(error, CaptureError) and section.cuda_graphs == "auto":
+            if isinstance(error, CaptureError) and options.steps.cuda_graphs is Switch.AUTO:
                 logger.warning(
                     "steps run without graphs, on every rank, several times slower %s",
                     fields(reason=error),
                 )
                 return GraphRunner(booted.runner, None)
-            refusal = refuse_capture(section, error, booted.sums, in_group=group.size > 1)
+            refusal = refuse_capture(options, error, booted.sums, in_group=group.size > 1)
             if refusal is None:
                 raise
             raise refusal from error

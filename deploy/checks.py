@@ -20,13 +20,13 @@ from deploy.ports import free_ports, listen_at
 from deploy.ray_connection import FAR_AWAY, ray_host
 from engine.model.registry import read_config, spec_of
 from engine.model.spec import CommonConfig, num_expert_slots, num_experts
-from engine.parallel.dims import ParallelDims
 from kv_transfer.transports import expected_transport
 from runtime.config import ClusterConfig, ClusterSection
 from runtime.config_file import on_this_host
 from runtime.errors import ConfigError
 from runtime.net import is_loopback
 from runtime.network import address_towards, own_address
+from worker.engine_options import parallel_dims
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -184,15 +184,16 @@ def _check_files(config: ClusterConfig) -> None:
 
 def _check_parallel(config: ClusterConfig, model: CommonConfig) -> None:
     prefill, decode = config.prefill, config.decode
+    field, num_redundant = "decode.num_redundant_experts", decode.num_redundant_experts
     for section, num_slots in (
         (prefill, num_experts(model)),
-        (decode, num_expert_slots(model, decode.num_redundant_experts)),
+        (decode, num_expert_slots(model, num_redundant, field=field)),
     ):
         try:
-            ParallelDims.of(section).check_model(model, num_physical_experts=num_slots)
+            parallel_dims(section).check_model(model, num_physical_experts=num_slots)
         except ConfigError as error:
-            field, value = section.ranks_field, section.num_ranks
-            raise ConfigError(field, value, error.problem, error.fix) from error
+            path, value = section.ranks_field, section.num_ranks
+            raise ConfigError(path, value, error.problem, error.fix) from error
 
 
 def _check_lengths(config: ClusterConfig, model: CommonConfig) -> None:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 from prometheus_client import CollectorRegistry
 
-from engine.boot.rank import BootedRank, boot_rank
+from engine.boot.rank import BootedRank
 from engine.memory.block_pool import BlockPool
 from engine.memory.kv_pool import KVPool
-from engine.parallel.dims import ParallelDims
 from kv_transfer.layout import KVDtype, KVLayout
 from kv_transfer.metadata import SlotLayout
 from kv_transfer.sender import KVSender
@@ -28,6 +27,7 @@ from prefill.scheduler import Scheduler
 from runtime.config import ClusterConfig, PrefillSection
 from runtime.metrics import gauge_of
 from runtime.worker import WorkerOptions
+from worker.boot import boot_worker_rank
 from worker.host import HostedRank
 
 _OUTCOMES = {
@@ -155,7 +155,7 @@ class RankParts:
 
 def build_rank(options: WorkerOptions, on_closed: Callable[[Closure], None]) -> RankParts:
     """Boot one rank: the model's side first, then what sends its KV. Slow; blocks."""
-    model = boot_rank(options, ParallelDims.of(options.config.prefill, options.rank))
+    model = boot_worker_rank(options)
     send = build_send_side(options, model, on_closed)
     model.groups.boot_group.barrier()  # registering memory may take one rank longer than another
     return RankParts(

@@ -7,5 +7,6 @@ Nothing here knows a request.
   drain, leave.
 - ``step_loop`` on ``watched_thread``: commands from other threads (``command_queue``), the meeting
   of ranks, a step launched ahead of the results of the last; a watchdog where one never ends.
+- ``boot`` and ``engine_options``: what the configuration says to the engine.
 - ``health``: which part does not do its work any more.
 """

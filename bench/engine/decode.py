@@ -33,6 +33,7 @@ from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.operations import do_nothing
 from engine.request import ScheduledRequest
 from engine.runner import PendingStep
+from worker.engine_options import engine_options
 
 _NUM_REPLAYS = 30
 
@@ -48,7 +49,7 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
         rank,
         setup,
         num_blocks=requests.num_blocks,
-        kv_dtype=section.kv_dtype,
+        kv_dtype=engine_options(section).kv.dtype,
         max_tokens=sizes[-1],
         num_rows=len(requests),
     )

@@ -33,6 +33,7 @@ from prefill.follower import make_batch
 from prefill.rank_link import FollowerLink, LeaderLink
 from prefill.rank_plan import PlanKind
 from prefill.sender_group import batch_arrays
+from worker.engine_options import engine_options
 
 _NUM_TTFT = 9
 
@@ -54,7 +55,7 @@ def run_prefill(options: PrefillOptions, models: RankModels) -> Report | None:
         rank,
         setup,
         num_blocks=batches.num_blocks,
-        kv_dtype=options.section.kv_dtype,
+        kv_dtype=engine_options(options.section).kv.dtype,
         max_tokens=options.batch_tokens,
     )
     say("ready", rank=rank.place.rank)

@@ -1,9 +1,9 @@
 """The model of one rank as a worker boots it, for one measurement or several.
 
-What runs is decided by `engine.boot.open_execution.open_execution` from a section of the
-configuration, as in a worker. What differs from one: weights are invented, experts may be chosen by
-tables, calls of kernels and collectives can be named in a trace, and on a CPU FP8 weights stay FP8,
-so that the path of a GPU runs there too.
+What runs is decided by `engine.boot.open_execution.open_execution` from what a section of the
+configuration says to an engine, as in a worker. What differs from one: weights are invented,
+experts may be chosen by tables, calls of kernels and collectives can be named in a trace, and on a
+CPU FP8 weights stay FP8, so that the path of a GPU runs there too.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.kernels.portable import PortableKernels
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from engine.parallel.dims import ParallelDims
+from engine.options import EngineOptions, TokenSteps
 from engine.parallel.groups import ProcessGroups, RankGroup, init_process_groups
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
+from worker.engine_options import engine_options, parallel_dims
 
 Section = PrefillSection | DecodeSection
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -145,13 +146,14 @@ class RankModels:
 
     def _open(self, setup: Setup, section: Section) -> RankModel:
         start = time.perf_counter()
-        measured, dims = choose_model(setup), ParallelDims.of(section, self.place.rank)
-        device = _take_device(section, self.place)
+        measured, options = choose_model(setup), engine_options(section)
+        dims = parallel_dims(section, self.place.rank)
+        device = _take_device(options, self.place)
         if self._groups is None:
             self._groups = init_process_groups(
                 dims,
                 self.place.rendezvous,
-                backend=_BACKENDS[section.device],
+                backend=_BACKENDS[options.device],
                 timeout_s=setup.timeout_s,
             )
         assert self._groups.dims == dims, "other ranks are another launch"
@@ -166,7 +168,7 @@ class RankModels:
             routing=TableRouting(cast(Kernels, timer)),
             device=device,
         )
-        model, opened = _build(setup, section, parts)
+        model, opened = _build(options, parts, played_ranks=setup.played_ranks)
         say(f"weights are there after {time.perf_counter() - start:.1f} s", rank=self.place.rank)
         return RankModel(
             place=self.place,
@@ -211,19 +213,19 @@ class _Parts:
 
 
 def _build(
-    setup: Setup, section: Section, parts: _Parts
+    options: EngineOptions, parts: _Parts, *, played_ranks: int
 ) -> tuple[DeepseekV3ForCausalLM, OpenExecution]:
-    """Open what the section asks for, then build the model, as a worker does."""
+    """Open what the options ask for, then build the model, as a worker does."""
     groups, kernels = parts.timer.watch_groups(parts.groups), cast(Kernels, parts.routing)
-    placement = place_experts(section, parts.config, groups.dims, parts.device)
+    placement = place_experts(options, parts.config, groups.dims, parts.device)
     opened = open_execution(
-        section,
+        options,
         parts.config,
         groups,
         kernels=kernels,
         placement=placement,
         device=parts.device,
-        played_ranks=setup.played_ranks,
+        played_ranks=played_ranks,
     )
     model = build_model(
         parts.config,
@@ -236,7 +238,7 @@ def _build(
         execution=opened.execution,
     )
     assert isinstance(model, DeepseekV3ForCausalLM)
-    if isinstance(section, DecodeSection):
+    if isinstance(options.steps, TokenSteps):
         model.prepare()
     free_memory(parts.device)  # what drawing the weights took; the KV pool wants one piece
     return model, opened
@@ -252,9 +254,9 @@ def _dtype_of(config: ModelConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" or is_fp8(config) else torch.float32
 
 
-def _take_device(section: Section, place: RankPlace) -> torch.device:
-    torch.set_num_threads(section.num_threads)
-    if section.device == "cpu":
+def _take_device(options: EngineOptions, place: RankPlace) -> torch.device:
+    torch.set_num_threads(options.num_threads)
+    if options.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)

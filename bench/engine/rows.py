@@ -23,6 +23,7 @@ from bench.engine.shapes import choose_model
 from bench.engine.summary import show_row
 from engine.parallel.dims import ParallelDims
 from runtime.errors import ConfigError
+from worker.engine_options import parallel_dims
 
 ParseRow = Callable[[str, Sequence[str]], PrefillOptions | DecodeOptions]
 """Makes options of a row's name and of all its words: the benchmark, then its arguments."""
@@ -53,7 +54,7 @@ class Row:
     @property
     def dims(self) -> ParallelDims:
         """As seen from rank 0; rows of one launch have the same."""
-        return ParallelDims.of(self.section)
+        return parallel_dims(self.section)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,13 +24,6 @@ from engine.parallel.lockstep import Lockstep, SoloLockstep, create_lockstep
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 
-_KV_DTYPES = {
-    "auto": None,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "fp8": torch.float8_e4m3fn,
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
@@ -92,7 +85,7 @@ def open_session(
     setup: Setup,
     *,
     num_blocks: int,
-    kv_dtype: str,
+    kv_dtype: torch.dtype | None,
     max_tokens: int,
     num_rows: int | None = None,
 ) -> Session:
@@ -102,7 +95,7 @@ def open_session(
         rank: the model.
         setup: says who chooses experts.
         num_blocks: of the pool, block 0 included; ranks may differ.
-        kv_dtype: of the pool, as in the configuration.
+        kv_dtype: of the pool; None for the model's.
         max_tokens: most tokens of a step on this rank, padding included.
         num_rows: of every step, those that are no padding; None where there is none.
     """
@@ -110,7 +103,7 @@ def open_session(
     if rank.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(rank.device)
     rank.routing.tables = make_tables(rank, setup, max_tokens, num_rows)
-    pool = build_kv_pool(rank.model, num_blocks, block_size=BLOCK_SIZE, dtype=_KV_DTYPES[kv_dtype])
+    pool = build_kv_pool(rank.model, num_blocks, block_size=BLOCK_SIZE, dtype=kv_dtype)
     return Session(
         rank=rank,
         runner=ModelRunner(rank.model, _fill(pool), Sampler(rank.measured.config.vocab_size)),

@@ -1,6 +1,6 @@
 """The boot of a rank's experts: in which slots they stand, and how tokens travel to them.
 
-A part of `engine.boot.rank`, by what the configuration of the role says.
+A part of `engine.boot.rank`, by what its options say.
 """
 
 from __future__ import annotations
@@ -8,24 +8,16 @@ from __future__ import annotations
 import torch
 
 from engine.model.spec import CommonConfig, num_expert_slots, num_experts
-from engine.parallel.choose_dispatcher import (
-    DispatcherKind,
-    OpenDispatcher,
-    RankExperts,
-    choose_dispatcher,
-)
+from engine.options import ChunkSteps, DispatcherKind, EngineOptions
+from engine.parallel.choose_dispatcher import OpenDispatcher, RankExperts, choose_dispatcher
 from engine.parallel.dims import ParallelDims
 from engine.parallel.expert_balance import balance_experts
 from engine.parallel.expert_placement import ExpertPlacement
-from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 
 
 def place_experts(
-    section: PrefillSection | DecodeSection,
-    config: CommonConfig,
-    dims: ParallelDims,
-    device: torch.device,
+    options: EngineOptions, config: CommonConfig, dims: ParallelDims, device: torch.device
 ) -> ExpertPlacement:
     """Choose the slots of the experts.
 
@@ -34,9 +26,9 @@ def place_experts(
     Raises:
         ConfigError: the ranks cannot split the model, or hold equally many experts.
     """
-    num_redundant = section.num_redundant_experts if isinstance(section, DecodeSection) else 0
+    num_redundant, field = options.num_redundant_experts, options.named("num_redundant_experts")
     num_logical = num_experts(config)
-    num_slots = num_expert_slots(config, num_redundant)
+    num_slots = num_expert_slots(config, num_redundant, field=field)
     dims.check_model(config, num_physical_experts=num_slots)
     if not num_redundant:
         return ExpertPlacement.identity(num_logical, device)
@@ -45,29 +37,31 @@ def place_experts(
 
 
 def open_dispatcher(
-    section: PrefillSection | DecodeSection, experts: RankExperts, *, played_ranks: int = 0
+    options: EngineOptions, experts: RankExperts, *, played_ranks: int = 0
 ) -> OpenDispatcher:
-    """Choose and open the way to experts that the section asks for; all ranks call.
+    """Choose and open the way to experts that the options ask for; all ranks call.
 
     Args:
-        section: of the role.
+        options: of the engine.
         experts: of this rank.
-        played_ranks: for measurements: a decode rank alone plays one of so many; 0 to be itself.
+        played_ranks: for measurements: a rank alone, with steps of single tokens, plays one of so
+            many; 0 to be itself.
 
     Raises:
         ConfigError: a step may bring more tokens than the ranks make room for, or the dispatcher
             that is asked for does not run here.
     """
-    if isinstance(section, PrefillSection):
+    steps = options.steps
+    if isinstance(steps, ChunkSteps):
         return choose_dispatcher(experts)
-    is_on_gpu, most = section.device != "cpu", section.max_tokens_per_rank
+    is_on_gpu, most = options.device != "cpu", steps.max_tokens_per_rank
     is_fixed = (is_on_gpu or played_ranks) and experts.config.num_moe_layers
-    if is_fixed and section.max_num_seqs > most and experts.groups.dims.ep > 1:
-        problem = f"decode.max_tokens_per_rank is {most}"
-        raise ConfigError("decode.max_num_seqs", section.max_num_seqs, problem, f"{most} or less")
+    if is_fixed and options.max_num_seqs > most and experts.groups.dims.ep > 1:
+        path, problem = options.named("max_num_seqs"), options.named("max_tokens_per_rank")
+        raise ConfigError(path, options.max_num_seqs, f"{problem} is {most}", f"{most} or less")
     return choose_dispatcher(
         experts,
-        DispatcherKind(section.dispatcher) if is_on_gpu else DispatcherKind.AUTO,
+        steps.dispatcher if is_on_gpu else DispatcherKind.AUTO,
         max_tokens_per_rank=most,
         played_ranks=played_ranks,
     )

@@ -1,9 +1,9 @@
-"""How many KV blocks a rank gets: what the configuration says, or what its GPU has room for.
+"""How many KV blocks a rank gets: what its options say, or what its GPU has room for.
 
 The measuring half of `engine.memory.kv_budget`: over a pool of two blocks the largest step is run
 and the captured steps are sized; what then is in use stays in use. Takes some seconds, and every
 rank of the instance takes part, because steps are made together. A number of blocks in the
-configuration is measured too where it takes most of the memory: it is refused here, by all ranks
+options is measured too where it takes most of the memory: it is refused here, by all ranks
 alike and with a number that fits, and not where one rank runs out of memory in a step of all.
 """
 
@@ -13,19 +13,17 @@ from functools import partial
 
 import torch
 
-from engine.attention.attention_rule import AttentionRule
 from engine.boot.build import build_kv_pool
 from engine.boot.refusals import refuse_bare_step, refuse_blocks, refuse_capture
-from engine.boot.rehearsal import absorbed_prefill, largest_decode, largest_prefill, rehearse
+from engine.boot.rehearsal import largest_steps, rehearse
 from engine.graphs.capture_errors import CaptureError, is_no_memory
 from engine.graphs.graph_budget import measure_graph_bytes
 from engine.memory.kv_budget import MemorySums, check_num_blocks
 from engine.model.spec import ServedModel
+from engine.options import EngineOptions, Switch
 from engine.parallel.groups import ProcessGroups
-from engine.request import ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
-from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
 
@@ -33,19 +31,14 @@ logger = get_logger(__name__)
 
 
 def measure_memory(
-    section: PrefillSection | DecodeSection,
-    model: ServedModel,
-    *,
-    max_model_len: int,
-    kv_dtype: torch.dtype | None,
+    options: EngineOptions, model: ServedModel, *, max_model_len: int
 ) -> MemorySums | None:
     """Measure what a rank's device holds before its KV pool; all ranks call.
 
     Args:
-        section: of the role.
+        options: of the engine.
         model: loaded, with all that it allocates at first use.
         max_model_len: most tokens of a request.
-        kv_dtype: of the pool; None for the model's.
 
     Returns:
         None where nobody has to know: on a CPU, and where the blocks that are asked for take less
@@ -55,24 +48,25 @@ def measure_memory(
         ConfigError: steps do not even fit without KV, or cannot be captured as they are to be.
         PeerLostError: another rank ended.
     """
-    if section.device == "cpu":
+    kv = options.kv
+    if options.device == "cpu":
         return None
-    if section.num_blocks:
-        pool = build_kv_pool(model, 2, block_size=section.block_size, dtype=kv_dtype)
+    if kv.num_blocks:
+        pool = build_kv_pool(model, 2, block_size=kv.block_size, dtype=kv.dtype)
         free, _ = _memory(model.device)
-        is_roomy = 2 * section.num_blocks * pool.block_bytes < free
+        is_roomy = 2 * kv.num_blocks * pool.block_bytes < free
         del pool
         if agree_on_least(model.groups, int(is_roomy)):
             return None
     try:
-        return _measure(section, model, max_model_len, kv_dtype)
+        return _measure(options, model, max_model_len)
     except torch.OutOfMemoryError as error:
         free, _ = _memory(model.device)
-        raise refuse_bare_step(section, "the largest step", free) from error
+        raise refuse_bare_step(options, "the largest step", free) from error
 
 
 def choose_num_blocks(
-    section: PrefillSection | DecodeSection,
+    options: EngineOptions,
     groups: ProcessGroups,
     sums: MemorySums | None,
     *,
@@ -81,30 +75,25 @@ def choose_num_blocks(
     """Return the blocks of the pool, the dummy block included; the same on all ranks.
 
     Args:
-        section: of the role; 0 blocks ask for as many as fit, on a GPU.
+        options: of the engine; 0 blocks ask for as many as fit, on a GPU.
         groups: the ranks, all of which call.
         sums: of `measure_memory`.
         max_model_len: most tokens of a request.
 
     Raises:
         ConfigError: not one request of `max_model_len` tokens fits, or not as many blocks as the
-            configuration says.
+            options say.
     """
+    asked = options.kv.num_blocks
     if sums is None:
-        return section.num_blocks
+        return asked
     fitting = agree_on_least(groups, sums.num_blocks)
     logger.info("measured the device %s: %s", fields(num_blocks=fitting), sums)
-    if section.num_blocks:
-        if section.num_blocks > fitting:
-            raise refuse_blocks(section, fitting, sums)
-        return section.num_blocks
-    return check_num_blocks(
-        "prefill" if isinstance(section, PrefillSection) else "decode",
-        fitting,
-        sums,
-        block_size=section.block_size,
-        max_model_len=max_model_len,
-    )
+    if asked:
+        if asked > fitting:
+            raise refuse_blocks(options, fitting, sums)
+        return asked
+    return check_num_blocks(options, fitting, sums, max_model_len=max_model_len)
 
 
 def agree_on_least(groups: ProcessGroups, value: int) -> int:
@@ -113,65 +102,19 @@ def agree_on_least(groups: ProcessGroups, value: int) -> int:
     return int(group.all_gather(torch.tensor([value], dtype=torch.int64)).min())
 
 
-def largest_step(
-    section: PrefillSection | DecodeSection, max_model_len: int
-) -> list[ScheduledRequest]:
-    """Return the largest step that a rank of this role can be given."""
-    if isinstance(section, DecodeSection):
-        return largest_decode(
-            max_num_seqs=section.max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=section.block_size,
-        )
-    return largest_prefill(
-        max_num_tokens=section.max_num_batched_tokens,
-        max_num_seqs=section.max_num_seqs,
-        max_model_len=max_model_len,
-        block_size=section.block_size,
-    )
-
-
-def largest_steps(
-    section: PrefillSection | DecodeSection, rule: AttentionRule | None, max_model_len: int
-) -> list[list[ScheduledRequest]]:
-    """Return the steps of a rank of this role of which one takes the most memory.
-
-    Args:
-        section: of the role.
-        rule: of the model's attention, whose forms take memory in different steps; None for one
-            form.
-        max_model_len: most tokens of a request.
-    """
-    largest = largest_step(section, max_model_len)
-    if rule is None or isinstance(section, DecodeSection):
-        return [largest]
-    absorbed = absorbed_prefill(
-        rule,
-        max_num_tokens=section.max_num_batched_tokens,
-        max_num_seqs=section.max_num_seqs,
-        max_model_len=max_model_len,
-        block_size=section.block_size,
-    )
-    return [absorbed, largest]
-
-
-def _measure(
-    section: PrefillSection | DecodeSection,
-    model: ServedModel,
-    max_model_len: int,
-    kv_dtype: torch.dtype | None,
-) -> MemorySums:
-    pool = build_kv_pool(model, 2, block_size=section.block_size, dtype=kv_dtype)
+def _measure(options: EngineOptions, model: ServedModel, max_model_len: int) -> MemorySums:
+    kv = options.kv
+    pool = build_kv_pool(model, 2, block_size=kv.block_size, dtype=kv.dtype)
     runner = ModelRunner(model, pool, Sampler(model.config.vocab_size))
     follows = model.groups.dims.tp_rank > 0
     steps = [
         partial(rehearse, runner, scheduled, follows=follows)
-        for scheduled in largest_steps(section, model.attention_rule, max_model_len)
+        for scheduled in largest_steps(options, model.attention_rule, max_model_len)
     ]
     activations = max(_peak_bytes(model.device, step) for step in steps)
     graphs = 0
-    if isinstance(section, DecodeSection) and section.wants_graphs:
-        graphs = _graph_bytes(section, model, max_model_len, kv_dtype)
+    if options.wants_graphs:
+        graphs = _graph_bytes(options, model, max_model_len)
     block_bytes = pool.block_bytes
     del steps, runner, pool
     # Last: libraries have allocated by now what they allocate at first use, and keep.
@@ -182,36 +125,32 @@ def _measure(
         graphs=graphs,
         activations=activations,
         block_bytes=block_bytes,
-        fraction=1.0 if section.num_blocks else section.gpu_memory_fraction,
+        fraction=1.0 if kv.num_blocks else kv.gpu_memory_fraction,
     )
 
 
-def _graph_bytes(
-    section: DecodeSection,
-    model: ServedModel,
-    max_model_len: int,
-    kv_dtype: torch.dtype | None,
-) -> int:
+def _graph_bytes(options: EngineOptions, model: ServedModel, max_model_len: int) -> int:
     """Return the bytes of the captured steps; 0 where all ranks agree that none can be captured."""
     try:
         return measure_graph_bytes(
             model,
-            max_num_seqs=section.max_num_seqs,
+            max_num_seqs=options.max_num_seqs,
             max_model_len=max_model_len,
-            block_size=section.block_size,
-            kv_dtype=kv_dtype,
+            block_size=options.kv.block_size,
+            kv_dtype=options.kv.dtype,
         )
     except CaptureError as error:
-        if section.cuda_graphs == "on":
-            raise ConfigError("decode.cuda_graphs", "on", str(error), '"off"') from error
+        if options.steps.cuda_graphs is Switch.ON:
+            path = options.named("cuda_graphs")
+            raise ConfigError(path, "on", str(error), '"off"') from error
         logger.warning("steps cannot be captured %s", fields(reason=error))
         return 0
     except RuntimeError as error:
         if is_no_memory(error):
             free, _ = _memory(model.device)
-            raise refuse_bare_step(section, "the captured steps", free) from error
+            raise refuse_bare_step(options, "the captured steps", free) from error
         in_group = model.groups.boot_group.size > 1
-        refusal = refuse_capture(section, error, None, in_group=in_group)
+        refusal = refuse_capture(options, error, None, in_group=in_group)
         if refusal is None:
             raise
         raise refusal from error

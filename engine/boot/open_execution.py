@@ -1,6 +1,6 @@
-"""How a booted rank runs its steps, by what the configuration of its role says.
+"""How a booted rank runs its steps, by what its options say.
 
-One function turns a section into an `Execution` and opens what that holds, a dispatcher. All ranks
+One function turns them into an `Execution` and opens what that holds, a dispatcher. All ranks
 call it before the model is built, and close what it opened after the last step. What "auto" means
 is in the constants here (of dispatchers: in `choose_dispatcher`), and is decided by measurements.
 """
@@ -19,20 +19,21 @@ from engine.execution import Execution
 from engine.kernels.base import Kernels
 from engine.micro_batches import OverlapRule
 from engine.model.spec import CommonConfig
+from engine.options import ChunkSteps, EngineOptions, Switch, TokenSteps
 from engine.parallel.choose_dispatcher import OpenDispatcher, RankExperts
+from engine.parallel.dims import ParallelDims
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.side_stream import SideStream
-from runtime.config import DecodeSection, PrefillSection
 
 AUTO_OVERLAP: Final = False
-"""Whether `prefill.two_batch_overlap = "auto"` overlaps. With `prefill.tp` nothing was gained on 4
-GPUs: NCCL's kernels take SMs from the GEMMs that are to cover them, and the host
-launches twice as much. Ranks of `prefill.dp` are not measured."""
+"""Whether `ChunkSteps.two_batch_overlap` overlaps if it is "auto". With tp nothing was gained on 4
+GPUs: NCCL's kernels take SMs from the GEMMs that are to cover them, and the host launches twice as
+much. With dp it is not measured."""
 
 AUTO_DEPENDENT_LAUNCHES: Final = True
-"""Whether `decode.dependent_launches = "auto"` is on, on GPUs: a layer of 64 or 128 requests takes
-7 us less on one H200, with the same results bit by bit."""
+"""Whether `TokenSteps.dependent_launches` is on, on GPUs, if it is "auto": a layer of 64 or 128
+requests takes 7 us less on one H200, with the same results bit by bit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class OpenExecution:
 
 
 def open_execution(
-    section: PrefillSection | DecodeSection,
+    options: EngineOptions,
     config: CommonConfig,
     groups: ProcessGroups,
     *,
@@ -53,16 +54,17 @@ def open_execution(
     device: torch.device,
     played_ranks: int = 0,
 ) -> OpenExecution:
-    """Open what the section asks for; all ranks of the instance call.
+    """Open what the options ask for; all ranks of the instance call.
 
     Args:
-        section: of the role.
+        options: of the engine.
         config: of the model.
         groups: the ranks.
         kernels: of the model.
         placement: of its experts.
         device: of this rank.
-        played_ranks: for measurements: a decode rank alone plays one of so many; 0 to be itself.
+        played_ranks: for measurements: a rank alone, with steps of single tokens, plays one of so
+            many; 0 to be itself.
 
     Raises:
         ConfigError: what is asked for does not run here.
@@ -75,23 +77,25 @@ def open_execution(
             kernels=kernels,
             device=device,
             num_physical_experts=placement.num_physical_experts,
-            scatter_tokens=isinstance(section, PrefillSection) and section.is_scattered,
+            scatter_tokens=options.steps.scatter_tokens,
         )
-        opened = open_dispatcher(section, experts, played_ranks=played_ranks)
+        opened = open_dispatcher(options, experts, played_ranks=played_ranks)
     dispatcher = None if opened is None else opened.dispatcher
-    if isinstance(section, DecodeSection):
-        execution = Execution(
-            dispatcher=dispatcher,
-            overlap_shared_expert=section.overlap_shared_expert,
-            side_stream=shared_expert_stream(section, device, played_ranks=played_ranks),
-            dependent_launches=launches_dependently(section),
-        )
-    else:
-        execution = Execution(
-            scatter_tokens=section.is_scattered,
-            dispatcher=dispatcher,
-            overlap=prefill_overlap(section),
-        )
+    match options.steps:
+        case ChunkSteps() as chunks:
+            execution = Execution(
+                scatter_tokens=chunks.scatter_tokens,
+                dispatcher=dispatcher,
+                overlap=overlap_of(chunks, groups.dims),
+            )
+        case TokenSteps() as tokens:
+            num_ranks = max(groups.dims.dp, played_ranks)
+            execution = Execution(
+                dispatcher=dispatcher,
+                overlap_shared_expert=tokens.overlap_shared_expert,
+                side_stream=shared_expert_stream(tokens, device, num_ranks=num_ranks),
+                dependent_launches=launches_dependently(tokens, device),
+            )
 
     def close() -> None:
         if opened is None:
@@ -102,27 +106,32 @@ def open_execution(
     return OpenExecution(execution=execution, close=close)
 
 
-def prefill_overlap(section: PrefillSection) -> OverlapRule | None:
+def overlap_of(steps: ChunkSteps, dims: ParallelDims) -> OverlapRule | None:
     """Return when steps run as two micro-batches; None for never."""
-    if section.two_batch_overlap == "auto":
-        is_on = AUTO_OVERLAP and section.tp > 1
+    if steps.two_batch_overlap is Switch.AUTO:
+        is_on = AUTO_OVERLAP and dims.tp > 1
     else:
-        is_on = section.two_batch_overlap == "on"
+        is_on = steps.two_batch_overlap is Switch.ON
     return OverlapRule() if is_on else None
 
 
 def shared_expert_stream(
-    section: DecodeSection, device: torch.device, *, played_ranks: int = 0
+    steps: TokenSteps, device: torch.device, *, num_ranks: int
 ) -> SideStream | None:
-    """Return a stream of its own for the shared expert, if it is to overlap with anything."""
-    travels = max(section.dp, played_ranks) > 1
-    if device.type != "cuda" or not travels or not section.overlap_shared_expert:
+    """Return a stream of its own for the shared expert, if it is to overlap with anything.
+
+    Args:
+        steps: say whether it is to.
+        device: of this rank.
+        num_ranks: among which tokens travel.
+    """
+    if device.type != "cuda" or num_ranks == 1 or not steps.overlap_shared_expert:
         return None
     return SideStream(device)
 
 
-def launches_dependently(section: DecodeSection) -> bool:
+def launches_dependently(steps: TokenSteps, device: torch.device) -> bool:
     """Return whether a kernel of a step is brought onto the GPU while the one before it runs."""
-    if section.dependent_launches == "auto":
-        return section.device == "cuda" and AUTO_DEPENDENT_LAUNCHES
-    return section.dependent_launches == "on"
+    if steps.dependent_launches is Switch.AUTO:
+        return device.type == "cuda" and AUTO_DEPENDENT_LAUNCHES
+    return steps.dependent_launches is Switch.ON

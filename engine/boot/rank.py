@@ -1,7 +1,7 @@
-"""The boot of one worker rank: meet the other ranks, load the weights, allocate KV, run once.
+"""The boot of one rank: meet the other ranks, load the weights, allocate KV, run once.
 
-The same for every role; what a role adds (senders, receivers, books) it builds on the result. Slow
-and blocking, so it runs off the event loop.
+The same whatever its steps are like; what a worker adds (senders, receivers, books) it builds on
+the result. Slow and blocking, so a server calls it off its event loop.
 """
 
 from __future__ import annotations
@@ -16,33 +16,34 @@ import torch
 from engine.boot.build import build_kv_pool, build_model
 from engine.boot.experts import place_experts
 from engine.boot.jit_cache import use_jit_cache
-from engine.boot.kv_size import choose_num_blocks, largest_steps, measure_memory
-from engine.boot.open_execution import open_execution
+from engine.boot.kv_size import choose_num_blocks, measure_memory
+from engine.boot.open_execution import OpenExecution, open_execution
 from engine.boot.refusals import refuse_for_room
-from engine.boot.rehearsal import rehearse, sampled_prefill, smaller_prefills
+from engine.boot.rehearsal import all_steps, rehearse
 from engine.boot.warm_up import attention_products, chosen_rows, products, warm_up
 from engine.kernels.create import create_kernels
 from engine.memory.kv_budget import MemorySums
 from engine.memory.kv_pool import KVPool
 from engine.model.registry import read_config, spec_of
 from engine.model.spec import CommonConfig, ServedModel
+from engine.options import ChunkSteps, EngineOptions, ModelOptions
 from engine.parallel.dims import ParallelDims
+from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups, agree_on_epoch, init_process_groups
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.weights.progress import Unit, progress_bar
-from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
-from runtime.worker import WorkerOptions
 
 GROUP_TIMEOUT_S = 60.0
 """A rank that hangs, and whose death the kernel cannot tell, is given up after this.
 
-While a worker boots `cluster.boot_timeout_s` holds: no two disks and compilers are equally fast."""
+While it boots `boot_timeout_s` holds: no two disks and compilers are equally fast."""
+BOOT_TIMEOUT_S = 1800.0
+"""How long ranks wait for one another while they boot, if nobody says otherwise."""
 # Step plans and lockstep rows are host memory, so a GPU instance needs both backends.
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 logger = get_logger(__name__)
 
@@ -75,60 +76,57 @@ class BootedRank:
     sums: MemorySums | None = None
 
 
-def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
-    """Boot the rank that `options` describe; its instance is parallel as `dims` say.
+def boot_rank(
+    source: ModelOptions,
+    options: EngineOptions,
+    dims: ParallelDims,
+    *,
+    rendezvous: str = "",
+    boot_timeout_s: float = BOOT_TIMEOUT_S,
+) -> BootedRank:
+    """Boot one rank; the others of its instance do the same at the same time.
+
+    Args:
+        source: which model.
+        options: how it runs; the same on all ranks.
+        dims: how the ranks share the model, and which of them this is.
+        rendezvous: "host:port" where they meet; unused with one rank.
+        boot_timeout_s: seconds that they wait for one another meanwhile.
 
     Raises:
         ConfigError: a model, a device or sizes that do not fit together.
         PeerLostError: the other ranks did not come.
     """
-    model_section, section = options.config.model, options.section
-    config = _read_config(options)
-    max_model_len = choose_max_model_len(model_section.max_model_len, config)
-    torch.set_num_threads(section.num_threads)
-    device = _take_device(section.device, options.rank)
-    placement = place_experts(section, config, dims, device)
+    is_first = dims.rank == 0
+    config = _read_config(source, options, is_told=is_first)
+    max_model_len = choose_max_model_len(source.max_model_len, config)
+    torch.set_num_threads(options.num_threads)
+    device = _take_device(options.device, dims.rank)
+    placement = place_experts(options, config, dims, device)
     groups = init_process_groups(
         dims,
-        options.rendezvous,
-        backend=_BACKENDS[section.device],
+        rendezvous,
+        backend=_BACKENDS[options.device],
         timeout_s=GROUP_TIMEOUT_S,
-        boot_timeout_s=options.config.cluster.boot_timeout_s,
+        boot_timeout_s=boot_timeout_s,
     )
     epoch = agree_on_epoch(groups.tp_group if dims.tp > 1 else groups.ep_group)
-    dtype = _DTYPES[options.config.compute_dtype]
-    kernels = create_kernels(device, dtype)
-    opened = open_execution(
-        section, config, groups, kernels=kernels, placement=placement, device=device
-    )
-    model = build_model(
-        model_section.path,
-        groups,
-        dtype=dtype,
-        device=device,
-        load_format=model_section.load_format,
-        progress=options.rank == 0,
-        kernels=kernels,
-        placement=placement,
-        execution=opened.execution,
+    model, opened = _load(
+        source, options, groups, config=config, placement=placement, device=device
     )
     groups.boot_group.barrier()  # from here on ranks take part in one another's steps
-    _compile(model, section, show=options.rank == 0)
+    _compile(model, options, show=is_first)
     model.prepare()  # before the KV pool takes the memory: short prompts want it too
-    kv_dtype = None if section.kv_dtype == "auto" else _DTYPES[section.kv_dtype]
-    sums = measure_memory(section, model, max_model_len=max_model_len, kv_dtype=kv_dtype)
-    num_blocks = choose_num_blocks(section, groups, sums, max_model_len=max_model_len)
-    kv_pool = build_kv_pool(model, num_blocks, block_size=section.block_size, dtype=kv_dtype)
-    runner = ModelRunner(model, kv_pool, Sampler(config.vocab_size))
-    _rehearse(runner, model, section, max_model_len, sums, follows=dims.tp_rank > 0)
-    facts = fields(epoch=f"{epoch:016x}", device=kv_pool.device, kv_pool_bytes=kv_pool.nbytes)
+    runner, sums = _give_pool(model, options, max_model_len)
+    _rehearse(runner, model, options, max_model_len, sums, follows=dims.tp_rank > 0)
+    facts = fields(epoch=f"{epoch:016x}", device=device, kv_pool_bytes=runner.kv_pool.nbytes)
     logger.info("the model is ready %s", facts)
     return BootedRank(
         groups=groups,
         epoch=epoch,
         config=config,
         max_model_len=max_model_len,
-        kv_pool=kv_pool,
+        kv_pool=runner.kv_pool,
         runner=runner,
         launch_waits=model.waits_for_counts,
         close_transfers=opened.close,
@@ -136,11 +134,51 @@ def boot_rank(options: WorkerOptions, dims: ParallelDims) -> BootedRank:
     )
 
 
-def _read_config(options: WorkerOptions) -> CommonConfig:
-    """Read the model's configuration; one rank tells what is odd about it."""
-    config = read_config(options.config.model.path)
-    spec_of(config).check_device(f"{options.role}.device", options.section.device)
-    for remark in config.remarks if options.rank == 0 else ():
+def _load(
+    source: ModelOptions,
+    options: EngineOptions,
+    groups: ProcessGroups,
+    *,
+    config: CommonConfig,
+    placement: ExpertPlacement,
+    device: torch.device,
+) -> tuple[ServedModel, OpenExecution]:
+    """Open how steps run, then build the model for that and load its weights; all ranks call."""
+    kernels = create_kernels(device, source.dtype)
+    opened = open_execution(
+        options, config, groups, kernels=kernels, placement=placement, device=device
+    )
+    model = build_model(
+        source.path,
+        groups,
+        dtype=source.dtype,
+        device=device,
+        load_format=source.load_format,
+        progress=groups.dims.rank == 0,
+        kernels=kernels,
+        placement=placement,
+        execution=opened.execution,
+    )
+    return model, opened
+
+
+def _give_pool(
+    model: ServedModel, options: EngineOptions, max_model_len: int
+) -> tuple[ModelRunner, MemorySums | None]:
+    """Allocate the KV pool, of as many blocks on all ranks; with what was measured before it."""
+    sums = measure_memory(options, model, max_model_len=max_model_len)
+    num_blocks = choose_num_blocks(options, model.groups, sums, max_model_len=max_model_len)
+    kv_pool = build_kv_pool(
+        model, num_blocks, block_size=options.kv.block_size, dtype=options.kv.dtype
+    )
+    return ModelRunner(model, kv_pool, Sampler(model.config.vocab_size)), sums
+
+
+def _read_config(source: ModelOptions, options: EngineOptions, *, is_told: bool) -> CommonConfig:
+    """Read the model's configuration; `is_told` on the one rank that tells what is odd about it."""
+    config = read_config(source.path)
+    spec_of(config).check_device(options.named("device"), options.device)
+    for remark in config.remarks if is_told else ():
         logger.warning("%s", remark)
     return config
 
@@ -148,7 +186,7 @@ def _read_config(options: WorkerOptions) -> CommonConfig:
 def _rehearse(
     runner: ModelRunner,
     model: ServedModel,
-    section: PrefillSection | DecodeSection,
+    options: EngineOptions,
     max_model_len: int,
     sums: MemorySums | None,
     *,
@@ -166,22 +204,14 @@ def _rehearse(
     runner.run_dummy()
     if runner.kv_pool.device.type == "cpu":
         return
-    steps = largest_steps(section, model.attention_rule, max_model_len)
-    if isinstance(section, PrefillSection):
-        sizes = smaller_prefills(
-            max_num_tokens=section.max_num_batched_tokens,
-            max_num_seqs=section.max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=section.block_size,
-        )
-        steps = [sampled_prefill(section.block_size), *sizes, *steps]
+    steps = all_steps(options, model.attention_rule, max_model_len)
     try:
         for scheduled in steps:
             rehearse(runner, scheduled, follows=follows)
         torch.cuda.synchronize()
     except torch.OutOfMemoryError as error:
         measured = 0 if sums is None else sums.activations
-        raise refuse_for_room(section, "the largest step", measured, sums) from error
+        raise refuse_for_room(options, "the largest step", measured, sums) from error
 
 
 def choose_max_model_len(wanted: int, config: CommonConfig) -> int:
@@ -217,20 +247,13 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _most_tokens(section: PrefillSection | DecodeSection) -> int:
-    """The most tokens that this rank runs at once."""
-    if isinstance(section, PrefillSection):
-        return section.max_num_batched_tokens
-    return section.max_num_seqs
-
-
-def _compile(model: ServedModel, section: PrefillSection | DecodeSection, *, show: bool) -> None:
+def _compile(model: ServedModel, options: EngineOptions, *, show: bool) -> None:
     """Compile, divided over the ranks; nothing to do on a CPU."""
     if model.device.type != "cuda":
         return
-    most = _most_tokens(section)
+    _, most = options.token_bound
     todo = products(model, model.kernels, most, rows=chosen_rows(os.environ, most))
-    if isinstance(section, PrefillSection):
+    if isinstance(options.steps, ChunkSteps):
         todo = [*attention_products(model, model.kernels), *todo]
     with progress_bar("compiling kernels", unit=Unit.CALLS) if show else nullcontext() as moved:
         warm_up(todo, model.groups, synchronize=torch.cuda.synchronize, progress=moved)

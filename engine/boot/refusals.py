@@ -1,4 +1,4 @@
-"""What a booting rank says when its device cannot do what the configuration asks for.
+"""What a booting rank says when its device cannot do what its options ask for.
 
 Each is one line: the field, its value, what is wrong, and a value that would do. What would do is
 computed from what was measured; where a measurement turned out to be too small, twice of it is
@@ -9,65 +9,63 @@ import math
 
 from engine.graphs.capture_errors import CaptureError, first_line, is_no_memory, is_of_a_device
 from engine.memory.kv_budget import MemorySums
+from engine.options import EngineOptions
 from engine.parallel.lost_peer import as_lost_peer
-from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError, PeerLostError
 
 _GIB = 2**30
 _LEAST_SHARE = 0.01  # of a device: what measures as nothing may still be what is missing
 
-Section = PrefillSection | DecodeSection
 
-
-def refuse_bare_step(section: Section, what: str, left: int) -> ConfigError:
+def refuse_bare_step(options: EngineOptions, what: str, left: int) -> ConfigError:
     """Refuse steps that do not even fit without KV.
 
     Args:
-        section: of the role.
+        options: of the engine.
         what: does not fit.
         left: bytes that weights and buffers leave.
     """
-    path, size = _step_size(section)
+    path, size = _step_size(options)
     problem = f"{what} ran out of the {left / _GIB:.2f} GiB that the weights leave, without any KV"
     return ConfigError(path, size, problem, f"{max(size // 2, 1)} or less, or more ranks")
 
 
-def refuse_blocks(section: Section, fitting: int, sums: MemorySums) -> ConfigError:
+def refuse_blocks(options: EngineOptions, fitting: int, sums: MemorySums) -> ConfigError:
     """Refuse more blocks than fit, which every rank does alike.
 
     Args:
-        section: of the role, with more blocks than that.
+        options: of the engine, with more blocks than that.
         fitting: on the rank with the least room.
         sums: of this rank, for the message.
     """
     problem = f"{fitting} fit on the rank with the least room (here: {sums})"
-    path = f"{_role(section)}.num_blocks"
+    path = options.named("num_blocks")
     if fitting < 2:
-        size_path, size = _step_size(section)
+        size_path, size = _step_size(options)
         fix = f"0, and more ranks, or a {size_path} below {size}"
-        return ConfigError(path, section.num_blocks, problem, fix)
-    return ConfigError(path, section.num_blocks, problem, _or_all(fitting))
+        return ConfigError(path, options.kv.num_blocks, problem, fix)
+    return ConfigError(path, options.kv.num_blocks, problem, _or_all(fitting))
 
 
 def refuse_for_room(
-    section: Section, what: str, measured: int, sums: MemorySums | None
+    options: EngineOptions, what: str, measured: int, sums: MemorySums | None
 ) -> ConfigError:
     """Refuse a KV pool beside which something else did not fit.
 
     Args:
-        section: of the role.
+        options: of the engine.
         what: did not fit.
         measured: bytes that it was thought to take.
         sums: of the device; None where nothing was measured, because the pool takes less than half
             of what was free.
     """
-    role, asked = _role(section), section.num_blocks
-    size_path, size = _step_size(section)
+    path, asked = options.named("num_blocks"), options.kv.num_blocks
+    size_path, size = _step_size(options)
     smaller = ConfigError(
         size_path,
         size,
         f"{what} did not fit beside the KV pool",
-        f"{max(size // 2, 1)} or less, fewer {role}.num_blocks, or more ranks",
+        f"{max(size // 2, 1)} or less, fewer {path}, or more ranks",
     )
     if sums is None:
         return smaller
@@ -77,48 +75,45 @@ def refuse_for_room(
         fewer = asked - math.ceil(more / sums.block_bytes)
         if fewer < 2:
             return smaller
-        return ConfigError(f"{role}.num_blocks", asked, problem, _or_all(fewer))
-    lower = math.floor(100 * (section.gpu_memory_fraction - more / sums.total)) / 100
+        return ConfigError(path, asked, problem, _or_all(fewer))
+    fraction = options.kv.gpu_memory_fraction
+    lower = math.floor(100 * (fraction - more / sums.total)) / 100
     if lower <= 0:
         return smaller
-    path = f"{role}.gpu_memory_fraction"
-    return ConfigError(path, section.gpu_memory_fraction, problem, f"{lower:g} or less")
+    path = options.named("gpu_memory_fraction")
+    return ConfigError(path, fraction, problem, f"{lower:g} or less")
 
 
 def refuse_capture(
-    section: DecodeSection, error: RuntimeError, sums: MemorySums | None, *, in_group: bool
+    options: EngineOptions, error: RuntimeError, sums: MemorySums | None, *, in_group: bool
 ) -> ConfigError | PeerLostError | None:
     """Return what a failed capture is called; None where the error is no device's.
 
     Args:
-        section: asks for graphs, by "on" or "auto".
+        options: ask for graphs, by "on" or "auto".
         error: that the capture ended with. A `CaptureError` is refused too: whether graphs may be
             missing is for the caller to say.
         sums: see `refuse_for_room`; None also where there is no KV pool yet.
         in_group: whether other ranks took part.
     """
+    path, asked = options.named("cuda_graphs"), str(options.steps.cuda_graphs)
     if isinstance(error, CaptureError):
-        return ConfigError("decode.cuda_graphs", section.cuda_graphs, str(error), '"off"')
+        return ConfigError(path, asked, str(error), '"off"')
     if is_no_memory(error):
         measured = 0 if sums is None else sums.graphs
-        return refuse_for_room(section, "the captured steps", measured, sums)
+        return refuse_for_room(options, "the captured steps", measured, sums)
     lost = as_lost_peer(error) if in_group else None
     if lost is not None or not is_of_a_device(error):
         return lost
     problem = f"the device failed while steps were captured: {first_line(error)}"
-    return ConfigError("decode.cuda_graphs", section.cuda_graphs, problem, '"off"')
+    return ConfigError(path, asked, problem, '"off"')
 
 
 def _or_all(num_blocks: int) -> str:
     return f"{num_blocks} or less, or 0 for as many as fit"
 
 
-def _role(section: Section) -> str:
-    return "prefill" if isinstance(section, PrefillSection) else "decode"
-
-
-def _step_size(section: Section) -> tuple[str, int]:
+def _step_size(options: EngineOptions) -> tuple[str, int]:
     """Return what bounds the largest step."""
-    if isinstance(section, PrefillSection):
-        return "prefill.max_num_batched_tokens", section.max_num_batched_tokens
-    return "decode.max_num_seqs", section.max_num_seqs
+    field, size = options.token_bound
+    return options.named(field), size

@@ -14,6 +14,7 @@ import torch
 
 from engine.attention.attention_rule import AttentionRule
 from engine.batch import build_forward_batch
+from engine.options import ChunkSteps, EngineOptions, TokenSteps
 from engine.request import Request, ScheduledRequest, num_blocks_for
 from engine.runner import ModelRunner
 from runtime.sampling import SamplingParams
@@ -37,6 +38,44 @@ _FULL = SamplingParams(
     num_logprobs=1,
 )
 _SCORED = SamplingParams(temperature=0.0, num_prompt_logprobs=1)
+
+
+def largest_steps(
+    options: EngineOptions, rule: AttentionRule | None, max_model_len: int
+) -> list[list[ScheduledRequest]]:
+    """Return the steps of which one takes the most memory of all that a rank can be given.
+
+    Args:
+        options: of the engine.
+        rule: of the model's attention, whose forms take memory in different steps; None for one
+            form.
+        max_model_len: most tokens of a request.
+    """
+    sizes = _sizes(options, max_model_len)
+    match options.steps:
+        case TokenSteps():
+            return [largest_decode(**sizes)]
+        case ChunkSteps(max_num_batched_tokens=most):
+            largest = largest_prefill(max_num_tokens=most, **sizes)
+            if rule is None:
+                return [largest]
+            return [absorbed_prefill(rule, max_num_tokens=most, **sizes), largest]
+
+
+def all_steps(
+    options: EngineOptions, rule: AttentionRule | None, max_model_len: int
+) -> list[list[ScheduledRequest]]:
+    """Return steps of every kind of sampling and of every size, the largest ones last.
+
+    Of single tokens only the largest: see `largest_steps`, which says what the arguments are.
+    """
+    steps = largest_steps(options, rule, max_model_len)
+    if isinstance(options.steps, TokenSteps):
+        return steps
+    smaller = smaller_prefills(
+        max_num_tokens=options.steps.max_num_batched_tokens, **_sizes(options, max_model_len)
+    )
+    return [sampled_prefill(options.kv.block_size), *smaller, *steps]
 
 
 def largest_prefill(
@@ -153,6 +192,14 @@ def rehearse(
     with torch.inference_mode():
         batch = build_forward_batch(scheduled, pool.block_size, pool.device)
     runner.forward_only(batch)
+
+
+def _sizes(options: EngineOptions, max_model_len: int) -> dict[str, int]:
+    return {
+        "max_num_seqs": options.max_num_seqs,
+        "max_model_len": max_model_len,
+        "block_size": options.kv.block_size,
+    }
 
 
 def _schedule(

@@ -24,7 +24,8 @@ from engine.layers.mlp import MLP
 from engine.layers.norm import FeedFormat, Normed
 from engine.layers.shared_expert import SharedSchedule
 from engine.operations import Operations
-from engine.parallel.choose_dispatcher import DispatcherKind, RankExperts, choose_dispatcher
+from engine.options import DispatcherKind
+from engine.parallel.choose_dispatcher import RankExperts, choose_dispatcher
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.expert_rows import Rows
 from engine.parallel.token_dispatcher import TokenDispatcher

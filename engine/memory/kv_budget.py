@@ -8,6 +8,7 @@ the one with the least room, because one of them decides for all, or all are ask
 
 from dataclasses import dataclass
 
+from engine.options import EngineOptions
 from runtime.errors import ConfigError
 
 _GIB = 2**30
@@ -57,32 +58,30 @@ class MemorySums:
 
 
 def check_num_blocks(
-    role: str, num_blocks: int, sums: MemorySums, *, block_size: int, max_model_len: int
+    options: EngineOptions, num_blocks: int, sums: MemorySums, *, max_model_len: int
 ) -> int:
     """Return `num_blocks`, of the rank with the least room, if the longest request fits.
 
     Args:
-        role: "prefill" or "decode".
+        options: of the engine, which ask for 0 blocks.
         num_blocks: the dummy block included.
         sums: of this rank, for the message.
-        block_size: tokens per block.
         max_model_len: most tokens of a request.
 
     Raises:
         ConfigError: it does not fit; with the sums.
     """
-    needed = 1 + -(-max_model_len // block_size)
+    needed = 1 + -(-max_model_len // options.kv.block_size)
     if num_blocks >= needed:
         return num_blocks
     problem = (
         f"a request of {max_model_len} tokens needs {needed} blocks, and {num_blocks} fit on the "
         f"rank with the least room (here: {sums})"
     )
-    steps = "max_num_batched_tokens" if role == "prefill" else "max_num_seqs"
     raise ConfigError(
-        f"{role}.num_blocks",
+        options.named("num_blocks"),
         0,
         problem,
-        f"a smaller model.max_model_len or {role}.{steps}, more ranks, or a larger "
-        f"{role}.gpu_memory_fraction",
+        f"a smaller model.max_model_len or {options.named(options.token_bound[0])}, more ranks, or "
+        f"a larger {options.named('gpu_memory_fraction')}",
     )

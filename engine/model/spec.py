@@ -106,15 +106,22 @@ def num_experts(config: CommonConfig) -> int:
     return 0 if config.experts is None else config.experts.n_routed_experts
 
 
-def num_expert_slots(config: CommonConfig, num_redundant: int) -> int:
-    """Return the physical experts of a decode rank's group: each expert once, and redundant ones.
+def num_expert_slots(
+    config: CommonConfig, num_redundant: int, *, field: str = "num_redundant_experts"
+) -> int:
+    """Return the physical experts of a group of ranks: each expert once, and redundant ones.
+
+    Args:
+        config: of the model.
+        num_redundant: slots for second copies.
+        field: that says so, such as "decode.num_redundant_experts".
 
     Raises:
         ConfigError: redundant ones of a model without experts.
     """
     if num_redundant and not num_experts(config):
         problem = f"{config.architecture} has no experts"
-        raise ConfigError("decode.num_redundant_experts", num_redundant, problem, "use 0")
+        raise ConfigError(field, num_redundant, problem, "use 0")
     return num_experts(config) + num_redundant
 
 

@@ -8,7 +8,6 @@ together, after the last step and before the process groups end. What "auto" bec
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, Final
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from engine.config import ModelConfig
 from engine.formats.fp8_rows import GROUP
 from engine.kernels.base import Kernels
+from engine.options import DispatcherKind
 from engine.parallel import deep_ep
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.deep_ep_low_latency_dispatcher import DeepEPLowLatencyDispatcher
@@ -35,20 +35,6 @@ from engine.weights.expert_format import experts_are_quantized
 from runtime.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-
-class DispatcherKind(StrEnum):
-    """What is asked for; see `choose_dispatcher`.
-
-    `COLLECTIVES` is what the process groups can do: nothing is opened. `NVLINK` and `GATHERED` are
-    for decode.
-    """
-
-    AUTO = "auto"
-    NVLINK = "nvlink"
-    DEEP_EP = "deep-ep"
-    GATHERED = "gathered"
-    COLLECTIVES = "collectives"
 
 
 AUTO_DECODE: Final = (DispatcherKind.NVLINK, DispatcherKind.DEEP_EP)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.model.spec import CommonConfig, num_experts
-from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 
 
@@ -50,14 +49,6 @@ class ParallelDims:
                 f"not in 0..{self.world_size - 1}",
                 "start as many ranks as tp x dp",
             )
-
-    @classmethod
-    def of(cls, section: PrefillSection | DecodeSection, rank: int = 0) -> ParallelDims:
-        """How the workers of a role are parallel, seen from one of their ranks."""
-        if isinstance(section, DecodeSection):
-            return cls(dp=section.dp, ep=section.dp, rank=rank)
-        ep = section.num_ranks if section.expert_parallel else 1
-        return cls(tp=section.tp, dp=section.dp, ep=ep, rank=rank)
 
     @property
     def world_size(self) -> int:

@@ -16,7 +16,7 @@ from engine.graphs.step_graphs import StepGraphs
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import init_process_groups
 from runtime.errors import ConfigError, PeerLostError
-from tests.decode.test_step_runner import boot, section
+from tests.decode.test_step_runner import boot, options
 from tests.engine.fake_model import FakeModel
 
 ERRORS = {
@@ -44,7 +44,7 @@ def main() -> None:
     start = time.monotonic()
     try:
         steps = choose_runner(
-            section(device="cuda", cuda_graphs=wanted, num_blocks=9),
+            options(graphs=wanted, num_blocks=9),
             boot(FakeModel(), groups=groups),
             show=False,
         )

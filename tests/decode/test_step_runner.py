@@ -14,10 +14,10 @@ from engine.boot.rank import BootedRank
 from engine.graphs.capture import Eager
 from engine.memory.kv_budget import MemorySums
 from engine.memory.kv_pool import KVPool
+from engine.options import EngineOptions, KVOptions, Switch, TokenSteps
 from engine.parallel.groups import ProcessGroups
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
-from runtime.config import DecodeSection
 from runtime.errors import ConfigError
 from tests.engine.fake_model import LATENT_DIM, FakeModel
 
@@ -52,25 +52,31 @@ def boot(
     )
 
 
-def section(**changes: object) -> DecodeSection:
-    return DecodeSection(**{"max_num_seqs": 3, **changes})  # type: ignore[arg-type]
+def options(device: str = "cuda", graphs: str = "auto", num_blocks: int = 384) -> EngineOptions:
+    return EngineOptions(
+        steps=TokenSteps(cuda_graphs=Switch(graphs)),
+        device=device,
+        max_num_seqs=3,
+        kv=KVOptions(num_blocks=num_blocks),
+        prefix="decode.",
+    )
 
 
 def test_a_gpu_rank_replays_its_steps() -> None:
-    assert choose_runner(section(device="cuda"), boot(FakeModel()), show=False).has_graphs
+    assert choose_runner(options(), boot(FakeModel()), show=False).has_graphs
 
 
-@pytest.mark.parametrize("changes", [{}, {"device": "cuda", "cuda_graphs": "off"}])
+@pytest.mark.parametrize("changes", [{"device": "cpu"}, {"graphs": "off"}])
 def test_others_do_not(changes: dict[str, str]) -> None:
     booted = boot(FakeModel())
-    steps = choose_runner(section(**changes), booted, show=False)
+    steps = choose_runner(options(**changes), booted, show=False)
     assert not steps.has_graphs
     assert steps.plain is booted.runner
 
 
 def test_what_cannot_be_captured_runs_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
     booted = boot(FailingModel(FORBIDDEN))
-    steps = choose_runner(section(device="cuda"), booted, show=False)
+    steps = choose_runner(options(), booted, show=False)
     assert not steps.has_graphs
     assert steps.plain is booted.runner
     assert "without graphs" in caplog.text
@@ -81,7 +87,7 @@ def test_what_cannot_be_captured_runs_without_graphs(caplog: pytest.LogCaptureFi
 def test_but_not_if_graphs_are_asked_for() -> None:
     booted = boot(FailingModel(FORBIDDEN))
     with pytest.raises(ConfigError, match="not permitted when stream is capturing") as caught:
-        choose_runner(section(device="cuda", cuda_graphs="on"), booted, show=False)
+        choose_runner(options(graphs="on"), booted, show=False)
     assert (caught.value.path, caught.value.fix) == ("decode.cuda_graphs", '"off"')
 
 
@@ -103,7 +109,7 @@ def test_too_little_memory_is_refused_with_blocks_that_fit(
         total=100 * GIB, used=60 * GIB, graphs=2 * GIB, activations=GIB,
         block_bytes=GIB // 200, fraction=1.0,
     )  # fmt: skip
-    asked = section(device="cuda", cuda_graphs=wanted, num_blocks=7000)
+    asked = options(graphs=wanted, num_blocks=7000)
     booted = boot(FailingModel(error), sums)
     with pytest.raises(ConfigError) as caught:
         choose_runner(asked, booted, show=False)
@@ -111,7 +117,7 @@ def test_too_little_memory_is_refused_with_blocks_that_fit(
     assert caught.value.fix == "6599 or less, or 0 for as many as fit"
     assert "captured steps took more than the 2.00 GiB" in caught.value.problem
     assert "\n" not in str(caught.value)
-    chosen = section(device="cuda", cuda_graphs=wanted, num_blocks=0)
+    chosen = options(graphs=wanted, num_blocks=0)
     with pytest.raises(ConfigError) as caught:
         choose_runner(chosen, booted, show=False)
     assert (caught.value.path, caught.value.value) == ("decode.gpu_memory_fraction", 0.92)
@@ -121,19 +127,19 @@ def test_too_little_memory_is_refused_with_blocks_that_fit(
 def test_too_little_memory_beside_few_blocks_asks_for_smaller_steps() -> None:
     booted = boot(FailingModel(torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(ConfigError, match=r"decode\.max_num_seqs = 3: .*Fix: 1 or less"):
-        choose_runner(section(device="cuda"), booted, show=False)
+        choose_runner(options(), booted, show=False)
 
 
 def test_a_device_that_fails_is_not_served_without_graphs() -> None:
     error = RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel ...")
     with pytest.raises(ConfigError, match=r"illegal memory access was encountered\. Fix"):
-        choose_runner(section(device="cuda"), boot(FailingModel(error)), show=False)
+        choose_runner(options(), boot(FailingModel(error)), show=False)
 
 
 def test_a_mistake_of_ours_is_no_configuration() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         choose_runner(
-            section(device="cuda"),
+            options(),
             boot(FailingModel(RuntimeError("shapes cannot be multiplied"))),
             show=False,
         )
@@ -159,12 +165,12 @@ def test_a_capture_that_fails_halfway_holds_nothing(
 
     monkeypatch.setattr("engine.graphs.step_graphs.Eager", Third)
     with contextlib.suppress(ConfigError):
-        assert not choose_runner(section(device="cuda"), boot(FakeModel()), show=False).has_graphs
+        assert not choose_runner(options(), boot(FakeModel()), show=False).has_graphs
     assert not held, "NCCL would wait for these when the groups end"
 
 
 def test_closed_steps_hold_nothing() -> None:
-    runner = choose_runner(section(device="cuda"), boot(FakeModel()), show=False)
+    runner = choose_runner(options(), boot(FakeModel()), show=False)
     runner.close()
     with pytest.raises(AssertionError):
         runner.run_dummy()

@@ -14,9 +14,11 @@ from engine.boot.build import build_kv_pool, build_model
 from engine.boot.open_execution import OpenExecution, open_execution
 from engine.graphs.buckets import batch_buckets
 from engine.graphs.graph_runner import capture_steps
+from engine.options import EngineOptions
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from runtime.config import DecodeSection
+from worker.engine_options import engine_options
 
 COMMAND = ["bench", "decode", "--device", "cpu", "--model-shape", "tiny", "--layers", "2"]
 
@@ -59,8 +61,8 @@ def test_one_rank_as_a_proxy(tmp_path: Path, overlap: str) -> None:
 def test_what_runs_is_what_a_server_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[tuple[object, OpenExecution]] = []
 
-    def spy(section: DecodeSection, *args: Any, **kwargs: Any) -> OpenExecution:
-        opened.append((section, open_execution(section, *args, **kwargs)))
+    def spy(options: EngineOptions, *args: Any, **kwargs: Any) -> OpenExecution:
+        opened.append((options, open_execution(options, *args, **kwargs)))
         return opened[-1][1]
 
     monkeypatch.setattr(rank_model, "open_execution", spy)
@@ -68,10 +70,9 @@ def test_what_runs_is_what_a_server_opens(tmp_path: Path, monkeypatch: pytest.Mo
         tmp_path, "--batch", "2", "--profile", "off", "--set", "decode.overlap_shared_expert=false",
         "--temperature", "0", "--routing", "even",
     )  # fmt: skip
-    ((section, execution),) = opened
-    assert section == DecodeSection(
-        max_num_seqs=128, max_tokens_per_rank=128, overlap_shared_expert=False
-    )
+    ((options, execution),) = opened
+    section = DecodeSection(max_num_seqs=128, max_tokens_per_rank=128, overlap_shared_expert=False)
+    assert options == engine_options(section)
     assert execution.execution.overlap_shared_expert is False
     assert report["execution"]["overlap_shared_expert"] is False
     assert report["section"]["overlap_shared_expert"] is False

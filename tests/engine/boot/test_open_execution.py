@@ -1,4 +1,4 @@
-"""A section becomes an execution: rows, collectives, overlap, and who closes what was opened."""
+"""Options become an execution: rows, collectives, overlap, and who closes what was opened."""
 
 import pytest
 import torch
@@ -9,83 +9,91 @@ from engine.boot.open_execution import (
     OpenExecution,
     launches_dependently,
     open_execution,
-    prefill_overlap,
-    shared_expert_stream,
+    overlap_of,
 )
 from engine.kernels.portable import PortableKernels
+from engine.options import ChunkSteps, EngineOptions, Switch, TokenSteps
+from engine.parallel.dims import ParallelDims
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.gathered_dispatcher import GatheredDispatcher
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
-from runtime.config import DecodeSection, PrefillSection
+from tests.engine.parallel.fake_ranks import SilentGroup
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def open_with(
-    section: PrefillSection | DecodeSection, *, has_fp8: bool = True, played_ranks: int = 0
+    steps: ChunkSteps | TokenSteps,
+    *,
+    has_fp8: bool = True,
+    played_ranks: int = 0,
+    device: torch.device = CPU,
+    dp: int = 1,
 ) -> OpenExecution:
     return open_execution(
-        section,
+        EngineOptions(steps=steps, device=device.type),
         TINY,
-        ProcessGroups(),
+        ProcessGroups(dims=ParallelDims(dp=dp, ep=dp), ep_group=SilentGroup(size=dp)),
         kernels=PortableKernels(has_fp8=has_fp8),
         placement=ExpertPlacement.identity(64),
-        device=torch.device("cpu"),
+        device=device,
         played_ranks=played_ranks,
     )
 
 
 def test_the_default_is_what_fits_the_axes() -> None:
-    opened = open_with(PrefillSection())
+    opened = open_with(ChunkSteps())
     assert opened.execution.scatter_tokens is False
     assert isinstance(opened.execution.dispatcher, LocalDispatcher)
     assert opened.execution.overlap is None
     opened.close()
-    scattered = open_with(PrefillSection(tp=2)).execution
+    scattered = open_with(ChunkSteps(scatter_tokens=True)).execution
     assert scattered.scatter_tokens
     assert isinstance(scattered.dispatcher, GatheredDispatcher)
-    assert open_with(DecodeSection()).execution.scatter_tokens is None
+    assert open_with(TokenSteps()).execution.scatter_tokens is None
 
 
 def test_overlap_as_told_or_as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def overlaps(wanted: str, **ranks: int) -> bool:
-        section = PrefillSection(two_batch_overlap=wanted, **(ranks or {"tp": 2}))
-        return prefill_overlap(section) is not None
+    def overlaps(wanted: Switch, **ranks: int) -> bool:
+        dims = ParallelDims(**(ranks or {"tp": 2}))
+        return overlap_of(ChunkSteps(two_batch_overlap=wanted), dims) is not None
 
-    assert overlaps("on")
-    assert overlaps("on", dp=2)
-    assert not overlaps("off")
-    assert not overlaps("auto"), "not measured to pay with NCCL"
-    assert not overlaps("auto", dp=2), "not measured"
+    assert overlaps(Switch.ON)
+    assert overlaps(Switch.ON, dp=2)
+    assert not overlaps(Switch.OFF)
+    assert not overlaps(Switch.AUTO), "not measured to pay with NCCL"
+    assert not overlaps(Switch.AUTO, dp=2), "not measured"
     monkeypatch.setattr(module, "AUTO_OVERLAP", True)
-    assert overlaps("auto")
-    assert not overlaps("auto", dp=2)
-    assert not overlaps("auto", tp=1), "nobody to communicate with"
+    assert overlaps(Switch.AUTO)
+    assert not overlaps(Switch.AUTO, dp=2)
+    assert not overlaps(Switch.AUTO, tp=1), "nobody to communicate with"
 
 
 def test_kernels_are_launched_dependently_on_gpus_unless_told_otherwise() -> None:
-    for asked, expected in (("on", True), ("off", False), ("auto", False)):
-        opened = open_with(DecodeSection(dependent_launches=asked))
+    for asked, expected in ((Switch.ON, True), (Switch.OFF, False), (Switch.AUTO, False)):
+        opened = open_with(TokenSteps(dependent_launches=asked))
         assert opened.execution.dependent_launches is expected
-    assert launches_dependently(DecodeSection(device="cuda"))
-    assert not launches_dependently(DecodeSection(device="cuda", dependent_launches="off"))
-    assert not open_with(PrefillSection(tp=2)).execution.dependent_launches
+    assert launches_dependently(TokenSteps(), GPU)
+    assert not launches_dependently(TokenSteps(dependent_launches=Switch.OFF), GPU)
+    assert not open_with(ChunkSteps(scatter_tokens=True)).execution.dependent_launches
 
 
 def test_the_shared_expert_overlaps_unless_told_otherwise() -> None:
-    assert open_with(DecodeSection()).execution.overlap_shared_expert
-    off = DecodeSection(overlap_shared_expert=False)
+    assert open_with(TokenSteps()).execution.overlap_shared_expert
+    off = TokenSteps(overlap_shared_expert=False)
     assert not open_with(off).execution.overlap_shared_expert
 
 
 def test_a_measurement_plays_one_of_many_decode_ranks() -> None:
-    opened = open_with(DecodeSection(), played_ranks=8)
+    opened = open_with(TokenSteps(), played_ranks=8)
     assert isinstance(opened.execution.dispatcher, LoopbackMaskedDispatcher)
     opened.close()
     for itself in (
-        open_with(DecodeSection()),
-        open_with(DecodeSection(), has_fp8=False, played_ranks=8),
-        open_with(PrefillSection(), played_ranks=8),
+        open_with(TokenSteps()),
+        open_with(TokenSteps(), has_fp8=False, played_ranks=8),
+        open_with(ChunkSteps(), played_ranks=8),
     ):
         assert isinstance(itself.execution.dispatcher, LocalDispatcher)
 
@@ -94,9 +102,11 @@ def test_the_shared_expert_of_a_played_rank_has_a_stream_as_the_real_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "SideStream", lambda device: device)
-    gpu = torch.device("cuda", 0)
-    assert shared_expert_stream(DecodeSection(dp=8), gpu) is not None
-    assert shared_expert_stream(DecodeSection(), gpu) is None
-    assert shared_expert_stream(DecodeSection(), gpu, played_ranks=8) is not None
-    off = DecodeSection(overlap_shared_expert=False)
-    assert shared_expert_stream(off, gpu, played_ranks=8) is None
+
+    def stream_with(steps: TokenSteps, **ranks: int) -> object:
+        return open_with(steps, has_fp8=False, device=GPU, **ranks).execution.side_stream  # type: ignore[arg-type]
+
+    assert stream_with(TokenSteps(), dp=8) == GPU
+    assert stream_with(TokenSteps()) is None
+    assert stream_with(TokenSteps(), played_ranks=8) == GPU
+    assert stream_with(TokenSteps(overlap_shared_expert=False), played_ranks=8) is None

@@ -1,6 +1,8 @@
 """What a rank makes before its KV pool takes the memory, and what it says when that is too late."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,57 +10,63 @@ import torch
 from engine.boot import rank
 from engine.boot.kv_size import measure_memory
 from engine.boot.rank import BootedRank, boot_rank
+from engine.generate import generate
 from engine.layers.mla import MLA
 from engine.memory.kv_budget import MemorySums
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.options import ChunkSteps, EngineOptions, KVOptions, ModelOptions, TokenSteps
 from engine.parallel.dims import ParallelDims
-from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
+from engine.request import Request, ScheduledRequest
 from runtime.errors import ConfigError
-from runtime.net import Credentials, Listen
-from runtime.worker import WorkerOptions
+from runtime.sampling import SamplingParams
 from tests.engine.tiny import write_checkpoint
 
 GIB = 2**30
 
 
-def boot_role(role: str, folder: Path) -> BootedRank:
-    config = ClusterConfig(
-        model=ModelSection(path=str(write_checkpoint(folder / "model")), max_model_len=64),
-        prefill=PrefillSection(num_blocks=8),
-        decode=DecodeSection(num_blocks=8),
-    )
-    options = WorkerOptions(
-        role=role,
-        config=config,
-        instance=f"{role}-0",
-        rank=0,
-        rendezvous="",
-        router="127.0.0.1:1",
-        listen=Listen(bind="127.0.0.1"),
-        credentials=Credentials(secret="secret"),
-    )
-    return boot_rank(options, ParallelDims())
+PREFILL = EngineOptions(steps=ChunkSteps(), kv=KVOptions(num_blocks=8), prefix="prefill.")
+DECODE = EngineOptions(steps=TokenSteps(), kv=KVOptions(num_blocks=8), prefix="decode.")
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+def boot(options: EngineOptions, folder: Path, **source: Any) -> BootedRank:
+    path = write_checkpoint(folder / "model")
+    return boot_rank(ModelOptions(path=path, max_model_len=64, **source), options, ParallelDims())
+
+
+def on_gpu(options: EngineOptions, num_blocks: int) -> EngineOptions:
+    return replace(options, device="cuda", kv=KVOptions(num_blocks=num_blocks))
+
+
+@pytest.mark.parametrize("options", [PREFILL, DECODE], ids=["chunks", "tokens"])
 def test_weights_of_absorbed_attention_are_made_before_memory_is_measured(
-    role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: EngineOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both roles absorb: decode always, prefill where few tokens are new."""
+    """Single tokens always attend in the absorbed form, chunks where few tokens are new."""
     are_made: list[bool] = []
 
-    def measure(section: object, model: DeepseekV3ForCausalLM, **kwargs: object) -> object:
+    def measure(options: EngineOptions, model: DeepseekV3ForCausalLM, **kwargs: object) -> object:
         layers = [module for module in model.modules() if isinstance(module, MLA)]
         assert layers
         are_made.extend(layer._up_weight is not None for layer in layers)
-        return measure_memory(section, model, **kwargs)  # type: ignore[arg-type]
+        return measure_memory(options, model, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(rank, "measure_memory", measure)
-    booted = boot_role(role, tmp_path)
+    booted = boot(options, tmp_path)
     assert are_made
     assert all(are_made)
     assert booted.kv_pool.num_blocks == 8
     assert booted.sums is None, "a CPU's memory is not measured"
+
+
+@pytest.mark.parametrize("steps", [ChunkSteps(), TokenSteps()])
+def test_options_made_by_hand_run_the_model(steps: ChunkSteps | TokenSteps, tmp_path: Path) -> None:
+    booted = boot(EngineOptions(steps=steps, kv=KVOptions(num_blocks=8)), tmp_path)
+    prompt, greedy = [3, 1, 4, 1, 5], SamplingParams(temperature=0.0, max_tokens=1)
+    request = Request(request_id="one", prompt_token_ids=prompt, sampling=greedy, block_table=[1])
+    (result,) = booted.runner.launch([ScheduledRequest(request, len(prompt))]).collect()
+    (output,) = generate(booted.runner.model, [prompt], greedy)
+    assert result.sampled is not None
+    assert [result.sampled.token_id] == list(output.token_ids)
 
 
 SUMS = MemorySums(
@@ -68,20 +76,20 @@ SUMS = MemorySums(
 
 
 @pytest.mark.parametrize(
-    ("section", "sums", "path", "fix"),
+    ("options", "sums", "path", "fix"),
     [
-        (PrefillSection(device="cuda", num_blocks=0), SUMS, "prefill.gpu_memory_fraction",
+        (on_gpu(PREFILL, 0), SUMS, "prefill.gpu_memory_fraction",
          "0.89 or less"),
-        (DecodeSection(device="cuda", num_blocks=0), SUMS, "decode.gpu_memory_fraction",
+        (on_gpu(DECODE, 0), SUMS, "decode.gpu_memory_fraction",
          "0.89 or less"),
-        (PrefillSection(device="cuda", num_blocks=30_000), SUMS, "prefill.num_blocks",
+        (on_gpu(PREFILL, 30_000), SUMS, "prefill.num_blocks",
          "26928 or less, or 0 for as many as fit"),
-        (PrefillSection(device="cuda", num_blocks=300), None, "prefill.max_num_batched_tokens",
+        (on_gpu(PREFILL, 300), None, "prefill.max_num_batched_tokens",
          "512 or less, fewer prefill.num_blocks, or more ranks"),
     ],
 )  # fmt: skip
 def test_a_rehearsed_step_without_memory_names_what_to_lower(
-    section: PrefillSection | DecodeSection,
+    options: EngineOptions,
     sums: MemorySums | None,
     path: str,
     fix: str,
@@ -94,10 +102,10 @@ def test_a_rehearsed_step_without_memory_names_what_to_lower(
     def run_out(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    runner = boot_role("prefill", tmp_path).runner
+    runner = boot(PREFILL, tmp_path).runner
     monkeypatch.setattr(rank, "rehearse", run_out)
     monkeypatch.setattr(type(runner.kv_pool), "device", torch.device("cuda"))
     monkeypatch.setattr(runner, "run_dummy", lambda: None)
     with pytest.raises(ConfigError, match="the largest step") as caught:
-        rank._rehearse(runner, runner.model, section, 64, sums, follows=False)
+        rank._rehearse(runner, runner.model, options, 64, sums, follows=False)
     assert (caught.value.path, caught.value.fix) == (path, fix)

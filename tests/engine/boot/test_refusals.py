@@ -1,5 +1,7 @@
 """A refusal names a number that is smaller, and that leaves the room that was missing."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,10 +9,12 @@ from hypothesis import strategies as st
 from engine.boot.refusals import refuse_capture, refuse_for_room
 from engine.graphs.capture_errors import CaptureError, is_forbidden, is_no_memory, is_of_a_device
 from engine.memory.kv_budget import MemorySums
-from runtime.config import DecodeSection, PrefillSection
+from engine.options import ChunkSteps, EngineOptions, KVOptions, TokenSteps
 from runtime.errors import ConfigError, PeerLostError
 
 GIB = 2**30
+PREFILL = EngineOptions(steps=ChunkSteps(), device="cuda", prefix="prefill.")
+DECODE = EngineOptions(steps=TokenSteps(), device="cuda", prefix="decode.")
 SUMS = st.builds(
     MemorySums,
     total=st.integers(GIB, 200 * GIB),
@@ -26,30 +30,29 @@ SUMS = st.builds(
     sums=SUMS,
     measured=st.integers(0, 100 * GIB),
     num_blocks=st.integers(2, 10**6),
-    role=st.sampled_from([PrefillSection, DecodeSection]),
+    options=st.sampled_from([PREFILL, DECODE]),
 )
 def test_fewer_blocks_leave_as_much_again_as_was_measured(
-    sums: MemorySums, measured: int, num_blocks: int, role: type
+    sums: MemorySums, measured: int, num_blocks: int, options: EngineOptions
 ) -> None:
-    section = role(device="cuda", num_blocks=num_blocks)
-    refusal = refuse_for_room(section, "a step", measured, sums)
-    name = "prefill" if role is PrefillSection else "decode"
-    if refusal.path == f"{name}.num_blocks":
+    options = replace(options, kv=KVOptions(num_blocks=num_blocks))
+    refusal = refuse_for_room(options, "a step", measured, sums)
+    if refusal.path == f"{options.prefix}num_blocks":
         fewer = int(refusal.fix.split()[0])
         assert 2 <= fewer < num_blocks
         assert (num_blocks - fewer) * sums.block_bytes >= max(measured, sums.total // 100)
         assert (num_blocks - fewer - 1) * sums.block_bytes <= max(measured, sums.total // 100)
     else:
         assert num_blocks * sums.block_bytes < max(measured, sums.total // 100) + 2 * GIB
-        assert refusal.path.startswith(f"{name}.max_num_")
+        assert refusal.path.startswith(f"{options.prefix}max_num_")
 
 
 @given(sums=SUMS, measured=st.integers(0, 100 * GIB), fraction=st.floats(0.01, 1.0))
 def test_a_lower_share_leaves_as_much_again(
     sums: MemorySums, measured: int, fraction: float
 ) -> None:
-    section = DecodeSection(device="cuda", num_blocks=0, gpu_memory_fraction=fraction)
-    refusal = refuse_for_room(section, "a step", measured, sums)
+    options = replace(DECODE, kv=KVOptions(num_blocks=0, gpu_memory_fraction=fraction))
+    refusal = refuse_for_room(options, "a step", measured, sums)
     if refusal.path == "decode.gpu_memory_fraction":
         lower = float(refusal.fix.split()[0])
         assert 0 < lower < fraction
@@ -93,14 +96,14 @@ def test_what_else_a_device_reports_is_not(message: str) -> None:
     error = RuntimeError(message)
     assert is_of_a_device(error)
     assert not is_forbidden(error)
-    assert isinstance(refuse_capture(DecodeSection(), error, None, in_group=False), ConfigError)
+    assert isinstance(refuse_capture(DECODE, error, None, in_group=False), ConfigError)
 
 
 def test_a_kernel_that_waited_in_vain_means_a_lost_rank_where_there_are_others() -> None:
     error = RuntimeError("CUDA error: unspecified launch failure")
-    assert isinstance(refuse_capture(DecodeSection(), error, None, in_group=True), PeerLostError)
+    assert isinstance(refuse_capture(DECODE, error, None, in_group=True), PeerLostError)
     other = RuntimeError("shapes cannot be multiplied")
-    assert refuse_capture(DecodeSection(), other, None, in_group=True) is None
-    agreed = refuse_capture(DecodeSection(), CaptureError("it reads"), None, in_group=True)
+    assert refuse_capture(DECODE, other, None, in_group=True) is None
+    agreed = refuse_capture(DECODE, CaptureError("it reads"), None, in_group=True)
     assert isinstance(agreed, ConfigError)
     assert agreed.problem == "it reads"

@@ -1,6 +1,6 @@
 """Rehearsed steps are as large as can come, run in every way, and leave no trace."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,15 +15,15 @@ from engine.boot.build import build_kv_pool, build_model
 from engine.boot.kv_size import (
     agree_on_least,
     choose_num_blocks,
-    largest_step,
-    largest_steps,
     measure_memory,
 )
 from engine.boot.rehearsal import (
     SHORT_CONTEXT,
     absorbed_prefill,
+    all_steps,
     largest_decode,
     largest_prefill,
+    largest_steps,
     rehearse,
     sampled_prefill,
     smaller_prefills,
@@ -31,11 +31,11 @@ from engine.boot.rehearsal import (
 from engine.config import ModelConfig
 from engine.graphs.capture_errors import CaptureError
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.options import ChunkSteps, EngineOptions, KVOptions, Switch, TokenSteps
 from engine.parallel.groups import ProcessGroups
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
-from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 from tests.engine.tiny import tiny_config
 
@@ -134,22 +134,37 @@ def test_it_runs_over_two_blocks_and_leaves_the_second_alone(
     assert not bool(pool.data[1].any())
 
 
-def test_a_step_is_the_role_s_largest() -> None:
-    prefill = largest_step(PrefillSection(max_num_batched_tokens=100, block_size=8), MAX_MODEL_LEN)
-    assert sum(item.num_scheduled_tokens for item in prefill) == 100
-    decode = largest_step(DecodeSection(max_num_seqs=7, block_size=8), MAX_MODEL_LEN)
-    assert [item.num_scheduled_tokens for item in decode] == [1] * 7
+CHUNKS = EngineOptions(
+    steps=ChunkSteps(max_num_batched_tokens=50), max_num_seqs=3, kv=KVOptions(block_size=8)
+)
+TOKENS = EngineOptions(steps=TokenSteps(), max_num_seqs=7, kv=KVOptions(block_size=8))
 
 
-def test_prefill_measures_both_forms_and_decode_its_own(model: DeepseekV3ForCausalLM) -> None:
-    section = PrefillSection(max_num_batched_tokens=50, max_num_seqs=3, block_size=8)
+def test_chunks_measure_both_forms_and_tokens_their_own(model: DeepseekV3ForCausalLM) -> None:
     rule = model.attention_rule
-    suffixes, prompts = largest_steps(section, rule, MAX_MODEL_LEN)
+    suffixes, prompts = largest_steps(CHUNKS, rule, MAX_MODEL_LEN)
     assert prompts[0].num_scheduled_tokens == 50
     assert suffixes[0].num_scheduled_tokens == rule.most_absorbed(MAX_MODEL_LEN) < MAX_MODEL_LEN
     assert suffixes[0].end == MAX_MODEL_LEN
-    decode = DecodeSection(max_num_seqs=7, block_size=8)
-    assert len(largest_steps(decode, rule, MAX_MODEL_LEN)) == 1
+    (tokens,) = largest_steps(TOKENS, rule, MAX_MODEL_LEN)
+    assert [item.num_scheduled_tokens for item in tokens] == [1] * 7
+
+
+def test_a_model_with_one_form_has_one_largest_step() -> None:
+    wide = replace(CHUNKS, steps=ChunkSteps(max_num_batched_tokens=100))
+    (step,) = largest_steps(wide, None, MAX_MODEL_LEN)
+    assert sum(item.num_scheduled_tokens for item in step) == 100
+
+
+def test_chunks_rehearse_every_size_and_tokens_the_largest_one(
+    model: DeepseekV3ForCausalLM,
+) -> None:
+    sampled, *steps = all_steps(CHUNKS, model.attention_rule, MAX_MODEL_LEN)
+    assert len(sampled) == len(sampled_prefill(8)) == 3
+    counts = [sum(item.num_scheduled_tokens for item in step) for step in steps]
+    assert counts[:6] == [1, 2, 4, 8, 16, 32]
+    assert counts[6:] == [50, 50]
+    assert len(all_steps(TOKENS, None, MAX_MODEL_LEN)) == 1
 
 
 GIB = 2**30
@@ -177,15 +192,25 @@ class FakeDevice:
         put(kv_size, "_peak_bytes", lambda *_: measure(self.activations))
         put(kv_size, "measure_graph_bytes", lambda *_, **__: measure(self.graphs))
 
-    def choose(self, model: DeepseekV3ForCausalLM, **changes: Any) -> int:
-        section = DecodeSection(**{"device": "cuda", "block_size": 8, **changes})
-        return self.choose_for(model, section)
-
-    def choose_for(
-        self, model: DeepseekV3ForCausalLM, section: DecodeSection | PrefillSection
+    def choose(
+        self,
+        model: DeepseekV3ForCausalLM,
+        steps: ChunkSteps | TokenSteps = TOKENS.steps,
+        *,
+        device: str = "cuda",
+        max_num_seqs: int = 32,
+        prefix: str = "decode.",
+        **kv: Any,
     ) -> int:
-        sums = measure_memory(section, model, max_model_len=MAX_MODEL_LEN, kv_dtype=None)
-        return choose_num_blocks(section, ProcessGroups(), sums, max_model_len=MAX_MODEL_LEN)
+        options = EngineOptions(
+            steps=steps,
+            device=device,
+            max_num_seqs=max_num_seqs,
+            kv=KVOptions(block_size=8, **kv),
+            prefix=prefix,
+        )
+        sums = measure_memory(options, model, max_model_len=MAX_MODEL_LEN)
+        return choose_num_blocks(options, ProcessGroups(), sums, max_model_len=MAX_MODEL_LEN)
 
 
 @pytest.fixture
@@ -193,7 +218,7 @@ def block_bytes(model: DeepseekV3ForCausalLM) -> int:
     return build_kv_pool(model, 2, block_size=8).block_bytes
 
 
-def test_a_cpu_takes_the_blocks_of_the_configuration(
+def test_a_cpu_takes_the_blocks_that_it_is_told(
     model: DeepseekV3ForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = FakeDevice(monkeypatch)
@@ -242,7 +267,7 @@ def test_a_step_that_cannot_be_captured_takes_no_memory_unless_it_has_to_be(
     assert device.choose(model, num_blocks=0, gpu_memory_fraction=1.0) == 46 * GIB // block_bytes
     assert "steps cannot be captured" in caplog.text
     with pytest.raises(ConfigError, match="cuda_graphs = 'on': not permitted"):
-        device.choose(model, num_blocks=0, cuda_graphs="on")
+        device.choose(model, TokenSteps(cuda_graphs=Switch.ON), num_blocks=0)
 
 
 @pytest.mark.parametrize("num_blocks", [0, 10**9])
@@ -259,11 +284,9 @@ def test_steps_that_do_not_fit_without_kv_are_refused(
     device = FakeDevice(monkeypatch, activations=no_memory)
     with pytest.raises(ConfigError, match=r"the largest step ran out of the 50\.00 GiB"):
         device.choose(model, num_blocks=num_blocks)
-    prefill = PrefillSection(
-        device="cuda", num_blocks=num_blocks, max_num_batched_tokens=100, block_size=8
-    )
+    chunks = ChunkSteps(max_num_batched_tokens=100)
     with pytest.raises(ConfigError, match=r"prefill.max_num_batched_tokens = 100: .*Fix: 50 or"):
-        device.choose_for(model, prefill)
+        device.choose(model, chunks, num_blocks=num_blocks, prefix="prefill.")
 
 
 def test_a_device_that_fails_while_graphs_are_measured_is_not_served_without(

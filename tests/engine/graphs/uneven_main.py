@@ -28,7 +28,8 @@ from engine.kernels.create import create_kernels
 from engine.kernels.portable import PortableKernels
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from engine.parallel.choose_dispatcher import DispatcherKind, RankExperts, choose_dispatcher
+from engine.options import DispatcherKind
+from engine.parallel.choose_dispatcher import RankExperts, choose_dispatcher
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, init_process_groups
 from engine.request import Request, ScheduledRequest

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.memory.kv_budget import MemorySums, check_num_blocks
+from engine.options import ChunkSteps, EngineOptions, TokenSteps
 from runtime.errors import ConfigError
 
 GIB = 2**30
@@ -48,11 +49,17 @@ def test_blocks_never_exceed_the_share(drawn: MemorySums) -> None:
     assert taken + (drawn.num_blocks + 1) * drawn.block_bytes > share
 
 
-@pytest.mark.parametrize(("role", "field"), [("prefill", "batched_tokens"), ("decode", "seqs")])
-def test_less_than_one_request_is_refused_with_the_sums(role: str, field: str) -> None:
-    assert check_num_blocks(role, 3, sums(), block_size=64, max_model_len=128) == 3
+@pytest.mark.parametrize(
+    ("role", "steps", "field"),
+    [("prefill", ChunkSteps(), "batched_tokens"), ("decode", TokenSteps(), "seqs")],
+)
+def test_less_than_one_request_is_refused_with_the_sums(
+    role: str, steps: ChunkSteps | TokenSteps, field: str
+) -> None:
+    options = EngineOptions(steps=steps, prefix=f"{role}.")
+    assert check_num_blocks(options, 3, sums(), max_model_len=128) == 3
     with pytest.raises(ConfigError) as caught:
-        check_num_blocks(role, 2, sums(used=138 * GIB), block_size=64, max_model_len=128)
+        check_num_blocks(options, 2, sums(used=138 * GIB), max_model_len=128)
     assert (caught.value.path, caught.value.value) == (f"{role}.num_blocks", 0)
     assert "used=138.00" in caught.value.problem
     assert "left=-20.00" in caught.value.problem

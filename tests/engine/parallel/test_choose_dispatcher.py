@@ -9,10 +9,10 @@ import torch
 
 from bench.shapes import DEEPSEEK_V3, TINY
 from engine.kernels.portable import PortableKernels
+from engine.options import DispatcherKind
 from engine.parallel import deep_ep
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.choose_dispatcher import (
-    DispatcherKind,
     OpenDispatcher,
     RankExperts,
     choose_dispatcher,

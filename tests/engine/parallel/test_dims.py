@@ -4,7 +4,6 @@ import pytest
 
 from engine.config import ModelConfig
 from engine.parallel.dims import ParallelDims
-from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 from tests.engine.tiny import tiny_config
 
@@ -37,14 +36,6 @@ def test_place_on_each_axis() -> None:
     decode = ParallelDims(dp=4, ep=4, rank=2)
     assert (decode.world_size, decode.tp_rank, decode.ep_rank) == (4, 0, 2)
     assert ParallelDims(tp=2, rank=1).ep_rank == 0
-
-
-def test_axes_of_a_role() -> None:
-    assert ParallelDims.of(PrefillSection(tp=2), 1) == ParallelDims(tp=2, ep=2, rank=1)
-    plain = PrefillSection(tp=2, expert_parallel=False)
-    assert ParallelDims.of(plain) == ParallelDims(tp=2)
-    for section in (PrefillSection(dp=4), DecodeSection(dp=4)):
-        assert ParallelDims.of(section, 3) == ParallelDims(dp=4, ep=4, rank=3)
 
 
 @pytest.mark.parametrize(
