@@ -35,6 +35,8 @@ logger = get_logger(__name__)
 
 RETRY_S = 0.5
 REFUSED_RETRY_MAX_S = 10.0
+REGISTER_TIMEOUT_S = 5.0
+LEAVE_TIMEOUT_S = 2.0
 MIN_RENEW_TIMEOUT_S = 0.2
 
 LoadSource = Callable[[], registry_pb2.WorkerLoad]
@@ -200,6 +202,8 @@ class _Lease:
         self._num_held = num_held
         self._is_answered = False
         self._task: asyncio.Task[None] | None = None
+        self._asking: asyncio.Task[registry_pb2.RegisterResponse] | None = None
+        """A registration whose answer has not been taken."""
 
     @property
     def is_held(self) -> bool:
@@ -221,11 +225,15 @@ class _Lease:
             self._task.remove_done_callback(self._on_end)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._asking is not None:
+            # Granted, maybe: a lease that nobody gives back has requests sent here until it ends.
+            with contextlib.suppress(TandemError, TimeoutError):
+                self._lease_id = (await asyncio.wait_for(self._asking, LEAVE_TIMEOUT_S)).lease_id
         if self._lease_id:
             try:
                 with map_rpc_errors(self._peer):
                     request = registry_pb2.DeregisterRequest(lease_id=self._lease_id)
-                    await self._stub.Deregister(request, timeout=2)
+                    await self._stub.Deregister(request, timeout=LEAVE_TIMEOUT_S)
             except TandemError as error:
                 logger.info("leaving without the router: %s", error)
         await self._channel.close(None)
@@ -241,13 +249,15 @@ class _Lease:
         """Return with a lease."""
         refused_s = RETRY_S
         while not self._closing:
+            self._asking = asyncio.create_task(self._ask())
             try:
-                with map_rpc_errors(self._peer):
-                    response = await self._stub.Register(self._registration(), timeout=5)
+                response = await asyncio.shield(self._asking)
             except TandemError as error:
+                self._asking = None
                 self._note_trouble("cannot register yet", error.message)
                 await asyncio.sleep(RETRY_S)
                 continue
+            self._asking = None
             if not response.HasField("error"):
                 self._take(response)
                 return
@@ -259,6 +269,10 @@ class _Lease:
                 self._answer(ConfigError("worker", name, refusal, fix))
             await asyncio.sleep(refused_s)
             refused_s = min(2 * refused_s, REFUSED_RETRY_MAX_S)
+
+    async def _ask(self) -> registry_pb2.RegisterResponse:
+        with map_rpc_errors(self._peer):
+            return await self._stub.Register(self._registration(), timeout=REGISTER_TIMEOUT_S)
 
     def _registration(self) -> registry_pb2.RegisterRequest:
         request = registry_pb2.RegisterRequest(worker=self._record, load=self._numbered_load())

@@ -23,7 +23,7 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
         self.refusal = registry_pb2.RegisterResponse()
         """Answered instead of a lease, if it has an error."""
         self.silent = asyncio.Event()
-        """Answers to renewals wait while this is not set."""
+        """Answers to registrations and renewals wait while this is not set."""
         self.silent.set()
         self.port = 0
 
@@ -37,6 +37,7 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
             return self.refusal
         lease_id = f"lease-{self.num_registrations}"
         self.leases[lease_id] = request
+        await self.silent.wait()
         return registry_pb2.RegisterResponse(lease_id=lease_id, lease_ttl_s=self.ttl_s)
 
     async def Renew(self, request, context):

@@ -172,6 +172,23 @@ async def test_a_worker_holds_a_lease_at_each_router(registry: FakeRegistry) -> 
     await server.stop(None)
 
 
+async def test_a_lease_that_is_granted_while_its_worker_leaves_is_given_back(
+    registry: FakeRegistry,
+) -> None:
+    """Else the router would send requests to nobody until it ends."""
+    registry.silent.clear()
+    client = client_of(registry.port)
+    starting = asyncio.create_task(client.start())
+    await until(lambda: bool(registry.leases))
+    leaving = asyncio.create_task(client.close())
+    await asyncio.sleep(0.05)
+    registry.silent.set()
+    await leaving
+    assert not registry.leases
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+
+
 class Names:
     """A resolver whose answers the test writes."""
 

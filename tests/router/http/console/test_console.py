@@ -307,16 +307,22 @@ async def test_several_http_processes_are_one_picture(
     try:
         for worker in workers:
             await worker.start(f"127.0.0.1:{control_port}")
-        num_answered = 0
-        while num_answered < 12:  # a connection each: the kernel spreads them
-            async with aiohttp.ClientSession(url) as http:
-                await wait_ready(http)
-                async with http.post("/v1/completions", json=BODY) as response:
-                    num_answered += response.status == 200
+        async with aiohttp.ClientSession(url) as http:
+            await wait_ready(http)
         async with (
             aiohttp.ClientSession(url, headers=STREAM) as http,
             http.get("/console/data") as response,
         ):
+            data: dict[str, Any] = {}
+            while len(data.get("requests", {}).get("pids", ())) != 2:
+                _, data = await next_event(response.content)
+            num_answered = 0
+            while num_answered < 12:  # a connection each: the kernel spreads them
+                async with (
+                    aiohttp.ClientSession(url) as other,
+                    other.post("/v1/completions", json=BODY) as answer,
+                ):
+                    num_answered += answer.status == 200
             while True:
                 name, data = await next_event(response.content)
                 requests = data.get("requests", {})
