@@ -38,7 +38,7 @@ Run = Callable[[Tensor], Rows]
 
 
 def load(name: str) -> Any:
-    return importlib.import_module(f"engine.kernels.{name}")
+    return importlib.import_module(f"engine.{name}")
 
 
 def parts_of(rows: Fp8Rows) -> Rows:
@@ -56,41 +56,41 @@ def rotation(num_rows: int) -> Rotation:
 
 
 def quantize(x: Tensor) -> Rows:
-    return parts_of(load("fused.quant").quantize_rows(x))
+    return parts_of(load("kernels.fused.quant").quantize_rows(x))
 
 
 def activate(x: Tensor) -> Rows:
-    return parts_of(load("fused.quant").silu_and_mul_fp8(torch.cat((x, x.flip(1)), dim=1)))
+    return parts_of(load("kernels.fused.quant").silu_and_mul_fp8(torch.cat((x, x.flip(1)), dim=1)))
 
 
 def quantize_by_hand(x: Tensor) -> Rows:
-    return parts_of(load("triton_gemm.byte_quant").quantize_rows(x))
+    return parts_of(load("formats.triton_gemm.byte_quant").quantize_rows(x))
 
 
 def norm(x: Tensor) -> Rows:
     weight, delta = draw(WIDTH).bfloat16(), x.flip(1)
-    total, plain, rows = load("fused.norm").add_rms_norm_fp8(
+    total, plain, rows = load("kernels.fused.norm").add_rms_norm_fp8(
         x, delta, weight, 1e-6, with_plain=True
     )
-    return [total, plain, *parts_of(rows), load("fused.norm").rms_norm(x, weight, 1e-6)]
+    return [total, plain, *parts_of(rows), load("kernels.fused.norm").rms_norm(x, weight, 1e-6)]
 
 
 def merge(x: Tensor) -> Rows:
     out = x[:, : HEADS * 128].reshape(len(x), HEADS, 128).clone()
     lse = x[:, :HEADS].float().t().contiguous()
-    return [load("fused.attention").merge_attention(out, lse, out.flip(2), lse.flip(0))[0]]
+    return [load("kernels.fused.attention").merge_attention(out, lse, out.flip(2), lse.flip(0))[0]]
 
 
 def rotate(x: Tensor) -> Rows:
     q = x[:, : HEADS * 192].reshape(len(x), HEADS, 192).clone()
-    return [load("fused.latents").rotate_queries(q, rotation(len(x)))]
+    return [load("kernels.fused.latents").rotate_queries(q, rotation(len(x)))]
 
 
 def store(x: Tensor) -> Rows:
     rank = 192
     cache = torch.zeros(NUM_ROWS, 3, rank + ROPE, dtype=x.dtype, device=DEVICE)
     slots = torch.arange(len(x), device=DEVICE) * 3 + 1
-    load("fused.latents").store_latents(
+    load("kernels.fused.latents").store_latents(
         x[:, : rank + ROPE], draw(rank).to(x.dtype), 1e-6, rotation(len(x)),
         cache=cache, slots_T=slots,
     )  # fmt: skip
@@ -101,7 +101,7 @@ def store(x: Tensor) -> Rows:
 def split(x: Tensor) -> Rows:
     rank, wide = 192, torch.cat((x, x[:, : 192 + ROPE]), dim=1)
     cache = torch.zeros(NUM_ROWS, 1, rank + ROPE, dtype=x.dtype, device=DEVICE)
-    rows = load("fused.latents").split_latents(
+    rows = load("kernels.fused.latents").split_latents(
         wide, draw(WIDTH).to(x.dtype), draw(rank).to(x.dtype), 1e-6, rotation(len(x)),
         cache=cache, slots_T=torch.arange(len(x), device=DEVICE),
     )  # fmt: skip
@@ -110,7 +110,7 @@ def split(x: Tensor) -> Rows:
 
 def join(x: Tensor) -> Rows:
     k = x[:, : HEADS * 256].reshape(len(x), HEADS, 256)[..., :128]
-    return [load("fused.latents").join_keys(k, x[:, -ROPE:])]
+    return [load("kernels.fused.latents").join_keys(k, x[:, -ROPE:])]
 
 
 def choose(x: Tensor) -> Rows:
@@ -118,7 +118,7 @@ def choose(x: Tensor) -> Rows:
         top_k=3, n_group=4, topk_group=2, norm_topk_prob=True, routed_scaling_factor=1.5
     )
     logits, bias = x[:, :32].float().contiguous(), torch.zeros(32, device=DEVICE)
-    return [*load("fused.routing").group_limited_topk(logits, bias, rule)]
+    return [*load("kernels.fused.routing").group_limited_topk(logits, bias, rule)]
 
 
 def gather(x: Tensor) -> Rows:
@@ -128,30 +128,30 @@ def gather(x: Tensor) -> Rows:
     places = Alignment(rows_TK=rows, expert_M=rows.new_zeros(2 * count))
     source = x.repeat_interleave(2, dim=0)
     weights = torch.full((count, 2), 0.5, device=DEVICE)
-    return [load("fused.permute").unpermute_rows(source, places, weights, x.flip(1))]
+    return [load("kernels.fused.permute").unpermute_rows(source, places, weights, x.flip(1))]
 
 
 def score(x: Tensor) -> Rows:
     weight = draw(16, WIDTH).to(DOT) / WIDTH**0.5
-    return [load("fused.routing").score_in_parts(x.to(DOT), weight).sum(0)]
+    return [load("kernels.fused.routing").score_in_parts(x.to(DOT), weight).sum(0)]
 
 
 def absorb(x: Tensor) -> Rows:
     q = x[:, : HEADS * (128 + ROPE)].reshape(len(x), HEADS, 128 + ROPE).to(DOT).contiguous()
     weight = draw(HEADS, 128, 384).to(DOT) / 12
-    return [load("fused.absorb").absorb_queries(q, weight, rotation(len(x)), DOT)]
+    return [load("kernels.fused.absorb").absorb_queries(q, weight, rotation(len(x)), DOT)]
 
 
 def expand(x: Tensor) -> Rows:
     latents = x[:, : HEADS * 384].reshape(len(x), HEADS, 384).to(DOT).contiguous()
     weight = draw(HEADS, 128, 384).to(DOT) / 20
-    return [load("fused.absorb").expand_values(latents, weight, fp8=False)]
+    return [load("kernels.fused.absorb").expand_values(latents, weight, fp8=False)]
 
 
 def multiply(x: Tensor) -> Rows:
-    rows = load("fused.quant").quantize_rows(x)
+    rows = load("kernels.fused.quant").quantize_rows(x)
     weight = quantize_block(draw(96, WIDTH) / WIDTH**0.5)
-    return [load("triton_gemm.gemm").TritonGemm(HOPPER).linear(rows, *weight)]
+    return [load("formats.triton_gemm.gemm").TritonGemm(HOPPER).linear(rows, *weight)]
 
 
 EXACT: list[Run] = [

@@ -35,29 +35,33 @@ MLP = 0.15 if IS_INTERPRETED else 4e-2
 
 
 def load(name: str) -> Any:
-    return importlib.import_module(f"engine.kernels.{name}")
+    return importlib.import_module(f"engine.{name}")
 
 
 def gemm_of(limits: DeviceLimits) -> Any:
     if not IS_INTERPRETED and limits.has_fp8 and not DeviceLimits.of(DEVICE).has_fp8:
         pytest.skip("this GPU has no FP8")
-    return load("triton_gemm.gemm").TritonGemm(limits)
+    return load("formats.triton_gemm.gemm").TritonGemm(limits)
 
 
 def hopper() -> Any:
     """The set of Hopper, with our own products in place of the library's."""
     if not IS_INTERPRETED and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    return load("hopper").HopperKernels(
+    return load("kernels.hopper").HopperKernels(
         gemm=gemm_of(HOPPER),
-        overflow=load("triton_gemm.overflow").OverflowExperts(HOPPER),
+        overflow=load("formats.triton_gemm.overflow").OverflowExperts(HOPPER),
         attention=choose_attention(),
-        experts=load("expert_stream.mlp").ExpertStream(MEASURED, 3 if IS_INTERPRETED else 132),
+        experts=load("formats.expert_stream.mlp").ExpertStream(
+            MEASURED, 3 if IS_INTERPRETED else 132
+        ),
     )
 
 
 def ampere() -> Any:
-    return load("triton_kernels").TritonKernels(gemm=gemm_of(AMPERE), attention=TorchAttention())
+    return load("kernels.triton_kernels").TritonKernels(
+        gemm=gemm_of(AMPERE), attention=TorchAttention()
+    )
 
 
 def draw_experts(number: int, num_rows: int, num_columns: int) -> tuple[Tensor, Tensor]:
