@@ -272,7 +272,10 @@ class _Lease:
 
     async def _ask(self) -> registry_pb2.RegisterResponse:
         with map_rpc_errors(self._peer):
-            return await self._stub.Register(self._registration(), timeout=REGISTER_TIMEOUT_S)
+            answer: registry_pb2.RegisterResponse = await self._stub.Register(
+                self._registration(), timeout=REGISTER_TIMEOUT_S
+            )
+        return answer
 
     def _registration(self) -> registry_pb2.RegisterRequest:
         request = registry_pb2.RegisterRequest(worker=self._record, load=self._numbered_load())
