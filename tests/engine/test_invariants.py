@@ -16,6 +16,12 @@ from runtime.errors import InternalError
 
 ENGINE = Path(__file__).parents[2] / "engine"
 LAUNCHERS = (
+    "attention/flash_attention.py",
+    "attention/flash_mla.py",
+    "attention/latent_storage.py",
+    "attention/paged_mla",
+    "attention/torch_attention.py",
+    "formats",
     "kernels",
     "parallel/nvlink",
     "parallel/deep_ep_buffers.py",

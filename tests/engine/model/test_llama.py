@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM as TheirLlama
 from bench.parity import LOGIT_TOLERANCE, compare_with_transformers
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.boot.build import build_kv_pool, build_model
-from engine.boot.rank import boot_rank
+from engine.boot.rank import BootedRank, boot_rank
 from engine.execution import Execution
 from engine.generate import generate
 from engine.graphs.graph_runner import capture_steps
@@ -25,16 +25,14 @@ from engine.micro_batches import OverlapRule
 from engine.model.llama import LlamaForCausalLM
 from engine.model.registry import read_config, spec_of
 from engine.model.spec import ServedModel
+from engine.options import ChunkSteps, EngineOptions, KVOptions, ModelOptions, TokenSteps
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
-from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
 from runtime.errors import ConfigError
-from runtime.net import Credentials, Listen
 from runtime.sampling import SamplingParams
-from runtime.worker import WorkerOptions
 from tests.engine.relative_error import relative_error
 from tests.engine.tiny_llama import LLAMA3, llama_config, random_llama, write_llama
 
@@ -217,36 +215,28 @@ def test_steps_in_halves_are_refused(checkpoint: Path) -> None:
     assert caught.value.path == "two_batch_overlap"
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+STEPS = {"prefill": ChunkSteps(), "decode": TokenSteps()}
+
+
+@pytest.mark.parametrize("role", STEPS)
 def test_a_rank_boots(role: str, checkpoint: Path) -> None:
-    booted = boot_rank(worker_of(role, checkpoint), ParallelDims())
+    booted = boot(role, checkpoint)
     assert booted.kv_pool.kv_spec.num_heads == 4
     assert not booted.launch_waits
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", STEPS)
 def test_a_rank_on_a_gpu_refuses_at_boot(role: str, checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="no attention for GPUs") as caught:
-        boot_rank(worker_of(role, checkpoint, device="cuda"), ParallelDims())
+        boot(role, checkpoint, device="cuda")
     assert (caught.value.path, caught.value.value) == (f"{role}.device", "cuda")
 
 
-def worker_of(role: str, checkpoint: Path, *, device: str = "cpu") -> WorkerOptions:
-    model = ModelSection(path=str(checkpoint), max_model_len=64)
-    return WorkerOptions(
-        role=role,
-        config=ClusterConfig(
-            model=model,
-            prefill=PrefillSection(num_blocks=8, device=device),
-            decode=DecodeSection(num_blocks=8, device=device),
-        ),
-        instance=f"{role}-0",
-        rank=0,
-        rendezvous="",
-        router="127.0.0.1:1",
-        listen=Listen(bind="127.0.0.1"),
-        credentials=Credentials(secret="secret"),
+def boot(role: str, checkpoint: Path, *, device: str = "cpu") -> BootedRank:
+    options = EngineOptions(
+        steps=STEPS[role], kv=KVOptions(num_blocks=8), device=device, prefix=f"{role}."
     )
+    return boot_rank(ModelOptions(path=checkpoint, max_model_len=64), options, ParallelDims())
 
 
 def test_gpus_are_refused_with_what_is_missing(checkpoint: Path) -> None:
