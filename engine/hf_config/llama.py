@@ -12,8 +12,7 @@ from typing import Final
 from engine.hf_config.fields import Fields
 from engine.hf_config.known import OF_MASKS_AND_CACHES
 from engine.hf_config.known import WITHOUT_EFFECT as OF_DEEPSEEK
-from engine.hf_config.rope import DEFAULT_THETA, rope_kind, rope_section
-from runtime.errors import ConfigError
+from engine.hf_config.rope import RopeScaling, read_settings
 
 SERVED_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
     "hidden_act": ("silu",),
@@ -67,9 +66,12 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
 """Fields that cannot change what the model computes, with the reason."""
 
 _TRAINED: Final = "original_max_position_embeddings"
-_PARTIAL: Final = "partial_rotary_factor"
-_OF_ALL: Final = frozenset({"rope_type", "type", "rope_theta", _PARTIAL})
-_OF_LLAMA3: Final = frozenset({"factor", "low_freq_factor", "high_freq_factor", _TRAINED})
+_LLAMA3: Final = RopeScaling(
+    kind="llama3",
+    settings=frozenset({"factor", "low_freq_factor", "high_freq_factor", _TRAINED}),
+    fix="'llama3' or 'default'",
+    no_partial=("not implemented: all of a head is rotated", "1.0"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,23 +106,10 @@ def read_llama_rope(
     Raises:
         ConfigError: a setting that is malformed, unknown or not implemented.
     """
-    rope = rope_section(fields)
-    for name in rope:
-        if name not in _OF_ALL | _OF_LLAMA3:
-            fix = "remove it, if the model's own code does not read it"
-            raise rope.refuse(name, "no rotary setting that this server knows", fix)
-    for place in (fields, rope):
-        if place.optional_number(_PARTIAL) not in (None, 1.0):
-            raise place.refuse(_PARTIAL, "not implemented: all of a head is rotated", "1.0")
-    theta = (rope if "rope_theta" in rope else fields).number("rope_theta", DEFAULT_THETA)
-    match rope_kind(rope):
-        case "default":
-            return theta, None, [rope.path(name) for name in rope if name in _OF_LLAMA3]
-        case "llama3":
-            return theta, _read_scaling(fields, rope, max_position_embeddings), []
-        case kind:
-            name = "rope_type" if "rope_type" in rope else "type"
-            raise ConfigError(rope.path(name), kind, "not implemented", "'llama3' or 'default'")
+    theta, rope, idle = read_settings(fields, _LLAMA3)
+    if rope is None:
+        return theta, None, idle
+    return theta, _read_scaling(fields, rope, max_position_embeddings), idle
 
 
 def _read_scaling(fields: Fields, rope: Fields, max_position_embeddings: int) -> Llama3Scaling:
