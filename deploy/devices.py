@@ -9,11 +9,8 @@ from pathlib import Path
 
 def count_devices() -> int:
     """CUDA devices of this machine that we may use."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = len([entry for entry in Path("/dev").glob("nvidia*") if entry.name[6:].isdigit()])
-    if visible is None:
-        return present
-    return min(present, len([entry for entry in visible.split(",") if entry.strip()]))
+    return min(present, len(visible_devices(os.environ, present)))
 
 
 def visible_devices(environment: Mapping[str, str], count: int) -> list[str]:
