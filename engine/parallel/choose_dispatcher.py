@@ -33,6 +33,7 @@ from engine.parallel.row_formats import AlignedFp8, ExpertShare, PlainRows, RowF
 from engine.parallel.token_dispatcher import TokenDispatcher
 from engine.weights.expert_format import experts_are_quantized
 from runtime.errors import ConfigError
+from runtime.logging import fields
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def choose_dispatcher(
     else:
         opened, reason = _open_prefill(kind, experts, num_sms)
     name = type(opened.dispatcher).__name__
-    logger.info("chose dispatcher name=%s wanted=%s reason=%s", name, kind, reason)
+    logger.info("chose dispatcher %s", fields(name=name, wanted=kind, reason=reason))
     return opened
 
 
