@@ -85,7 +85,7 @@ def read_tokens(
     marks = all_marks(calls)
     table = MarkTable(by_id=dict(enumerate(marks)))
     reader, text, released = reader_of(table, calls, start), "", 0
-    for token, lag in zip(tokens, itertools.chain(lags, itertools.repeat(0))):
+    for token, lag in zip(tokens, itertools.chain(lags, itertools.repeat(0)), strict=False):
         reader.tell(marks.index(token) if token in marks else -1, len(token))
         text += token
         end = max(released, len(text) - lag)

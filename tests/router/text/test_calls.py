@@ -85,7 +85,9 @@ def as_sent(name: str, calls: list[tuple[str, dict[str, object]]]) -> list[tuple
         except ValueError:
             return text
 
-    return [(tool, {k: value(tool, k, v) for k, v in arguments.items()}) for tool, arguments in calls]
+    return [
+        (tool, {k: value(tool, k, v) for k, v in arguments.items()}) for tool, arguments in calls
+    ]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -110,7 +112,7 @@ def test_any_cut_gives_the_same_calls(
 def test_nothing_that_a_model_writes_is_lost(
     name: str, data: st.DataObject, points: list[int]
 ) -> None:
-    """Any jumble of marks, names and broken JSON: the same however it is cut, and all letters out."""
+    """Any jumble of marks, names and broken JSON: the same however it is cut, and all is said."""
     pieces = [*all_marks(name), "function", "get_weather", "now", "nobody", "\n", " ", "```json\n"]
     pieces += ['{"name": ', '"now"', ', "arguments": ', ', "parameters": ', "{", "}", '"x": 1', "'"]
     pieces += ['{"name": "now", "arguments": {', "; ", "a<b", '"\\', "\u00f6", "city"]

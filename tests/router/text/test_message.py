@@ -188,7 +188,7 @@ def test_why_a_message_with_calls_ended(size: int) -> None:
     reasons = {}
     for name, tokens, finish, options in (
         ("stop token", output, FinishReason.STOP, {}),
-        ("no closing mark", output[:-2] + [0], FinishReason.STOP, {}),
+        ("no closing mark", [*output[:-2], 0], FinishReason.STOP, {}),
         ("cut", output[:-4], FinishReason.LENGTH, {}),
         ("stop string behind", [*output[:-1], *ids("END")], FinishReason.STOP, {"stops": ("END",)}),
         ("stop string within", output, FinishReason.STOP, {"stops": ("}",)}),

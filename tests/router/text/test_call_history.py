@@ -1,0 +1,51 @@
+"""How a template takes earlier calls is found out by rendering, and with it the model's own way."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.text.call_history import call_history
+from router.text.calls.formats import CALL_FORMATS
+from router.text.reasoning import REASONING_FORMATS
+from router.text.template import ChatTemplate
+from runtime.config.router import REASONING_PARSERS, TOOL_PARSERS
+from tests.router.conftest import TEMPLATE
+from tests.router.text import templates
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "wants_objects", "no_content"),
+    [
+        (templates.HERMES, "hermes", False, None),
+        (templates.LLAMA, "llama3-json", True, None),
+        (templates.GLM, "glm-4.5", True, ""),
+        (templates.DEEPSEEK_V3, "deepseek-v3", False, None),
+        (templates.DEEPSEEK_V31, "deepseek-v3.1", False, None),
+        (templates.STRANGE, None, True, None),
+    ],
+)
+def test_a_templates_way_with_calls(
+    source: str, name: str | None, wants_objects: bool, no_content: str | None
+) -> None:
+    history = call_history(ChatTemplate(source, {"bos_token": "", "eos_token": ""}))
+    assert history is not None
+    assert history.call_format is (None if name is None else CALL_FORMATS[name])
+    assert (history.wants_objects, history.no_content) == (wants_objects, no_content)
+    assert history.reads_results
+
+
+def test_templates_that_know_no_calls() -> None:
+    for source in (TEMPLATE, templates.FORGETFUL, "{{ raise_exception('never') }}"):
+        assert call_history(ChatTemplate(source, {})) is None
+
+
+def test_a_template_may_know_calls_and_no_results() -> None:
+    source = templates.HERMES.replace("m.role == 'tool'", "m.role == 'nobody'")
+    history = call_history(ChatTemplate(source, {"bos_token": "", "eos_token": ""}))
+    assert history is not None
+    assert not history.reads_results
+
+
+def test_the_configuration_knows_every_parser() -> None:
+    assert set(TOOL_PARSERS) == {"auto", "none", *CALL_FORMATS}
+    assert set(REASONING_PARSERS) == {"auto", "none", *REASONING_FORMATS}
