@@ -14,6 +14,7 @@ from router.http.response import Prompt
 from router.http.schema import ChatRequest
 from router.model import ServedModel
 from router.text.call_history import CallHistory
+from router.text.marks import text_of
 from router.text.message import MessageReader
 from router.text.reasoning import ReasoningParser, Start
 
@@ -70,6 +71,21 @@ def start_of_answer(body: ChatRequest, model: ServedModel, prompt: str) -> Start
     return reasoning.start_of(prompt, final["content"] if body.continues_final else None)
 
 
+def prompted_call(body: ChatRequest, model: ServedModel, start: Start) -> str:
+    """What is put behind the template's text so that the named tool is called.
+
+    The model then writes the arguments, without a thought before: ``start`` is where the template
+    leaves the reasoning.
+    """
+    formats, name = model.formats, body.named_tool
+    if name is None or formats.calls is None:
+        return ""
+    end = ""
+    if formats.reasoning is not None and start is Start.OPEN:
+        end = f"\n{formats.reasoning.closing}\n\n"
+    return end + "".join(map(text_of, formats.calls.opening_of(name)))
+
+
 def tells_reasoning(body: ChatRequest, model: ServedModel) -> bool:
     """Whether messages have the fields of reasoning, whether there is any or not."""
     is_wanted = body.separate_reasoning is not False and body.include_reasoning is not False
@@ -87,10 +103,13 @@ def new_reader(body: ChatRequest, model: ServedModel, prompt: Prompt) -> Message
         calls = formats.calls.new_parser({f["name"]: f.get("parameters") or {} for f in functions})
     if reasoning is None and calls is None:
         return None
+    name = body.named_tool
+    opening = [] if name is None or formats.calls is None else formats.calls.opening_of(name)
     return MessageReader(
         formats.marks,
         reasoning,
         calls,
         hides_reasoning=body.include_reasoning is False,
-        one_call=body.parallel_tool_calls is False,
+        one_call=body.parallel_tool_calls is False or name is not None,
+        prompted=opening,
     )

@@ -8,13 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from router.errors import RequestError
-from router.http.conversation import offered_tools, start_of_answer, template_messages
+from router.http.conversation import (
+    offered_tools,
+    prompted_call,
+    start_of_answer,
+    template_messages,
+)
 from router.http.params import check_token_ids, too_long
 from router.http.response import Prompt
 from router.http.schema import ChatRequest, CompletionRequest
 from router.http.unsupported import refuse_unread, template_variables
 from router.model import ModelLimits, ServedModel
 from router.text.control_text import TooManySpellingsError
+from router.text.reasoning import Start
 
 USUAL_CHARS_PER_TOKEN = 6
 """Few texts have more."""
@@ -63,6 +69,8 @@ def chat_prompt(
         extra=control.mark(template_variables(body)),
     )
     start = start_of_answer(body, model, text)
+    if body.named_tool is not None:
+        text, start = text + prompted_call(body, model, start), Start.CLOSED
     # The template has written the special tokens, and only it may.
     parts = [part for part in control.parts(text) if part]
     text = "".join(parts)

@@ -206,6 +206,18 @@ class ChatRequest(GenerationRequest):
     include_reasoning: bool | None = None
 
     @property
+    def named_tool(self) -> str | None:
+        """The one tool that has to be called; None: ``tool_choice`` says of none of them."""
+        names = [tool["function"]["name"] for tool in self.tools or ()]
+        name: object = None
+        if self.tool_choice == "required" and len(names) == 1:
+            name = names[0]
+        elif isinstance(self.tool_choice, dict):
+            function = self.tool_choice.get("function")
+            name = function.get("name") if isinstance(function, dict) else None
+        return name if isinstance(name, str) and name in names else None
+
+    @property
     def continues_final(self) -> bool:
         """Whether the answer goes on with the last message."""
         return bool(self.continue_final_message or self.messages[-1].get("prefix"))

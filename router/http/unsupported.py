@@ -161,14 +161,13 @@ def _refuse_of_completion(request: CompletionRequest) -> None:
 
 
 def _refuse_of_chat(request: ChatRequest) -> None:
-    for name, choice, items in (
-        ("tool_choice", request.tool_choice, "tools"),
-        ("function_call", request.function_call, "functions"),
-    ):
+    choices = [("function_call", request.function_call, "functions")]
+    if request.named_tool is None:
+        choices.append(("tool_choice", request.tool_choice, "tools"))
+    for name, choice, items in choices:
         if choice not in (None, "none", "auto"):
-            raise _unsupported(
-                name, choice, f'send "auto" or "none", or leave out {name} and {items}'
-            )
+            fix = f'send "auto" or "none", leave out {name} and {items}, or name one of the tools'
+            raise _unsupported(name, choice, fix)
     if request.functions and request.function_call != "none":
         raise _unsupported("functions", f"{len(request.functions)} of them", "send them as tools")
     for index, message in enumerate(request.messages):

@@ -175,6 +175,30 @@ async def test_one_call_where_only_one_may_be(client, cluster: Cluster) -> None:
     await cluster.until(lambda: len(cluster.decode.aborted) == 1)
 
 
+async def test_a_named_tool_is_called(client, cluster: Cluster) -> None:
+    """Its call begins in the prompt; the model writes the arguments, and is not asked for more."""
+    cluster.answer = ARGUMENTS[1:] + "}\n</tool_call>" + CALL
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice, tools, thinks in (
+        (named, [WEATHER, NOW], {}),
+        ("required", [WEATHER], {}),
+        (named, [WEATHER], {"thinking": True}),
+    ):
+        options = {"chat_template_kwargs": thinks}
+        answer = await chat(client, tools=tools, tool_choice=choice, extra_body=options)
+        (call,) = answer.choices[0].message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
+        assert answer.choices[0].message.content is None
+        assert answer.usage.completion_tokens < cluster.num_answer_tokens
+        begin = "<assistant>" + "<think>\n</think>\n\n" * bool(thinks)
+        opening = '<tool_call>\n{"name": "weather", "arguments": {'
+        assert prompt_of(cluster).endswith(begin + opening)
+    chunks = await streamed(client, tools=[WEATHER], tool_choice="required")
+    calls = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
+    assert calls[0].function.name == "weather"
+    assert "".join(call.function.arguments for call in calls) == ARGUMENTS
+
+
 async def test_a_call_that_is_cut_off(client, cluster: Cluster) -> None:
     cluster.answer = CALL
     for limit in range(2, cluster.num_answer_tokens - 1, 5):
@@ -346,8 +370,8 @@ async def test_what_is_wrong_is_named_by_its_path(http, cluster: Cluster) -> Non
     for message, path in BAD_MESSAGES:
         error = await refusal(http, messages=[USER, message])
         assert error["param"] == f"messages[1].{path}", error
-    for choice in ("required", {"type": "function", "function": {"name": "now"}}):
-        error = await refusal(http, tools=[NOW], tool_choice=choice)
+    for choice in ("required", {"type": "function", "function": {"name": "then"}}):
+        error = await refusal(http, tools=[NOW, WEATHER], tool_choice=choice)
         assert (error["param"], error["code"]) == ("tool_choice", "unsupported_value")
     assert cluster.decode.seen == []
 

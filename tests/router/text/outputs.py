@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from router.text.calls.events import Content
 from router.text.calls.formats import CALL_FORMATS
@@ -49,7 +50,7 @@ def added_up(parts: Iterable[Part]) -> Message:
 
 
 def reader_of(
-    marks: MarkTable, calls: str | None, start: Start | None = None, **options: bool
+    marks: MarkTable, calls: str | None, start: Start | None = None, **options: Any
 ) -> MessageReader:
     """``calls``: the name of their format; ``start``: of the output, None: no reasoning."""
     parser = None if calls is None else CALL_FORMATS[calls].new_parser(OFFERED)
