@@ -46,6 +46,8 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    tool_template: ChatTemplate | None
+    """For requests that offer tools; most checkpoints have the same for both."""
     control_text: ControlText
     limits: ModelLimits
     created: int
@@ -92,8 +94,9 @@ def load_served_model(
             f"at most {context}, or 0 for all of it",
         )
     template = load_chat_template(folder)
-    source = "" if template is None else template.source
-    history = None if template is None else call_history(template)
+    tool_template = load_chat_template(folder, "tool_use") or template
+    source = "".join(found.source for found in (template, tool_template) if found is not None)
+    history = None if tool_template is None else call_history(tool_template)
     calls = CALL_FORMATS.get(tool_parser)
     if tool_parser == "auto" and history is not None:
         calls = history.call_format
@@ -101,6 +104,7 @@ def load_served_model(
         name=section.name or folder.resolve().name,
         tokenizer=tokenizer,
         chat_template=template,
+        tool_template=tool_template,
         control_text=ControlText(tokenizer.control_tokens),
         limits=ModelLimits(
             max_model_len=section.max_model_len or context,

@@ -17,11 +17,17 @@ from router.text.call_history import CallHistory
 from router.text.marks import text_of
 from router.text.message import MessageReader
 from router.text.reasoning import ReasoningParser, Start
+from router.text.template import ChatTemplate
 
 
 def offered_tools(body: ChatRequest) -> list[dict[str, Any]]:
     """The tools that the model may call."""
     return [] if body.tool_choice == "none" else body.tools or []
+
+
+def template_for(body: ChatRequest, model: ServedModel) -> ChatTemplate | None:
+    """What writes the prompt."""
+    return model.tool_template if offered_tools(body) else model.chat_template
 
 
 def template_messages(body: ChatRequest, history: CallHistory | None) -> list[dict[str, Any]]:

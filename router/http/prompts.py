@@ -12,6 +12,7 @@ from router.http.conversation import (
     offered_tools,
     prompted_call,
     start_of_answer,
+    template_for,
     template_messages,
 )
 from router.http.params import check_token_ids, too_long
@@ -55,14 +56,15 @@ def chat_prompt(
     body: ChatRequest, model: ServedModel, limits: ModelLimits, is_abandoned: Abandoned
 ) -> Prompt:
     """The messages as the chat template writes them."""
-    assert model.chat_template is not None
+    template = template_for(body, model)
+    assert template is not None
     control = model.control_text
     most = limits.max_model_len  # each is a token at least
     try:
         messages = control.mark_messages(template_messages(body, model.call_history), most=most)
     except TooManySpellingsError as error:
         raise too_long("messages", most + 1, limits, at_least=True) from error
-    text = model.chat_template.render(
+    text = template.render(
         messages,
         tools=control.mark(offered_tools(body)) or None,
         continue_final_message=body.continues_final,

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router.errors import RequestError
+from router.http.conversation import template_for
 from router.http.schema import ChatRequest, CompletionRequest, GenerationRequest
 from router.model import ServedModel
 
@@ -186,8 +187,9 @@ def refuse_unread(request: ChatRequest, model: ServedModel) -> None:
     Raises:
         RequestError: names the field.
     """
-    assert model.chat_template is not None
-    read_by_template = model.chat_template.variables
+    template = template_for(request, model)
+    assert template is not None
+    read_by_template = template.variables
     refuse_switches(request, read_by_template)
     if request.tools and request.tool_choice != "none":
         number = f"{len(request.tools)} of them"

@@ -18,7 +18,15 @@ from router.text.template import ChatTemplate
 
 _KEY, _VALUE, _RESULT = "probe_of_key", "probe of value", "probe of result"
 _TEXT = f'{{"{_KEY}": "{_VALUE}"}}'
-_CALL_ID = "call0probe"
+_CALL_ID = "callprobe"
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "probe_of_tools",
+        "description": "probe",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,30 +45,34 @@ class CallHistory:
 
 def call_history(template: ChatTemplate) -> CallHistory | None:
     """How ``template`` takes calls; None: it does not."""
-    found = None
+    found = []
     empty: tuple[str | None, ...] = (None, "")
     for wants_objects, no_content in itertools.product((False, True), empty):
-        rendered = _rendered(template, wants_objects, no_content, with_result=True)
-        reads_results = rendered is not None and _RESULT in rendered
-        if rendered is None:
-            rendered = _rendered(template, wants_objects, no_content, with_result=False)
-        if rendered is None or not _holds_call(rendered):
-            continue
-        history = CallHistory(
-            wants_objects=wants_objects,
-            no_content=no_content,
-            reads_results=reads_results,
-            call_format=recognised(rendered),
-        )
-        if history.call_format is not None:
-            return history
-        found = found or history
-    return found
+        for reads_results in (True, False):
+            rendered = _rendered(template, wants_objects, no_content, with_result=reads_results)
+            if rendered is None or not _holds_call(rendered):
+                continue
+            if reads_results and _RESULT not in rendered:
+                continue
+            history = CallHistory(
+                wants_objects=wants_objects,
+                no_content=no_content,
+                reads_results=reads_results,
+                call_format=recognised(rendered),
+            )
+            found.append(history)
+            break
+    return max(found, key=_worth, default=None)  # of equals the first
+
+
+def _worth(history: CallHistory) -> tuple[bool, bool]:
+    return history.call_format is not None, history.reads_results
 
 
 def _rendered(
     template: ChatTemplate, wants_objects: bool, no_content: str | None, *, with_result: bool
 ) -> str | None:
+    """The conversation with a call; some templates write one only where tools are offered."""
     arguments = {_KEY: _VALUE} if wants_objects else _TEXT
     call = {
         "id": _CALL_ID,
@@ -72,10 +84,12 @@ def _rendered(
         {"role": "assistant", "content": no_content, "tool_calls": [call]},
         {"role": "tool", "content": _RESULT, "tool_call_id": _CALL_ID},
     ]
-    try:
-        return template.render(messages if with_result else messages[:2])
-    except RequestError:
-        return None
+    for tools in (None, [_TOOL]):
+        try:
+            return template.render(messages if with_result else messages[:2], tools=tools)
+        except RequestError:
+            continue
+    return None
 
 
 def _holds_call(rendered: str) -> bool:

@@ -124,19 +124,24 @@ def _cut_after_final(text: str, messages: Sequence[Message]) -> str:
     return text[: end + len(content)]
 
 
-def load_chat_template(folder: Path) -> ChatTemplate | None:
+def load_chat_template(folder: Path, name: str = "default") -> ChatTemplate | None:
     """The template from chat_template.jinja or tokenizer_config.json; None where there is none.
+
+    ``name``: of several, as checkpoints have them: "default", or "tool_use" for offered tools.
 
     Raises:
         ConfigError: the template is broken.
     """
     settings = read_json(folder / "tokenizer_config.json")
-    tokens = {name: token_content(settings.get(name)) or "" for name in _TOKEN_NAMES}
-    path = folder / "chat_template.jinja"
+    tokens = {key: token_content(settings.get(key)) or "" for key in _TOKEN_NAMES}
+    usual, further = folder / "chat_template.jinja", folder / "additional_chat_templates"
+    path = usual if name == "default" else further / f"{name}.jinja"
     source: object = settings.get("chat_template")
     if path.exists():
         source = path.read_text(encoding="utf-8")
-    elif isinstance(source, list):
+    elif isinstance(source, list) and not usual.exists():
         named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get("default")
+        source = named.get(name)
+    elif name != "default":
+        source = None
     return ChatTemplate(source, tokens) if isinstance(source, str) else None

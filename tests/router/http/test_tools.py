@@ -9,6 +9,12 @@ import aiohttp
 import openai
 import pytest
 
+from router.http.conversation import new_reader
+from router.http.response import Prompt
+from router.http.schema import ChatRequest
+from router.model import load_served_model
+from router.text.reasoning import Start
+from runtime.config import ModelSection
 from runtime.errors import PeerLostError
 from tests.router.conftest import MODEL, SPECIAL, Cluster, StartRouter, write_model
 from tests.router.text import templates
@@ -58,6 +64,24 @@ def prompt_of(cluster: Cluster) -> str:
     """The prompt of the latest request."""
     ids = cluster.prefill.seen[-1].context_token_ids
     return b"".join(cluster.tokenizer.vocabulary.pieces[token_id] for token_id in ids).decode()
+
+
+def test_only_what_may_hold_parts_is_read_for_them(folder: Path, model_dir: Path) -> None:
+    """A request without tools, of a model that does not reason, costs nothing more per token."""
+    plain = load_served_model(ModelSection(path=str(model_dir)))
+    reasoning = load_served_model(ModelSection(path=str(folder)))
+    body = {"model": MODEL, "messages": [USER]}
+    tools = {**body, "tools": [NOW]}
+    for model, fields, start, is_read in (
+        (plain, body, Start.CLOSED, False),
+        (reasoning, body, Start.CLOSED, False),
+        (reasoning, {**tools, "tool_choice": "none"}, Start.CLOSED, False),
+        (reasoning, body, Start.UNDECIDED, True),
+        (reasoning, tools, Start.CLOSED, True),
+    ):
+        prompt = Prompt(token_ids=[1], start=start)
+        reader = new_reader(ChatRequest.model_validate(fields), model, prompt)
+        assert (reader is not None) is is_read
 
 
 async def test_a_call(client, cluster: Cluster) -> None:

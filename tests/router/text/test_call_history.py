@@ -39,6 +39,24 @@ def test_templates_that_know_no_calls() -> None:
         assert call_history(ChatTemplate(source, {})) is None
 
 
+def test_some_templates_write_calls_only_where_tools_are_offered() -> None:
+    source = templates.HERMES.replace("tools or []", "tools")
+    history = call_history(ChatTemplate(source, {"bos_token": "", "eos_token": ""}))
+    assert history is not None
+    assert history.call_format is CALL_FORMATS["hermes"]
+    assert history.reads_results
+
+
+def test_what_takes_results_as_well_is_preferred() -> None:
+    """An answer of calls alone that is not the last may be read as text."""
+    source = templates.HERMES.replace(
+        "m.content or ''", "(m.content or '') if loop.last else m.content.strip()"
+    )
+    history = call_history(ChatTemplate(source, {"bos_token": "", "eos_token": ""}))
+    assert history is not None
+    assert (history.no_content, history.reads_results) == ("", True)
+
+
 def test_a_template_may_know_calls_and_no_results() -> None:
     source = templates.HERMES.replace("m.role == 'tool'", "m.role == 'nobody'")
     history = call_history(ChatTemplate(source, {"bos_token": "", "eos_token": ""}))
