@@ -29,6 +29,7 @@ class ChatStream:
         self._info = info
         self._fills_templates = info.plain_text_only
         self._templates: dict[int, TextEvent] = {}
+        self._reasoning_templates: dict[int, TextEvent] = {}
 
     def opening(self, choice: Choice, first: prefill_pb2.FirstToken) -> bytes:
         """The role."""
@@ -62,8 +63,17 @@ class ChatStream:
             self._templates[choice.index] = template
         return template
 
+    def _reasoning_template(self, choice: Choice) -> TextEvent:
+        template = self._reasoning_templates.get(choice.index)
+        if template is None:
+            template = TextEvent(self._payload(choice, _reasoning(TextEvent.HOLE), None, None))
+            self._reasoning_templates[choice.index] = template
+        return template
+
     def _parts(self, choice: Choice, piece: Piece, parts: list[Part]) -> bytes:
         """A chunk for each part: many clients look for one of them in a chunk. Details go first."""
+        if self._fills_templates and len(parts) == 1 and isinstance(parts[0], Reasoning):
+            return self._reasoning_template(choice).fill(parts[0].text)
         deltas = [_delta(part) for part in parts]
         data = self._detailed(choice, piece, deltas[0])
         return data + b"".join(self._event(choice, delta, None, None) for delta in deltas[1:])

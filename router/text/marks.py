@@ -100,6 +100,13 @@ class MarkFinder:
         if text is not None:
             self._awaited.append((self._num_told - len(text), Mark(text)))
 
+    def pass_on(self, text: str) -> bool:
+        """Whether ``text`` is one item, as nearly every token's; else it is to be fed."""
+        if self._held or self._awaited or self._spelled or not text:
+            return False
+        self._num_done += len(text)
+        return True
+
     def feed(self, text: str) -> Iterator[Item]:
         """The items that are sure now."""
         text, self._held = self._held + text, ""

@@ -125,6 +125,9 @@ class MessageReader:
 
     def feed(self, text: str) -> None:
         """More text of the tokens that were told."""
+        if self._finder.pass_on(text):
+            self._add(text)
+            return
         for item in self._finder.feed(text):
             self._add(item)
 
@@ -139,7 +142,7 @@ class MessageReader:
             self._take_in(self._calls.flush())
         if self._line_breaks and not self.is_full:
             is_reasoning = self._reasoning is not None and self._reasoning.is_open
-            self._append(Reasoning("") if is_reasoning else Content(""))
+            self._append(Reasoning if is_reasoning else Content, "")
             self._line_breaks = ""
 
     def take(self) -> list[Part]:
@@ -149,10 +152,12 @@ class MessageReader:
 
     def _add(self, item: Item) -> None:
         reasoning = self._reasoning
-        if reasoning is None:
+        if reasoning is None or reasoning.is_over:
             self._answer(item)
             return
-        was_over = reasoning.is_over
+        if reasoning.is_open and isinstance(item, str):
+            self._say(Reasoning(item))
+            return
         for news in reasoning.feed(item):
             if isinstance(news, Boundary):
                 self._joint()
@@ -160,7 +165,7 @@ class MessageReader:
                 self._say(news)
             else:
                 self._answer(news)
-        if reasoning.is_over and not was_over:
+        if reasoning.is_over:
             self._end_reasoning()
 
     def _end_reasoning(self) -> None:
@@ -208,19 +213,20 @@ class MessageReader:
             self._after_joint = False
         body = text.rstrip("\n")
         if body:
-            self._append(news._replace(text=body))
+            self._append(type(news), body)
             self._line_breaks = ""
         self._line_breaks += text[len(body) :]
 
-    def _append(self, news: Reasoning | Content) -> None:
-        if self._hides_reasoning and isinstance(news, Reasoning):
+    def _append(self, kind: type[Reasoning] | type[Content], text: str) -> None:
+        """Behind the line breaks so far."""
+        if self._hides_reasoning and kind is Reasoning:
             return
-        text = self._line_breaks + news.text
+        text = self._line_breaks + text
         last = self._parts[-1] if self._parts else None
-        if isinstance(last, Reasoning | Content) and type(last) is type(news):
-            self._parts[-1] = last._replace(text=last.text + text)
+        if isinstance(last, kind):
+            self._parts[-1] = kind(last.text + text)
         else:
-            self._parts.append(news._replace(text=text))
+            self._parts.append(kind(text))
 
     def _add_arguments(self, text: str) -> None:
         last = self._parts[-1] if self._parts else None

@@ -135,7 +135,7 @@ class ChoiceText:
         if reader is None:
             return self._add_text(text)
         reader.tell(token_id, len(text))
-        more, stopped = self._add_text(text)
+        more, stopped = self._add_text(text) if self._options.stops else (text, False)
         reader.feed(more)
         return "", stopped or reader.is_full
 
