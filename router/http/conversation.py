@@ -43,7 +43,8 @@ def template_messages(body: ChatRequest, history: CallHistory | None) -> list[di
 
 
 def _with_calls(index: int, message: dict[str, Any], history: CallHistory) -> dict[str, Any]:
-    message = {**message, "content": message["content"] or history.no_content}
+    content = message["content"] if history.takes_both else None
+    message = {**message, "content": content or history.no_content}
     if not history.wants_objects:
         return message
     calls = []

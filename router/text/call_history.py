@@ -37,6 +37,8 @@ class CallHistory:
     """Arguments as objects instead of their JSON text."""
     no_content: str | None
     """The content of a message that has only calls."""
+    takes_both: bool
+    """Whether a call is written also where there is content; else it is one or the other."""
     reads_results: bool
     """Whether it knows messages of the role "tool"."""
     call_format: CallFormat | None
@@ -57,6 +59,7 @@ def call_history(template: ChatTemplate) -> CallHistory | None:
             history = CallHistory(
                 wants_objects=wants_objects,
                 no_content=no_content,
+                takes_both=_takes_both(template, wants_objects, with_result=reads_results),
                 reads_results=reads_results,
                 call_format=recognised(rendered),
             )
@@ -69,8 +72,13 @@ def _worth(history: CallHistory) -> tuple[bool, bool]:
     return history.call_format is not None, history.reads_results
 
 
+def _takes_both(template: ChatTemplate, wants_objects: bool, *, with_result: bool) -> bool:
+    rendered = _rendered(template, wants_objects, "probe of content", with_result=with_result)
+    return rendered is not None and _holds_call(rendered)
+
+
 def _rendered(
-    template: ChatTemplate, wants_objects: bool, no_content: str | None, *, with_result: bool
+    template: ChatTemplate, wants_objects: bool, content: str | None, *, with_result: bool
 ) -> str | None:
     """The conversation with a call; some templates write one only where tools are offered."""
     arguments = {_KEY: _VALUE} if wants_objects else _TEXT
@@ -81,7 +89,7 @@ def _rendered(
     }
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "probe"},
-        {"role": "assistant", "content": no_content, "tool_calls": [call]},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
         {"role": "tool", "content": _RESULT, "tool_call_id": _CALL_ID},
     ]
     for tools in (None, [_TOOL]):

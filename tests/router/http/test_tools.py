@@ -9,10 +9,11 @@ import aiohttp
 import openai
 import pytest
 
-from router.http.conversation import new_reader
+from router.http.conversation import new_reader, template_messages
 from router.http.response import Prompt
 from router.http.schema import ChatRequest
 from router.model import load_served_model
+from router.text.call_history import CallHistory
 from router.text.reasoning import Start
 from runtime.config import ModelSection
 from runtime.errors import PeerLostError
@@ -158,6 +159,21 @@ async def test_a_conversation_goes_on_with_its_calls(client, cluster: Cluster) -
     assert prompt_of(cluster).endswith(
         f"<assistant><think>hm</think>I look.{CALL}<eos><user>[rain]<assistant>"
     )
+
+
+def test_where_a_template_writes_one_of_both_it_gets_the_calls() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    message = {"role": "assistant", "content": "I look.", "tool_calls": [call]}
+    body = ChatRequest.model_validate({"messages": [USER, message]})
+    for takes_both, content in ((True, "I look."), (False, None)):
+        history = CallHistory(
+            wants_objects=False,
+            no_content=None,
+            takes_both=takes_both,
+            reads_results=True,
+            call_format=None,
+        )
+        assert template_messages(body, history) == [USER, {**message, "content": content}]
 
 
 async def test_no_client_spells_a_control_token_in_tools_or_calls(client, cluster: Cluster) -> None:

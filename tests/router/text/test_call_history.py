@@ -57,6 +57,16 @@ def test_what_takes_results_as_well_is_preferred() -> None:
     assert (history.no_content, history.reads_results) == ("", True)
 
 
+def test_some_templates_write_either_content_or_calls() -> None:
+    source = templates.DEEPSEEK_V3.replace(
+        "m.tool_calls or []", "(m.tool_calls if m.content is none else []) or []"
+    )
+    for text, takes_both in ((source, False), (templates.DEEPSEEK_V3, True)):
+        history = call_history(ChatTemplate(text, {"bos_token": "", "eos_token": ""}))
+        assert history is not None
+        assert (history.takes_both, history.no_content) == (takes_both, None)
+
+
 def test_a_template_may_know_calls_and_no_results() -> None:
     source = templates.HERMES.replace("m.role == 'tool'", "m.role == 'nobody'")
     history = call_history(ChatTemplate(source, {"bos_token": "", "eos_token": ""}))
