@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import ssl
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import aiohttp
 
@@ -44,6 +46,8 @@ class Load:
     base_url: str
     expected: Expected
     concurrency: int = 2
+    ca: Path | None = None
+    """Of the authority that is believed; None: plain text."""
     answered_at: list[float] = field(default_factory=list)
     """When each request was answered in full."""
     failures: list[str] = field(default_factory=list)
@@ -67,7 +71,11 @@ class Load:
 
     async def _run(self) -> None:
         timeout = aiohttp.ClientTimeout(total=170)
-        async with aiohttp.ClientSession(self.base_url, timeout=timeout) as session:
+        context = ssl.create_default_context(cafile=str(self.ca)) if self.ca else True
+        connector = aiohttp.TCPConnector(ssl=context)
+        async with aiohttp.ClientSession(
+            self.base_url, timeout=timeout, connector=connector
+        ) as session:
             await asyncio.gather(*(self._stream(session, n) for n in range(self.concurrency)))
 
     async def _stream(self, session: aiohttp.ClientSession, number: int) -> None:
