@@ -157,10 +157,6 @@ def remarks_of(config: ClusterConfig) -> list[str]:
 
 
 def _check_certificate(config: ClusterConfig) -> None:
-    if config.tls.mode == "auto" and config.cluster.spans_hosts:
-        problem = "makes certificates for this machine only, and cluster.ray_address has others"
-        fix = '"files", with a certificate for the addresses of all hosts'
-        raise ConfigError("tls.mode", "auto", problem, fix)
     files = config.tls.files
     if files is not None:
         reached = dict.fromkeys((config.cluster.reach, config.http_reach))

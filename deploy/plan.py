@@ -10,7 +10,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deploy.places import Place, Places
 from deploy.rank_command import rank_command
@@ -19,12 +19,18 @@ from runtime.config.cluster import LOCAL_RAY
 from runtime.config_file import dump_config, secret_variables
 from runtime.net import Credentials, join_address
 
+if TYPE_CHECKING:
+    from deploy.certificates import Authority
+
 RUN_ID_VARIABLE = "TANDEM_CLUSTER"
 """Environment variable that marks every process of one run, Ray's own included."""
 OWN_PYTHON = "{python}"
 """In a command: the interpreter of whoever starts it, which has another path on another host."""
 
 _CONFIG_NAME = "config.toml"
+KEY_NAME = "key.pem"
+"""Of the key that a process has made for itself, in its folder."""
+_TLS_NAMES = ("cert", "key", "ca")
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 ROUTER_GRACE_S = 10.0
@@ -103,6 +109,8 @@ class RunContext:
     entrypoints: Mapping[Role, tuple[str, ...]]
     tls_pem: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Contents of the files of ``config.tls`` by field, for hosts that do not have them."""
+    authority: Authority | None = field(default=None, repr=False)
+    """Signs for processes that make their own keys, instead of ``tls_pem``."""
 
     @property
     def control_address(self) -> str:
@@ -216,11 +224,23 @@ def _host_files(folder: Path, context: RunContext, place: Place) -> dict[str, st
         network="",
         ray_address=LOCAL_RAY,
     )
-    paths: dict[str, Any] = {name: str(folder / f"{name}.pem") for name in context.tls_pem}
+    pem = _tls_pem_of(dataclasses.replace(config, cluster=cluster), context, place)
+    paths: dict[str, Any] = {name: str(folder / f"{name}.pem") for name in _TLS_NAMES if pem}
     tls = dataclasses.replace(config.tls, **paths)
     config = dataclasses.replace(config, cluster=cluster, tls=tls)
-    pem = {f"{name}.pem": text for name, text in context.tls_pem.items()}
-    return {_CONFIG_NAME: dump_config(config), **pem}
+    texts = {f"{name}.pem": text for name, text in pem.items()}
+    return {_CONFIG_NAME: dump_config(config), **texts}
+
+
+def _tls_pem_of(config: ClusterConfig, context: RunContext, place: Place) -> Mapping[str, str]:
+    """What a process with ``config`` is sent of its certificate; not a key that it has made."""
+    if context.authority is None:
+        return context.tls_pem
+    # Imported late: few who plan have certificates to sign.
+    from deploy.certificates import addresses_of
+
+    authority = context.authority
+    return {"cert": authority.sign(place.request, addresses_of(config)), "ca": authority.pem}
 
 
 def _file_name(plan: InstancePlan, rank: int) -> str:

@@ -67,10 +67,16 @@ class RayPlacement:
 class RayLauncher:
     """Has a Ray from ``open`` to ``close``; see ``ray_connection.open_ray``."""
 
-    def __init__(self, settings: RaySettings, cluster: ClusterSection) -> None:
-        """``cluster`` is resolved: its host is this machine's."""
+    def __init__(
+        self, settings: RaySettings, cluster: ClusterSection, *, makes_keys: bool = False
+    ) -> None:
+        """``cluster`` is resolved: its host is this machine's.
+
+        With ``makes_keys`` each process on a host has a key of its own, and asks for a certificate.
+        """
         self._settings = settings
         self._cluster = cluster
+        self._makes_keys = makes_keys
         self._groups: dict[str, Any] = {}
         self._ray: Any = None
         self._is_gone = False
@@ -223,6 +229,7 @@ class RayLauncher:
                 ray_host=known[fact.node],
                 name=cluster.name,
                 run_dir=cluster.run_dir,
+                makes_key=self._makes_keys,
             )
             for one, fact in zip(supervisors, facts, strict=True)
         ]
@@ -235,6 +242,7 @@ class RayLauncher:
             advertise=cluster.advertise if host is None else "",
             interface="" if host is None else host.interface,
             folder="" if host is None else host.folder,
+            request="" if host is None else host.request,
             local_rank=local_rank,
             devices=fact.devices,
             node=fact.node,

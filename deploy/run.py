@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from deploy.certificates import with_certificates
+from deploy.certificates import authority_of, with_certificates
 from deploy.checks import (
     check_config,
     check_ports,
@@ -119,7 +119,9 @@ class _Run:
         entrypoints: Mapping[Role, tuple[str, ...]],
         former: FormerRun | None,
     ) -> None:
-        config = with_certificates(config, run_dir.tls_dir)
+        authority = authority_of(config, run_dir.tls_dir)
+        config = with_certificates(config, run_dir.tls_dir, authority)
+        signs = authority is not None and config.cluster.spans_hosts
         self._former = former
         self.goes_on = former is not None
         """Whether the cluster is left to serve without a controller."""
@@ -130,7 +132,8 @@ class _Run:
             log_dir=run_dir.log_dir,
             credentials=_credentials_of(config, former),
             entrypoints=entrypoints,
-            tls_pem=_tls_pem(config),
+            tls_pem={} if signs else _tls_pem(config),
+            authority=authority if signs else None,
         )
         self._run_dir = run_dir
         self._on_state = on_state
@@ -162,7 +165,8 @@ class _Run:
             self._begin_folder()
         self._publish()
         self._run_dir.be_found()
-        launcher = RayLauncher(self._ray_settings(), cluster)
+        makes_keys = context.authority is not None
+        launcher = RayLauncher(self._ray_settings(), cluster, makes_keys=makes_keys)
         try:
             with _interrupt_on_sigterm():
                 launcher.open()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import ssl
 import threading
 import time
@@ -72,11 +73,20 @@ class Load:
     async def _run(self) -> None:
         timeout = aiohttp.ClientTimeout(total=170)
         context = ssl.create_default_context(cafile=str(self.ca)) if self.ca else True
-        connector = aiohttp.TCPConnector(ssl=context)
+        sockets: list[socket.socket] = []
+
+        def open_socket(info: aiohttp.AddrInfoType) -> socket.socket:
+            sockets.append(socket.socket(*info[:3]))
+            return sockets[-1]
+
+        connector = aiohttp.TCPConnector(ssl=context, socket_factory=open_socket)
         async with aiohttp.ClientSession(
             self.base_url, timeout=timeout, connector=connector
         ) as session:
             await asyncio.gather(*(self._stream(session, n) for n in range(self.concurrency)))
+        # With TLS ends are said goodbye to, after the session.
+        while any(one.fileno() >= 0 for one in sockets):
+            await asyncio.sleep(0.05)
 
     async def _stream(self, session: aiohttp.ClientSession, number: int) -> None:
         draw = random.Random(number)
