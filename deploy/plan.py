@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,13 +111,14 @@ class RunContext:
     """Contents of the files of ``config.tls`` by field, for hosts that do not have them."""
     authority: Authority | None = field(default=None, repr=False)
     """Signs for processes that make their own keys, instead of ``tls_pem``."""
+    router_hosts: tuple[str, ...] = ()
+    """Address of each router's host, where they are on several; empty: all on this one."""
 
     @property
     def control_address(self) -> str:
         """Where the registries of all routers listen, with commas between."""
-        router, host = self.config.router, self.config.cluster.reach
-        sections = [router.numbered(index) for index in range(router.instances)]
-        return ",".join(join_address(host, section.control_port) for section in sections)
+        routers = ((one.cluster.reach, one.router.control_port) for one in self._of_routers())
+        return ",".join(join_address(*router) for router in routers)
 
     @property
     def endpoint(self) -> str:
@@ -127,9 +128,17 @@ class RunContext:
     @property
     def endpoints(self) -> tuple[str, ...]:
         """Those of all routers."""
-        config = self.config
-        sections = [config.router.numbered(index) for index in range(config.router.instances)]
-        return tuple(replace(config, router=section).endpoint for section in sections)
+        return tuple(one.endpoint for one in self._of_routers())
+
+    def _of_routers(self) -> Iterator[ClusterConfig]:
+        """The configuration as each router has it."""
+        for index in range(self.config.router.instances):
+            config = replace(self.config, router=self.config.router.numbered(index))
+            if self.router_hosts:
+                host = self.router_hosts[index]
+                cluster = replace(config.cluster, host=host, advertise="")
+                config = replace(config, cluster=cluster)
+            yield config
 
 
 def default_entrypoints() -> dict[Role, tuple[str, ...]]:

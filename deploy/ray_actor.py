@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import socket
 import time
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from deploy.child import Child, ChildReport, LogPiece, read_log
 from deploy.errors import ClusterError
@@ -23,6 +24,7 @@ from deploy.ports import free_port
 from runtime.errors import ConfigError
 from runtime.network import choose_address, interface_of, own_interfaces
 
+_ResultT = TypeVar("_ResultT")
 _START_TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 5.0
 """Of a call that is not worth waiting for where the actor's host is gone."""
@@ -278,6 +280,15 @@ class RaySupervisor:
             raise ClusterError(f"cannot execute {what}: {error.cause}") from error
         except exceptions.RayError as error:
             raise ClusterError(f"Ray could not start {what}: {_plainly(error)}") from error
+
+
+async def run_all(work: Sequence[Awaitable[_ResultT]]) -> list[_ResultT]:
+    """The results of all of ``work``, or its first failure once all of it has ended."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 async def _answer(answer: Any) -> ChildReport:

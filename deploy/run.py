@@ -170,6 +170,8 @@ class _Run:
         try:
             with _interrupt_on_sigterm():
                 launcher.open()
+                self._spread_routers(launcher)
+            context = self._context
             logger.info("ray is up %s", fields(seconds=round(time.monotonic() - self._began, 2)))
             if self._keeps:
                 self._state = dataclasses.replace(self._state, ray_address=launcher.address)
@@ -194,6 +196,24 @@ class _Run:
             else:
                 num_killed = clean_up(context.run_id)
                 logger.info("stopped %s", fields(num_left_over=num_killed))
+
+    def _spread_routers(self, launcher: RayLauncher) -> None:
+        """Settle on which hosts several routers are, before anybody is told of their addresses."""
+        config = self._context.config
+        if not config.cluster.spans_hosts or config.router.instances == 1:
+            return
+        if self._former is None:
+            hosts = asyncio.run(launcher.routers.choose(config.router.instances))
+        else:
+            hosts = _router_hosts_of(self._former.state)
+            asyncio.run(launcher.routers.find(hosts))
+        self._context = context = dataclasses.replace(self._context, router_hosts=hosts)
+        self._state = dataclasses.replace(
+            self._state,
+            endpoint=context.endpoint,
+            further_endpoints=context.endpoints[1:],
+            control_address=context.control_address,
+        )
 
     def _begin_folder(self) -> None:
         context = self._context
@@ -240,6 +260,11 @@ class _Run:
     def _publish(self) -> None:
         self._run_dir.write_state(self._state)
         self._on_state(self._state)
+
+
+def _router_hosts_of(state: ClusterState) -> tuple[str, ...]:
+    addresses = state.control_address.split(",")
+    return tuple(address.rpartition(":")[0].strip("[]") for address in addresses)
 
 
 def _tls_pem(config: ClusterConfig) -> dict[str, str]:
