@@ -65,7 +65,8 @@ class DeepSeekCalls:
         """What the client has to be given if this is no call."""
         self._part = ""
         """Of the head, the name, the fence; or what may be the tail of the arguments."""
-        self._arguments = ""
+        self._arguments: list[str] = []
+        """Of the open call, in pieces."""
         self._has_called = False
         """In this region."""
 
@@ -84,7 +85,11 @@ class DeepSeekCalls:
         """What was held back, at the end of the output."""
         if self._place in (_Place.HEAD, _Place.NAME, _Place.BETWEEN):
             yield from self._give_back("")
-        elif self._place is _Place.ARGUMENTS and self._part and not _is_json(self._arguments):
+        elif (
+            self._place is _Place.ARGUMENTS
+            and self._part
+            and not _is_json("".join(self._arguments))
+        ):
             yield Arguments(self._part)
 
     def _mark(self, mark: Mark) -> Iterator[CallEvent]:
@@ -151,7 +156,7 @@ class DeepSeekCalls:
             return
         self._has_called = True
         self._go(_Place.FENCE)
-        self._part, self._arguments = rest, ""
+        self._part, self._arguments = rest, []
         yield CallBegin(name)
         yield from self._skip_fence()
 
@@ -173,7 +178,7 @@ class DeepSeekCalls:
         body = text.rstrip(_TAIL)
         self._part = text[len(body) :]
         if body:
-            self._arguments += body
+            self._arguments.append(body)
             yield Arguments(body)
 
     def _go(self, place: _Place, raw: str = "") -> None:

@@ -113,13 +113,13 @@ class JsonCall:
     def _add(self, piece: str) -> Iterator[CallEvent]:
         if self._field == "name":
             self._name = (self._name or "") + piece
+        elif self.status is Status.SURE and self._field in _ARGUMENTS:
+            yield Arguments(piece)
         elif self._field in _ARGUMENTS:
             is_first = self._arguments is None
             self._arguments = (self._arguments or "") + piece
             if is_first and not self._is_marked and not piece.startswith("{"):
                 self.status = Status.NO_CALL
-            elif self.status is Status.SURE:
-                yield Arguments(piece)
             elif self._name is not None:
                 yield from self._begin_call()
 
