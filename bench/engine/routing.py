@@ -1,4 +1,4 @@
-"""Who chooses experts: a `Kernels` whose routing takes the experts' numbers from tables.
+"""Who chooses experts: kernels whose routing takes the experts' numbers from tables.
 
 A trained router is balanced by its bias; invented weights are not, the deeper the less, and a
 measurement would then be one of their imbalance. The real operation still runs and its weights are
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.kernels.base import Kernels
-from engine.kernels.routing import RoutingRule
+from engine.ops.gate import GROUP_LIMITED_TOPK, RoutingRule
 
 MAX_STEPS = 64
 """Of different draws; then they come again."""
@@ -69,17 +69,19 @@ class TableRouting:
 
     Attributes:
         tables: in use; None for the router's own choice.
+        ops: the table of the kernels, with another choice of experts.
     """
 
     def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
+        self._kernels, self._choose = kernels, kernels.ops[GROUP_LIMITED_TOPK]
+        self.ops = kernels.ops.replaced(GROUP_LIMITED_TOPK, self._choose_by_tables)
         self.tables: RoutingTables | None = None
 
-    def group_limited_topk(
-        self, logits: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
+    def _choose_by_tables(
+        self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the experts of the tables, and the weights of those that were really chosen."""
-        ids_TK, weights_TK = self._kernels.group_limited_topk(logits, bias_E, rule, num_rows)
+        ids_TK, weights_TK = self._choose(logits_TE, bias_E, rule, num_rows)
         if self.tables is None:
             return ids_TK, weights_TK
         own_TK = self.tables.take(weights_TK.shape[0])

@@ -37,6 +37,7 @@ from engine.layers.linear import ColumnParallelLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding, softmax_scale
 from engine.memory.kv_pool import KVPool
+from engine.ops.latents import JOIN_KEYS, ROTATE_QUERIES, SPLIT_LATENTS, STORE_LATENTS
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,9 @@ class LatentAttention:
     ) -> None:
         self.rule, self.device = rule, device
         self._config, self._kernels, self._scratch = config, kernels, Scratch()
+        ops = kernels.ops
+        self._store_latents, self._split_latents = ops[STORE_LATENTS], ops[SPLIT_LATENTS]
+        self._rotate_queries, self._join_keys = ops[ROTATE_QUERIES], ops[JOIN_KEYS]
         self._scale = softmax_scale(config)
         self._rotary, self._is_refusal_told = RotaryEmbedding.of(config, device), False
 
@@ -148,7 +152,7 @@ class LatentAttention:
 
     def store(self, stored: Latents, layer_index: int, step: AttentionStep) -> None:
         """See `AttentionBackend`."""
-        self._kernels.store_latents(
+        self._store_latents(
             stored.latents_TL,
             stored.norm.weight,
             stored.norm.eps,
@@ -171,7 +175,7 @@ class LatentAttention:
             [T, Q] in FP8.
         """
         assert q_norm.eps == kv_norm.eps
-        return self._kernels.split_latents(
+        return self._split_latents(
             latents_TX,
             q_norm.weight,
             kv_norm.weight,
@@ -186,7 +190,7 @@ class LatentAttention:
         q_THA, at = queries.q_THA, _Place(layer_index, queries.layer, step)
         if step.plan.paged is not None:
             return self._attend_paged(q_THA, at, step.plan.paged, fp8=queries.wants_fp8)
-        self._kernels.rotate_queries(q_THA, self._rotation(step))
+        self._rotate_queries(q_THA, self._rotation(step))
         return self._attend_in_parts(q_THA, at).flatten(1)
 
     def _attend_in_parts(self, q_THA: Tensor, at: _Place) -> Tensor:
@@ -235,7 +239,7 @@ class LatentAttention:
         widths = (config.qk_nope_head_dim, config.v_head_dim)
         heads_PHX = at.layer.kv_b_proj(kv_c_PC).unflatten(1, (self.rule.heads, sum(widths)))
         k_nope_PHN, v_PHV = heads_PHX.split_with_sizes(widths, dim=-1)
-        return self._kernels.join_keys(k_nope_PHN, k_pe_PR), v_PHV
+        return self._join_keys(k_nope_PHN, k_pe_PR), v_PHV
 
     def _attend_group(self, q_THA: Tensor, at: _Place, queries: PagedQueries) -> Tensor:
         """Attend in the latent space with rotated queries, by block tables: [T, H, V]."""

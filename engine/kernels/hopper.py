@@ -4,7 +4,7 @@ Products run in FP8 with the weights as the checkpoint stores them; everything e
 float32 inside. Operations whose shapes a fast kernel does not take go to the reference.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,16 +17,7 @@ from engine.formats.fp8_rows import Activation, Fp8Rows
 from engine.invariants import require
 from engine.kernels import reference
 from engine.kernels.alignment import Overflow
-from engine.kernels.fused import (
-    absorb,
-    attention,
-    latents,
-    masked,
-    norm,
-    permute,
-    quant,
-    routing,
-)
+from engine.kernels.fused import absorb, attention, quant
 from engine.kernels.fused.dependent import break_chain
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.parts import (
@@ -37,7 +28,9 @@ from engine.kernels.parts import (
     VarlenAttention,
 )
 from engine.kernels.rotation import Rotation
-from engine.kernels.routing import RoutingRule
+from engine.ops import activation_kernel, latents_kernel, masked_kernel
+from engine.ops.op import Target
+from engine.ops.table import resolve_ops
 
 
 class HopperKernels:
@@ -74,47 +67,16 @@ class HopperKernels:
         self._paged = paged
         self._pages = pages
         self._experts = experts
+        self.ops = resolve_ops(Target.HOPPER)
 
-    silu_and_mul = staticmethod(reference.silu_and_mul)
     grouped_mlp = staticmethod(reference.grouped_mlp)
     absorbed_attention = staticmethod(reference.absorbed_attention)
-    add_rms_norm = staticmethod(norm.add_rms_norm)
-    add_rms_norm_fp8 = staticmethod(norm.add_rms_norm_fp8)
-    silu_and_mul_fp8 = staticmethod(quant.silu_and_mul_fp8)
     quantize_rows = staticmethod(quant.quantize_rows)
-    count_rows = staticmethod(permute.count_rows)
-    moe_align_block_size = staticmethod(permute.moe_align_block_size)
-    permute_rows = staticmethod(permute.permute_rows)
-    unpermute_rows = staticmethod(permute.unpermute_rows)
     merge_attention = staticmethod(attention.merge_attention)
-    moe_align_masked = staticmethod(masked.moe_align_masked)
-    permute_masked_rows = staticmethod(masked.permute_masked_rows)
-    rotate_queries = staticmethod(latents.rotate_queries)
-    store_latents = staticmethod(latents.store_latents)
-    split_latents = staticmethod(latents.split_latents)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `Kernels`."""
-        return norm.rms_norm(x, weight, eps) if x.dim() == 2 else reference.rms_norm(x, weight, eps)
 
     def fp8_linear(self, x: Fp8Rows, weight_NK: Tensor, scale_inv_PQ: Tensor) -> Tensor:
         """See `Kernels`."""
         return self._gemm.linear(x, weight_NK, scale_inv_PQ)
-
-    def gate_logits(self, hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:
-        """See `Kernels`."""
-        if routing.is_better_in_parts(hidden_TD, weight_ED):
-            return routing.score_in_parts(hidden_TD, weight_ED)
-        return routing.score(hidden_TD, weight_ED)
-
-    def group_limited_topk(
-        self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """See `Kernels`."""
-        if routing.is_supported(logits_TE.shape[-1], rule):
-            return routing.group_limited_topk(logits_TE, bias_E, rule, num_rows)
-        logits_TE = logits_TE if logits_TE.dim() == 2 else logits_TE.sum(0)
-        return reference.group_limited_topk(logits_TE, bias_E, rule, num_rows)
 
     def grouped_fp8_mlp(
         self,
@@ -125,7 +87,7 @@ class HopperKernels:
         overflow: Overflow | None = None,
     ) -> Tensor:
         """See `Kernels`."""
-        parts = self._gemm, quant.silu_and_mul_fp8, self._overflow
+        parts = self._gemm, activation_kernel.silu_and_mul_fp8, self._overflow
         return grouped_fp8_mlp(*parts, rows, expert_M, w13=w13, w2=w2, overflow=overflow)
 
     def masked_fp8_mlp(
@@ -135,14 +97,7 @@ class HopperKernels:
         if self._experts is not None and self._experts.takes(rows, w13, w2):
             return self._experts.masked_fp8_mlp(rows, w13, w2)
         gate_up = self._gemm.masked_linear(rows, *w13)
-        return self._gemm.masked_linear(masked.masked_silu_and_mul_fp8(gate_up, rows), *w2)
-
-    def join_keys(self, k_nope_PHN: Tensor, k_pe_PR: Tensor) -> Tensor:
-        """See `Kernels`."""
-        sizes: Sequence[int] = (k_nope_PHN.shape[2], k_pe_PR.shape[1])
-        if any(size & (size - 1) for size in sizes):
-            return reference.join_keys(k_nope_PHN, k_pe_PR)
-        return latents.join_keys(k_nope_PHN, k_pe_PR)
+        return self._gemm.masked_linear(masked_kernel.masked_silu_and_mul_fp8(gate_up, rows), *w2)
 
     def absorb_queries(
         self, q_THA: Tensor, weight_HNC: Tensor, rotation: Rotation, cache: Tensor
@@ -154,7 +109,7 @@ class HopperKernels:
                 break_chain()  # FlashMLA, which comes next, begins when a kernel of ours lets it
             dtype = cache.dtype if is_paged else q_THA.dtype
             return absorb.absorb_queries(q_THA, weight_HNC, rotation, dtype)
-        return absorb_reference.carry(latents.rotate_queries(q_THA, rotation), weight_HNC)
+        return absorb_reference.carry(latents_kernel.rotate_queries(q_THA, rotation), weight_HNC)
 
     def expand_values(self, latents_THC: Tensor, weight_HVC: Tensor, *, fp8: bool) -> Activation:
         """See `Kernels`."""

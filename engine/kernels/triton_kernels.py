@@ -7,61 +7,23 @@ that make its bits by hand; products widen them (see `triton_gemm.product`).
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from engine.attention import absorb_reference
-from engine.attention.latent_storage import put_rows
 from engine.formats.fp8_rows import Fp8Rows
 from engine.formats.triton_gemm import byte_quant
 from engine.formats.triton_gemm.gemm import TritonGemm
 from engine.formats.triton_gemm.overflow import OverflowExperts
 from engine.kernels.alignment import Overflow
-from engine.kernels.fused import routing
 from engine.kernels.hopper import HopperKernels, grouped_fp8_mlp
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.parts import PageAttention, VarlenAttention
-from engine.kernels.rotation import Rotation
+from engine.ops.op import Target
+from engine.ops.table import resolve_ops
 
 
 class _Quantised(Protocol):
     """The operations that write e4m3 numbers; see `Kernels`."""
-
-    def store_latents(
-        self,
-        latents_TL: Tensor,
-        weight_C: Tensor,
-        eps: float,
-        rotation: Rotation,
-        *,
-        cache: Tensor,
-        slots_T: Tensor,
-    ) -> None: ...
-
-    def split_latents(
-        self,
-        latents_TX: Tensor,
-        q_weight_Q: Tensor,
-        weight_C: Tensor,
-        eps: float,
-        rotation: Rotation,
-        *,
-        cache: Tensor,
-        slots_T: Tensor,
-    ) -> Fp8Rows: ...
-
-    def add_rms_norm_fp8(
-        self,
-        x_TD: Tensor,
-        delta_TD: Tensor | None,
-        weight_D: Tensor,
-        eps: float,
-        *,
-        with_plain: bool,
-        out: Fp8Rows | None = None,
-    ) -> tuple[Tensor, Tensor | None, Fp8Rows]: ...
-
-    def silu_and_mul_fp8(self, gate_up_TF: Tensor) -> Fp8Rows: ...
 
     def quantize_rows(self, x_TK: Tensor, out: Fp8Rows | None = None) -> Fp8Rows: ...
 
@@ -84,7 +46,6 @@ class TritonKernels:
 
     has_fp8 = True
     max_attention_positions = HopperKernels.max_attention_positions
-    gate_logits = staticmethod(routing.score)
     absorb_queries = staticmethod(absorb_reference.absorb_queries)
     expand_values = staticmethod(absorb_reference.expand_values)
 
@@ -94,31 +55,16 @@ class TritonKernels:
         """Take what multiplies, which also says what the GPU can do, and what attends."""
         overflow = OverflowExperts(gemm.limits)
         shared = HopperKernels(gemm=gemm, overflow=overflow, attention=attention, pages=pages)
-        own: _Quantised = _ByHand(gemm, overflow, shared) if gemm.widens else shared
+        own: _Quantised = _ByHand(gemm, overflow) if gemm.widens else shared
         self.name = f"triton on sm{gemm.limits.sm}"
+        self.ops = resolve_ops(Target.NO_E4M3 if gemm.widens else Target.TRITON)
 
-        self.store_latents = own.store_latents
-        self.split_latents = own.split_latents
-        self.add_rms_norm_fp8 = own.add_rms_norm_fp8
-        self.silu_and_mul_fp8 = own.silu_and_mul_fp8
         self.quantize_rows = own.quantize_rows
         self.grouped_fp8_mlp = own.grouped_fp8_mlp
         self.masked_fp8_mlp = own.masked_fp8_mlp
 
-        self.rms_norm = shared.rms_norm
-        self.add_rms_norm = shared.add_rms_norm
-        self.silu_and_mul = shared.silu_and_mul
         self.fp8_linear = shared.fp8_linear
-        self.group_limited_topk = shared.group_limited_topk
         self.grouped_mlp = shared.grouped_mlp
-        self.count_rows = shared.count_rows
-        self.moe_align_block_size = shared.moe_align_block_size
-        self.permute_rows = shared.permute_rows
-        self.unpermute_rows = shared.unpermute_rows
-        self.moe_align_masked = shared.moe_align_masked
-        self.permute_masked_rows = shared.permute_masked_rows
-        self.rotate_queries = shared.rotate_queries
-        self.join_keys = shared.join_keys
         self.varlen_attention = shared.varlen_attention
         self.varlen_attention_part = shared.varlen_attention_part
         self.merge_attention = shared.merge_attention
@@ -131,67 +77,11 @@ class TritonKernels:
 class _ByHand:
     """What writes e4m3 numbers, on a GPU that does not know them."""
 
-    def __init__(self, gemm: TritonGemm, overflow: OverflowExperts, shared: HopperKernels) -> None:
+    def __init__(self, gemm: TritonGemm, overflow: OverflowExperts) -> None:
         self._gemm = gemm
         self._overflow = overflow
-        self._shared = shared
 
-    silu_and_mul_fp8 = staticmethod(byte_quant.silu_and_mul_fp8)
     quantize_rows = staticmethod(byte_quant.quantize_rows)
-
-    def store_latents(
-        self,
-        latents_TL: Tensor,
-        weight_C: Tensor,
-        eps: float,
-        rotation: Rotation,
-        *,
-        cache: Tensor,
-        slots_T: Tensor,
-    ) -> None:
-        if cache.dtype != torch.float8_e4m3fn:
-            self._shared.store_latents(
-                latents_TL, weight_C, eps, rotation, cache=cache, slots_T=slots_T
-            )
-            return
-        # As rows of a block of their own, which PyTorch then rounds: it makes e4m3 by hand.
-        rows_TL = torch.empty(latents_TL.shape, dtype=latents_TL.dtype, device=cache.device)
-        places_T = torch.arange(len(rows_TL), device=cache.device)
-        self._shared.store_latents(
-            latents_TL, weight_C, eps, rotation, cache=rows_TL.unsqueeze(0), slots_T=places_T
-        )
-        put_rows(cache, slots_T, rows_TL)
-
-    def split_latents(
-        self,
-        latents_TX: Tensor,
-        q_weight_Q: Tensor,
-        weight_C: Tensor,
-        eps: float,
-        rotation: Rotation,
-        *,
-        cache: Tensor,
-        slots_T: Tensor,
-    ) -> Fp8Rows:
-        q_TQ, latents_TL = latents_TX.tensor_split([q_weight_Q.shape[0]], dim=1)
-        self.store_latents(latents_TL, weight_C, eps, rotation, cache=cache, slots_T=slots_T)
-        return byte_quant.quantize_rows(self._shared.rms_norm(q_TQ, q_weight_Q, eps))
-
-    def add_rms_norm_fp8(
-        self,
-        x_TD: Tensor,
-        delta_TD: Tensor | None,
-        weight_D: Tensor,
-        eps: float,
-        *,
-        with_plain: bool,
-        out: Fp8Rows | None = None,
-    ) -> tuple[Tensor, Tensor | None, Fp8Rows]:
-        if delta_TD is None:
-            total, normed = x_TD, self._shared.rms_norm(x_TD, weight_D, eps)
-        else:
-            total, normed = self._shared.add_rms_norm(x_TD, delta_TD, weight_D, eps)
-        return total, normed if with_plain else None, byte_quant.quantize_rows(normed, out)
 
     def grouped_fp8_mlp(
         self,

@@ -12,6 +12,7 @@ from torch import nn
 from engine.hf_config.quantization import ModulePatterns
 from engine.kernels.base import Kernels
 from engine.kernels.portable import PortableKernels
+from engine.ops.op import Ops
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.token_sharding import ReplicatedTokens, ScatteredTokens, TokenSharding
 from engine.side_stream import SideStream
@@ -40,6 +41,11 @@ class LayerContext:
     scatter_tokens: bool = False
     overlap_shared_expert: bool = True
     side_stream: SideStream | None = None
+
+    @property
+    def ops(self) -> Ops:
+        """The table of operations of the kernels."""
+        return self.kernels.ops
 
     @property
     def sharding(self) -> TokenSharding:

@@ -7,6 +7,7 @@ from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.norm import FeedFormat, Normed
 from engine.operations import Operations
+from engine.ops.activation import SILU_AND_MUL, SILU_AND_MUL_FP8
 
 
 class MLP(nn.Module):
@@ -18,7 +19,8 @@ class MLP(nn.Module):
 
     def __init__(self, ctx: LayerContext, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self._kernels = ctx.kernels
+        self._silu_and_mul = ctx.ops[SILU_AND_MUL]
+        self._silu_and_mul_fp8 = ctx.ops[SILU_AND_MUL_FP8]
         self._sharding = ctx.sharding
         self.gate_up_proj = ColumnParallelLinear(
             ctx, hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}
@@ -54,5 +56,5 @@ class MLP(nn.Module):
             hidden = hidden.column_major()
         gate_up: Tensor = self.gate_up_proj(hidden)
         if self.down_proj.is_fp8:
-            return self._kernels.silu_and_mul_fp8(gate_up)
-        return self._kernels.silu_and_mul(gate_up)
+            return self._silu_and_mul_fp8(gate_up)
+        return self._silu_and_mul(gate_up)

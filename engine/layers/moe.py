@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
-from engine.kernels.routing import RoutingRule
 from engine.layers.context import LayerContext
 from engine.layers.matrix import Matrix
 from engine.layers.mlp import MLP
 from engine.layers.norm import FeedFormat, Normed
 from engine.layers.shared_expert import SharedSchedule
 from engine.operations import Operations
+from engine.ops.gate import GATE_LOGITS, GROUP_LIMITED_TOPK, RoutingRule
 from engine.options import DispatcherKind
 from engine.parallel.choose_dispatcher import RankExperts, choose_dispatcher
 from engine.parallel.expert_placement import ExpertPlacement
@@ -38,7 +38,8 @@ class Gate(nn.Module):
 
     def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
         super().__init__()
-        self._kernels = ctx.kernels
+        self._gate_logits = ctx.ops[GATE_LOGITS]
+        self._group_limited_topk = ctx.ops[GROUP_LIMITED_TOPK]
         self._rule = RoutingRule.of(config)
         # In float32, unless the kernels multiply bfloat16 without loss.
         dtype = torch.bfloat16 if ctx.fp8 else torch.float32
@@ -52,8 +53,8 @@ class Gate(nn.Module):
 
     def forward(self, hidden_TD: Tensor, num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return logical topk_ids [T, K] int64, -1 for padding, and topk_weights [T, K] float32."""
-        logits_TE = self._kernels.gate_logits(hidden_TD, self.weight)
-        return self._kernels.group_limited_topk(
+        logits_TE = self._gate_logits(hidden_TD, self.weight)
+        return self._group_limited_topk(
             logits_TE, self.e_score_correction_bias, self._rule, num_rows
         )
 

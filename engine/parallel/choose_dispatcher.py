@@ -176,7 +176,7 @@ def _by_collectives(experts: RankExperts) -> OpenDispatcher:
     groups, share = experts.groups, experts.share
     rows: RowFormat[Any] = PlainRows(share)
     if experts.are_fp8:
-        rows = AlignedFp8(experts.kernels, share)
+        rows = AlignedFp8(experts.kernels.ops, share)
     dispatcher: TokenDispatcher[Any]
     if experts.scatter_tokens:
         dispatcher = GatheredDispatcher(rows, groups.tp_group)

@@ -17,6 +17,8 @@ from engine.formats.expert_matrix import ExpertMatrix
 from engine.formats.fp8_rows import Activation, Fp8Rows
 from engine.kernels.alignment import Alignment, Overflow
 from engine.kernels.base import Kernels
+from engine.ops.op import Ops
+from engine.ops.permute import PERMUTE_ROWS
 
 
 class Rows(Protocol):
@@ -68,11 +70,11 @@ class AlignedRows:
     overflow: Overflow | None = None
 
     @classmethod
-    def permute(cls, kernels: Kernels, rows: Fp8Rows, alignment: Alignment) -> "AlignedRows":
+    def permute(cls, ops: Ops, rows: Fp8Rows, alignment: Alignment) -> "AlignedRows":
         """Copy each of `rows` to its places before the capacity; others are read as they are."""
         places = alignment.overflow
         return cls(
-            rows=kernels.permute_rows(rows, alignment),
+            rows=ops[PERMUTE_ROWS](rows, alignment),
             expert_M=alignment.expert_M,
             overflow=None if places is None else Overflow(source=rows, places=places),
         )

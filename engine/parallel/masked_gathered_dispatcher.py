@@ -29,6 +29,8 @@ from engine.kernels.masked_rows import (
     guess_rows,
     max_masked_rows,
 )
+from engine.ops.masked import MOE_ALIGN_MASKED, PERMUTE_MASKED_ROWS
+from engine.ops.permute import UNPERMUTE_ROWS
 from engine.parallel.groups import RankGroup
 from engine.parallel.pending import Pending, Then
 
@@ -70,7 +72,10 @@ class MaskedGatheredDispatcher:
             ep_group: the ranks.
             max_tokens_per_rank: T; a rank alone does not pad.
         """
-        self._kernels = kernels
+        self._kernels, ops = kernels, kernels.ops
+        self._moe_align_masked = ops[MOE_ALIGN_MASKED]
+        self._permute_masked_rows = ops[PERMUTE_MASKED_ROWS]
+        self._unpermute_rows = ops[UNPERMUTE_ROWS]
         self._num_local_experts = num_local_experts
         self._group = ep_group
         self._max_tokens_per_rank = max_tokens_per_rank
@@ -100,7 +105,7 @@ class MaskedGatheredDispatcher:
             handle = MaskedGatheredHandle(
                 places=places, topk_weights=weights, num_tokens=num_tokens
             )
-            return self._kernels.permute_masked_rows(all_rows, places), handle
+            return self._permute_masked_rows(all_rows, places), handle
 
         return Then(gathering, receive)
 
@@ -108,7 +113,7 @@ class MaskedGatheredDispatcher:
         self, expert_out_LMD: Tensor, handle: MaskedGatheredHandle, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
         """See `TokenDispatcher`; `own` is complete for this rank's tokens."""
-        partial = self._kernels.unpermute_rows(
+        partial = self._unpermute_rows(
             expert_out_LMD.flatten(0, 1), handle.places, handle.topk_weights, None
         )
         reducing = self._group.start_reduce_scatter(partial)
@@ -128,7 +133,7 @@ class MaskedGatheredDispatcher:
 
     def _place(self, ids: Tensor, room: MaskedRoom) -> MaskedPlaces:
         num_local = self._num_local_experts
-        return self._kernels.moe_align_masked(
+        return self._moe_align_masked(
             ids,
             self._group.rank * num_local,
             num_local,

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from engine.formats.fp8_rows import Activation, Fp8Rows
 from engine.kernels.alignment import ROW_BLOCK, Alignment, row_capacity
-from engine.kernels.base import Kernels
+from engine.ops.op import Ops
+from engine.ops.permute import COUNT_ROWS, MOE_ALIGN_BLOCK_SIZE, UNPERMUTE_ROWS
 from engine.parallel.expert_rows import AlignedRows, ExpertRows, Rows, plain, quantized
 from engine.parallel.packed_rows import packed_bytes
 
@@ -178,7 +179,7 @@ class AlignedFp8:
     A pair gets its row on the device, and the host never waits for how many there are.
     """
 
-    kernels: Kernels
+    ops: Ops
     share: ExpertShare
     takes_fp8 = True
     waits_for_counts = False
@@ -195,29 +196,27 @@ class AlignedFp8:
         """See `RowFormat`."""
         share = self.share
         capacity = row_capacity(topk_ids_TK.numel(), share.num_local, share.num_ranks)
-        alignment = self.kernels.moe_align_block_size(
+        alignment = self.ops[MOE_ALIGN_BLOCK_SIZE](
             topk_ids_TK, share.first, share.num_local, capacity
         )
         return AlignedPairs(alignment=alignment, topk_weights_TK=topk_weights_TK)
 
     def permute(self, rows: Activation, plan: AlignedPairs) -> AlignedRows:
         """See `RowFormat`."""
-        return AlignedRows.permute(self.kernels, quantized(rows), plan.alignment)
+        return AlignedRows.permute(self.ops, quantized(rows), plan.alignment)
 
     def unpermute(self, expert_out_MD: Tensor, plan: AlignedPairs, own_TD: Tensor | None) -> Tensor:
         """See `RowFormat`."""
-        return self.kernels.unpermute_rows(
-            expert_out_MD, plan.alignment, plan.topk_weights_TK, own_TD
-        )
+        return self.ops[UNPERMUTE_ROWS](expert_out_MD, plan.alignment, plan.topk_weights_TK, own_TD)
 
     def sort(
         self, rows: Activation, expert_M: Tensor, num_rows_per_expert: list[int]
     ) -> tuple[AlignedRows, Tensor]:
         """See `RowFormat`; the layout ends where the rows in use do."""
         num_rows = sum(-(-count // ROW_BLOCK) * ROW_BLOCK for count in num_rows_per_expert)
-        counts = self.kernels.count_rows(expert_M.unsqueeze(1), 0, len(num_rows_per_expert))
+        counts = self.ops[COUNT_ROWS](expert_M.unsqueeze(1), 0, len(num_rows_per_expert))
         alignment = counts.lay_out(counts.rows_to_lay_out(num_rows))
-        aligned = AlignedRows.permute(self.kernels, quantized(rows), alignment)
+        aligned = AlignedRows.permute(self.ops, quantized(rows), alignment)
         return aligned, alignment.rows_TK.flatten().long()
 
 

@@ -17,6 +17,8 @@ from bench.stage_timer import (
 from engine.attention.paged_queries import PagedQueries, QueryCounts
 from engine.kernels.base import VarlenLengths
 from engine.kernels.portable import PortableKernels
+from engine.ops.masked import MOE_ALIGN_MASKED, PERMUTE_MASKED_ROWS
+from engine.ops.norm import RMS_NORM
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.weights.fp8 import quantize_block
@@ -91,8 +93,8 @@ def test_masked_experts_count_rows_in_use() -> None:
     kernels = PortableKernels(has_fp8=True)
     timer = StageTimer(kernels, H200)
     ids = torch.tensor([[0, 1], [0, 1], [1, 0]])
-    places = kernels.moe_align_masked(ids, 0, 2, 128)
-    rows = kernels.permute_masked_rows(kernels.quantize_rows(torch.randn(3, 128)), places)
+    places = kernels.ops[MOE_ALIGN_MASKED](ids, 0, 2, 128)
+    rows = kernels.ops[PERMUTE_MASKED_ROWS](kernels.quantize_rows(torch.randn(3, 128)), places)
     weights = [quantize_block(torch.randn(2 * 256, 128)), quantize_block(torch.randn(256, 128))]
     w13, w2 = ((weight.view(2, -1, 128), scale.view(2, -1, 1)) for weight, scale in weights)
     timer.mode = TimerMode.BOUNDS
@@ -125,6 +127,6 @@ def test_calls_and_collectives_are_named_in_a_trace() -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities) as profiler:
             assert torch.equal(watched.tp_group.all_reduce(x), x)
-            timer.rms_norm(x, torch.ones(32), 1e-6)
+            timer.ops[RMS_NORM](x, torch.ones(32), 1e-6)
         found = {event.key for event in profiler.key_averages()}
         assert {name for name in found if not name.startswith("aten::")} == names

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.ops.op import Ops
+
 READS = frozenset(
     (
         *("item", "tolist", "numpy", "cpu", "equal", "allclose", "is_nonzero", "__contains__"),
@@ -114,6 +116,8 @@ class Device:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._inner, name)
+        if isinstance(value, Ops):
+            return value.wrapped(lambda _, call: _unwatched(call))
         return _unwatched(value) if callable(value) else value
 
 

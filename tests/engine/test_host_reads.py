@@ -19,6 +19,7 @@ from engine.formats.fp8_rows import Activation
 from engine.kernels.portable import PortableKernels
 from engine.layers.moe import MoE
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.ops.activation import SILU_AND_MUL
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.deep_ep_buffers import LowLatencyBuffer, NormalBuffer, NormalConfigs
 from engine.parallel.deep_ep_low_latency_dispatcher import DeepEPLowLatencyDispatcher
@@ -75,7 +76,7 @@ def test_no_way_to_a_number_is_overlooked(read: Callable[[Tensor], object]) -> N
     with refuse_host_reads(), pytest.raises(HostReadError):
         read(x)
     with refuse_host_reads():
-        Device(PortableKernels()).silu_and_mul(torch.ones(2, 4))
+        Device(PortableKernels()).ops[SILU_AND_MUL](torch.ones(2, 4))
         assert len(x) == 3
         assert x[1:].shape == (2,)
         x[torch.tensor([0, 2])] += 1
@@ -84,7 +85,7 @@ def test_no_way_to_a_number_is_overlooked(read: Callable[[Tensor], object]) -> N
 
 
 def fp8(num_ranks: int) -> AlignedFp8:
-    return AlignedFp8(KERNELS, share(num_ranks))
+    return AlignedFp8(KERNELS.ops, share(num_ranks))
 
 
 def share(num_ranks: int) -> ExpertShare:

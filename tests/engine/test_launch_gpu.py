@@ -182,7 +182,7 @@ def make_experts(kernels: Kernels, num_ranks: int, tmp_path: Path) -> ModelRunne
     config = ModelConfig.from_dir(write_checkpoint(tmp_path, CONFIG, fp8=True))
     share = ExpertShare(first=0, num_local=config.n_routed_experts, num_ranks=num_ranks)
     dispatcher = GatheredDispatcher if num_ranks > 1 else LocalDispatcher
-    execution = Execution(dispatcher=dispatcher(AlignedFp8(kernels, share), RankGroup()))
+    execution = Execution(dispatcher=dispatcher(AlignedFp8(kernels.ops, share), RankGroup()))
     model = build_model(
         tmp_path, dtype=torch.bfloat16, device="cuda", kernels=kernels, execution=execution
     )

@@ -21,7 +21,7 @@ from bench.engine.routing import (
 from bench.shapes import DEEPSEEK_V3, TINY, expert_shard, tensor_shard
 from engine.config import ModelConfig
 from engine.kernels.portable import PortableKernels
-from engine.kernels.routing import RoutingRule
+from engine.ops.gate import GROUP_LIMITED_TOPK, RoutingRule
 
 SHARDS = [
     shard(DEEPSEEK_V3, ranks=ranks, of=8)
@@ -164,12 +164,12 @@ def test_only_the_choice_is_replaced() -> None:
     assert routing.name == kernels.name
     logits, bias = torch.randn(10, TINY.n_routed_experts), torch.zeros(TINY.n_routed_experts)
     rule = RoutingRule.of(TINY)
-    chosen, expected = kernels.group_limited_topk(logits, bias, rule)
-    own, weights = routing.group_limited_topk(logits, bias, rule)
+    chosen, expected = kernels.ops[GROUP_LIMITED_TOPK](logits, bias, rule)
+    own, weights = routing.ops[GROUP_LIMITED_TOPK](logits, bias, rule)
     assert torch.equal(own, chosen)
     table = even_experts(TINY, 16)
     routing.tables = RoutingTables(table[None, None])
-    ids, weights = routing.group_limited_topk(logits, bias, rule)
+    ids, weights = routing.ops[GROUP_LIMITED_TOPK](logits, bias, rule)
     assert torch.equal(ids, table[:10])
     assert torch.equal(weights, expected)
 
@@ -180,7 +180,7 @@ def test_padding_goes_to_no_expert(knows: bool) -> None:
     routing, table = TableRouting(PortableKernels()), even_experts(TINY, 16)
     routing.tables = RoutingTables(table[None, None].clone(), num_rows=6 if knows else None)
     rule, num_rows = RoutingRule.of(TINY), torch.tensor([6])
-    ids, _ = routing.group_limited_topk(logits, bias, rule, num_rows)
+    ids, _ = routing.ops[GROUP_LIMITED_TOPK](logits, bias, rule, num_rows)
     assert torch.equal(ids[:6], table[:6])
     assert ids[6:].eq(-1).all()
 

@@ -18,6 +18,10 @@ from engine.kernels.create import create_kernels
 from engine.kernels.masked_rows import max_masked_rows
 from engine.kernels.portable import PortableKernels
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.ops.gate import GATE_LOGITS
+from engine.ops.latents import JOIN_KEYS
+from engine.ops.masked import MOE_ALIGN_MASKED, PERMUTE_MASKED_ROWS
+from engine.ops.permute import MOE_ALIGN_BLOCK_SIZE, UNPERMUTE_ROWS
 from engine.parallel.expert_rows import AlignedRows
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
@@ -91,10 +95,10 @@ def test_experts(
     weights = torch.rand(num_tokens, 3, device="cuda")
     outs = []
     for k in (kernels, PortableKernels(has_fp8=True)):
-        alignment = k.moe_align_block_size(ids, first, num_local, capacity)
-        rows = AlignedRows.permute(k, k.quantize_rows(hidden), alignment)
+        alignment = k.ops[MOE_ALIGN_BLOCK_SIZE](ids, first, num_local, capacity)
+        rows = AlignedRows.permute(k.ops, k.quantize_rows(hidden), alignment)
         out = k.grouped_fp8_mlp(rows.rows, rows.expert_M, w13, w2, rows.overflow)
-        outs.append(k.unpermute_rows(out, alignment, weights, None))
+        outs.append(k.ops[UNPERMUTE_ROWS](out, alignment, weights, None))
     # Hidden activations are rounded to e4m3 twice from slightly different sums.
     assert relative_error(outs[0], outs[1]) < 2e-2
 
@@ -108,12 +112,12 @@ def test_masked_experts(kernels: Kernels, num_tokens: int, first: int, num_local
     weights = torch.rand(num_tokens, 3, device="cuda")
     outs = []
     for k in (kernels, PortableKernels(has_fp8=True)):
-        places = k.moe_align_masked(ids, first, num_local, max_masked_rows(num_tokens))
-        rows = k.permute_masked_rows(k.quantize_rows(hidden), places)
+        places = k.ops[MOE_ALIGN_MASKED](ids, first, num_local, max_masked_rows(num_tokens))
+        rows = k.ops[PERMUTE_MASKED_ROWS](k.quantize_rows(hidden), places)
         out = k.masked_fp8_mlp(rows, w13, w2)
         used = torch.arange(out.shape[1], device="cuda") < places.num_rows_L.unsqueeze(1)
         out[~used] = float("nan")  # nobody reads what is not in use
-        outs.append(k.unpermute_rows(out.flatten(0, 1), places, weights, None))
+        outs.append(k.ops[UNPERMUTE_ROWS](out.flatten(0, 1), places, weights, None))
     assert outs[0].shape == (num_tokens, 1024)
     if num_tokens:
         assert relative_error(outs[0], outs[1]) < MASKED
@@ -128,9 +132,9 @@ def test_every_row_of_every_expert_in_use(kernels: Kernels, expected_rows: int) 
     weights = torch.rand(256, 4, device="cuda")
     outs = []
     for k in (kernels, PortableKernels(has_fp8=True)):
-        places = k.moe_align_masked(ids, 0, 4, 256, expected_rows=expected_rows)
-        out = k.masked_fp8_mlp(k.permute_masked_rows(tokens, places), w13, w2)
-        outs.append(k.unpermute_rows(out.flatten(0, 1), places, weights, None))
+        places = k.ops[MOE_ALIGN_MASKED](ids, 0, 4, 256, expected_rows=expected_rows)
+        out = k.masked_fp8_mlp(k.ops[PERMUTE_MASKED_ROWS](tokens, places), w13, w2)
+        outs.append(k.ops[UNPERMUTE_ROWS](out.flatten(0, 1), places, weights, None))
     assert relative_error(outs[0], outs[1]) < MASKED
 
 
@@ -141,10 +145,10 @@ def test_masked_experts_in_a_graph(kernels: Kernels) -> None:
     weights = torch.rand(96, 4, device="cuda")
 
     def step(k: Kernels) -> Tensor:
-        places = k.moe_align_masked(ids, 4, 8, 128, expected_rows=24)
-        rows = k.permute_masked_rows(k.quantize_rows(hidden), places)
+        places = k.ops[MOE_ALIGN_MASKED](ids, 4, 8, 128, expected_rows=24)
+        rows = k.ops[PERMUTE_MASKED_ROWS](k.quantize_rows(hidden), places)
         out = k.masked_fp8_mlp(rows, w13, w2)
-        return k.unpermute_rows(out.flatten(0, 1), places, weights, hidden)
+        return k.ops[UNPERMUTE_ROWS](out.flatten(0, 1), places, weights, hidden)
 
     step(kernels)
     graph = torch.cuda.CUDAGraph()
@@ -174,7 +178,7 @@ def test_varlen_attention(kernels: Kernels, lengths: list[tuple[int, int]], num_
     num_queries, num_positions = (sum(pair[i] for pair in lengths) for i in (0, 1))
     q = draw(num_queries, num_heads, 192)
     expanded = draw(num_positions, num_heads, 256)
-    k = kernels.join_keys(expanded[..., :128], draw(num_positions, 64))
+    k = kernels.ops[JOIN_KEYS](expanded[..., :128], draw(num_positions, 64))
     v = expanded[..., 128:]  # a strided view, as the layer has it
     seqs = lengths_on_device(lengths)
     actual = kernels.varlen_attention(q, k, v, seqs, 0.1352)
@@ -220,7 +224,7 @@ def test_varlen_attention_in_parts(kernels: Kernels, num_heads: int, cuts: list[
 def test_gate_logits_lose_nothing(kernels: Kernels) -> None:
     hidden, weight = draw(333, 7168), draw(256, 7168)
     expected = hidden.double() @ weight.double().t()
-    assert relative_error(kernels.gate_logits(hidden, weight), expected) < 1e-5
+    assert relative_error(kernels.ops[GATE_LOGITS](hidden, weight), expected) < 1e-5
 
 
 @pytest.fixture(scope="module")

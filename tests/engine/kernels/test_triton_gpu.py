@@ -19,6 +19,11 @@ from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.create import KernelSet, create_kernels
 from engine.kernels.portable import PortableKernels
 from engine.kernels.rotation import Rotation
+from engine.ops.activation import SILU_AND_MUL, SILU_AND_MUL_FP8
+from engine.ops.latents import STORE_LATENTS
+from engine.ops.masked import MOE_ALIGN_MASKED, PERMUTE_MASKED_ROWS
+from engine.ops.norm import ADD_RMS_NORM_FP8, RMS_NORM
+from engine.ops.permute import MOE_ALIGN_BLOCK_SIZE, PERMUTE_ROWS, UNPERMUTE_ROWS
 from engine.parallel.expert_rows import AlignedRows
 from engine.weights.fp8 import quantize_block
 from runtime.sampling import SamplingParams
@@ -66,9 +71,11 @@ def aligned_experts(
     weights: Tensor,
     pair: tuple[tuple[Tensor, Tensor], ...],
 ) -> Tensor:
-    places = k.moe_align_block_size(ids, 2, 4)
-    rows = k.permute_rows(k.quantize_rows(hidden), places)
-    return k.unpermute_rows(k.grouped_fp8_mlp(rows, places.expert_M, *pair), places, weights, None)
+    places = k.ops[MOE_ALIGN_BLOCK_SIZE](ids, 2, 4)
+    rows = k.ops[PERMUTE_ROWS](k.quantize_rows(hidden), places)
+    return k.ops[UNPERMUTE_ROWS](
+        k.grouped_fp8_mlp(rows, places.expert_M, *pair), places, weights, None
+    )
 
 
 def overflowing_experts(
@@ -79,10 +86,10 @@ def overflowing_experts(
     pair: tuple[tuple[Tensor, Tensor], ...],
 ) -> Tensor:
     """Most of the rows are behind the capacity."""
-    places = k.moe_align_block_size(ids, 2, 4, 128)
-    rows = AlignedRows.permute(k, k.quantize_rows(hidden), places)
+    places = k.ops[MOE_ALIGN_BLOCK_SIZE](ids, 2, 4, 128)
+    rows = AlignedRows.permute(k.ops, k.quantize_rows(hidden), places)
     out = k.grouped_fp8_mlp(rows.rows, rows.expert_M, *pair, overflow=rows.overflow)
-    return k.unpermute_rows(out, places, weights, None)
+    return k.ops[UNPERMUTE_ROWS](out, places, weights, None)
 
 
 def masked_experts(
@@ -92,9 +99,9 @@ def masked_experts(
     weights: Tensor,
     pair: tuple[tuple[Tensor, Tensor], ...],
 ) -> Tensor:
-    places = k.moe_align_masked(ids, 2, 4, 384)
-    rows = k.permute_masked_rows(k.quantize_rows(hidden), places)
-    return k.unpermute_rows(k.masked_fp8_mlp(rows, *pair).flatten(0, 1), places, weights, None)
+    places = k.ops[MOE_ALIGN_MASKED](ids, 2, 4, 384)
+    rows = k.ops[PERMUTE_MASKED_ROWS](k.quantize_rows(hidden), places)
+    return k.ops[UNPERMUTE_ROWS](k.masked_fp8_mlp(rows, *pair).flatten(0, 1), places, weights, None)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 300])
@@ -116,19 +123,21 @@ def test_norms_and_activation(kernels: Kernels, num_tokens: int) -> None:
     x, delta, weight = draw(num_tokens, 7168), draw(num_tokens, 7168), draw(7168)
     buffer = torch.zeros(num_tokens, packed_row_bytes(7168), dtype=torch.uint8, device="cuda")
     out = Fp8Rows.packed(buffer, 7168)
-    total, plain, rows = kernels.add_rms_norm_fp8(x, delta, weight, 1e-6, with_plain=True, out=out)
+    total, plain, rows = kernels.ops[ADD_RMS_NORM_FP8](
+        x, delta, weight, 1e-6, with_plain=True, out=out
+    )
     assert torch.equal(total, x + delta)
-    expected = reference.rms_norm(x + delta, weight, 1e-6)
+    expected = RMS_NORM.reference(x + delta, weight, 1e-6)
     assert plain is not None
     assert relative_error(plain, expected) < 5e-3
     for found in (rows, out):
         assert relative_error(found.dequantize(), expected) < 4e-2  # 3 bits of mantissa
-    first, absent, _ = kernels.add_rms_norm_fp8(x, None, weight, 1e-6, with_plain=False)
+    first, absent, _ = kernels.ops[ADD_RMS_NORM_FP8](x, None, weight, 1e-6, with_plain=False)
     assert torch.equal(first, x)
     assert absent is None
     gate_up = draw(num_tokens, 4096)
-    activated = kernels.silu_and_mul_fp8(gate_up).dequantize()
-    assert relative_error(activated, reference.silu_and_mul(gate_up.float())) < 4e-2
+    activated = kernels.ops[SILU_AND_MUL_FP8](gate_up).dequantize()
+    assert relative_error(activated, SILU_AND_MUL.reference(gate_up.float())) < 4e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -138,7 +147,7 @@ def test_latents_are_stored_as_the_pool_is(kernels: Kernels, dtype: torch.dtype)
     pools = [torch.zeros(2, 64, 576, device="cuda").to(dtype) for _ in range(2)]
     rotation = Rotation(cos=angles.cos(), sin=angles.sin())
     for k, cache in zip((kernels, PortableKernels()), pools, strict=True):
-        k.store_latents(latents, weight, 1e-6, rotation, cache=cache, slots_T=slots)
+        k.ops[STORE_LATENTS](latents, weight, 1e-6, rotation, cache=cache, slots_T=slots)
     own, expected = (pool.float().flatten(0, 1) for pool in pools)
     assert relative_error(own[slots], expected[slots]) < (5e-3 if dtype.itemsize == 2 else 2e-2)
     own[slots] = 0.0

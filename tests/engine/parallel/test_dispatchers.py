@@ -31,7 +31,7 @@ NUM_EXPERTS = 8
 Routing: TypeAlias = tuple[Tensor, Tensor, Tensor]
 KERNELS = PortableKernels(has_fp8=True)
 ALL = ExpertShare(first=0, num_local=NUM_EXPERTS, num_ranks=1)
-PLAIN, FP8 = PlainRows(ALL), AlignedFp8(KERNELS, ALL)
+PLAIN, FP8 = PlainRows(ALL), AlignedFp8(KERNELS.ops, ALL)
 
 
 def one_rank(rows: RowFormat[Any]) -> list[TokenDispatcher[Any]]:
@@ -126,7 +126,7 @@ def test_one_rank_in_fp8(seed: int, num_tokens: int) -> None:
 def test_rows_beyond_an_even_share_are_not_lost(kind: type, num_ranks: int) -> None:
     routing = draw_routing(5, 900, size=256)
     share = ExpertShare(first=0, num_local=NUM_EXPERTS, num_ranks=num_ranks)
-    dispatcher = kind(AlignedFp8(KERNELS, share), RankGroup())
+    dispatcher = kind(AlignedFp8(KERNELS.ops, share), RankGroup())
     hidden = KERNELS.quantize_rows(routing[0])
     rows, _ = dispatcher.start_dispatch(hidden, *routing[1:]).wait()
     assert (rows.overflow is None) == (num_ranks == 1)

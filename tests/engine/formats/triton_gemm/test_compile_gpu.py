@@ -19,7 +19,12 @@ from engine.formats.triton_gemm.candidates import candidates, shared_memory
 from engine.formats.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from engine.formats.triton_gemm.tiles import ProductShape, RowLayout
 from engine.kernels.rotation import Rotation
-from engine.kernels.routing import RoutingRule
+from engine.ops.activation import SILU_AND_MUL_FP8
+from engine.ops.gate import GROUP_LIMITED_TOPK, RoutingRule
+from engine.ops.latents import JOIN_KEYS, ROTATE_QUERIES, SPLIT_LATENTS, STORE_LATENTS
+from engine.ops.masked import MOE_ALIGN_MASKED, PERMUTE_MASKED_ROWS
+from engine.ops.norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8, RMS_NORM
+from engine.ops.permute import MOE_ALIGN_BLOCK_SIZE, UNPERMUTE_ROWS
 from engine.parallel.expert_rows import AlignedRows
 from tests.engine.elsewhere import Elsewhere, compiling_only
 from tests.engine.triton_device import IS_INTERPRETED
@@ -97,30 +102,32 @@ def run_every_operation(limits: DeviceLimits) -> None:
     rotation = Rotation(cos=torch.zeros(4, 32), sin=torch.zeros(4, 32))
     rows = kernels.quantize_rows(bf16(4, 256))
     places, masked = (
-        kernels.moe_align_block_size(ids, 0, 2, 128),
-        kernels.moe_align_masked(ids, 0, 2, 128),
+        kernels.ops[MOE_ALIGN_BLOCK_SIZE](ids, 0, 2, 128),
+        kernels.ops[MOE_ALIGN_MASKED](ids, 0, 2, 128),
     )
-    spread = AlignedRows.permute(kernels, rows, places)
-    in_runs = kernels.permute_masked_rows(rows, masked)
-    kernels.rms_norm(bf16(4, 256), bf16(256), 1e-6)
-    kernels.add_rms_norm(bf16(4, 256), bf16(4, 256), bf16(256), 1e-6)
+    spread = AlignedRows.permute(kernels.ops, rows, places)
+    in_runs = kernels.ops[PERMUTE_MASKED_ROWS](rows, masked)
+    kernels.ops[RMS_NORM](bf16(4, 256), bf16(256), 1e-6)
+    kernels.ops[ADD_RMS_NORM](bf16(4, 256), bf16(4, 256), bf16(256), 1e-6)
     for delta in (None, bf16(4, 256)):
-        kernels.add_rms_norm_fp8(bf16(4, 256), delta, bf16(256), 1e-6, with_plain=True)
+        kernels.ops[ADD_RMS_NORM_FP8](bf16(4, 256), delta, bf16(256), 1e-6, with_plain=True)
     kernels.fp8_linear(rows, w13[0][0], w13[1][0])
-    kernels.silu_and_mul_fp8(bf16(4, 512))
+    kernels.ops[SILU_AND_MUL_FP8](bf16(4, 512))
     out = kernels.grouped_fp8_mlp(spread.rows, spread.expert_M, w13, w2, spread.overflow)
-    kernels.unpermute_rows(out, places, torch.zeros(4, 2), None)
+    kernels.ops[UNPERMUTE_ROWS](out, places, torch.zeros(4, 2), None)
     kernels.masked_fp8_mlp(in_runs, w13, w2)
-    kernels.rotate_queries(bf16(4, 8, 192), rotation)
+    kernels.ops[ROTATE_QUERIES](bf16(4, 8, 192), rotation)
     cache, slots = bf16(2, 64, 576), torch.zeros(4, dtype=torch.int64)
-    kernels.store_latents(bf16(4, 576), bf16(512), 1e-6, rotation, cache=cache, slots_T=slots)
+    kernels.ops[STORE_LATENTS](bf16(4, 576), bf16(512), 1e-6, rotation, cache=cache, slots_T=slots)
     weights, pool = (bf16(128), bf16(512)), {"cache": cache, "slots_T": slots}
-    kernels.split_latents(bf16(4, 128 + 576), *weights, 1e-6, rotation, **pool)
-    kernels.join_keys(bf16(4, 8, 128), bf16(4, 64))
+    kernels.ops[SPLIT_LATENTS](bf16(4, 128 + 576), *weights, 1e-6, rotation, **pool)
+    kernels.ops[JOIN_KEYS](bf16(4, 8, 128), bf16(4, 64))
     tables, lengths = (torch.zeros(shape, dtype=torch.int32) for shape in ((4, 3), (4,)))
     queries = PagedQueries(block_tables_SB=tables, seq_lens_S=lengths)
     for layer in (cache, cache.to(torch.float8_e4m3fn)):
-        kernels.store_latents(bf16(4, 576), bf16(512), 1e-6, rotation, cache=layer, slots_T=slots)
+        kernels.ops[STORE_LATENTS](
+            bf16(4, 576), bf16(512), 1e-6, rotation, cache=layer, slots_T=slots
+        )
         paged = kernels.plan_paged(queries, layer, 8)
         kernels.paged_attention(bf16(4, 8, 576), layer, paged, 512, 0.1)
     lse = torch.zeros(8, 4)
@@ -128,4 +135,4 @@ def run_every_operation(limits: DeviceLimits) -> None:
     rule = RoutingRule(
         top_k=2, n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0
     )
-    kernels.group_limited_topk(torch.zeros(4, 16), torch.zeros(16), rule)
+    kernels.ops[GROUP_LIMITED_TOPK](torch.zeros(4, 16), torch.zeros(16), rule)
