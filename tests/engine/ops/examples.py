@@ -19,7 +19,7 @@ from engine.ops import activation, gate, latents, masked, norm, permute
 from engine.ops.op import AnyOp
 
 NUM_TOKENS, HIDDEN, NUM_EXPERTS, TOP_K = 5, 256, 8, 3
-NUM_HEADS, NOPE, ROPE, RANK, Q_RANK = 4, 128, 64, 128, 128
+NUM_HEADS, NOPE, ROPE, RANK, Q_RANK = 4, 128, 64, 512, 128
 MAX_ROWS = 128
 RULE = gate.RoutingRule(
     top_k=TOP_K, n_group=4, topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5

@@ -19,12 +19,9 @@ from engine.formats.triton_gemm.candidates import candidates, shared_memory
 from engine.formats.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from engine.formats.triton_gemm.tiles import ProductShape, RowLayout
 from engine.kernels.rotation import Rotation
-from engine.ops.activation import SILU_AND_MUL_FP8
-from engine.ops.gate import GROUP_LIMITED_TOPK, RoutingRule
-from engine.ops.latents import JOIN_KEYS, ROTATE_QUERIES, SPLIT_LATENTS, STORE_LATENTS
+from engine.ops.latents import STORE_LATENTS
 from engine.ops.masked import MOE_ALIGN_MASKED, PERMUTE_MASKED_ROWS
-from engine.ops.norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8, RMS_NORM
-from engine.ops.permute import MOE_ALIGN_BLOCK_SIZE, UNPERMUTE_ROWS
+from engine.ops.permute import MOE_ALIGN_BLOCK_SIZE
 from engine.parallel.expert_rows import AlignedRows
 from tests.engine.elsewhere import Elsewhere, compiling_only
 from tests.engine.triton_device import IS_INTERPRETED
@@ -77,15 +74,17 @@ def test_tiles_compile_within_their_memory(
 
 @pytest.mark.parametrize("limits", [AMPERE, ADA], ids=["ampere", "ada"])
 @pytest.mark.usefixtures("driver")
-def test_every_operation_compiles(limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_and_attention_compile(
+    limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with compiling_only(monkeypatch, limits.sm) as compiled:
-        run_every_operation(limits)
-    assert len(compiled) > 15
+        run_products_and_attention(limits)
+    assert len(compiled) > 8
     assert {"up", "down"} <= {name for name, _ in compiled}, "experts behind the capacity"
     assert all(kernel is not None for _, kernel in compiled)
 
 
-def run_every_operation(limits: DeviceLimits) -> None:
+def run_products_and_attention(limits: DeviceLimits) -> None:
     gemm = importlib.import_module("engine.formats.triton_gemm.gemm").TritonGemm(limits)
     module = importlib.import_module("engine.kernels.triton_kernels")
     paged_mla = importlib.import_module("engine.attention.paged_mla.attention")
@@ -107,21 +106,10 @@ def run_every_operation(limits: DeviceLimits) -> None:
     )
     spread = AlignedRows.permute(kernels.ops, rows, places)
     in_runs = kernels.ops[PERMUTE_MASKED_ROWS](rows, masked)
-    kernels.ops[RMS_NORM](bf16(4, 256), bf16(256), 1e-6)
-    kernels.ops[ADD_RMS_NORM](bf16(4, 256), bf16(4, 256), bf16(256), 1e-6)
-    for delta in (None, bf16(4, 256)):
-        kernels.ops[ADD_RMS_NORM_FP8](bf16(4, 256), delta, bf16(256), 1e-6, with_plain=True)
     kernels.fp8_linear(rows, w13[0][0], w13[1][0])
-    kernels.ops[SILU_AND_MUL_FP8](bf16(4, 512))
-    out = kernels.grouped_fp8_mlp(spread.rows, spread.expert_M, w13, w2, spread.overflow)
-    kernels.ops[UNPERMUTE_ROWS](out, places, torch.zeros(4, 2), None)
+    kernels.grouped_fp8_mlp(spread.rows, spread.expert_M, w13, w2, spread.overflow)
     kernels.masked_fp8_mlp(in_runs, w13, w2)
-    kernels.ops[ROTATE_QUERIES](bf16(4, 8, 192), rotation)
     cache, slots = bf16(2, 64, 576), torch.zeros(4, dtype=torch.int64)
-    kernels.ops[STORE_LATENTS](bf16(4, 576), bf16(512), 1e-6, rotation, cache=cache, slots_T=slots)
-    weights, pool = (bf16(128), bf16(512)), {"cache": cache, "slots_T": slots}
-    kernels.ops[SPLIT_LATENTS](bf16(4, 128 + 576), *weights, 1e-6, rotation, **pool)
-    kernels.ops[JOIN_KEYS](bf16(4, 8, 128), bf16(4, 64))
     tables, lengths = (torch.zeros(shape, dtype=torch.int32) for shape in ((4, 3), (4,)))
     queries = PagedQueries(block_tables_SB=tables, seq_lens_S=lengths)
     for layer in (cache, cache.to(torch.float8_e4m3fn)):
@@ -132,7 +120,3 @@ def run_every_operation(limits: DeviceLimits) -> None:
         kernels.paged_attention(bf16(4, 8, 576), layer, paged, 512, 0.1)
     lse = torch.zeros(8, 4)
     kernels.merge_attention(bf16(4, 8, 128), lse, bf16(4, 8, 128), lse)
-    rule = RoutingRule(
-        top_k=2, n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0
-    )
-    kernels.ops[GROUP_LIMITED_TOPK](torch.zeros(4, 16), torch.zeros(16), rule)
