@@ -47,7 +47,7 @@ def run_prefill(options: PrefillOptions, models: RankModels) -> Report | None:
     rank.compile_for(
         [
             *attention_products(model, kernels),
-            *products(model, kernels, options.batch_tokens, rows=_rows(options, rank)),
+            *products(model, options.batch_tokens, rows=_rows(options, rank)),
         ]
     )
     batches = invent_batches(options, rank)

@@ -252,7 +252,7 @@ def _compile(model: ServedModel, options: EngineOptions, *, show: bool) -> None:
     if model.device.type != "cuda":
         return
     _, most = options.token_bound
-    todo = products(model, model.kernels, most, rows=chosen_rows(os.environ, most))
+    todo = products(model, most, rows=chosen_rows(os.environ, most))
     if isinstance(options.steps, ChunkSteps):
         todo = [*attention_products(model, model.kernels), *todo]
     with progress_bar("compiling kernels", unit=Unit.CALLS) if show else nullcontext() as moved:

@@ -12,8 +12,9 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.attention.paged_queries import PagedQueries
+from engine.formats.base import Formats
 from engine.formats.fp8_rows import Activation, Fp8Rows
-from engine.kernels.alignment import Alignment, Overflow, RowCounts
+from engine.kernels.alignment import Alignment, RowCounts
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
@@ -48,11 +49,8 @@ class Kernels(Protocol):
         ...
 
     @property
-    def has_fp8(self) -> bool:
-        """Whether block-FP8 weights are multiplied as they are stored.
-
-        If not, they are dequantised at load, and none of the `fp8` operations is called.
-        """
+    def formats(self) -> Formats:
+        """In which weights and rows are multiplied."""
         ...
 
     @property
@@ -101,14 +99,6 @@ class Kernels(Protocol):
         """Gated activation, then quantise."""
         ...
 
-    def quantize_rows(self, x_TK: Tensor, out: Fp8Rows | None = None) -> Fp8Rows:
-        """Quantise in groups of 128, into `out` if given."""
-        ...
-
-    def fp8_linear(self, x: Fp8Rows, weight_NK: Tensor, scale_inv_PQ: Tensor) -> Tensor:
-        """Product with a block-quantised weight: [T, N] bfloat16."""
-        ...
-
     def gate_logits(self, hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:
         """Scores of all experts, [T, E] float32; or [S, T, E], parts that sum to them."""
         ...
@@ -117,12 +107,6 @@ class Kernels(Protocol):
         self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Choose experts by what `gate_logits` returned, and none for padding."""
-        ...
-
-    def grouped_mlp(
-        self, rows_MD: Tensor, num_rows_per_expert: Sequence[int], w13: Tensor, w2: Tensor
-    ) -> Tensor:
-        """Experts in the compute dtype over rows sorted by expert."""
         ...
 
     def count_rows(self, topk_ids_TK: Tensor, first: int, num_experts: int) -> RowCounts:
@@ -149,17 +133,6 @@ class Kernels(Protocol):
         """Sum each token's rows, weighted."""
         ...
 
-    def grouped_fp8_mlp(
-        self,
-        rows: Fp8Rows,
-        expert_M: Tensor,
-        w13: tuple[Tensor, Tensor],
-        w2: tuple[Tensor, Tensor],
-        overflow: Overflow | None = None,
-    ) -> Tensor:
-        """Experts in FP8 over aligned rows, weights as (e4m3, scales): [M, D] bfloat16."""
-        ...
-
     def moe_align_masked(
         self,
         topk_ids_TK: Tensor,
@@ -174,12 +147,6 @@ class Kernels(Protocol):
 
     def permute_masked_rows(self, rows: Fp8Rows, places: MaskedPlaces) -> MaskedRows:
         """Copy each token's row to all of its places in the masked layout."""
-        ...
-
-    def masked_fp8_mlp(
-        self, rows: MaskedRows, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """Experts in FP8 over masked rows: [L, M, D] bfloat16."""
         ...
 
     def rotate_queries(self, q_THA: Tensor, rotation: Rotation) -> Tensor:

@@ -5,7 +5,11 @@ from torch import Tensor
 
 from engine.attention import absorb_reference, paged_reference
 from engine.attention.paged_queries import PagedQueries
+from engine.formats.base import Formats
+from engine.formats.fp8_block import Fp8Block
+from engine.formats.fp8_products import ReferenceProducts
 from engine.formats.fp8_rows import Fp8Rows
+from engine.formats.plain import PLAIN
 from engine.kernels import aligned_reference, masked_reference, reference
 from engine.kernels.base import VarlenLengths
 
@@ -14,7 +18,8 @@ class PortableKernels:
     """See `Kernels`; FP8 operations exist so that tests can run the FP8 path anywhere.
 
     Attributes:
-        has_fp8: normally false: weights are dequantised at load, which is faster without hardware.
+        formats: normally the plain one alone: weights are dequantised at load, which is faster
+            without hardware.
         has_paged_attention: whether it attends by block tables; normally false: in groups of
             sequences it is faster on a CPU.
     """
@@ -22,17 +27,21 @@ class PortableKernels:
     name = "portable"
     max_attention_positions = 0
 
-    def __init__(self, *, has_fp8: bool = False, has_paged_attention: bool = False) -> None:
-        self.has_fp8 = has_fp8
+    def __init__(
+        self,
+        *,
+        has_fp8: bool = False,
+        has_paged_attention: bool = False,
+        formats: Formats | None = None,
+    ) -> None:
+        fp8 = (Fp8Block(ReferenceProducts()),) if has_fp8 else ()
+        self.formats = formats or Formats(plain=PLAIN, quantized=fp8)
         self.has_paged_attention = has_paged_attention
 
     rms_norm = staticmethod(reference.rms_norm)
     silu_and_mul = staticmethod(reference.silu_and_mul)
-    quantize_rows = staticmethod(reference.quantize_rows)
     add_rms_norm_fp8 = staticmethod(reference.add_rms_norm_fp8)
-    fp8_linear = staticmethod(reference.fp8_linear)
     group_limited_topk = staticmethod(reference.group_limited_topk)
-    grouped_mlp = staticmethod(reference.grouped_mlp)
     count_rows = staticmethod(aligned_reference.count_rows)
     moe_align_block_size = staticmethod(aligned_reference.moe_align_block_size)
     permute_rows = staticmethod(aligned_reference.permute_rows)
@@ -46,10 +55,8 @@ class PortableKernels:
     expand_values = staticmethod(absorb_reference.expand_values)
     split_latents = staticmethod(absorb_reference.split_latents)
     paged_attention = staticmethod(paged_reference.paged_attention)
-    grouped_fp8_mlp = staticmethod(aligned_reference.grouped_fp8_mlp)
     moe_align_masked = staticmethod(masked_reference.moe_align_masked)
     permute_masked_rows = staticmethod(masked_reference.permute_masked_rows)
-    masked_fp8_mlp = staticmethod(masked_reference.masked_fp8_mlp)
 
     def add_rms_norm(
         self, x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float

@@ -1,8 +1,7 @@
-"""Kernels for GPUs without DeepGEMM: our own FP8 products in Triton, the rest as on Hopper.
+"""Kernels for GPUs without DeepGEMM: what attends is our own, the rest as on Hopper.
 
-What multiplies and what attends differs from `HopperKernels`; every other operation is that
-class's, by composition. A GPU that lacks the number format (Ampere) also quantises with kernels
-that make its bits by hand; products widen them (see `triton_gemm.product`).
+Every other operation is that class's, by composition. A GPU that does not know e4m3 (Ampere)
+quantises with kernels that make its bits by hand.
 """
 
 from typing import Protocol
@@ -12,14 +11,12 @@ from torch import Tensor
 
 from engine.attention import absorb_reference
 from engine.attention.latent_storage import put_rows
+from engine.formats.base import Formats
 from engine.formats.fp8_rows import Fp8Rows
 from engine.formats.triton_gemm import byte_quant
-from engine.formats.triton_gemm.gemm import TritonGemm
-from engine.formats.triton_gemm.overflow import OverflowExperts
-from engine.kernels.alignment import Overflow
+from engine.formats.triton_gemm.limits import DeviceLimits
 from engine.kernels.fused import routing
-from engine.kernels.hopper import HopperKernels, grouped_fp8_mlp
-from engine.kernels.masked_rows import MaskedRows
+from engine.kernels.hopper import HopperKernels
 from engine.kernels.parts import PageAttention, VarlenAttention
 from engine.kernels.rotation import Rotation
 
@@ -63,54 +60,38 @@ class _Quantised(Protocol):
 
     def silu_and_mul_fp8(self, gate_up_TF: Tensor) -> Fp8Rows: ...
 
-    def quantize_rows(self, x_TK: Tensor, out: Fp8Rows | None = None) -> Fp8Rows: ...
-
-    def grouped_fp8_mlp(
-        self,
-        rows: Fp8Rows,
-        expert_M: Tensor,
-        w13: tuple[Tensor, Tensor],
-        w2: tuple[Tensor, Tensor],
-        overflow: Overflow | None = None,
-    ) -> Tensor: ...
-
-    def masked_fp8_mlp(
-        self, rows: MaskedRows, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]
-    ) -> Tensor: ...
-
 
 class TritonKernels:
     """See `Kernels`."""
 
-    has_fp8 = True
     max_attention_positions = HopperKernels.max_attention_positions
     gate_logits = staticmethod(routing.score)
     absorb_queries = staticmethod(absorb_reference.absorb_queries)
     expand_values = staticmethod(absorb_reference.expand_values)
 
     def __init__(
-        self, *, gemm: TritonGemm, attention: VarlenAttention, pages: PageAttention | None = None
+        self,
+        *,
+        limits: DeviceLimits,
+        formats: Formats,
+        attention: VarlenAttention,
+        pages: PageAttention | None = None,
     ) -> None:
-        """Take what multiplies, which also says what the GPU can do, and what attends."""
-        overflow = OverflowExperts(gemm.limits)
-        shared = HopperKernels(gemm=gemm, overflow=overflow, attention=attention, pages=pages)
-        own: _Quantised = _ByHand(gemm, overflow, shared) if gemm.widens else shared
-        self.name = f"triton on sm{gemm.limits.sm}"
+        """Take what the GPU can do, what multiplies, and what attends."""
+        shared = HopperKernels(formats=formats, attention=attention, pages=pages)
+        own: _Quantised = shared if limits.has_fp8 else _ByHand(shared)
+        self.name = f"triton on sm{limits.sm}"
+        self.formats = formats
 
         self.store_latents = own.store_latents
         self.split_latents = own.split_latents
         self.add_rms_norm_fp8 = own.add_rms_norm_fp8
         self.silu_and_mul_fp8 = own.silu_and_mul_fp8
-        self.quantize_rows = own.quantize_rows
-        self.grouped_fp8_mlp = own.grouped_fp8_mlp
-        self.masked_fp8_mlp = own.masked_fp8_mlp
 
         self.rms_norm = shared.rms_norm
         self.add_rms_norm = shared.add_rms_norm
         self.silu_and_mul = shared.silu_and_mul
-        self.fp8_linear = shared.fp8_linear
         self.group_limited_topk = shared.group_limited_topk
-        self.grouped_mlp = shared.grouped_mlp
         self.count_rows = shared.count_rows
         self.moe_align_block_size = shared.moe_align_block_size
         self.permute_rows = shared.permute_rows
@@ -131,13 +112,10 @@ class TritonKernels:
 class _ByHand:
     """What writes e4m3 numbers, on a GPU that does not know them."""
 
-    def __init__(self, gemm: TritonGemm, overflow: OverflowExperts, shared: HopperKernels) -> None:
-        self._gemm = gemm
-        self._overflow = overflow
+    def __init__(self, shared: HopperKernels) -> None:
         self._shared = shared
 
     silu_and_mul_fp8 = staticmethod(byte_quant.silu_and_mul_fp8)
-    quantize_rows = staticmethod(byte_quant.quantize_rows)
 
     def store_latents(
         self,
@@ -192,20 +170,3 @@ class _ByHand:
         else:
             total, normed = self._shared.add_rms_norm(x_TD, delta_TD, weight_D, eps)
         return total, normed if with_plain else None, byte_quant.quantize_rows(normed, out)
-
-    def grouped_fp8_mlp(
-        self,
-        rows: Fp8Rows,
-        expert_M: Tensor,
-        w13: tuple[Tensor, Tensor],
-        w2: tuple[Tensor, Tensor],
-        overflow: Overflow | None = None,
-    ) -> Tensor:
-        parts = self._gemm, byte_quant.silu_and_mul_fp8, self._overflow
-        return grouped_fp8_mlp(*parts, rows, expert_M, w13=w13, w2=w2, overflow=overflow)
-
-    def masked_fp8_mlp(
-        self, rows: MaskedRows, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        gate_up = self._gemm.masked_linear(rows, *w13)
-        return self._gemm.masked_linear(byte_quant.masked_silu_and_mul_fp8(gate_up, rows), *w2)

@@ -15,28 +15,31 @@ from bench.stage_timer import (
     paged_operations,
 )
 from engine.attention.paged_queries import PagedQueries, QueryCounts
+from engine.formats.stored_weight import StoredWeight
 from engine.kernels.base import VarlenLengths
 from engine.kernels.portable import PortableKernels
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.weights.fp8 import quantize_block
+from tests.engine.formats.fp8 import fp8_of, quantize
 
 
 def test_calls_pass_through_and_are_counted_by_shape() -> None:
     kernels = PortableKernels(has_fp8=True)
     timer = StageTimer(kernels, H200)
-    assert timer.has_fp8
     assert timer.name == kernels.name
-    x, weight = torch.randn(64, 512), quantize_block(torch.randn(256, 512))
-    expected = kernels.fp8_linear(kernels.quantize_rows(x), *weight)
-    assert torch.equal(timer.fp8_linear(timer.quantize_rows(x), *weight), expected)
+    fp8, watched = fp8_of(kernels), fp8_of(timer)
+    assert watched.name == fp8.name
+    x, weight = torch.randn(64, 512), StoredWeight(*quantize_block(torch.randn(256, 512)))
+    expected = fp8.linear(quantize(kernels, x), weight)
+    assert torch.equal(watched.linear(quantize(timer, x), weight), expected)
     assert timer.stages == {}, "off at first"
     timer.mode = TimerMode.BOUNDS
-    timer.fp8_linear(timer.quantize_rows(x), *weight)
-    assert set(timer.stages) == {"quantize_rows 512", "fp8_linear 256x512"}
+    watched.linear(quantize(timer, x), weight)
+    assert set(timer.stages) == {"quantize_rows 512", "linear 256x512"}
     scales = 4 * 64 * 4
     moved = {"quantize_rows 512": 64 * 512 * 4 + 64 * 512 + scales}
-    moved["fp8_linear 256x512"] = 64 * 512 + scales + 256 * 512 + 2 * 4 * 4 + 64 * 256 * 2
+    moved["linear 256x512"] = 64 * 512 + scales + 256 * 512 + 2 * 4 * 4 + 64 * 256 * 2
     for name, stage in timer.stages.items():
         operations = 2 * 64 * 512 * 256 if "linear" in name else 0
         assert stage.bound_s == pytest.approx(max(operations / H200.fp8, moved[name] / H200.memory))
@@ -92,13 +95,13 @@ def test_masked_experts_count_rows_in_use() -> None:
     timer = StageTimer(kernels, H200)
     ids = torch.tensor([[0, 1], [0, 1], [1, 0]])
     places = kernels.moe_align_masked(ids, 0, 2, 128)
-    rows = kernels.permute_masked_rows(kernels.quantize_rows(torch.randn(3, 128)), places)
+    rows = kernels.permute_masked_rows(quantize(kernels, torch.randn(3, 128)), places)
     weights = [quantize_block(torch.randn(2 * 256, 128)), quantize_block(torch.randn(256, 128))]
-    w13, w2 = ((weight.view(2, -1, 128), scale.view(2, -1, 1)) for weight, scale in weights)
+    w13, w2 = (StoredWeight(w.view(2, -1, 128), s.view(2, -1, 1)) for w, s in weights)
     timer.mode = TimerMode.BOUNDS
-    timer.masked_fp8_mlp(rows, w13, w2)
+    fp8_of(timer).masked_mlp(rows, w13, w2)
     moved = sum(weight.numel() + 4 * scale.numel() for weight, scale in weights) + 6 * 128 * 3
-    assert timer.stages["masked_fp8_mlp"].bound_s == pytest.approx(moved / H200.memory)
+    assert timer.stages["masked_mlp"].bound_s == pytest.approx(moved / H200.memory)
 
 
 class EchoGroup(RankGroup):

@@ -21,7 +21,7 @@ def test_they_are_those_of_the_layers() -> None:
     held = {
         tuple(module.weight.shape)
         for module in model.modules()
-        if isinstance(module, Matrix) and module.is_fp8
+        if isinstance(module, Matrix) and module.takes_quantized
     }
     products = model_products(TINY, tp=1, ep=1, rows=ROWS)
     named = {

@@ -82,7 +82,7 @@ def test_whoever_knows_the_rows_names_them() -> None:
 
 def test_every_weight_shape_is_run_once() -> None:
     model = make_model(fp8=True)
-    found = products(model, model.kernels, 32)
+    found = products(model, 32)
     names = [product.name for product in found]
     assert len(names) == len(set(names))
     experts = model.config.n_routed_experts
@@ -91,7 +91,7 @@ def test_every_weight_shape_is_run_once() -> None:
     assert rows == row_steps(most)
     shapes = {name.split(" x ")[0] for name in names if name.startswith("linear")}
     matrices = [m for m in model.modules() if isinstance(m, Matrix) and m.weight.dim() == 2]
-    assert shapes == {f"linear {tuple(m.weight.shape)}" for m in matrices if m.is_fp8}
+    assert shapes == {f"linear {tuple(m.weight.shape)}" for m in matrices if m.takes_quantized}
     for product in found:
         out = product.run()
         assert isinstance(out, torch.Tensor)
@@ -103,7 +103,7 @@ def test_masked_products_are_run_for_every_size_that_comes() -> None:
     experts = ModelConfig.from_hf(CONFIG).n_routed_experts
     loopback = LoopbackMaskedDispatcher(kernels, experts, num_ranks=8)
     model = make_model(fp8=True, execution=Execution(dispatcher=loopback))
-    found = products(model, kernels, 64, rows=(1, 16, 64))
+    found = products(model, 64, rows=(1, 16, 64))
     masked = [product for product in found if product.name.startswith("experts")]
     sizes = [product.name.split(" x ")[1] for product in masked]
     assert sizes == ["1 of 128", "16 of 128", "64 of 512"]
@@ -131,7 +131,7 @@ def test_attention_is_run_as_the_layers_run_it() -> None:
 
 def test_nothing_to_do_without_fp8() -> None:
     model = make_model(fp8=False)
-    assert products(model, model.kernels, 32) == []
+    assert products(model, 32) == []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

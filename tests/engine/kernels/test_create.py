@@ -21,7 +21,7 @@ BLACKWELL = DeviceLimits(sm=100, shared_memory=227 * 1024, num_sms=148)
 def test_a_cpu_gets_the_reference(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert isinstance(create_kernels("cpu"), PortableKernels)
-    assert "name=portable device=cpu fp8=False" in caplog.text
+    assert "name=portable device=cpu formats=none" in caplog.text
     assert "not triton: no CUDA device" in caplog.text
 
 

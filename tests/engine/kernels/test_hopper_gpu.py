@@ -11,6 +11,8 @@ from engine.attention.attention_rule import AttentionRule
 from engine.boot.build import build_kv_pool, build_model
 from engine.config import ModelConfig
 from engine.formats import deep_gemm
+from engine.formats.expert_rows import AlignedRows
+from engine.formats.stored_weight import StoredWeight
 from engine.generate import generate
 from engine.kernels import reference
 from engine.kernels.base import Kernels, VarlenLengths
@@ -18,7 +20,6 @@ from engine.kernels.create import create_kernels
 from engine.kernels.masked_rows import max_masked_rows
 from engine.kernels.portable import PortableKernels
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from engine.parallel.expert_rows import AlignedRows
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
@@ -26,6 +27,7 @@ from engine.weights.fp8 import quantize_block
 from engine.weights.loader import load_weights
 from runtime.sampling import SamplingParams
 from tests.engine.agreement import BUNDLED, SAMPLING, Answer, compare, read_texts
+from tests.engine.formats.fp8 import fp8_of, quantize
 from tests.engine.relative_error import relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -70,9 +72,9 @@ def draw_experts(num_experts: int, hidden: int, width: int) -> list[tuple[Tensor
 @pytest.mark.parametrize("num_tokens", [0, 1, 77, 513])
 @pytest.mark.parametrize(("rows", "columns"), [(2112, 7168), (1536, 512), (832, 256), (7168, 2048)])
 def test_fp8_linear(kernels: Kernels, num_tokens: int, rows: int, columns: int) -> None:
-    x = kernels.quantize_rows(draw(num_tokens, columns))
+    x = quantize(kernels, draw(num_tokens, columns))
     weight = draw_weight(rows, columns)
-    actual = kernels.fp8_linear(x, *weight)
+    actual = fp8_of(kernels).linear(x, StoredWeight(*weight))
     assert actual.shape == (num_tokens, rows)
     if num_tokens:
         assert relative_error(actual, reference.fp8_linear(x, *weight)) < SAME_INPUTS
@@ -92,8 +94,8 @@ def test_experts(
     outs = []
     for k in (kernels, PortableKernels(has_fp8=True)):
         alignment = k.moe_align_block_size(ids, first, num_local, capacity)
-        rows = AlignedRows.permute(k, k.quantize_rows(hidden), alignment)
-        out = k.grouped_fp8_mlp(rows.rows, rows.expert_M, w13, w2, rows.overflow)
+        rows = AlignedRows.permute(k, quantize(k, hidden), alignment)
+        out = fp8_of(k).grouped_mlp(rows, StoredWeight(*w13), StoredWeight(*w2))
         outs.append(k.unpermute_rows(out, alignment, weights, None))
     # Hidden activations are rounded to e4m3 twice from slightly different sums.
     assert relative_error(outs[0], outs[1]) < 2e-2
@@ -109,8 +111,8 @@ def test_masked_experts(kernels: Kernels, num_tokens: int, first: int, num_local
     outs = []
     for k in (kernels, PortableKernels(has_fp8=True)):
         places = k.moe_align_masked(ids, first, num_local, max_masked_rows(num_tokens))
-        rows = k.permute_masked_rows(k.quantize_rows(hidden), places)
-        out = k.masked_fp8_mlp(rows, w13, w2)
+        rows = k.permute_masked_rows(quantize(k, hidden), places)
+        out = fp8_of(k).masked_mlp(rows, StoredWeight(*w13), StoredWeight(*w2))
         used = torch.arange(out.shape[1], device="cuda") < places.num_rows_L.unsqueeze(1)
         out[~used] = float("nan")  # nobody reads what is not in use
         outs.append(k.unpermute_rows(out.flatten(0, 1), places, weights, None))
@@ -123,13 +125,15 @@ def test_masked_experts(kernels: Kernels, num_tokens: int, first: int, num_local
 def test_every_row_of_every_expert_in_use(kernels: Kernels, expected_rows: int) -> None:
     """Tiles of one expert must not reach into the next, whatever tile the guess leads to."""
     w13, w2 = draw_experts(4, 1024, 512)
-    tokens = kernels.quantize_rows(draw(256, 1024))
+    tokens = quantize(kernels, draw(256, 1024))
     ids = torch.arange(4, device="cuda").expand(256, 4)
     weights = torch.rand(256, 4, device="cuda")
     outs = []
     for k in (kernels, PortableKernels(has_fp8=True)):
         places = k.moe_align_masked(ids, 0, 4, 256, expected_rows=expected_rows)
-        out = k.masked_fp8_mlp(k.permute_masked_rows(tokens, places), w13, w2)
+        out = fp8_of(k).masked_mlp(
+            k.permute_masked_rows(tokens, places), StoredWeight(*w13), StoredWeight(*w2)
+        )
         outs.append(k.unpermute_rows(out.flatten(0, 1), places, weights, None))
     assert relative_error(outs[0], outs[1]) < MASKED
 
@@ -142,8 +146,8 @@ def test_masked_experts_in_a_graph(kernels: Kernels) -> None:
 
     def step(k: Kernels) -> Tensor:
         places = k.moe_align_masked(ids, 4, 8, 128, expected_rows=24)
-        rows = k.permute_masked_rows(k.quantize_rows(hidden), places)
-        out = k.masked_fp8_mlp(rows, w13, w2)
+        rows = k.permute_masked_rows(quantize(k, hidden), places)
+        out = fp8_of(k).masked_mlp(rows, StoredWeight(*w13), StoredWeight(*w2))
         return k.unpermute_rows(out.flatten(0, 1), places, weights, hidden)
 
     step(kernels)
@@ -233,7 +237,7 @@ def texts() -> list[list[int]]:
 def test_the_bundled_model_agrees_with_the_cpu(kernels: Kernels, texts: list[list[int]]) -> None:
     bf16 = torch.bfloat16
     on_gpu = build_model(BUNDLED, dtype=bf16, device="cuda", kernels=kernels)
-    assert on_gpu.kernels.has_fp8
+    assert on_gpu.number_format is fp8_of(on_gpu.kernels)
     actual = generate(on_gpu, texts, SAMPLING, kv_dtype=bf16, device="cuda")
     expected = generate(build_model(BUNDLED), texts, SAMPLING)
     agreement = compare(*([Answer.of(output) for output in side] for side in (actual, expected)))

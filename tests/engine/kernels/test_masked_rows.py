@@ -5,11 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.formats.expert_rows import AlignedRows
 from engine.formats.fp8_rows import Fp8Rows, packed_row_bytes
+from engine.formats.stored_weight import StoredWeight
 from engine.kernels import aligned_reference, masked_reference, reference
 from engine.kernels.masked_rows import MASKED_BLOCK, guess_rows, max_masked_rows
 from engine.kernels.portable import PortableKernels
 from engine.weights.fp8 import quantize_block
+from tests.engine.formats.fp8 import fp8_of, quantize
 
 
 @st.composite
@@ -71,16 +74,16 @@ def test_experts_agree_with_the_contiguous_layout() -> None:
         for rows, columns in ((512, 128), (128, 256))
     ]
     w13, w2 = (
-        (torch.stack([w for w, _ in part]), torch.stack([s for _, s in part])) for part in pairs
+        StoredWeight(torch.stack([w for w, _ in part]), torch.stack([s for _, s in part]))
+        for part in pairs
     )
-    rows = kernels.quantize_rows(torch.randn(num_tokens, 128))
+    rows = quantize(kernels, torch.randn(num_tokens, 128))
     alignment = kernels.moe_align_block_size(ids, first, num_local)
-    out = kernels.grouped_fp8_mlp(
-        kernels.permute_rows(rows, alignment), alignment.expert_M, w13, w2
-    )
+    aligned = AlignedRows.permute(kernels, rows, alignment)
+    out = fp8_of(kernels).grouped_mlp(aligned, w13, w2)
     expected = kernels.unpermute_rows(out, alignment, weights, None)
     places = kernels.moe_align_masked(ids, first, num_local, 128)
-    masked = kernels.masked_fp8_mlp(kernels.permute_masked_rows(rows, places), w13, w2)
+    masked = fp8_of(kernels).masked_mlp(kernels.permute_masked_rows(rows, places), w13, w2)
     assert masked.shape == (num_local, 128, 128)
     actual = kernels.unpermute_rows(masked.flatten(0, 1), places, weights, None)
     torch.testing.assert_close(actual, expected)

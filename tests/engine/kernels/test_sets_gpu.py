@@ -13,13 +13,18 @@ from torch import Tensor
 
 from engine.attention import flash_attention
 from engine.attention.torch_attention import TorchAttention
+from engine.formats.base import Formats
 from engine.formats.expert_stream.tiles import MEASURED
+from engine.formats.fp8_block import Fp8Block
+from engine.formats.plain import PLAIN
+from engine.formats.stored_weight import StoredWeight
 from engine.formats.triton_gemm.limits import AMPERE, HOPPER, DeviceLimits
 from engine.kernels import masked_reference, reference
 from engine.kernels.base import VarlenLengths
 from engine.kernels.create import choose_attention
 from engine.kernels.masked_rows import MaskedRows
 from engine.weights.fp8 import quantize_block
+from tests.engine.formats.fp8 import fp8_of
 from tests.engine.relative_error import relative_error
 from tests.engine.triton_device import DEVICE, IS_INTERPRETED
 
@@ -44,23 +49,32 @@ def gemm_of(limits: DeviceLimits) -> Any:
     return load("formats.triton_gemm.gemm").TritonGemm(limits)
 
 
+def formats_of(products: Any) -> Formats:
+    return Formats(plain=PLAIN, quantized=(Fp8Block(products),))
+
+
 def hopper() -> Any:
     """The set of Hopper, with our own products in place of the library's."""
     if not IS_INTERPRETED and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    return load("kernels.hopper").HopperKernels(
+    products = load("formats.fp8_products").GemmProducts(
         gemm=gemm_of(HOPPER),
+        quantizers=load("formats.fp8_triton").IN_HARDWARE,
         overflow=load("formats.triton_gemm.overflow").OverflowExperts(HOPPER),
-        attention=choose_attention(),
         experts=load("formats.expert_stream.mlp").ExpertStream(
             MEASURED, 3 if IS_INTERPRETED else 132
         ),
+    )
+    return load("kernels.hopper").HopperKernels(
+        formats=formats_of(products), attention=choose_attention()
     )
 
 
 def ampere() -> Any:
     return load("kernels.triton_kernels").TritonKernels(
-        gemm=gemm_of(AMPERE), attention=TorchAttention()
+        limits=AMPERE,
+        formats=formats_of(load("formats.fp8_triton").of_gemm(gemm_of(AMPERE))),
+        attention=TorchAttention(),
     )
 
 
@@ -96,7 +110,7 @@ def test_experts_of_any_width_are_served(make: Any, width: int, counts: list[int
     rows = draw_rows(counts, hidden_size)
     w13 = draw_experts(number, 2 * width, hidden_size)
     w2 = draw_experts(number, hidden_size, width)
-    out = kernels.masked_fp8_mlp(rows, w13, w2)
+    out = fp8_of(kernels).masked_mlp(rows, StoredWeight(*w13), StoredWeight(*w2))
     expected = masked_reference.masked_fp8_mlp(rows, w13, w2)
     for expert, count in enumerate(counts):
         if count:

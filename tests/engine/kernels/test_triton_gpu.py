@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from engine.boot.build import build_model
+from engine.formats.base import Formats
+from engine.formats.expert_rows import AlignedRows
+from engine.formats.fp8_block import Fp8Block
 from engine.formats.fp8_rows import Fp8Rows, packed_row_bytes
+from engine.formats.plain import PLAIN
+from engine.formats.stored_weight import StoredWeight
 from engine.formats.triton_gemm.limits import AMPERE, DeviceLimits
 from engine.generate import GenerateOutput, generate
 from engine.kernels import reference
@@ -19,9 +24,9 @@ from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.create import KernelSet, create_kernels
 from engine.kernels.portable import PortableKernels
 from engine.kernels.rotation import Rotation
-from engine.parallel.expert_rows import AlignedRows
 from engine.weights.fp8 import quantize_block
 from runtime.sampling import SamplingParams
+from tests.engine.formats.fp8 import fp8_of, quantize
 from tests.engine.relative_error import relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -41,11 +46,16 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
         return chosen
     from engine.attention.paged_mla.attention import PagedMLA
     from engine.attention.torch_attention import TorchAttention
+    from engine.formats import fp8_triton
     from engine.formats.triton_gemm.gemm import TritonGemm
     from engine.kernels.triton_kernels import TritonKernels
 
+    fp8 = Fp8Block(fp8_triton.of_gemm(TritonGemm(AMPERE)))
     return TritonKernels(
-        gemm=TritonGemm(AMPERE), attention=TorchAttention(), pages=PagedMLA(AMPERE)
+        limits=AMPERE,
+        formats=Formats(plain=PLAIN, quantized=(fp8,)),
+        attention=TorchAttention(),
+        pages=PagedMLA(AMPERE),
     )
 
 
@@ -67,8 +77,9 @@ def aligned_experts(
     pair: tuple[tuple[Tensor, Tensor], ...],
 ) -> Tensor:
     places = k.moe_align_block_size(ids, 2, 4)
-    rows = k.permute_rows(k.quantize_rows(hidden), places)
-    return k.unpermute_rows(k.grouped_fp8_mlp(rows, places.expert_M, *pair), places, weights, None)
+    rows = AlignedRows.permute(k, quantize(k, hidden), places)
+    out = fp8_of(k).grouped_mlp(rows, *(StoredWeight(*one) for one in pair))
+    return k.unpermute_rows(out, places, weights, None)
 
 
 def overflowing_experts(
@@ -80,8 +91,8 @@ def overflowing_experts(
 ) -> Tensor:
     """Most of the rows are behind the capacity."""
     places = k.moe_align_block_size(ids, 2, 4, 128)
-    rows = AlignedRows.permute(k, k.quantize_rows(hidden), places)
-    out = k.grouped_fp8_mlp(rows.rows, rows.expert_M, *pair, overflow=rows.overflow)
+    rows = AlignedRows.permute(k, quantize(k, hidden), places)
+    out = fp8_of(k).grouped_mlp(rows, *(StoredWeight(*one) for one in pair))
     return k.unpermute_rows(out, places, weights, None)
 
 
@@ -93,8 +104,9 @@ def masked_experts(
     pair: tuple[tuple[Tensor, Tensor], ...],
 ) -> Tensor:
     places = k.moe_align_masked(ids, 2, 4, 384)
-    rows = k.permute_masked_rows(k.quantize_rows(hidden), places)
-    return k.unpermute_rows(k.masked_fp8_mlp(rows, *pair).flatten(0, 1), places, weights, None)
+    rows = k.permute_masked_rows(quantize(k, hidden), places)
+    out = fp8_of(k).masked_mlp(rows, *(StoredWeight(*one) for one in pair))
+    return k.unpermute_rows(out.flatten(0, 1), places, weights, None)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 300])

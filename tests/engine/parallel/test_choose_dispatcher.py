@@ -106,17 +106,17 @@ def test_collectives_fit_the_axes(dims: ParallelDims, kind: type, has_fp8: bool)
         own = choose_dispatcher(parts, wanted).dispatcher
         assert type(own) is kind
         assert type(choose_dispatcher(scattered, wanted).dispatcher) is GatheredDispatcher
-        assert own.takes_fp8 == has_fp8
+        assert own.takes_quantized == has_fp8
     on_cpu = replace(parts, device=torch.device("cpu"))
     assert type(decode(AUTO, on_cpu).dispatcher) is kind
 
 
 def test_slices_of_an_expert_in_fp8_are_whole_blocks() -> None:
     """What tp cuts out of 2048 columns is no multiple of 128 on 32 ranks."""
-    for tp, are_fp8 in (16, True), (32, False):
+    for tp, are_quantized in (16, True), (32, False):
         groups = ProcessGroups(dims=ParallelDims(tp=tp), tp_group=SilentGroup(size=tp))
-        assert experts(groups=groups).are_fp8 == are_fp8
-        assert choose_dispatcher(experts(groups=groups)).dispatcher.takes_fp8 == are_fp8
+        assert experts(groups=groups).are_quantized == are_quantized
+        assert choose_dispatcher(experts(groups=groups)).dispatcher.takes_quantized == are_quantized
 
 
 def test_the_experts_of_a_rank() -> None:

@@ -26,6 +26,7 @@ from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.weights.fp8 import quantize_block
+from tests.engine.formats.fp8 import fp8_of
 from tests.engine.parallel.fake_deep_ep import FakeLibraryBuffer
 from tests.engine.parallel.thread_ranks import Meetings, run_ranks, thread_groups
 from tests.engine.relative_error import relative_error
@@ -50,7 +51,9 @@ Make = Callable[[ProcessGroups, Meetings], Any]
 
 
 def context(groups: ProcessGroups) -> LayerContext:
-    return LayerContext(dtype=torch.bfloat16, groups=groups, kernels=KERNELS, fp8=True)
+    return LayerContext(
+        dtype=torch.bfloat16, groups=groups, kernels=KERNELS, number_format=fp8_of(KERNELS)
+    )
 
 
 @pytest.fixture(scope="module")

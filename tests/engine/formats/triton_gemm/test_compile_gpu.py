@@ -15,13 +15,18 @@ from torch import Tensor
 
 from engine.attention.paged_queries import PagedQueries
 from engine.attention.torch_attention import TorchAttention
+from engine.formats.base import Formats
+from engine.formats.expert_rows import AlignedRows
+from engine.formats.fp8_block import Fp8Block
+from engine.formats.plain import PLAIN
+from engine.formats.stored_weight import StoredWeight
 from engine.formats.triton_gemm.candidates import candidates, shared_memory
 from engine.formats.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from engine.formats.triton_gemm.tiles import ProductShape, RowLayout
 from engine.kernels.rotation import Rotation
 from engine.kernels.routing import RoutingRule
-from engine.parallel.expert_rows import AlignedRows
 from tests.engine.elsewhere import Elsewhere, compiling_only
+from tests.engine.formats.fp8 import quantize
 from tests.engine.triton_device import IS_INTERPRETED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -84,18 +89,24 @@ def run_every_operation(limits: DeviceLimits) -> None:
     gemm = importlib.import_module("engine.formats.triton_gemm.gemm").TritonGemm(limits)
     module = importlib.import_module("engine.kernels.triton_kernels")
     paged_mla = importlib.import_module("engine.attention.paged_mla.attention")
+    fp8 = Fp8Block(importlib.import_module("engine.formats.fp8_triton").of_gemm(gemm))
     kernels = module.TritonKernels(
-        gemm=gemm, attention=TorchAttention(), pages=paged_mla.PagedMLA(limits)
+        limits=limits,
+        formats=Formats(plain=PLAIN, quantized=(fp8,)),
+        attention=TorchAttention(),
+        pages=paged_mla.PagedMLA(limits),
     )
 
     def bf16(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
 
     ids = torch.zeros(4, 2, dtype=torch.int64)
-    w13 = torch.zeros(2, 512, 256, dtype=torch.float8_e4m3fn), torch.zeros(2, 4, 2)
-    w2 = torch.zeros(2, 256, 256, dtype=torch.float8_e4m3fn), torch.zeros(2, 2, 2)
+    w13, w2 = (
+        StoredWeight(torch.zeros(2, n, 256, dtype=torch.float8_e4m3fn), torch.zeros(2, n // 128, 2))
+        for n in (512, 256)
+    )
     rotation = Rotation(cos=torch.zeros(4, 32), sin=torch.zeros(4, 32))
-    rows = kernels.quantize_rows(bf16(4, 256))
+    rows = quantize(kernels, bf16(4, 256))
     places, masked = (
         kernels.moe_align_block_size(ids, 0, 2, 128),
         kernels.moe_align_masked(ids, 0, 2, 128),
@@ -106,11 +117,11 @@ def run_every_operation(limits: DeviceLimits) -> None:
     kernels.add_rms_norm(bf16(4, 256), bf16(4, 256), bf16(256), 1e-6)
     for delta in (None, bf16(4, 256)):
         kernels.add_rms_norm_fp8(bf16(4, 256), delta, bf16(256), 1e-6, with_plain=True)
-    kernels.fp8_linear(rows, w13[0][0], w13[1][0])
+    fp8.linear(rows, StoredWeight(*(part[0] for part in w13.pair())))
     kernels.silu_and_mul_fp8(bf16(4, 512))
-    out = kernels.grouped_fp8_mlp(spread.rows, spread.expert_M, w13, w2, spread.overflow)
+    out = fp8.grouped_mlp(spread, w13, w2)
     kernels.unpermute_rows(out, places, torch.zeros(4, 2), None)
-    kernels.masked_fp8_mlp(in_runs, w13, w2)
+    fp8.masked_mlp(in_runs, w13, w2)
     kernels.rotate_queries(bf16(4, 8, 192), rotation)
     cache, slots = bf16(2, 64, 576), torch.zeros(4, dtype=torch.int64)
     kernels.store_latents(bf16(4, 576), bf16(512), 1e-6, rotation, cache=cache, slots_T=slots)
