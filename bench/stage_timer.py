@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from bench.bounds import Hardware
+from engine.attention.kernels import VarlenLengths
 from engine.attention.paged_queries import PagedQueries
 from engine.formats.base import Formats, NumberFormat
 from engine.formats.expert_rows import AlignedRows, ExpertRows
 from engine.formats.fp8_rows import Fp8Rows
-from engine.kernels.base import Kernels, VarlenLengths
+from engine.kernels.base import Kernels
 from engine.parallel.groups import ProcessGroups, RankGroup
 
 TRAFFIC_MARK = "ranks: "
@@ -29,7 +30,7 @@ TRAFFIC_MARK = "ranks: "
 
 _SIZED = frozenset(("quantize_rows", "rms_norm", "silu_and_mul_fp8"))
 _STORES = frozenset(("store_latents", "split_latents"))
-_PARTS = frozenset(("rows",))
+_PARTS = frozenset(("attention", "rows"))
 """Objects whose calls are stages too."""
 _UNTIMED = frozenset(("why_no_pages", "holds", "pack", "unpack"))
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")

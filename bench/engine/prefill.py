@@ -43,10 +43,10 @@ def run_prefill(options: PrefillOptions, models: RankModels) -> Report | None:
     setup = options.setup
     rank = models.get(setup, options.section)
     rank.check_length("prompt-len", options.prompt_len + 1)
-    model, kernels = rank.model, rank.model.kernels
+    model = rank.model
     rank.compile_for(
         [
-            *attention_products(model, kernels),
+            *attention_products(model),
             *products(model, options.batch_tokens, rows=_rows(options, rank)),
         ]
     )

@@ -22,12 +22,13 @@ from bench.kernels.device_time import median_seconds
 from bench.kernels.fp8 import fp8_of, quantize
 from bench.shapes import DEEPSEEK_V3
 from bench.stage_timer import StageTimer, TimerMode, attention_operations
+from engine.attention.kernels import VarlenLengths
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.boot.build import build_kv_pool
 from engine.execution import Execution
 from engine.formats.expert_rows import AlignedRows
 from engine.formats.stored_weight import StoredWeight
-from engine.kernels.base import Kernels, VarlenLengths
+from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.layers.norm import Residual
 from engine.memory.kv_pool import KVPool
@@ -113,7 +114,7 @@ def measure_attention(kernels: Kernels, num_heads: int) -> dict[str, Any]:
     ends = torch.arange(PROMPTS + 1, dtype=torch.int32, device="cuda") * PROMPT_LEN
     lengths = [(PROMPT_LEN, PROMPT_LEN)] * PROMPTS
     seqs = VarlenLengths(lengths=lengths, cu_seqlens_q=ends, cu_seqlens_k=ends)
-    seconds = median_seconds(lambda: kernels.varlen_attention(q, k, v, seqs, 0.1352))
+    seconds = median_seconds(lambda: kernels.attention.varlen_attention(q, k, v, seqs, 0.1352))
     operations = attention_operations(q, v, seqs)
     return {
         "what": f"causal attention {PROMPTS} x {PROMPT_LEN}, {num_heads} heads",

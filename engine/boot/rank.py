@@ -254,6 +254,6 @@ def _compile(model: ServedModel, options: EngineOptions, *, show: bool) -> None:
     _, most = options.token_bound
     todo = products(model, most, rows=chosen_rows(os.environ, most))
     if isinstance(options.steps, ChunkSteps):
-        todo = [*attention_products(model, model.kernels), *todo]
+        todo = [*attention_products(model), *todo]
     with progress_bar("compiling kernels", unit=Unit.CALLS) if show else nullcontext() as moved:
         warm_up(todo, model.groups, synchronize=torch.cuda.synchronize, progress=moved)

@@ -17,10 +17,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.attention.kernels import AttentionKernels, VarlenLengths
 from engine.formats.expert_rows import AlignedRows
 from engine.formats.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.alignment import ROW_BLOCK, max_aligned_rows, row_steps
-from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.masked_rows import MaskedRoom, MaskedRows
 from engine.layers.matrix import Matrix
 from engine.layers.mla import MLA
@@ -108,7 +108,7 @@ def products(
     return [product for alike in found.values() for product in alike]
 
 
-def attention_products(model: ServedModel, kernels: Kernels) -> list[Product]:
+def attention_products(model: ServedModel) -> list[Product]:
     """Return decompressed attention over one short sequence, if the model has attention.
 
     Over a whole context, and over the parts that a long one is cut into.
@@ -116,6 +116,7 @@ def attention_products(model: ServedModel, kernels: Kernels) -> list[Product]:
     layer = next((module for module in model.modules() if isinstance(module, MLA)), None)
     if layer is None:
         return []
+    kernels = model.kernels.attention
     kinds = {"whole": None, "own part": True, "earlier part": False}
     return [
         Product(name=f"attention {name}", run=partial(_run_attention, layer, kernels, is_causal))
@@ -220,7 +221,7 @@ def _invent_masked(
     )
 
 
-def _run_attention(layer: MLA, kernels: Kernels, is_causal: bool | None) -> Tensor:
+def _run_attention(layer: MLA, kernels: AttentionKernels, is_causal: bool | None) -> Tensor:
     """Attend as the layer does: values are a strided part of what keys and values come in.
 
     Args:

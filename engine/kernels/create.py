@@ -7,8 +7,7 @@ from typing import Final
 
 import torch
 
-from engine.attention import flash_attention, flash_mla
-from engine.attention.attention_choice import AttentionChoice
+from engine.attention.create import create_attention
 from engine.formats import deep_gemm
 from engine.formats.registry import create_formats
 from engine.formats.triton_gemm.limits import DeviceLimits
@@ -127,37 +126,23 @@ def _is_installed(module: str) -> bool:
     return not rest or importlib.util.find_spec(module) is not None
 
 
-def choose_attention() -> AttentionChoice:
-    """Return attention of decompressed heads: the fastest that is installed, and one for all."""
-    from engine.attention.torch_attention import TorchAttention  # late: CPUs have no use for it
-
-    fastest = [flash_attention.FlashAttention()] if flash_attention.is_available() else []
-    return AttentionChoice(*fastest, TorchAttention())
-
-
 # Modules that need Triton are imported late: a machine without a GPU lacks it.
 
 
 def _build_hopper(device: torch.device) -> Kernels:
-    from engine.attention.paged_mla.attention import PagedMLA
     from engine.kernels.hopper import HopperKernels
 
     return HopperKernels(
         formats=create_formats(KernelSet.HOPPER, device),
-        attention=choose_attention(),
-        paged=flash_mla.FlashMLA() if flash_mla.is_available() else None,
-        pages=PagedMLA(DeviceLimits.of(device)),
+        attention=create_attention(KernelSet.HOPPER, device),
     )
 
 
 def _build_triton(device: torch.device) -> Kernels:
-    from engine.attention.paged_mla.attention import PagedMLA
     from engine.kernels.triton_kernels import TritonKernels
 
-    limits = DeviceLimits.of(device)
     return TritonKernels(
-        limits=limits,
+        limits=DeviceLimits.of(device),
         formats=create_formats(KernelSet.TRITON, device),
-        attention=choose_attention(),
-        pages=PagedMLA(limits),
+        attention=create_attention(KernelSet.TRITON, device),
     )

@@ -1,6 +1,6 @@
-"""Kernels for GPUs without DeepGEMM: what attends is our own, the rest as on Hopper.
+"""Kernels for GPUs without DeepGEMM: those of `HopperKernels`, by composition.
 
-Every other operation is that class's, by composition. A GPU that does not know e4m3 (Ampere)
+A GPU that does not know e4m3 (Ampere)
 quantises with kernels that make its bits by hand.
 """
 
@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.attention import absorb_reference
+from engine.attention.kernels import AttentionKernels
 from engine.attention.latent_storage import put_rows
 from engine.formats.base import Formats
 from engine.formats.fp8_rows import Fp8Rows
@@ -17,7 +17,6 @@ from engine.formats.triton_gemm import byte_quant
 from engine.formats.triton_gemm.limits import DeviceLimits
 from engine.kernels.fused import routing
 from engine.kernels.hopper import HopperKernels
-from engine.kernels.parts import PageAttention, VarlenAttention
 from engine.kernels.rotation import Rotation
 
 
@@ -64,24 +63,20 @@ class _Quantised(Protocol):
 class TritonKernels:
     """See `Kernels`."""
 
-    max_attention_positions = HopperKernels.max_attention_positions
     gate_logits = staticmethod(routing.score)
-    absorb_queries = staticmethod(absorb_reference.absorb_queries)
-    expand_values = staticmethod(absorb_reference.expand_values)
 
     def __init__(
         self,
         *,
         limits: DeviceLimits,
         formats: Formats,
-        attention: VarlenAttention,
-        pages: PageAttention | None = None,
+        attention: AttentionKernels,
     ) -> None:
         """Take what the GPU can do, what multiplies, and what attends."""
-        shared = HopperKernels(formats=formats, attention=attention, pages=pages)
+        shared = HopperKernels(formats=formats, attention=attention)
         own: _Quantised = shared if limits.has_fp8 else _ByHand(shared)
         self.name = f"triton on sm{limits.sm}"
-        self.formats = formats
+        self.formats, self.attention = formats, attention
 
         self.store_latents = own.store_latents
         self.split_latents = own.split_latents
@@ -100,13 +95,6 @@ class TritonKernels:
         self.permute_masked_rows = shared.permute_masked_rows
         self.rotate_queries = shared.rotate_queries
         self.join_keys = shared.join_keys
-        self.varlen_attention = shared.varlen_attention
-        self.varlen_attention_part = shared.varlen_attention_part
-        self.merge_attention = shared.merge_attention
-        self.absorbed_attention = shared.absorbed_attention
-        self.why_no_pages = shared.why_no_pages
-        self.plan_paged = shared.plan_paged
-        self.paged_attention = shared.paged_attention
 
 
 class _ByHand:

@@ -14,9 +14,9 @@ from bench.stage_timer import (
     full_attention_operations,
     paged_operations,
 )
+from engine.attention.kernels import VarlenLengths
 from engine.attention.paged_queries import PagedQueries, QueryCounts
 from engine.formats.stored_weight import StoredWeight
-from engine.kernels.base import VarlenLengths
 from engine.kernels.portable import PortableKernels
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
@@ -55,7 +55,7 @@ def test_causal_attention_counts_visible_pairs() -> None:
     assert attention_operations(q, v, seqs) == 2 * pairs * 2 * (24 + 16)
     timer = StageTimer(PortableKernels(), H200)
     timer.mode = TimerMode.BOUNDS
-    timer.varlen_attention(q, k, v, seqs, 1.0)
+    timer.attention.varlen_attention(q, k, v, seqs, 1.0)
     assert timer.stages["varlen_attention"].bound_s > 2 * pairs * 2 * 40 / H200.attention * 0.99
 
 
@@ -70,8 +70,10 @@ def test_attention_to_pages_counts_visible_pairs() -> None:
     assert paged_operations(q[:2], single, 16) == 2 * (9 + 3) * 2 * (24 + 16)
     timer = StageTimer(kernels, H200)
     timer.mode = TimerMode.BOUNDS
-    assert timer.why_no_pages(cache, 16) == ""
-    timer.paged_attention(q[:2], cache, timer.plan_paged(single, cache, 2), 16, 1.0)
+    assert timer.attention.why_no_pages(cache, 16) == ""
+    timer.attention.paged_attention(
+        q[:2], cache, timer.attention.plan_paged(single, cache, 2), 16, 1.0
+    )
     assert timer.stages["plan_paged"].bound_s == 0.0
     assert set(timer.stages) == {"plan_paged", "paged_attention"}
 
@@ -85,7 +87,7 @@ def test_parts_of_a_context_count_what_they_see() -> None:
     for is_causal in (True, False):
         timer = StageTimer(PortableKernels(), H200)
         timer.mode = TimerMode.BOUNDS
-        timer.varlen_attention_part(q, k, v, seqs, 1.0, is_causal=is_causal)
+        timer.attention.varlen_attention_part(q, k, v, seqs, 1.0, is_causal=is_causal)
         bounds.append(timer.stages["varlen_attention_part"].bound_s)
     assert bounds[1] >= bounds[0] > 0
 

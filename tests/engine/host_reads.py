@@ -32,7 +32,7 @@ OPERATIONS = frozenset(
 )
 
 
-PARTS = frozenset(("rows",))
+PARTS = frozenset(("attention", "rows"))
 """What of kernels and of their formats runs on the device too."""
 
 

@@ -50,7 +50,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(checkpoint: Path, *, fp8: bool, max_positions: int = 0) -> DeepseekV3ForCausalLM:
     kernels = PortableKernels(has_fp8=fp8)
-    kernels.max_attention_positions = max_positions
+    kernels.attention.max_positions = max_positions
     config = ModelConfig.from_dir(checkpoint)
     model = DeepseekV3ForCausalLM(config, dtype=torch.bfloat16, kernels=kernels)
     load_weights(model, checkpoint)

@@ -116,7 +116,7 @@ def test_masked_products_are_run_for_every_size_that_comes() -> None:
 
 def test_attention_is_run_as_the_layers_run_it() -> None:
     model = make_model(fp8=True)
-    found = attention_products(model, model.kernels)
+    found = attention_products(model)
     assert [product.name for product in found] == [
         "attention whole",
         "attention own part",
@@ -126,7 +126,7 @@ def test_attention_is_run_as_the_layers_run_it() -> None:
         out = product.run()
         assert isinstance(out, torch.Tensor)
         assert out.shape[1:] == (model.config.num_attention_heads, model.config.v_head_dim)
-    assert attention_products(torch.nn.Linear(2, 2), model.kernels) == []
+    assert attention_products(torch.nn.Linear(2, 2)) == []
 
 
 def test_nothing_to_do_without_fp8() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.attention_rule import AttentionRule
+from engine.attention.kernels import VarlenLengths
 from engine.boot.build import build_kv_pool, build_model
 from engine.config import ModelConfig
 from engine.formats import deep_gemm
@@ -15,7 +16,7 @@ from engine.formats.expert_rows import AlignedRows
 from engine.formats.stored_weight import StoredWeight
 from engine.generate import generate
 from engine.kernels import reference
-from engine.kernels.base import Kernels, VarlenLengths
+from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.kernels.masked_rows import max_masked_rows
 from engine.kernels.portable import PortableKernels
@@ -181,7 +182,7 @@ def test_varlen_attention(kernels: Kernels, lengths: list[tuple[int, int]], num_
     k = kernels.join_keys(expanded[..., :128], draw(num_positions, 64))
     v = expanded[..., 128:]  # a strided view, as the layer has it
     seqs = lengths_on_device(lengths)
-    actual = kernels.varlen_attention(q, k, v, seqs, 0.1352)
+    actual = kernels.attention.varlen_attention(q, k, v, seqs, 0.1352)
     expected = reference.varlen_attention(q.float(), k.float(), v.float(), lengths, 0.1352)
     assert relative_error(actual, expected) < 1e-2  # bfloat16 probabilities
 
@@ -205,7 +206,7 @@ def test_varlen_attention_in_parts(kernels: Kernels, num_heads: int, cuts: list[
     running: tuple[Tensor, Tensor] | None = None
     for start, end in reversed([*pairwise(edges)]):
         piece = [(num_queries, end - start)]
-        part = kernels.varlen_attention_part(
+        part = kernels.attention.varlen_attention_part(
             q, k[start:end], v[start:end], lengths_on_device(piece), 0.1352,
             is_causal=end == num_positions,
         )  # fmt: skip
@@ -214,7 +215,7 @@ def test_varlen_attention_in_parts(kernels: Kernels, num_heads: int, cuts: list[
             is_causal=end == num_positions,
         )[1]  # fmt: skip
         torch.testing.assert_close(part[1], expected_lse, rtol=1e-3, atol=1e-2)
-        running = kernels.merge_attention(*running, *part) if running else part
+        running = kernels.attention.merge_attention(*running, *part) if running else part
     assert running is not None
     lengths = [(num_queries, num_positions)]
     expected = reference.varlen_attention(q.float(), k.float(), v.float(), lengths, 0.1352)

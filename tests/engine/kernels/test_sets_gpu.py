@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.attention import flash_attention
+from engine.attention.create import choose_heads
+from engine.attention.kernels import VarlenAttention, VarlenLengths
 from engine.attention.torch_attention import TorchAttention
 from engine.formats.base import Formats
 from engine.formats.expert_stream.tiles import MEASURED
@@ -20,8 +22,6 @@ from engine.formats.plain import PLAIN
 from engine.formats.stored_weight import StoredWeight
 from engine.formats.triton_gemm.limits import AMPERE, HOPPER, DeviceLimits
 from engine.kernels import masked_reference, reference
-from engine.kernels.base import VarlenLengths
-from engine.kernels.create import choose_attention
 from engine.kernels.masked_rows import MaskedRows
 from engine.weights.fp8 import quantize_block
 from tests.engine.formats.fp8 import fp8_of
@@ -53,6 +53,11 @@ def formats_of(products: Any) -> Formats:
     return Formats(plain=PLAIN, quantized=(Fp8Block(products),))
 
 
+def attention_of(heads: VarlenAttention, *, fuses_absorption: bool = True) -> Any:
+    module = load("attention.gpu_kernels")
+    return module.GpuAttention(heads=heads, fuses_absorption=fuses_absorption)
+
+
 def hopper() -> Any:
     """The set of Hopper, with our own products in place of the library's."""
     if not IS_INTERPRETED and torch.cuda.get_device_capability()[0] != 9:
@@ -66,7 +71,7 @@ def hopper() -> Any:
         ),
     )
     return load("kernels.hopper").HopperKernels(
-        formats=formats_of(products), attention=choose_attention()
+        formats=formats_of(products), attention=attention_of(choose_heads())
     )
 
 
@@ -74,7 +79,7 @@ def ampere() -> Any:
     return load("kernels.triton_kernels").TritonKernels(
         limits=AMPERE,
         formats=formats_of(load("formats.fp8_triton").of_gemm(gemm_of(AMPERE))),
-        attention=TorchAttention(),
+        attention=attention_of(TorchAttention(), fuses_absorption=False),
     )
 
 
@@ -143,10 +148,10 @@ def test_heads_of_any_width_are_served(
         cu_seqlens_q=ends[:, 0].contiguous(),
         cu_seqlens_k=ends[:, 1].contiguous(),
     )
-    kernels, is_alone = make(), make is ampere
+    attention, is_alone = make().attention, make is ampere
     with caplog.at_level(logging.INFO):
-        actual = kernels.varlen_attention(q, k, v, seqs, 0.2)
-        part, lse = kernels.varlen_attention_part(q, k, v, seqs, 0.2, is_causal=False)
+        actual = attention.varlen_attention(q, k, v, seqs, 0.2)
+        part, lse = attention.varlen_attention_part(q, k, v, seqs, 0.2, is_causal=False)
     assert caplog.text.count("is by PyTorch") == (0 if is_alone else 1)
     exact = (q.float(), k.float(), v.float(), lengths, 0.2)
     assert relative_error(actual, reference.varlen_attention(*exact)) < 2e-2

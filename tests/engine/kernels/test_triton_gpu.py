@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.attention.kernels import VarlenLengths
 from engine.boot.build import build_model
 from engine.formats.base import Formats
 from engine.formats.expert_rows import AlignedRows
@@ -20,7 +21,7 @@ from engine.formats.stored_weight import StoredWeight
 from engine.formats.triton_gemm.limits import AMPERE, DeviceLimits
 from engine.generate import GenerateOutput, generate
 from engine.kernels import reference
-from engine.kernels.base import Kernels, VarlenLengths
+from engine.kernels.base import Kernels
 from engine.kernels.create import KernelSet, create_kernels
 from engine.kernels.portable import PortableKernels
 from engine.kernels.rotation import Rotation
@@ -44,6 +45,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
         chosen = create_kernels("cuda", kernels=KernelSet.TRITON)
         assert chosen.name == f"triton on sm{DeviceLimits.of('cuda').sm}"
         return chosen
+    from engine.attention.gpu_kernels import GpuAttention
     from engine.attention.paged_mla.attention import PagedMLA
     from engine.attention.torch_attention import TorchAttention
     from engine.formats import fp8_triton
@@ -54,8 +56,9 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return TritonKernels(
         limits=AMPERE,
         formats=Formats(plain=PLAIN, quantized=(fp8,)),
-        attention=TorchAttention(),
-        pages=PagedMLA(AMPERE),
+        attention=GpuAttention(
+            heads=TorchAttention(), pages=PagedMLA(AMPERE), fuses_absorption=False
+        ),
     )
 
 
@@ -170,11 +173,13 @@ def test_varlen_attention(kernels: Kernels, lengths: list[tuple[int, int]]) -> N
         cu_seqlens_q=ends[:, 0].contiguous(),
         cu_seqlens_k=ends[:, 1].contiguous(),
     )
-    actual = kernels.varlen_attention(q, k, v, seqs, 0.1352)
+    actual = kernels.attention.varlen_attention(q, k, v, seqs, 0.1352)
     expected = reference.varlen_attention(q.float(), k.float(), v.float(), lengths, 0.1352)
     assert relative_error(actual, expected) < 1e-2  # bfloat16 probabilities
     for is_causal in (True, False):
-        out, lse = kernels.varlen_attention_part(q, k, v, seqs, 0.1352, is_causal=is_causal)
+        out, lse = kernels.attention.varlen_attention_part(
+            q, k, v, seqs, 0.1352, is_causal=is_causal
+        )
         whole, weight = reference.varlen_attention_part(
             q.float(), k.float(), v.float(), lengths, 0.1352, is_causal=is_causal
         )

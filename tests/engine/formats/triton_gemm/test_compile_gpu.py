@@ -93,8 +93,9 @@ def run_every_operation(limits: DeviceLimits) -> None:
     kernels = module.TritonKernels(
         limits=limits,
         formats=Formats(plain=PLAIN, quantized=(fp8,)),
-        attention=TorchAttention(),
-        pages=paged_mla.PagedMLA(limits),
+        attention=importlib.import_module("engine.attention.gpu_kernels").GpuAttention(
+            heads=TorchAttention(), pages=paged_mla.PagedMLA(limits), fuses_absorption=False
+        ),
     )
 
     def bf16(*shape: int) -> Tensor:
@@ -132,10 +133,10 @@ def run_every_operation(limits: DeviceLimits) -> None:
     queries = PagedQueries(block_tables_SB=tables, seq_lens_S=lengths)
     for layer in (cache, cache.to(torch.float8_e4m3fn)):
         kernels.store_latents(bf16(4, 576), bf16(512), 1e-6, rotation, cache=layer, slots_T=slots)
-        paged = kernels.plan_paged(queries, layer, 8)
-        kernels.paged_attention(bf16(4, 8, 576), layer, paged, 512, 0.1)
+        paged = kernels.attention.plan_paged(queries, layer, 8)
+        kernels.attention.paged_attention(bf16(4, 8, 576), layer, paged, 512, 0.1)
     lse = torch.zeros(8, 4)
-    kernels.merge_attention(bf16(4, 8, 128), lse, bf16(4, 8, 128), lse)
+    kernels.attention.merge_attention(bf16(4, 8, 128), lse, bf16(4, 8, 128), lse)
     rule = RoutingRule(
         top_k=2, n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0
     )
