@@ -18,15 +18,21 @@ import torch
 from torch import Tensor
 
 from bench.bounds import Hardware
+from engine.attention.kernels import VarlenLengths
 from engine.attention.paged_queries import PagedQueries
-from engine.kernels.base import Kernels, VarlenLengths
-from engine.ops.op import AnyOp, Ops, moved_bytes
+from engine.formats.base import Formats, NumberFormat
+from engine.formats.expert_rows import AlignedRows
+from engine.formats.fp8_rows import Fp8Rows
+from engine.kernels.base import Kernels
+from engine.ops.op import AnyOp, moved_bytes
 from engine.parallel.groups import ProcessGroups, RankGroup
 
 TRAFFIC_MARK = "ranks: "
 """Begins the name of a stage in which ranks exchange data."""
 
-_QUESTIONS = frozenset(("why_no_pages",))
+_PARTS = frozenset(("attention", "rows"))
+"""Objects whose calls are stages too."""
+_UNTIMED = frozenset(("why_no_pages", "holds", "pack", "unpack"))
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
 
 
@@ -54,19 +60,23 @@ class Stage:
 
 
 class StageTimer:
-    """A `Kernels` that times another one; use as the model's kernels.
+    """Times the calls of kernels.
 
     Attributes:
         hardware: whose rates bounds are computed with; None where they are not known, and then
             BOUNDS must not be asked for.
         mode: what is done beside the calls.
         stages: what was measured since `reset`, by name; ranges are in the profiler's trace.
-        ops: the table of the kernels, whose calls are stages too.
+        kernels: the same as were given, with calls as stages; use as the model's.
     """
 
     def __init__(self, kernels: Kernels, hardware: Hardware | None) -> None:
-        self._kernels = kernels
-        self.ops: Ops = kernels.ops.wrapped(self._wrap_op)
+        self.kernels = Kernels(
+            name=kernels.name,
+            formats=self.watch_member("formats", kernels.formats),
+            attention=self.watch_member("attention", kernels.attention),
+            ops=kernels.ops.wrapped(self._wrap_op),
+        )
         self.hardware = hardware
         self.mode = TimerMode.OFF
         self.stages: dict[str, Stage] = {}
@@ -84,9 +94,17 @@ class StageTimer:
             boot_group=groups.boot_group,
         )
 
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._kernels, name)
-        is_work = callable(value) and name not in _QUESTIONS
+    def watch_member(self, name: str, value: Any) -> Any:
+        """Return the same member of the kernels or of a part of them, with calls as stages."""
+        if isinstance(value, Formats):
+            plain, *others = (_WatchedPart(one, self) for one in (value.plain, *value.quantized))
+            return Formats(
+                plain=cast(NumberFormat, plain),
+                quantized=cast(tuple[NumberFormat, ...], (*others,)),
+            )
+        if name in _PARTS and value is not None:
+            return _WatchedPart(value, self)
+        is_work = callable(value) and name not in _UNTIMED
         return self._wrap(name, value) if is_work else value
 
     def watch(self, group: RankGroup) -> RankGroup:
@@ -149,6 +167,17 @@ class StageTimer:
         return self.stages.setdefault(label, Stage(label))
 
 
+class _WatchedPart:
+    """A part of the kernels."""
+
+    def __init__(self, part: Any, timer: StageTimer) -> None:
+        self._part = part
+        self._timer = timer
+
+    def __getattr__(self, name: str) -> Any:
+        return self._timer.watch_member(name, getattr(self._part, name))
+
+
 class _WatchedGroup:
     """A group of ranks whose collectives are stages."""
 
@@ -171,8 +200,8 @@ class _WatchedGroup:
 
 def stage_name(name: str, args: tuple[Any, ...]) -> str:
     """Return the name of a call; products are told apart by their weight's shape."""
-    if name == "fp8_linear":
-        rows, columns = args[1].shape
+    if name == "linear":
+        rows, columns = args[1].numbers.shape
         return f"{name} {rows}x{columns}"
     return f"{name} {args[0].shape[-1]}" if name == "quantize_rows" else name
 
@@ -181,14 +210,18 @@ def bound_s(name: str, args: tuple[Any, ...], result: Any, hardware: Hardware) -
     """Return the least seconds that a call could take: by operations or by bytes."""
     moved = moved_bytes(*args, result)
     operations, peak = 0.0, hardware.fp8
-    if name == "fp8_linear":
-        operations = 2.0 * args[0].num_rows * args[1].numel()
-    elif name == "grouped_fp8_mlp":
-        rows, (w13, _), (w2, _) = args[0], args[2], args[3]
-        used = int((args[1] >= 0).sum())
+    if name == "linear":
+        x, weight = args[0], args[1].numbers
+        num_rows = x.num_rows if isinstance(x, Fp8Rows) else x.numel() // weight.shape[1]
+        operations = 2.0 * num_rows * weight.numel()
+        peak = hardware.fp8 if isinstance(x, Fp8Rows) else hardware.attention
+    elif name == "grouped_mlp" and isinstance(args[0], AlignedRows):
+        rows, (w13, _), (w2, _) = args
+        used = int((rows.expert_M >= 0).sum())
         operations = 2.0 * used * (w13[0].numel() + w2[0].numel())
-        moved = (moved - moved_bytes(rows, result)) + used * rows.data_TK.shape[1] * 3
-    elif name == "masked_fp8_mlp":
+        moved = moved_bytes(args[1], args[2], rows.expert_M)
+        moved += used * rows.rows.data_TK.shape[1] * 3
+    elif name == "masked_mlp":
         (rows, (w13, _), (w2, _)), columns = args, args[0].data_LMD.shape[2]
         used = int(rows.num_rows_L.sum())
         operations = 2.0 * used * (w13[0].numel() + w2[0].numel())

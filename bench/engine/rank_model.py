@@ -13,7 +13,6 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 
@@ -34,7 +33,7 @@ from engine.execution import Execution
 from engine.formats.fp8_rows import GROUP
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.options import EngineOptions, TokenSteps
 from engine.parallel.groups import ProcessGroups, RankGroup, init_process_groups
@@ -165,7 +164,7 @@ class RankModels:
             config=measured.config,
             groups=self._groups,
             timer=timer,
-            routing=TableRouting(cast(Kernels, timer)),
+            routing=TableRouting(timer.kernels),
             device=device,
         )
         model, opened = _build(options, parts, played_ranks=setup.played_ranks)
@@ -216,7 +215,7 @@ def _build(
     options: EngineOptions, parts: _Parts, *, played_ranks: int
 ) -> tuple[DeepseekV3ForCausalLM, OpenExecution]:
     """Open what the options ask for, then build the model, as a worker does."""
-    groups, kernels = parts.timer.watch_groups(parts.groups), cast(Kernels, parts.routing)
+    groups, kernels = parts.timer.watch_groups(parts.groups), parts.routing.kernels
     placement = place_experts(options, parts.config, groups.dims, parts.device)
     opened = open_execution(
         options,
@@ -246,7 +245,7 @@ def _build(
 
 def _make_kernels(config: ModelConfig, device: torch.device) -> Kernels:
     if device.type == "cpu":
-        return PortableKernels(has_fp8=is_fp8(config))
+        return portable_kernels(has_fp8=is_fp8(config))
     return create_kernels(device, _dtype_of(config, device))
 
 

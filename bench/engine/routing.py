@@ -13,7 +13,7 @@ rows, in multiples of the tiles where the batch is one: no padding, no skew. Tha
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -65,16 +65,17 @@ class RoutingTables:
 
 
 class TableRouting:
-    """Wraps the kernels of a rank; everything but the choice of experts is theirs.
+    """Replaces the choice of experts.
 
     Attributes:
         tables: in use; None for the router's own choice.
-        ops: the table of the kernels, with another choice of experts.
+        kernels: the same as were given, with another choice of experts; use as the model's.
     """
 
     def __init__(self, kernels: Kernels) -> None:
-        self._kernels, self._choose = kernels, kernels.ops[GROUP_LIMITED_TOPK]
-        self.ops = kernels.ops.replaced(GROUP_LIMITED_TOPK, self._choose_by_tables)
+        self._choose = kernels.ops[GROUP_LIMITED_TOPK]
+        ops = kernels.ops.replaced(GROUP_LIMITED_TOPK, self._choose_by_tables)
+        self.kernels = replace(kernels, ops=ops)
         self.tables: RoutingTables | None = None
 
     def _choose_by_tables(
@@ -88,9 +89,6 @@ class TableRouting:
         if num_rows is not None and not self.tables.knows_padding:
             own_TK = torch.where(ids_TK < 0, ids_TK, own_TK)
         return own_TK, weights_TK
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernels, name)
 
 
 def num_draws(config: ModelConfig, num_tokens: int, num_calls: int) -> int:

@@ -102,6 +102,7 @@ class LatentAttention:
         ops = kernels.ops
         self._store_latents, self._split_latents = ops[STORE_LATENTS], ops[SPLIT_LATENTS]
         self._rotate_queries, self._join_keys = ops[ROTATE_QUERIES], ops[JOIN_KEYS]
+        self._attention = kernels.attention
         self._scale = softmax_scale(config)
         self._rotary, self._is_refusal_told = RotaryEmbedding.of(config, device), False
 
@@ -124,7 +125,7 @@ class LatentAttention:
         )
 
     def _plan(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionPlan:
-        cache, kernels = kv_pool.layer(0), self._kernels
+        cache, kernels = kv_pool.layer(0), self._attention
         num_heads = self.rule.heads
         refusal = kernels.why_no_pages(cache, self._config.kv_lora_rank)
         if batch.max_seqlen_q == 1 and not refusal:
@@ -140,7 +141,7 @@ class LatentAttention:
             batch,
             kv_pool.block_size,
             self.rule,
-            max_positions=kernels.max_attention_positions,
+            max_positions=kernels.max_positions,
             plan_pages=None if refusal else plan_pages,
         )
 
@@ -212,7 +213,7 @@ class LatentAttention:
         self, q_THA: Tensor, at: _Place, segment: DecompressedSegment
     ) -> Tensor:
         """Attend with keys and values expanded, one part of a long context at a time: [T, H, V]."""
-        kernels = self._kernels
+        kernels = self._attention
         *prefix, own = segment.parts
         k_PHA, v_PHV = self._expand(at, own, q_THA.dtype)
         if not prefix:
@@ -245,7 +246,7 @@ class LatentAttention:
         """Attend in the latent space with rotated queries, by block tables: [T, H, V]."""
         w_uk_HNC, w_uv_HVC = at.layer.up_projections()
         cache = at.step.kv_pool.layer(at.layer_index)
-        out_THC = self._kernels.paged_attention(
+        out_THC = self._attention.paged_attention(
             carry(q_THA, w_uk_HNC), cache, queries, self._config.kv_lora_rank, self._scale
         )
         return torch.bmm(out_THC.transpose(0, 1), w_uv_HVC.transpose(1, 2)).transpose(0, 1)
@@ -262,7 +263,7 @@ class LatentAttention:
             latents_SPL = at.step.gather_group(at.layer_index, group, q_THL.dtype)
             for first in range(0, num_queries, group.num_at_once):
                 some = slice(first, first + group.num_at_once)
-                out_SQHC[:, some] = self._kernels.absorbed_attention(
+                out_SQHC[:, some] = self._attention.absorbed_attention(
                     q_SQHL[:, some],
                     latents_SPL,
                     group.hidden_SQP[:, some],
@@ -275,7 +276,7 @@ class LatentAttention:
         self, q_THA: Tensor, at: _Place, queries: PagedQueries, *, fp8: bool
     ) -> Activation:
         """Attend in the latent space, one query a sequence, in the pages themselves: [T, H * V]."""
-        kernels, cache = self._kernels, at.step.kv_pool.layer(at.layer_index)
+        kernels, cache = self._attention, at.step.kv_pool.layer(at.layer_index)
         w_uk_HNC, w_uv_HVC = at.layer.up_projections()
         q_THL = kernels.absorb_queries(q_THA, w_uk_HNC, self._rotation(at.step), cache)
         out_THC = kernels.paged_attention(

@@ -26,12 +26,14 @@ class MLP(nn.Module):
             ctx, hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         )
         self.down_proj = RowParallelLinear(ctx.within("down_proj"), intermediate_size, hidden_size)
-        self.feed_format = FeedFormat.of(is_fp8=self.is_fp8, is_sent=self._sharding.sends_rows)
+        self.feed_format = FeedFormat.of(
+            is_quantized=self.takes_quantized, is_sent=self._sharding.sends_rows
+        )
 
     @property
-    def is_fp8(self) -> bool:
-        """Whether an input is best given as `Fp8Rows`."""
-        return self.gate_up_proj.is_fp8
+    def takes_quantized(self) -> bool:
+        """Whether an input is best given quantised."""
+        return self.gate_up_proj.takes_quantized
 
     def forward(self, normed: Normed) -> Operations[Tensor]:
         """Map this rank's rows [t, D] to [t, D], complete."""
@@ -43,7 +45,7 @@ class MLP(nn.Module):
 
     def choose(self, normed: Normed) -> Activation:
         """Return the rows that `partial` is best given."""
-        return normed.feed if self.is_fp8 else normed.plain
+        return normed.feed if self.takes_quantized else normed.plain
 
     def partial(self, hidden: Activation) -> Tensor:
         """Map [T, D] to [T, D]: this rank's part of the sum over tp, without communication."""
@@ -55,6 +57,6 @@ class MLP(nn.Module):
         if isinstance(hidden, Fp8Rows):
             hidden = hidden.column_major()
         gate_up: Tensor = self.gate_up_proj(hidden)
-        if self.down_proj.is_fp8:
+        if self.down_proj.takes_quantized:
             return self._silu_and_mul_fp8(gate_up)
         return self._silu_and_mul(gate_up)

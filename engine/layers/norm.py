@@ -11,9 +11,9 @@ from enum import Enum, auto
 from torch import Tensor, nn
 
 from engine.formats.fp8_rows import Activation, Fp8Rows
+from engine.formats.packed_rows import empty_packed
 from engine.layers.context import LayerContext
 from engine.ops.norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8, RMS_NORM
-from engine.parallel.packed_rows import empty_packed
 from engine.weights.slices import WeightSlice
 
 
@@ -23,12 +23,12 @@ class FeedFormat(Enum):
     PLAIN = auto()
     FP8 = auto()
     PACKED_FP8 = auto()
-    """As bytes that can be sent (`engine.parallel.packed_rows`)."""
+    """As bytes that can be sent (`engine.formats.packed_rows`)."""
 
     @classmethod
-    def of(cls, *, is_fp8: bool, is_sent: bool = False) -> "FeedFormat":
-        """Return the format for a layer with FP8 weights or not, that sends its input or not."""
-        if not is_fp8:
+    def of(cls, *, is_quantized: bool, is_sent: bool = False) -> "FeedFormat":
+        """Return the format for a layer that takes quantised rows or not, and sends them or not."""
+        if not is_quantized:
             return cls.PLAIN
         return cls.PACKED_FP8 if is_sent else cls.FP8
 

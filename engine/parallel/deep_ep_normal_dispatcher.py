@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.formats.fp8_rows import Activation, Fp8Rows
+from engine.formats.expert_rows import AlignedRows, quantized
+from engine.formats.fp8_rows import Activation
 from engine.kernels.alignment import ROW_BLOCK, Alignment
 from engine.kernels.base import Kernels
 from engine.ops.permute import COUNT_ROWS, UNPERMUTE_ROWS
 from engine.parallel.deep_ep_buffers import Arrived, LibraryHandle, NormalBuffer
-from engine.parallel.expert_rows import AlignedRows
 from engine.parallel.pending import Pending, Then, wait_for
 
 
@@ -43,7 +43,7 @@ class NormalHandle:
 class DeepEPNormalDispatcher:
     """See the module; all layers share one buffer."""
 
-    takes_fp8 = True
+    takes_quantized = True
     waits_for_counts = True
 
     def __init__(self, kernels: Kernels, buffer: NormalBuffer) -> None:
@@ -60,7 +60,7 @@ class DeepEPNormalDispatcher:
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> Pending[tuple[AlignedRows, NormalHandle]]:
         """See `TokenDispatcher`."""
-        rows = hidden if isinstance(hidden, Fp8Rows) else self._kernels.quantize_rows(hidden)
+        rows = quantized(hidden)
         arriving = self._buffer.start_dispatch(
             rows, topk_ids_TK, topk_weights_TK, alignment=ROW_BLOCK
         )

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.formats.fp8_rows import Activation, Fp8Rows
+from engine.formats.expert_rows import quantized
+from engine.formats.fp8_rows import Activation
 from engine.kernels.base import Kernels
 from engine.kernels.masked_rows import (
     MaskedPlaces,
@@ -38,7 +39,7 @@ class LoopbackHandle:
 class LoopbackMaskedDispatcher:
     """See the module."""
 
-    takes_fp8 = True
+    takes_quantized = True
     waits_for_counts = False
 
     def __init__(self, kernels: Kernels, num_local_experts: int, num_ranks: int) -> None:
@@ -68,7 +69,7 @@ class LoopbackMaskedDispatcher:
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> Pending[tuple[MaskedRows, LoopbackHandle]]:
         """See `TokenDispatcher`."""
-        rows = hidden if isinstance(hidden, Fp8Rows) else self._kernels.quantize_rows(hidden)
+        rows = quantized(hidden)
         num_tokens, top_k = topk_ids_TK.shape
         num_local, room = self._num_local_experts, self.masked_room(num_tokens, top_k)
         places = self._moe_align_masked(

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.formats.expert_rows import quantized
 from engine.formats.fp8_rows import Activation, Fp8Rows, packed_row_bytes
 from engine.invariants import require
 from engine.kernels.base import Kernels
@@ -53,7 +54,7 @@ class MaskedGatheredHandle:
 class MaskedGatheredDispatcher:
     """See the module."""
 
-    takes_fp8 = True
+    takes_quantized = True
     waits_for_counts = False
 
     def __init__(
@@ -67,7 +68,7 @@ class MaskedGatheredDispatcher:
         """Take what is the same on all ranks of `ep_group`, but for the kernels.
 
         Args:
-            kernels: of this rank, with FP8.
+            kernels: of this rank.
             num_local_experts: L.
             ep_group: the ranks.
             max_tokens_per_rank: T; a rank alone does not pad.
@@ -93,7 +94,7 @@ class MaskedGatheredDispatcher:
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> Pending[tuple[MaskedRows, MaskedGatheredHandle]]:
         """See `TokenDispatcher`; at most `max_tokens_per_rank` tokens."""
-        rows = hidden if isinstance(hidden, Fp8Rows) else self._kernels.quantize_rows(hidden)
+        rows = quantized(hidden)
         num_tokens, top_k = topk_ids_TK.shape
         message = _pack(rows, topk_ids_TK, topk_weights_TK, self._padded(num_tokens))
         gathering = self._group.start_all_gather(message)

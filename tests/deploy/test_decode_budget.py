@@ -15,7 +15,7 @@ from deploy.decode_budget import (
 )
 from engine.boot.build import build_model
 from engine.config import ModelConfig
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from runtime.errors import ConfigError
 from tests.engine.tiny import tiny_config
 
@@ -57,7 +57,7 @@ def test_a_built_model_agrees(with_mtp: bool, q_lora_rank: int | None) -> None:
         dtype=torch.bfloat16,
         load_format="dummy",
         with_mtp=with_mtp,
-        kernels=PortableKernels(has_fp8=True),
+        kernels=portable_kernels(has_fp8=True),
     )
     held = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     weights = weights_per_rank(config, num_local_experts=config.n_routed_experts, with_mtp=with_mtp)

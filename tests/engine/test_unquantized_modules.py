@@ -15,7 +15,7 @@ import torch
 from bench.parity import compare_with_transformers
 from engine.boot.build import build_model
 from engine.config import ModelConfig
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.layers.plain_weights import describe_plain_weights
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.weights.errors import CheckpointError
@@ -44,7 +44,7 @@ def build(config: dict[str, Any], **axes: int) -> DeepseekV3ForCausalLM:
         ModelConfig.from_hf(config),
         rank_context(0, **axes).groups,
         dtype=torch.bfloat16,
-        kernels=PortableKernels(has_fp8=True),
+        kernels=portable_kernels(has_fp8=True),
     )
 
 
@@ -134,7 +134,7 @@ def test_boot_tells_it_once(caplog: pytest.LogCaptureFixture) -> None:
             ModelConfig.from_hf(config),
             dtype=torch.bfloat16,
             load_format="dummy",
-            kernels=PortableKernels(has_fp8=True),
+            kernels=portable_kernels(has_fp8=True),
         )
     (record,) = caplog.records
     message = record.getMessage()

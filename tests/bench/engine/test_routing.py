@@ -20,7 +20,7 @@ from bench.engine.routing import (
 )
 from bench.shapes import DEEPSEEK_V3, TINY, expert_shard, tensor_shard
 from engine.config import ModelConfig
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.ops.gate import GROUP_LIMITED_TOPK, RoutingRule
 
 SHARDS = [
@@ -159,17 +159,17 @@ def test_tables_come_call_by_call_and_change_in_place() -> None:
 
 
 def test_only_the_choice_is_replaced() -> None:
-    kernels = PortableKernels()
+    kernels = portable_kernels()
     routing = TableRouting(kernels)
-    assert routing.name == kernels.name
+    assert routing.kernels.name == kernels.name
     logits, bias = torch.randn(10, TINY.n_routed_experts), torch.zeros(TINY.n_routed_experts)
     rule = RoutingRule.of(TINY)
     chosen, expected = kernels.ops[GROUP_LIMITED_TOPK](logits, bias, rule)
-    own, weights = routing.ops[GROUP_LIMITED_TOPK](logits, bias, rule)
+    own, weights = routing.kernels.ops[GROUP_LIMITED_TOPK](logits, bias, rule)
     assert torch.equal(own, chosen)
     table = even_experts(TINY, 16)
     routing.tables = RoutingTables(table[None, None])
-    ids, weights = routing.ops[GROUP_LIMITED_TOPK](logits, bias, rule)
+    ids, weights = routing.kernels.ops[GROUP_LIMITED_TOPK](logits, bias, rule)
     assert torch.equal(ids, table[:10])
     assert torch.equal(weights, expected)
 
@@ -177,10 +177,10 @@ def test_only_the_choice_is_replaced() -> None:
 @pytest.mark.parametrize("knows", [True, False])
 def test_padding_goes_to_no_expert(knows: bool) -> None:
     logits, bias = torch.randn(10, TINY.n_routed_experts), torch.zeros(TINY.n_routed_experts)
-    routing, table = TableRouting(PortableKernels()), even_experts(TINY, 16)
+    routing, table = TableRouting(portable_kernels()), even_experts(TINY, 16)
     routing.tables = RoutingTables(table[None, None].clone(), num_rows=6 if knows else None)
     rule, num_rows = RoutingRule.of(TINY), torch.tensor([6])
-    ids, _ = routing.ops[GROUP_LIMITED_TOPK](logits, bias, rule, num_rows)
+    ids, _ = routing.kernels.ops[GROUP_LIMITED_TOPK](logits, bias, rule, num_rows)
     assert torch.equal(ids[:6], table[:6])
     assert ids[6:].eq(-1).all()
 

@@ -25,7 +25,7 @@ from engine.graphs.graph_runner import GraphRunner
 from engine.graphs.step_graphs import StepGraphs
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.options import DispatcherKind
@@ -170,7 +170,7 @@ def load(
 ) -> Iterator[tuple[DeepseekV3ForCausalLM, CountingDispatcher]]:
     """Yield the model with a dispatcher of fixed shapes, or, if not in FP8, of the axes."""
     dtype = torch.bfloat16 if is_fp8 else torch.float32
-    kernels: Kernels = PortableKernels(has_fp8=is_fp8)
+    kernels: Kernels = portable_kernels(has_fp8=is_fp8)
     source: Path | ModelConfig = checkpoint
     if device == "cuda":
         kernels, source = create_kernels("cuda", dtype), NARROW

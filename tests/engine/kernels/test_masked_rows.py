@@ -5,13 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.formats.expert_rows import AlignedRows
 from engine.formats.fp8_rows import Fp8Rows, packed_row_bytes
+from engine.formats.stored_weight import StoredWeight
 from engine.kernels import reference
 from engine.kernels.masked_rows import MASKED_BLOCK, guess_rows, max_masked_rows
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.ops.masked import MOE_ALIGN_MASKED, PERMUTE_MASKED_ROWS
-from engine.ops.permute import MOE_ALIGN_BLOCK_SIZE, PERMUTE_ROWS, UNPERMUTE_ROWS
+from engine.ops.permute import MOE_ALIGN_BLOCK_SIZE, UNPERMUTE_ROWS
 from engine.weights.fp8 import quantize_block
+from tests.engine.formats.fp8 import fp8_of, quantize
 
 
 @st.composite
@@ -64,7 +67,7 @@ def test_rows_come_home_weighted(case: tuple[torch.Tensor, int, int], is_packed:
 
 
 def test_experts_agree_with_the_contiguous_layout() -> None:
-    kernels = PortableKernels(has_fp8=True)
+    kernels = portable_kernels(has_fp8=True)
     num_tokens, first, num_local = 40, 2, 5
     ids = torch.rand(num_tokens, 8).topk(3).indices
     weights = torch.rand(num_tokens, 3)
@@ -73,16 +76,16 @@ def test_experts_agree_with_the_contiguous_layout() -> None:
         for rows, columns in ((512, 128), (128, 256))
     ]
     w13, w2 = (
-        (torch.stack([w for w, _ in part]), torch.stack([s for _, s in part])) for part in pairs
+        StoredWeight(torch.stack([w for w, _ in part]), torch.stack([s for _, s in part]))
+        for part in pairs
     )
-    rows = kernels.quantize_rows(torch.randn(num_tokens, 128))
+    rows = quantize(kernels, torch.randn(num_tokens, 128))
     alignment = kernels.ops[MOE_ALIGN_BLOCK_SIZE](ids, first, num_local)
-    out = kernels.grouped_fp8_mlp(
-        kernels.ops[PERMUTE_ROWS](rows, alignment), alignment.expert_M, w13, w2
-    )
+    aligned = AlignedRows.permute(kernels.ops, rows, alignment)
+    out = fp8_of(kernels).grouped_mlp(aligned, w13, w2)
     expected = kernels.ops[UNPERMUTE_ROWS](out, alignment, weights, None)
     places = kernels.ops[MOE_ALIGN_MASKED](ids, first, num_local, 128)
-    masked = kernels.masked_fp8_mlp(kernels.ops[PERMUTE_MASKED_ROWS](rows, places), w13, w2)
+    masked = fp8_of(kernels).masked_mlp(kernels.ops[PERMUTE_MASKED_ROWS](rows, places), w13, w2)
     assert masked.shape == (num_local, 128, 128)
     actual = kernels.ops[UNPERMUTE_ROWS](masked.flatten(0, 1), places, weights, None)
     torch.testing.assert_close(actual, expected)

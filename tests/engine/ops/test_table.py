@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 import engine.ops
 from bench.bounds import H200
 from bench.stage_timer import StageTimer, TimerMode
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.ops.late import late
 from engine.ops.norm import ADD_RMS_NORM, RMS_NORM
 from engine.ops.op import AnyOp, Op, Ops, Target, Work, moved_bytes
@@ -60,9 +61,9 @@ def test_a_device_without_kernels_runs_the_reference(op: AnyOp) -> None:
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_measurements_walk_the_table(op: AnyOp) -> None:
-    timer = StageTimer(PortableKernels(), H200)
+    timer = StageTimer(portable_kernels(), H200)
     timer.mode = TimerMode.BOUNDS
-    EXAMPLES[op].outcome(timer.ops[op], draw())
+    EXAMPLES[op].outcome(timer.kernels.ops[op], draw())
     (stage,) = timer.stages.values()
     assert stage.name.split()[0] == op.name
     assert 0 <= stage.bound_s < 1e-3
@@ -123,11 +124,10 @@ def test_an_operation_more_is_its_own_file_and_a_line() -> None:
         return Work(moved_bytes(out, x_T), bf16_operations=7e9)
 
     op = Op(reference=twice, work=work, is_sized=True)
-    kernels = PortableKernels()
-    kernels.ops = Ops.resolve(Target.PORTABLE, (*OPS, op))
+    kernels = replace(portable_kernels(), ops=Ops.resolve(Target.PORTABLE, (*OPS, op)))
     timer = StageTimer(kernels, H200)
     timer.mode = TimerMode.BOUNDS
-    assert torch.equal(timer.ops[op](torch.ones(3)), torch.full((3,), 2.0))
+    assert torch.equal(timer.kernels.ops[op](torch.ones(3)), torch.full((3,), 2.0))
     assert timer.stages["twice 3"].bound_s == 7e9 / H200.attention
     replaced = kernels.ops.replaced(op, lambda x_T: x_T)
     assert torch.equal(replaced[op](torch.ones(3)), torch.ones(3))

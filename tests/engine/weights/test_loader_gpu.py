@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.config import ModelConfig
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.loader import load_weights
@@ -43,7 +43,7 @@ def test_a_sharded_checkpoint_streams_to_the_gpu(tmp_path: Path) -> None:
         ModelConfig.from_dir(folder),
         dtype=torch.bfloat16,
         device="cuda",
-        kernels=PortableKernels(has_fp8=True),
+        kernels=portable_kernels(has_fp8=True),
     )
     torch.cuda.synchronize()
     before, most, start = own_bytes(), 0, time.perf_counter()
