@@ -28,7 +28,7 @@ from engine.boot.experts import place_experts
 from engine.boot.open_execution import OpenExecution, open_execution
 from engine.boot.rank import choose_max_model_len
 from engine.boot.warm_up import Product, warm_up
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.execution import Execution
 from engine.formats.fp8_rows import GROUP
 from engine.kernels.base import Kernels
@@ -195,7 +195,7 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def is_fp8(config: ModelConfig) -> bool:
+def is_fp8(config: DeepseekV3Config) -> bool:
     """Whether the weights are stored in FP8."""
     return config.fp8_block_size == GROUP
 
@@ -204,7 +204,7 @@ def is_fp8(config: ModelConfig) -> bool:
 class _Parts:
     """What a model is built of."""
 
-    config: ModelConfig
+    config: DeepseekV3Config
     groups: ProcessGroups
     timer: StageTimer
     routing: TableRouting
@@ -243,13 +243,13 @@ def _build(
     return model, opened
 
 
-def _make_kernels(config: ModelConfig, device: torch.device) -> Kernels:
+def _make_kernels(config: DeepseekV3Config, device: torch.device) -> Kernels:
     if device.type == "cpu":
         return portable_kernels(has_fp8=is_fp8(config))
     return create_kernels(device, _dtype_of(config, device))
 
 
-def _dtype_of(config: ModelConfig, device: torch.device) -> torch.dtype:
+def _dtype_of(config: DeepseekV3Config, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" or is_fp8(config) else torch.float32
 
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.kernels.base import Kernels
 from engine.ops.gate import GROUP_LIMITED_TOPK, RoutingRule
 
@@ -91,13 +91,15 @@ class TableRouting:
         return own_TK, weights_TK
 
 
-def num_draws(config: ModelConfig, num_tokens: int, num_calls: int) -> int:
+def num_draws(config: DeepseekV3Config, num_tokens: int, num_calls: int) -> int:
     """For how many steps draws are made: as many as there is room for, at least two."""
     step_bytes = num_calls * num_tokens * config.num_experts_per_tok * torch.int64.itemsize
     return max(2, min(MAX_STEPS, MAX_BYTES // max(step_bytes, 1)))
 
 
-def uniform_experts(config: ModelConfig, num_tokens: int, generator: torch.Generator) -> Tensor:
+def uniform_experts(
+    config: DeepseekV3Config, num_tokens: int, generator: torch.Generator
+) -> Tensor:
     """Return [num_tokens, K] int64 on the generator's device: each token's own draw.
 
     First `topk_group` of the groups, each set of them as likely, then K of their experts.
@@ -119,7 +121,7 @@ def uniform_experts(config: ModelConfig, num_tokens: int, generator: torch.Gener
 
 
 def draw_uniform(
-    config: ModelConfig,
+    config: DeepseekV3Config,
     *,
     num_steps: int,
     num_calls: int,
@@ -136,7 +138,7 @@ def draw_uniform(
 
 
 def even_experts(
-    config: ModelConfig, num_tokens: int, *, rank: int = 0, num_ranks: int = 1
+    config: DeepseekV3Config, num_tokens: int, *, rank: int = 0, num_ranks: int = 1
 ) -> Tensor:
     """Return [num_tokens, K] int64: every expert equally often, in a random order of tokens.
 
@@ -147,7 +149,7 @@ def even_experts(
     return _table(config, num_tokens * num_ranks)[rank::num_ranks].contiguous()
 
 
-def _table(config: ModelConfig, num_tokens: int) -> Tensor:
+def _table(config: DeepseekV3Config, num_tokens: int) -> Tensor:
     groups, top_k = config.n_group, config.num_experts_per_tok
     size = config.n_routed_experts // groups
     per_group = -(-top_k // config.topk_group)

@@ -29,7 +29,7 @@ from engine.attention.kv_spec import KVSpec
 from engine.attention.paged_queries import PagedQueries
 from engine.attention.scratch import Scratch
 from engine.batch import ForwardBatch
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.formats.fp8_rows import Activation, Fp8Rows
 from engine.kernels.base import Kernels
 from engine.kernels.rotation import Rotation
@@ -95,7 +95,7 @@ class LatentAttention:
     """
 
     def __init__(
-        self, config: ModelConfig, kernels: Kernels, device: torch.device, rule: AttentionRule
+        self, config: DeepseekV3Config, kernels: Kernels, device: torch.device, rule: AttentionRule
     ) -> None:
         self.rule, self.device = rule, device
         self._config, self._kernels, self._scratch = config, kernels, Scratch()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.attention.attention_plan import AttentionStep
 from engine.attention.latent import LatentAttention, LatentQueries, Latents
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.formats.fp8_rows import Activation, Fp8Rows
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -32,7 +32,11 @@ class MLA(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, ctx: LayerContext, backend: LatentAttention, layer_index: int
+        self,
+        config: DeepseekV3Config,
+        ctx: LayerContext,
+        backend: LatentAttention,
+        layer_index: int,
     ) -> None:
         super().__init__()
         self._backend = backend

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.formats.base import NumberFormat
 from engine.formats.expert_rows import Rows
 from engine.layers.context import LayerContext
@@ -37,7 +37,7 @@ from engine.weights.slices import WeightSlice, split_evenly
 class Gate(nn.Module):
     """Scores every expert for every token; whole on every rank, scores in float32."""
 
-    def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
+    def __init__(self, config: DeepseekV3Config, ctx: LayerContext) -> None:
         super().__init__()
         self._gate_logits = ctx.ops[GATE_LOGITS]
         self._group_limited_topk = ctx.ops[GROUP_LIMITED_TOPK]
@@ -68,7 +68,9 @@ class Gate(nn.Module):
 class Experts(nn.Module):
     """The routed experts in this rank's slots, stacked; with ep = 1 tp splits their width."""
 
-    def __init__(self, config: ModelConfig, ctx: LayerContext, placement: ExpertPlacement) -> None:
+    def __init__(
+        self, config: DeepseekV3Config, ctx: LayerContext, placement: ExpertPlacement
+    ) -> None:
         super().__init__()
         groups = ctx.groups
         self._placement = placement
@@ -154,7 +156,7 @@ class MoE(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV3Config,
         ctx: LayerContext,
         placement: ExpertPlacement,
         dispatcher: TokenDispatcher[Any],
@@ -203,7 +205,7 @@ class MoE(nn.Module):
 
 
 def create_expert_dispatcher(
-    config: ModelConfig, ctx: LayerContext, placement: ExpertPlacement
+    config: DeepseekV3Config, ctx: LayerContext, placement: ExpertPlacement
 ) -> TokenDispatcher[Any]:
     """Return the dispatcher of a model that was given none; it serves all MoE layers in turn."""
     experts = RankExperts(

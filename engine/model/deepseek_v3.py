@@ -20,7 +20,7 @@ from engine.attention.attention_rule import AttentionRule
 from engine.attention.kv_spec import KVSpec
 from engine.attention.latent import LatentAttention
 from engine.batch import ForwardBatch
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.execution import Execution
 from engine.hf_config.quantization import ModulePatterns
 from engine.kernels.base import Kernels
@@ -48,7 +48,7 @@ class DeepseekV3Model(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV3Config,
         ctx: LayerContext,
         attention: LatentAttention,
         *,
@@ -89,7 +89,7 @@ class DeepseekV3ForCausalLM(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV3Config,
         groups: ProcessGroups | None = None,
         *,
         dtype: torch.dtype = torch.float32,
@@ -300,7 +300,7 @@ class DeepseekV3ForCausalLM(nn.Module):
                 yield from module.weight_slices(name)
 
 
-def _unused_prefixes(config: ModelConfig, with_mtp: bool) -> tuple[str, ...]:
+def _unused_prefixes(config: DeepseekV3Config, with_mtp: bool) -> tuple[str, ...]:
     first, count = config.num_hidden_layers, config.num_nextn_predict_layers
     layers = [f"model.layers.{index}." for index in range(first, first + count)]
     if not with_mtp:

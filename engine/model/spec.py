@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from engine.attention.attention_rule import AttentionRule
     from engine.batch import ForwardBatch
-    from engine.config import ModelConfig
+    from engine.config import DeepseekV3Config
     from engine.execution import Execution
     from engine.formats.base import NumberFormat
     from engine.kernels.base import Kernels
@@ -85,7 +85,7 @@ class CommonConfig(Protocol):
         ...
 
     @property
-    def experts(self) -> ModelConfig | None:
+    def experts(self) -> DeepseekV3Config | None:
         """Sizes and routing of the experts; None for a dense model."""
         ...
 

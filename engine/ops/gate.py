@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.ops.late import late
 from engine.ops.op import Op, Target, Work, moved_bytes
 
@@ -31,7 +31,7 @@ class RoutingRule:
     routed_scaling_factor: float
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "RoutingRule":
+    def of(cls, config: DeepseekV3Config) -> "RoutingRule":
         """Return the rule of a model."""
         return cls(
             top_k=config.num_experts_per_tok,

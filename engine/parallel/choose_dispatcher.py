@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.formats.base import NumberFormat
 from engine.kernels.base import Kernels
 from engine.options import DispatcherKind
@@ -64,7 +64,7 @@ class RankExperts:
         scatter_tokens: whether each tp rank has its own rows of a step.
     """
 
-    config: ModelConfig
+    config: DeepseekV3Config
     groups: ProcessGroups
     kernels: Kernels
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.boot.build import build_kv_pool, build_model
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.kernels.portable import portable_kernels
 from engine.layers.mla import MLA
 from engine.layers.moe import MoE
@@ -51,7 +51,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(checkpoint: Path, *, fp8: bool, max_positions: int = 0) -> DeepseekV3ForCausalLM:
     kernels = portable_kernels(has_fp8=fp8)
     kernels.attention.max_positions = max_positions
-    config = ModelConfig.from_dir(checkpoint)
+    config = DeepseekV3Config.from_dir(checkpoint)
     model = DeepseekV3ForCausalLM(config, dtype=torch.bfloat16, kernels=kernels)
     load_weights(model, checkpoint)
     return model.eval()
@@ -113,7 +113,7 @@ def test_logits_differ_by_the_rounding_of_activations(
 
 
 def test_dummy_weights_fill_scales(checkpoint: Path) -> None:
-    config = ModelConfig.from_dir(checkpoint)
+    config = DeepseekV3Config.from_dir(checkpoint)
     first, second = (
         build_model(config, load_format="dummy", kernels=portable_kernels(has_fp8=fp8))
         for fp8 in (True, False)

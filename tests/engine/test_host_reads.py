@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.boot.build import build_kv_pool
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.execution import Execution
 from engine.formats.expert_rows import AlignedRows, ExpertRows
 from engine.formats.fp8_rows import Activation
@@ -197,7 +197,7 @@ EVERYTHING = SamplingParams(
 
 
 def build(tmp_path: Path, execution: Execution | None = None) -> ModelRunner:
-    config = ModelConfig.from_dir(write_checkpoint(tmp_path, CONFIG, fp8=True))
+    config = DeepseekV3Config.from_dir(write_checkpoint(tmp_path, CONFIG, fp8=True))
     model = DeepseekV3ForCausalLM(
         config, dtype=torch.bfloat16, kernels=KERNELS, execution=execution
     ).eval()

@@ -15,7 +15,7 @@ import torch
 from engine.attention.kv_spec import KVSpec
 from engine.batch import ForwardBatch, build_forward_batch
 from engine.boot.build import build_kv_pool, build_model
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.execution import Execution
 from engine.formats import deep_gemm
 from engine.formats.triton_gemm.limits import DeviceLimits
@@ -180,7 +180,7 @@ def make_experts(kernels: Kernels, num_ranks: int, tmp_path: Path) -> ModelRunne
     As one of several it lays out rows for its share of the experts and holds all of them, so that
     most rows are behind the capacity.
     """
-    config = ModelConfig.from_dir(write_checkpoint(tmp_path, CONFIG, fp8=True))
+    config = DeepseekV3Config.from_dir(write_checkpoint(tmp_path, CONFIG, fp8=True))
     share = ExpertShare(first=0, num_local=config.n_routed_experts, num_ranks=num_ranks)
     dispatcher = GatheredDispatcher if num_ranks > 1 else LocalDispatcher
     rows = choose_row_format(fp8_of(kernels), kernels.ops, share)

@@ -8,7 +8,7 @@ import torch
 
 from bench.shapes import TINY
 from engine.boot.experts import open_dispatcher, place_experts
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.kernels.portable import portable_kernels
 from engine.options import ChunkSteps, DispatcherKind, EngineOptions, TokenSteps
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
@@ -33,7 +33,7 @@ FEW_TOKENS = EngineOptions(
 
 def open_with(
     options: EngineOptions,
-    config: ModelConfig = TINY,
+    config: DeepseekV3Config = TINY,
     groups: ProcessGroups = GROUPS,
 ) -> object:
     experts = RankExperts(

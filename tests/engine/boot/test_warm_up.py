@@ -22,7 +22,7 @@ from engine.boot.warm_up import (
     row_counts,
     warm_up,
 )
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.execution import Execution
 from engine.kernels.alignment import max_aligned_rows, row_steps
 from engine.kernels.portable import portable_kernels
@@ -43,7 +43,7 @@ LIBRARY_VARIABLES = (
 
 
 def make_model(*, fp8: bool, execution: Execution | None = None) -> DeepseekV3ForCausalLM:
-    config = ModelConfig.from_hf(CONFIG)
+    config = DeepseekV3Config.from_hf(CONFIG)
     kernels = portable_kernels(has_fp8=fp8)
     model = DeepseekV3ForCausalLM(
         config, dtype=torch.bfloat16, kernels=kernels, execution=execution
@@ -100,7 +100,7 @@ def test_every_weight_shape_is_run_once() -> None:
 
 def test_masked_products_are_run_for_every_size_that_comes() -> None:
     kernels = portable_kernels(has_fp8=True)
-    experts = ModelConfig.from_hf(CONFIG).n_routed_experts
+    experts = DeepseekV3Config.from_hf(CONFIG).n_routed_experts
     loopback = LoopbackMaskedDispatcher(kernels, experts, num_ranks=8)
     model = make_model(fp8=True, execution=Execution(dispatcher=loopback))
     found = products(model, 64, rows=(1, 16, 64))

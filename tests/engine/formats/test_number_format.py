@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.formats import registry
 from engine.formats.base import NumberFormat, QuantizedConfig, RowCodec, Storage
 from engine.formats.expert_rows import ExpertRows, GroupedRows, plain
@@ -114,7 +114,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_format_of_one_file_and_one_line_serves_a_model(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, int8 = ModelConfig.from_dir(checkpoint), Int8PerChannel()
+    config, int8 = DeepseekV3Config.from_dir(checkpoint), Int8PerChannel()
 
     def load() -> DeepseekV3ForCausalLM:
         model = DeepseekV3ForCausalLM(config, dtype=torch.bfloat16, kernels=create_kernels("cpu"))
@@ -139,7 +139,7 @@ def test_plain_pytorch_multiplies_in_nothing_but_the_compute_dtype() -> None:
     formats = registry.create_formats(KernelSet.PORTABLE, torch.device("cpu"))
     assert formats.quantized == ()
     assert formats.describe() == "none"
-    assert formats.of(ModelConfig.from_hf(CONFIG)) is PLAIN
+    assert formats.of(DeepseekV3Config.from_hf(CONFIG)) is PLAIN
 
 
 def test_plain_weights_have_no_masked_layout() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.attention.attention_rule import AttentionRule
 from engine.attention.kernels import VarlenLengths
 from engine.boot.build import build_kv_pool, build_model
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.formats import deep_gemm
 from engine.formats.expert_rows import AlignedRows
 from engine.formats.stored_weight import StoredWeight
@@ -254,7 +254,7 @@ def test_the_bundled_model_agrees_with_the_cpu(kernels: Kernels, texts: list[lis
 def test_chunks_with_a_prefix_agree_with_the_whole_prompt(
     kernels: Kernels, texts: list[list[int]], absorbed_cost: float
 ) -> None:
-    config = ModelConfig.from_dir(BUNDLED)
+    config = DeepseekV3Config.from_dir(BUNDLED)
     model = DeepseekV3ForCausalLM(
         config,
         dtype=torch.bfloat16,

@@ -17,7 +17,7 @@ from engine.attention.paged_queries import PagedQueries
 from engine.attention.reference_kernels import ReferenceAttention
 from engine.attention.scratch import Scratch
 from engine.batch import pack_forward_batch
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.kernels import reference
 from engine.kernels.portable import portable_kernels
 from engine.layers.context import LayerContext
@@ -66,7 +66,7 @@ class Bench:
         **changes: object,
     ) -> None:
         self.max_positions = max_positions
-        self.config = ModelConfig.from_hf(tiny_config(**changes))
+        self.config = DeepseekV3Config.from_hf(tiny_config(**changes))
         self.attention = RecordingAttention()
         self.kernels = replace(portable_kernels(), attention=self.attention)
         self.reads_pages = reads_pages

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.boot.build import build_kv_pool
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.execution import Execution
 from engine.kernels.create import create_kernels
 from engine.kernels.portable import portable_kernels
@@ -58,7 +58,7 @@ class Trial:
         """Return the model on other axes, or on these."""
         dtype = torch.bfloat16 if self.fp8 else torch.float32
         is_gpu = self.device != "cpu"
-        config = ModelConfig.from_dir(self.checkpoint)
+        config = DeepseekV3Config.from_dir(self.checkpoint)
         model = DeepseekV3ForCausalLM(
             config,
             groups or self.groups,

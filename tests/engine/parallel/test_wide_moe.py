@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.kernels.portable import portable_kernels
 from engine.kernels.reference import quantize_rows
 from engine.layers.context import LayerContext
@@ -33,7 +33,7 @@ from tests.engine.relative_error import relative_error
 from tests.engine.tiny import tiny_config
 
 HIDDEN, WIDTH, NUM_EXPERTS, NUM_SLOTS, MAX_TOKENS = 128, 128, 256, 288, 16
-CONFIG = ModelConfig.from_hf(
+CONFIG = DeepseekV3Config.from_hf(
     tiny_config(
         hidden_size=HIDDEN,
         moe_intermediate_size=WIDTH,
