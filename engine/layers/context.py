@@ -46,7 +46,7 @@ class LayerContext:
 
     @property
     def ops(self) -> Ops:
-        """The table of operations of the kernels."""
+        """The table of operations; a layer takes what it calls when it is built."""
         return self.kernels.ops
 
     @property

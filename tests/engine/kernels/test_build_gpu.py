@@ -14,6 +14,7 @@ from engine.formats.stored_weight import StoredWeight
 from engine.formats.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from engine.kernels import create, reference
 from engine.kernels.kernel_set import KernelSet
+from engine.ops.op import Target
 from engine.weights.fp8 import quantize_block
 from tests.engine.formats.fp8 import fp8_of, quantize
 from tests.engine.relative_error import relative_error
@@ -31,16 +32,20 @@ LIBRARY = SimpleNamespace(
 
 
 @pytest.mark.parametrize(
-    ("kind", "limits", "name"),
+    ("kind", "limits", "name", "target"),
     [
-        (KernelSet.HOPPER, HOPPER, "hopper"),
-        (KernelSet.TRITON, HOPPER, "triton on sm90"),
-        (KernelSet.TRITON, ADA, "triton on sm89"),
-        (KernelSet.TRITON, AMPERE, "triton on sm80"),
+        (KernelSet.HOPPER, HOPPER, "hopper", Target.HOPPER),
+        (KernelSet.TRITON, HOPPER, "triton on sm90", Target.TRITON),
+        (KernelSet.TRITON, ADA, "triton on sm89", Target.TRITON),
+        (KernelSet.TRITON, AMPERE, "triton on sm80", Target.NO_E4M3),
     ],
 )
 def test_a_set_multiplies_and_attends(
-    kind: KernelSet, limits: DeviceLimits, name: str, monkeypatch: pytest.MonkeyPatch
+    kind: KernelSet,
+    limits: DeviceLimits,
+    name: str,
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(DeviceLimits, "of", classmethod(lambda cls, device: limits))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU without a table")
@@ -48,7 +53,7 @@ def test_a_set_multiplies_and_attends(
     for library in (flash_attention, flash_mla):
         monkeypatch.setattr(library, "is_available", lambda: False)
     kernels = create._build(kind, torch.device("cpu"))
-    assert kernels.name == name
+    assert (kernels.name, kernels.ops.target) == (name, target)
     assert kernels.formats.describe() == "FP8 in blocks of 128"
     assert kernels.attention.max_positions == 32768
     assert kernels.attention.why_no_pages(torch.empty(2, 64, 576).bfloat16(), 512) == ""
