@@ -17,7 +17,7 @@ from runtime.config import ClusterConfig, DecodeSection, ModelSection
 from tests.integration.client import run_all
 from tests.integration.cluster import Cluster, wait_until
 from tests.integration.conftest import MODEL_DIR
-from tests.integration.prometheus import Prometheus, needs_prometheus
+from tests.prometheus import Prometheus, needs_prometheus
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_prometheus]
 
