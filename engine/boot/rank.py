@@ -103,6 +103,9 @@ def boot_rank(
     torch.set_num_threads(options.num_threads)
     device = _take_device(options.device, dims.rank)
     placement = place_experts(options, config, dims, device)
+    if dims.world_size > 1:
+        facts = fields(num_ranks=dims.world_size, rendezvous=rendezvous)
+        logger.info("waits for the other ranks %s", facts)
     groups = init_process_groups(
         dims,
         rendezvous,

@@ -19,7 +19,8 @@ class RouterSection:
     control_port: int = 8100
     """gRPC registry of workers; 0: any free port."""
     instances: int = 1
-    """Routers that ``tandem up`` starts, of which any may die; further ones at the next ports."""
+    """Routers that ``tandem up`` starts, of which any may die; further ones at the next ports, and
+    on other hosts, if there are any."""
     http_processes: int = 1
     max_concurrent_requests: int = 0
     """Choices in flight at once, further requests wait; 0: three quarters of what the decode ranks
