@@ -129,7 +129,15 @@ def _measure(options: PrefillOptions | DecodeOptions, arguments: argparse.Namesp
 def _add_prefill(parser: argparse.ArgumentParser) -> None:
     _add_setup(parser)
     parser.add_argument("--tp", type=int, default=1, help="ranks that share heads")
-    parser.add_argument("--prompt-len", type=int, default=4096, help="tokens of each prompt")
+    parser.add_argument(
+        "--prompt-len", type=int, default=4096, help="tokens of each prompt that run"
+    )
+    parser.add_argument(
+        "--cached-len",
+        type=int,
+        default=0,
+        help="tokens before them that a prefix cache holds: no bound then",
+    )
     parser.add_argument(
         "--batch-tokens", type=int, default=16384, help="of a batch; with --dp of each rank"
     )
@@ -248,6 +256,7 @@ def _prefill_options(arguments: argparse.Namespace) -> PrefillOptions:
     return PrefillOptions(
         setup=_setup(arguments, "tp"),
         prompt_len=arguments.prompt_len,
+        cached_len=arguments.cached_len,
         batch_tokens=arguments.batch_tokens,
         ttft=arguments.ttft,
     )

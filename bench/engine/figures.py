@@ -85,7 +85,8 @@ def describe_layers(
 def _prefill_bounds(
     config: ModelConfig, options: PrefillOptions, sheet: DataSheet | None, num_gpus: int
 ) -> Bounds:
-    if sheet is None:
+    # The arithmetic of bounds is of whole prompts.
+    if sheet is None or options.cached_len:
         return {}
     is_scattered = options.section.is_scattered
     traffic = PrefillTraffic.LATENTS_FP8 if is_scattered else PrefillTraffic.ALL_REDUCE

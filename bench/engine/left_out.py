@@ -16,7 +16,7 @@ from engine.config import ModelConfig
 _ALWAYS = {
     "prefill": (
         "not in it: queues, the scheduler, claims of tickets, the push of KV to decode",
-        "prompts are whole and of one length: no chunks, no prefixes that are there already",
+        "prompts are of one length and in one piece: no chunks, no prefix but --cached-len",
     ),
     "decode": (
         "not in it: places, arriving KV, admission, preemption, frames to routers",

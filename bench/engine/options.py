@@ -170,13 +170,15 @@ class PrefillOptions:
 
     Attributes:
         setup: model and ranks.
-        prompt_len: tokens of each prompt.
+        prompt_len: tokens of each prompt that run.
+        cached_len: tokens before them whose KV is in the pool already, as of a cached prefix.
         batch_tokens: tokens of a batch; per rank with dp, together with tp.
         ttft: whether one prompt alone is timed too.
     """
 
     setup: Setup
     prompt_len: int = 4096
+    cached_len: int = 0
     batch_tokens: int = 16384
     ttft: bool = True
 
@@ -187,6 +189,10 @@ class PrefillOptions:
             ConfigError: by the option's name.
         """
         _check_least("prompt-len", self.prompt_len, 1)
+        if self.cached_len < 0 or self.cached_len % BLOCK_SIZE:
+            problem = f"is not a number of whole blocks of {BLOCK_SIZE} tokens"
+            fitting = max(self.cached_len // BLOCK_SIZE, 0) * BLOCK_SIZE
+            raise ConfigError("cached-len", self.cached_len, problem, f"{fitting}")
         if self.batch_tokens < 1 or self.batch_tokens % self.prompt_len:
             fitting = max(self.batch_tokens // self.prompt_len, 1) * self.prompt_len
             problem = f"is no multiple of --prompt-len {self.prompt_len}"

@@ -42,7 +42,7 @@ def run_prefill(options: PrefillOptions, models: RankModels) -> Report | None:
     """Measure on one rank; the report on rank 0, None on the others."""
     setup = options.setup
     rank = models.get(setup, options.section)
-    rank.check_length("prompt-len", options.prompt_len + 1)
+    rank.check_length("prompt-len", options.cached_len + options.prompt_len + 1)
     model, kernels = rank.model, rank.model.kernels
     rank.compile_for(
         [
@@ -77,6 +77,7 @@ def invent_batches(
     return PromptBatches(
         options.prompt_len,
         options.num_prompts,
+        cached_len=options.cached_len,
         block_size=BLOCK_SIZE,
         sampling=SamplingChoice(
             temperature=setup.temperature,

@@ -174,7 +174,9 @@ class RunningRequests:
 
 
 class PromptBatches:
-    """Batches of whole prompts of one length, of one rank that schedules.
+    """Batches of prompts of one length, of one rank that schedules.
+
+    All of a prompt runs but for a prefix that is in the pool already, if it has one.
 
     Two sets of blocks are used in turn, because a batch may be launched while the one before runs.
     """
@@ -187,10 +189,12 @@ class PromptBatches:
         block_size: int,
         sampling: SamplingChoice,
         generator: random.Random,
+        cached_len: int = 0,
     ) -> None:
-        """Prepare batches of ``num_prompts`` prompts of ``prompt_len`` tokens."""
-        self._prompt_len, self._num_prompts = prompt_len, num_prompts
-        self._blocks = num_blocks_for(prompt_len, block_size)
+        """Prepare batches of ``num_prompts`` prompts: ``prompt_len`` tokens behind a prefix."""
+        self._prompt_len, self._cached_len = prompt_len, cached_len
+        self._num_prompts = num_prompts
+        self._blocks = num_blocks_for(cached_len + prompt_len, block_size)
         self._sampling, self._random = sampling, generator
         self._tokens = _Tokens(sampling.vocab_size, generator)
         self._next_set = 0
@@ -213,9 +217,10 @@ class PromptBatches:
         for index in range(num_prompts or self._num_prompts):
             request = Request(
                 request_id=f"prompt-{index}",
-                prompt_token_ids=self._tokens.draw(length),
+                prompt_token_ids=self._tokens.draw(self._cached_len + length),
                 sampling=self._sampling.draw(self._random),
                 block_table=list(range(first + index * count, first + (index + 1) * count)),
+                num_computed_tokens=self._cached_len,
             )
             scheduled.append(ScheduledRequest(request, length))
         return scheduled

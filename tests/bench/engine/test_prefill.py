@@ -68,3 +68,15 @@ def test_a_rank_alone_in_two_micro_batches_is_refused_as_in_a_cluster(
 ) -> None:
     assert main([*COMMAND, "--batch-tokens", "64", "--set", "prefill.two_batch_overlap=on"]) == 2
     assert "prefill.two_batch_overlap = 'on'" in capsys.readouterr().err
+
+
+def test_short_prompts_behind_a_cached_prefix(tmp_path: Path) -> None:
+    report = measure(tmp_path, "--cached-len", "128", "--profile", "off")
+    assert report["options"]["cached_len"] == 128
+    assert report["tokens_per_batch"] == 64, "what runs"
+    assert report["ttft_ms"]["p50"] > 0
+
+
+def test_a_prefix_that_no_cache_can_hold_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--batch-tokens", "64", "--cached-len", "100"]) == 2
+    assert "cached-len = 100" in capsys.readouterr().err

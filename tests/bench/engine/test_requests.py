@@ -139,6 +139,16 @@ def test_batches_follow_each_other_in_two_sets_of_blocks() -> None:
     assert len(batches.schedule(1)) == 1
 
 
+def test_prompts_behind_a_prefix_run_only_what_follows_it() -> None:
+    batches = PromptBatches(
+        5, 2, cached_len=3 * BLOCK, block_size=BLOCK, sampling=CHOICE, generator=random.Random(1)
+    )
+    for item in batches.schedule():
+        assert (item.start, item.end) == (3 * BLOCK, 3 * BLOCK + 5)
+        assert item.samples
+        assert len(item.request.block_table) == 3 + -(-5 // BLOCK)
+
+
 @pytest.mark.parametrize("num_prompts", [1, 4])
 def test_ranks_that_share_heads_draw_the_same(num_prompts: int) -> None:
     def draw() -> list[list[int]]:
