@@ -131,7 +131,7 @@ def _ours(step: Step, kernel: PagedMLA) -> tuple[Attend, Callable[[], object]]:
 
 
 def _name(tile: PagedTile) -> str:
-    values = {**asdict(tile), "is_hopper": None, "per_sm": None}
+    values = {**asdict(tile), "is_hopper": None, "per_sm": None, "variant": tile.variant or None}
     sizes = " ".join(f"{name} {value}" for name, value in values.items() if value is not None)
     return f"ours, for Hopper: {sizes}" if tile.is_hopper else f"ours: {sizes}"
 
