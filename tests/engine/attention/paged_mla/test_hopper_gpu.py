@@ -37,6 +37,7 @@ VARIANTS = [
     ("", torch.float8_e4m3fn),
     ("seesaw", torch.float16),
     ("direct", torch.float8_e4m3fn),
+    ("seesaw_e4m3", torch.float8_e4m3fn),
 ]
 """Kernels and what they read."""
 
@@ -45,7 +46,8 @@ def attend(case: PagedCase, num_places: int, variant: str) -> Tensor:
     """Attend in as many parts as a GPU of so many multiprocessors would; merge by hand."""
     is_fp8 = case.cache.dtype == torch.float8_e4m3fn
     mine = f"hopper_{variant or ('e4m3' if is_fp8 else 'kernel')}"
-    found = modules("hopper_kernel", *([mine] if mine != "hopper_kernel" else []))
+    before = ["hopper_kernel", *(["hopper_seesaw"] if "seesaw" in variant else [])]
+    found = modules(*(name for name in before if name != mine), mine)
     num_heads = case.q_THL.shape[1]
     tiles = [-(-queries * num_heads // TILE) for queries, _ in case.lengths]
     table, _ = parts_on_host(case.lengths, tiles, num_places)
