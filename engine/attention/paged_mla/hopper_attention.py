@@ -10,7 +10,14 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from engine.attention.paged_mla import hopper_direct, hopper_e4m3, hopper_kernel, hopper_seesaw
+from engine.attention.paged_mla import (
+    hopper_direct,
+    hopper_e4m3,
+    hopper_halves,
+    hopper_kernel,
+    hopper_seesaw,
+    hopper_seesaw_e4m3,
+)
 from engine.attention.paged_mla.tiles import PagedTile
 from engine.attention.paged_queries import PagedQueries
 from engine.invariants import require
@@ -20,7 +27,12 @@ TILE: Final = 64
 
 RANK, ROPE = 512, 64
 
-_VARIANTS: Final = {"seesaw": hopper_seesaw, "direct": hopper_direct}
+_VARIANTS: Final = {
+    "seesaw": hopper_seesaw,
+    "halves": hopper_halves,
+    "direct": hopper_direct,
+    "seesaw_e4m3": hopper_seesaw_e4m3,
+}
 
 
 def attend_on_hopper(
@@ -46,7 +58,10 @@ def attend_on_hopper(
     is_fp8 = cache.dtype == torch.float8_e4m3fn
     rows = as_rows(cache)
     module: Any = _VARIANTS.get(tile.variant, hopper_e4m3 if is_fp8 else hopper_kernel)
-    where: tuple[Any, Any] = (_describe(rows, RANK), _describe(rows, ROPE))
+    where: tuple[Any, Any] = (
+        _describe(rows, getattr(module, "WIDTH", RANK)),
+        _describe(rows, ROPE),
+    )
     if hasattr(module, "READS_ROWS"):
         where = (rows, rows.stride(0))
     starts = queries.seq_lens_S if queries.counts is None else queries.counts.cu_seqlens_q

@@ -72,8 +72,11 @@ HOPPER_TILE: Final = PagedTile(block_m=64, block_n=64, num_warps=8, num_stages=2
 
 
 VARIANTS: Final = {
-    False: [replace(HOPPER_TILE, num_warps=4, variant="seesaw")],
-    True: [replace(HOPPER_TILE, variant="direct")],
+    False: [replace(HOPPER_TILE, num_warps=4, variant=name) for name in ("seesaw", "halves")],
+    True: [
+        replace(HOPPER_TILE, variant="direct"),
+        replace(HOPPER_TILE, num_warps=4, variant="seesaw_e4m3"),
+    ],
 }
 """Other kernels for Hopper, by whether latents are in e4m3."""
 

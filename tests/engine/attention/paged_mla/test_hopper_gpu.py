@@ -36,6 +36,7 @@ VARIANTS = [
     ("", torch.float16),
     ("", torch.float8_e4m3fn),
     ("seesaw", torch.float16),
+    ("halves", torch.float16),
     ("direct", torch.float8_e4m3fn),
     ("seesaw_e4m3", torch.float8_e4m3fn),
 ]
@@ -46,7 +47,7 @@ def attend(case: PagedCase, num_places: int, variant: str) -> Tensor:
     """Attend in as many parts as a GPU of so many multiprocessors would; merge by hand."""
     is_fp8 = case.cache.dtype == torch.float8_e4m3fn
     mine = f"hopper_{variant or ('e4m3' if is_fp8 else 'kernel')}"
-    before = ["hopper_kernel", *(["hopper_seesaw"] if "seesaw" in variant else [])]
+    before = ["hopper_kernel", *(["hopper_seesaw"] if variant in ("halves", "seesaw_e4m3") else [])]
     found = modules(*(name for name in before if name != mine), mine)
     num_heads = case.q_THL.shape[1]
     tiles = [-(-queries * num_heads // TILE) for queries, _ in case.lengths]
@@ -54,7 +55,8 @@ def attend(case: PagedCase, num_places: int, variant: str) -> Tensor:
     grid, max_rows = (max(tiles), len(table)), max(tiles) * TILE
     (launcher,) = modules("hopper_attention")
     rows = launcher.as_rows(case.cache)
-    first = [Described(rows, (TILE, width)) for width in (RANK, ROPE)]
+    widths = (getattr(found[-1], "WIDTH", RANK), ROPE)
+    first = [Described(rows, (TILE, width)) for width in widths]
     if hasattr(found[-1], "READS_ROWS"):
         padded = torch.cat([rows.view(-1), rows.new_full((RANK,), 0)])
         first = [padded, rows.stride(0)]
