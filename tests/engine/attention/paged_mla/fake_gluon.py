@@ -6,9 +6,10 @@ its buffer with NaN when it begins and with latents when it is waited for; a pro
 operands when it is waited for. So a buffer that is given back too early, a barrier's wrong phase, a
 wait that never ends and a tile that is not there show as errors or NaN. What threads of a program
 see of one another is not modelled: fences and barriers among them do nothing here. Groups of warps
-that do different things run in turns: one until it waits for another or has told it something.
+that do different things run in turns, drawn anew where one waits or has told another something.
 """
 
+import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -116,17 +117,20 @@ class Barrier:
 
 
 class Turns:
-    """Groups of warps, each a thread, of which one runs at a time."""
+    """Groups of warps, each a thread, of which one runs at a time; who goes on is drawn."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
         self._changed = threading.Condition()
-        self._groups: list[int] = []
-        self._num_waits = 0
+        self._random = random.Random(seed)
+        self._groups: set[int] = set()
+        self._waiting: set[int] = set()
+        self._running = -1
         self._errors: list[BaseException] = []
 
     def run(self, groups: list[Callable[[], None]]) -> None:
-        """Run all of them to their ends; the last one begins."""
-        self._groups = list(reversed(range(len(groups))))
+        """Run all of them to their ends."""
+        self._groups = set(range(len(groups)))
+        self._running = len(groups) - 1
         threads = [
             threading.Thread(target=self._run_one, args=(number, group))
             for number, group in enumerate(groups)
@@ -135,30 +139,32 @@ class Turns:
             thread.start()
         for thread in threads:
             thread.join()
-        self._groups = []
         if self._errors:
             raise self._errors[0]
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Let others run until something is over."""
+        me = self._running
         while not is_over():
-            self._num_waits += 1
-            assert self._num_waits <= len(self._groups), "a wait that never ends"
-            self.pass_on()
-        self._num_waits = 0
+            self._waiting.add(me)
+            assert self._groups - self._waiting, "a wait that never ends"
+            self._choose(me)
+        self._waiting.clear()
 
-    def pass_on(self) -> None:
-        """Let all others run first."""
-        if not self._groups:
-            return
+    def tell(self) -> None:
+        """Let others see what has changed, if it is their turn."""
+        self._waiting.clear()
+        if self._groups:
+            self._choose(self._running)
+
+    def _choose(self, me: int) -> None:
         with self._changed:
-            me = self._groups.pop(0)
-            self._groups.append(me)
+            self._running = self._random.choice(sorted(self._groups - self._waiting))
             self._await_turn(me)
 
     def _await_turn(self, me: int) -> None:
         self._changed.notify_all()
-        self._changed.wait_for(lambda: self._errors or self._groups[0] == me)
+        self._changed.wait_for(lambda: self._errors or self._running == me)
         assert not self._errors, "another group has failed"
 
     def _run_one(self, number: int, group: Callable[[], None]) -> None:
@@ -170,7 +176,9 @@ class Turns:
             self._errors.append(error)
         with self._changed:
             self._groups.remove(number)
-            self._num_waits = 0
+            self._waiting.clear()
+            if self._groups:
+                self._running = self._random.choice(sorted(self._groups))
             self._changed.notify_all()
 
 
@@ -197,7 +205,7 @@ class Program:
         self._place, self._grid = place, grid
         # By thread: each group of warps waits for its own.
         self._started: dict[int, list[Product]] = {}
-        self._turns = Turns()
+        self._turns = Turns(1000 * place[0] + place[1])
         self.barriers: list[Barrier] = []
 
     def language(self) -> SimpleNamespace:
@@ -239,7 +247,7 @@ class Program:
         def arrive(bar: Barrier, *, count: int) -> None:
             assert count == 1
             bar.arrive()
-            self._turns.pass_on()
+            self._turns.tell()
 
         return SimpleNamespace(
             MBarrierLayout=lambda: None, init=init, expect=expect, wait=wait, arrive=arrive
