@@ -234,8 +234,9 @@ def _publish(
     marks.index(TOPS + SIDE).store(top)
     # What lies behind the last position is anybody's, NaN too, and 0 times NaN is NaN. (Scores of
     # such rows are masked, whatever they are.)
-    _clear_rows(k_left.index(SIDE), num_kept, _WIDE)
-    _clear_rows(k_right.index(SIDE), num_kept, _WIDE)
+    if num_kept < N:
+        _clear_rows(k_left.index(SIDE), num_kept, _WIDE)
+        _clear_rows(k_right.index(SIDE), num_kept, _WIDE)
     hopper.fence_async_shared()
     _tell(bars.index(READY + SIDE))
 

@@ -242,7 +242,8 @@ def _publish(shares, fade, top, k_c, k_r, marks, bars, num_kept, SIDE: gl.conste
     marks.index(TOPS + SIDE).store(top)
     # What lies behind the last position is anybody's, NaN too, and 0 times NaN is NaN. (Scores of
     # such rows are masked, whatever they are.)
-    _clear_rows(k_c, num_kept, _WIDE)
+    if num_kept < N:
+        _clear_rows(k_c, num_kept, _WIDE)
     hopper.fence_async_shared()
     _tell(bars.index(READY + SIDE))
 
