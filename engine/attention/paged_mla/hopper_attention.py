@@ -41,6 +41,7 @@ def attend_on_hopper(
     queries: PagedQueries,
     table: Tensor,
     scale: float,
+    *,
     tile: PagedTile,
 ) -> None:
     """Write attention of a step; see `PagedMLA.paged_attention`.

@@ -44,7 +44,9 @@ def test_the_tile_that_runs_fits(
         pytest.skip("the interpreter compiles nothing")
     pool = PoolShape.of(torch.zeros(1, 64, LATENT).to(_dtype(is_fp8)))
     tile = candidates(limits, num_heads * num_queries, pool)[0]
-    found = compile_for(limits, tile, num_heads, num_queries, is_fp8, monkeypatch)
+    found = compile_for(
+        limits, tile, monkeypatch, num_heads=num_heads, num_queries=num_queries, is_fp8=is_fp8
+    )
     assert {"_schedule", "attend", "merge"} <= set(found)
     bound = shared_memory(tile, limits, pool)
     assert found["attend"].metadata.shared <= bound <= limits.shared_memory
@@ -56,7 +58,7 @@ def test_all_kernels_for_hopper_fit(is_fp8: bool, monkeypatch: pytest.MonkeyPatc
     if IS_INTERPRETED:
         pytest.skip("the interpreter compiles nothing")
     for tile in [HOPPER_TILE, *VARIANTS[is_fp8]]:
-        found = compile_for(HOPPER, tile, 128, 1, is_fp8, monkeypatch)
+        found = compile_for(HOPPER, tile, monkeypatch, num_heads=128, num_queries=1, is_fp8=is_fp8)
         assert found["attend"].metadata.shared <= HOPPER_SHARED_MEMORY
 
 
@@ -67,10 +69,11 @@ def _dtype(is_fp8: bool) -> torch.dtype:
 def compile_for(
     limits: DeviceLimits,
     tile: PagedTile,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
     num_heads: int,
     num_queries: int,
     is_fp8: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> dict[str, Any]:
     """Return what a step of two sequences compiles, by name."""
     attention = importlib.import_module("engine.attention.paged_mla.attention")
