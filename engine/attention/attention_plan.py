@@ -202,7 +202,9 @@ def plan_suffixes(
         cache: [num_blocks, block_size, L], any layer of the pool.
         num_heads: H of this rank.
     """
-    counts = QueryCounts(cu_seqlens_q=batch.cu_seqlens_q, most=batch.max_seqlen_q)
+    counts = QueryCounts(
+        cu_seqlens_q=batch.cu_seqlens_q, most=batch.max_seqlen_q, total=batch.num_tokens
+    )
     queries = PagedQueries(
         block_tables_SB=batch.block_tables, seq_lens_S=batch.seq_lens, counts=counts
     )

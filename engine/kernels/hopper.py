@@ -5,7 +5,6 @@ float32 inside. Operations whose shapes a fast kernel does not take go to the re
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -169,9 +168,9 @@ class HopperKernels:
 
     def plan_paged(self, queries: PagedQueries, cache: Tensor, num_heads: int) -> PagedQueries:
         """See `Kernels`."""
-        if queries.counts is None and self._paged is not None and self._paged.takes(cache):
-            schedule = self._paged.schedule(queries.seq_lens_S, num_heads, cache.dtype)
-            return replace(queries, schedule=schedule)
+        paged, dtype = self._paged, cache.dtype
+        if paged is not None and paged.takes(cache) and paged.takes_queries(queries, dtype):
+            return paged.plan(queries, num_heads, dtype)
         assert self._pages is not None, "pages that `why_no_pages` speaks against"
         return self._pages.plan(queries, cache, num_heads)
 
