@@ -59,14 +59,14 @@ def _ports(config: ClusterConfig) -> Iterator[Port]:
     host, router = config.cluster.host, config.router
     yield Port(
         name="HTTP",
-        where=_in_a_row(config.http_host, router.port, router.instances),
+        where=_in_a_row(config, config.http_host, router.port),
         host=config.http_host,
         protection=_http_protection(config),
         remedy='router.host = "127.0.0.1" and a gateway, or tls.http_mutual',
     )
     yield Port(
         name="control (gRPC)",
-        where=_in_a_row(host, router.control_port, router.instances),
+        where=_in_a_row(config, host, router.control_port),
         host=host,
         protection=_grpc_protection(config),
         remedy=_encrypt(config),
@@ -115,9 +115,13 @@ def _ray_port(config: ClusterConfig) -> Port:
     )
 
 
-def _in_a_row(host: str, port: int, number: int) -> str:
-    address = join_address(host, port)
-    return address if number == 1 else f"{address} to {port + number - 1}"
+def _in_a_row(config: ClusterConfig, host: str, port: int) -> str:
+    """Of all routers."""
+    address, number = join_address(host, port), config.router.instances
+    if number == 1:
+        return address
+    elsewhere = ", on other hosts" if config.cluster.spans_hosts else ""
+    return f"{address} to {port + number - 1}{elsewhere}"
 
 
 def _transfer_ports(config: ClusterConfig) -> Iterator[Port]:

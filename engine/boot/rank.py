@@ -105,6 +105,9 @@ def boot_rank(
     torch.set_num_threads(options.num_threads)
     device = _take_device(options.device, dims.rank)
     placement = place_experts(options, config, dims, device)
+    if dims.world_size > 1:
+        facts = fields(num_ranks=dims.world_size, rendezvous=rendezvous)
+        logger.info("waits for the other ranks %s", facts)
     groups = init_process_groups(
         dims,
         rendezvous,
@@ -262,8 +265,8 @@ def _compile(model: ServedModel, options: EngineOptions, *, show: bool) -> None:
     if model.device.type != "cuda":
         return
     _, most = options.token_bound
-    todo = products(model, model.kernels, most, rows=chosen_rows(os.environ, most))
+    todo = products(model, most, rows=chosen_rows(os.environ, most))
     if isinstance(options.steps, ChunkSteps):
-        todo = [*attention_products(model, model.kernels), *todo]
+        todo = [*attention_products(model), *todo]
     with progress_bar("compiling kernels", unit=Unit.CALLS) if show else nullcontext() as moved:
         warm_up(todo, model.groups, synchronize=torch.cuda.synchronize, progress=moved)

@@ -36,7 +36,7 @@ def on_cpu(prompts: list[list[int]]) -> list[Answer]:
 
 def run_ranks(num_ranks: int, prompts: list[list[int]], folder: Path) -> list[dict[str, object]]:
     """Run all modes; each rank's {mode: {index: answer}}."""
-    modes = modes_of(num_ranks, torch.cuda.device_count())
+    modes = modes_of(num_ranks)
     first_port = free_ports(len(modes))
     (folder / "prompts.json").write_text(json.dumps(prompts))
     run_rank_processes(

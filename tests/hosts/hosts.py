@@ -51,7 +51,8 @@ class Hosts:
         base = self.network.rpartition(".")[0]
         self.own_address = f"{base}.254"
         self._bridge = f"br{self.token}"
-        self._environment = {**os.environ, MARK: self.token, "PYTHONPATH": str(ROOT)}
+        self.environment = {**os.environ, MARK: self.token, "PYTHONPATH": str(ROOT)}
+        """Of what runs on them."""
         self._cables: dict[str, subprocess.Popen[bytes]] = {}
         self.hosts = {
             name: Host(
@@ -109,7 +110,7 @@ class Hosts:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**self._environment, **(environment or {})},
+            env={**self.environment, **(environment or {})},
             cwd=ROOT,
             text=True,
             check=False,
@@ -151,7 +152,7 @@ class Hosts:
         _ip(f"link set {outer} up")
         command = [sys.executable, "-m", "tests.hosts.cable", host.outside, outer]
         command += ["--delay", str(delay_s), "--loss", str(loss), "--rate", str(rate)]
-        self._cables[name] = subprocess.Popen(command, cwd=ROOT, env=self._environment)
+        self._cables[name] = subprocess.Popen(command, cwd=ROOT, env=self.environment)
 
     def mend(self, name: str) -> None:
         """Undo ``impair``."""

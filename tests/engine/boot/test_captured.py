@@ -11,10 +11,10 @@ import torch
 from engine.boot.build import build_kv_pool, build_model
 from engine.boot.captured import capture_short_steps, steps_to_capture
 from engine.boot.kv_size import measure_memory
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.graphs.step_graphs import StepGraphs
 from engine.graphs.suffix_graphs import SuffixGraphs
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.memory.kv_budget import MemorySums
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.options import ChunkSteps, EngineOptions, KVOptions, Switch, TokenSteps
@@ -34,8 +34,8 @@ FORBIDDEN = RuntimeError("CUDA error: operation not permitted when stream is cap
 
 @pytest.fixture
 def model() -> DeepseekV3ForCausalLM:
-    kernels = PortableKernels(has_paged_attention=True)
-    config = ModelConfig.from_hf(tiny_config())
+    kernels = portable_kernels(has_paged_attention=True)
+    config = DeepseekV3Config.from_hf(tiny_config())
     built = build_model(config, load_format="dummy", kernels=kernels)
     assert isinstance(built, DeepseekV3ForCausalLM)
     built.attention.rule = replace(built.attention.rule, absorbed_cost=0.0)

@@ -25,7 +25,7 @@ from engine.graphs.suffix_graphs import (
     suffix_buckets,
     why_no_suffixes,
 )
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.dims import ParallelDims
@@ -53,7 +53,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(checkpoint: Path, *, has_pages: bool, **more: Any) -> DeepseekV3ForCausalLM:
     """Return a model that always attends in the absorbed form."""
-    kernels = PortableKernels(has_paged_attention=has_pages)
+    kernels = portable_kernels(has_paged_attention=has_pages)
     model = build_model(checkpoint, kernels=kernels, **more)
     assert isinstance(model, DeepseekV3ForCausalLM)
     model.attention.rule = replace(model.attention.rule, absorbed_cost=0.0)
@@ -215,7 +215,7 @@ def test_what_is_not_short_runs_as_before(paged: DeepseekV3ForCausalLM) -> None:
 
 
 def test_a_step_that_attends_in_the_other_form_runs_as_before(checkpoint: Path) -> None:
-    model = build_model(checkpoint, kernels=PortableKernels(has_paged_attention=True))
+    model = build_model(checkpoint, kernels=portable_kernels(has_paged_attention=True))
     assert isinstance(model, DeepseekV3ForCausalLM)
     graphs, rule = make_graphs(model, make_pool(model)), model.attention_rule
     most = rule.most_absorbed(LONG)
