@@ -66,7 +66,6 @@ def capture_short_steps(
     options: EngineOptions,
     model: ServedModel,
     runner: ModelRunner,
-    *,
     max_model_len: int,
     sums: MemorySums | None,
 ) -> tuple[ModelRunner, Callable[[], None]]:

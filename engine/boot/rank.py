@@ -124,9 +124,7 @@ def boot_rank(
     model.prepare()  # before the KV pool takes the memory: short prompts want it too
     runner, sums = _give_pool(model, options, max_model_len)
     _rehearse(runner, model, options, max_model_len, sums, follows=dims.tp_rank > 0)
-    runner, forget_graphs = capture_short_steps(
-        options, model, runner, max_model_len=max_model_len, sums=sums
-    )
+    runner, forget_graphs = capture_short_steps(options, model, runner, max_model_len, sums)
     facts = fields(epoch=f"{epoch:016x}", device=device, kv_pool_bytes=runner.kv_pool.nbytes)
     logger.info("the model is ready %s", facts)
     return BootedRank(

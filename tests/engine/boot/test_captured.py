@@ -62,9 +62,7 @@ def capture(
 ) -> tuple[ModelRunner, ModelRunner, Any]:
     """Return the runner that there was, the one to use, and what forgets graphs."""
     runner = make_runner(model)
-    chosen, forget = capture_short_steps(
-        asked, model, runner, max_model_len=MAX_MODEL_LEN, sums=sums
-    )
+    chosen, forget = capture_short_steps(asked, model, runner, MAX_MODEL_LEN, sums)
     return runner, chosen, forget
 
 
