@@ -87,7 +87,9 @@ def draw_step(num_seqs: int, num_queries: int, context: int, num_heads: int, kv:
     tables = (torch.randperm(num_seqs * per_seq, device=DEVICE) + 1).int()
     starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=DEVICE) * num_queries
     spans = [(num_queries, context)] * num_seqs
-    counts = QueryCounts(cu_seqlens_q=starts, most=num_queries, lengths=spans)
+    counts = QueryCounts(
+        cu_seqlens_q=starts, most=num_queries, lengths=spans, total=num_seqs * num_queries
+    )
     q_THL = torch.randn(num_seqs * num_queries, num_heads, LATENT, device=DEVICE) * 0.3
     return Step(
         kv=kv,
@@ -108,13 +110,15 @@ Attend = Callable[[Tensor], Tensor]
 def rivals(step: Step, chosen: slice) -> Iterator[tuple[str, Attend, Callable[[], object]]]:
     """Yield names, what attends, and what plans: FlashMLA if it runs, then tiles of ours."""
     queries, heads, cache = step.queries, step.q_THL.shape[1], step.layers[0]
-    if flash_mla.is_available() and queries.counts is None:
-        library = flash_mla.FlashMLA()
-        schedule = library.schedule(queries.seq_lens_S, heads, cache.dtype)
+    library = flash_mla.FlashMLA() if flash_mla.is_available() else None
+    if library is not None and library.takes_queries(queries, cache.dtype):
+        theirs = library.plan(queries, heads, cache.dtype)
+        schedule = theirs.schedule
+        assert schedule is not None
         yield (
             "FlashMLA",
-            lambda layer: library.paged_attention(step.q_THL, layer, queries, schedule, SCALE),
-            lambda: library.schedule(queries.seq_lens_S, heads, cache.dtype),
+            lambda layer: library.paged_attention(step.q_THL, layer, theirs, schedule, SCALE),
+            lambda: library.plan(queries, heads, cache.dtype),
         )
     limits = DeviceLimits.of(DEVICE)
     found = candidates(limits, heads * queries.most, PoolShape.of(cache))
