@@ -1,4 +1,4 @@
-"""Launches the kernels for Hopper: describes a layer of a pool to the copy engine.
+"""Launches the kernels for Hopper, in bfloat16 with a layer described to the copy engine.
 
 They take layers that are rows of 576 numbers in blocks of whole tiles, a fixed distance apart.
 """
@@ -10,15 +10,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from engine.attention.paged_mla import (
-    hopper_direct,
-    hopper_e4m3,
-    hopper_halves,
-    hopper_kernel,
-    hopper_seesaw,
-    hopper_seesaw_e4m3,
-)
-from engine.attention.paged_mla.tiles import PagedTile
+from engine.attention.paged_mla import hopper_e4m3, hopper_kernel
+from engine.attention.paged_mla.tiles import HOPPER_TILE
 from engine.attention.paged_queries import PagedQueries
 from engine.invariants import require
 
@@ -27,13 +20,6 @@ TILE: Final = 64
 
 RANK, ROPE = 512, 64
 
-_VARIANTS: Final = {
-    "seesaw": hopper_seesaw,
-    "halves": hopper_halves,
-    "direct": hopper_direct,
-    "seesaw_e4m3": hopper_seesaw_e4m3,
-}
-
 
 def attend_on_hopper(
     grid: tuple[int, int],
@@ -41,8 +27,6 @@ def attend_on_hopper(
     queries: PagedQueries,
     table: Tensor,
     scale: float,
-    *,
-    tile: PagedTile,
 ) -> None:
     """Write attention of a step; see `PagedMLA.paged_attention`.
 
@@ -53,43 +37,36 @@ def attend_on_hopper(
         queries: lengths, block tables and counts.
         table: of parts.
         scale: of the scores, times log2(e).
-        tile: says which kernel, and its warps.
     """
     q_THL, cache, out, pieces, logs = tensors
     is_fp8 = cache.dtype == torch.float8_e4m3fn
     rows = as_rows(cache)
-    module: Any = _VARIANTS.get(tile.variant, hopper_e4m3 if is_fp8 else hopper_kernel)
-    where: tuple[Any, Any] = (
-        _describe(rows, getattr(module, "WIDTH", RANK)),
-        _describe(rows, ROPE),
+    kernel: Any = hopper_e4m3.attend if is_fp8 else hopper_kernel.attend
+    latents: tuple[Any, Any] = (
+        (rows, rows.stride(0)) if is_fp8 else (_describe(rows, RANK), _describe(rows, ROPE))
     )
-    if hasattr(module, "READS_ROWS"):
-        where = (rows, rows.stride(0))
     starts = queries.seq_lens_S if queries.counts is None else queries.counts.cu_seqlens_q
-    module.attend[grid](
-        *where, q_THL, queries.block_tables_SB,
+    kernel[grid](
+        *latents, q_THL, queries.block_tables_SB,
         queries.seq_lens_S, starts, table, out, pieces, logs,
         q_THL.shape[1], scale, cache.stride(0) // cache.stride(1),
         queries.block_tables_SB.stride(0),
         BLOCK_TILES=cache.shape[1] // TILE, ONE_QUERY=queries.counts is None,
-        num_warps=tile.num_warps,
+        num_warps=HOPPER_TILE.num_warps,
     )  # fmt: skip
 
 
 def as_rows(cache: Tensor) -> Tensor:
-    """View a layer [num_blocks, block_size, 576] as rows from its first to its last."""
+    """View a layer [num_blocks, block_size, 576] as rows, first to last; e4m3 as bytes."""
     num_blocks, block_size, latent = cache.shape
     block_stride, row_stride, _ = cache.stride()
     fits = latent == RANK + ROPE and block_size % TILE == 0 and block_stride % row_stride == 0
     require(fits, "a layer", (tuple(cache.shape), cache.stride()), "blocks of whole tiles, by rows")
     num_rows = (num_blocks - 1) * (block_stride // row_stride) + block_size
     rows = cache.as_strided((num_rows, latent), (row_stride, 1))
-    # The copy engine moves bytes, whatever they mean.
     return rows.view(torch.uint8) if cache.dtype.itemsize == 1 else rows
 
 
 def _describe(rows: Tensor, width: int) -> TensorDescriptor:
-    bits = 8 * rows.dtype.itemsize
-    swizzle = min(128, width * rows.dtype.itemsize)
-    layout = gl.NVMMASharedLayout(swizzle, bits, rank=2)
+    layout = gl.NVMMASharedLayout(128, 16, rank=2)
     return TensorDescriptor.from_tensor(rows, [TILE, width], layout)

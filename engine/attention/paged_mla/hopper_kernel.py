@@ -69,12 +69,12 @@ def _find_piece(
 
 @gluon.jit
 def _start_load(c_desc, r_desc, bars, k_c, k_r, table, tile, count, block_rows, pred,
-                BLOCK_TILES: gl.constexpr, BYTES: gl.constexpr):  # fmt: skip
+                BLOCK_TILES: gl.constexpr):  # fmt: skip
     """Have a tile of latents brought into the buffer of the `count`-th, if `pred`."""
     slot = count % 2
     block = gl.load(table + tile // BLOCK_TILES, mask=pred, other=0)
     row = block * block_rows + tile % BLOCK_TILES * N
-    mbarrier.expect(bars.index(slot), BYTES, pred=pred)
+    mbarrier.expect(bars.index(slot), N * (C + R) * 2, pred=pred)
     tma.async_copy_global_to_shared(c_desc, [row, 0], bars.index(slot), k_c.index(slot), pred=pred)
     tma.async_copy_global_to_shared(r_desc, [row, C], bars.index(slot), k_r.index(slot), pred=pred)
 
@@ -108,13 +108,13 @@ def _load_queries(source, num_rows, q_c, q_r):
 
 
 @gluon.jit
-def _clear_rows(k, num_kept, layout: gl.constexpr):
+def _clear_rows(k, num_kept):
     """Zero the rows of a tile from `num_kept` on, if there are any, eight at a time."""
     for group in gl.static_range(N // 8):
         if num_kept < group * 8 + 8:
             some = k.slice(group * 8, 8, dim=0)
-            rows = group * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout))
-            values = some.load(layout)
+            rows = group * 8 + gl.arange(0, 8, gl.SliceLayout(1, _WIDE))
+            values = some.load(_WIDE)
             some.store(gl.where((rows < num_kept)[:, None], values, gl.zeros_like(values)))
 
 
@@ -216,7 +216,7 @@ def attend(
         table = tables + seq.to(gl.int64) * table_width
         for ahead in gl.static_range(2):
             _start_load(c_desc, r_desc, bars, k_c, k_r, table, begin + ahead, count + ahead,
-                        block_rows, ahead < num_tiles, BLOCK_TILES, N * (C + R) * 2)  # fmt: skip
+                        block_rows, ahead < num_tiles, BLOCK_TILES)  # fmt: skip
         row = first_query.to(gl.int64) * num_heads + first_row
         _load_queries(q + row * (C + R), num_rows, q_c, q_r)
         rows = first_row + gl.arange(0, M, gl.SliceLayout(1, _SCORES))
@@ -261,7 +261,7 @@ def _walk(
         sums = hopper.warpgroup_mma_wait(2, deps=(sums_soon,))
         _synchronize()
         _start_load(c_desc, r_desc, bars, k_c, k_r, table, begin + tile + 2, count + tile + 2,
-                    block_rows, tile + 2 < num_tiles, BLOCK_TILES, N * (C + R) * 2)  # fmt: skip
+                    block_rows, tile + 2 < num_tiles, BLOCK_TILES)  # fmt: skip
         scores = hopper.warpgroup_mma_wait(0, deps=(scores_soon,))
     last = gl.maximum(num_tiles - 1, 0)
     shares, fade, top, weights = _weigh(scores, (begin + last) * N, visible, top, weights, scale)
@@ -269,7 +269,7 @@ def _walk(
     values = k_c.index((count + last) % 2)
     # What lies behind the last position is anybody's, NaN too, and 0 times NaN is NaN. (Scores of
     # such rows are masked, whatever they are.)
-    _clear_rows(values, stop - (begin + last) * N, _WIDE)
+    _clear_rows(values, stop - (begin + last) * N)
     hopper.fence_async_shared()
     _synchronize()
     sums = hopper.warpgroup_mma(shared_weights, values, _faded(sums, fade), is_async=True)
