@@ -13,6 +13,7 @@ from aiohttp import web
 
 from router.errors import RequestError, as_tandem_error
 from router.http.connections import Connections
+from router.http.cors import CrossOrigin
 from router.http.endpoints import REQUEST_ID_KEY, OpenAIEndpoints, Serving, request_id_of
 from router.http.errors import CLIENT_CLOSED, LABELS, STATUSES, Failure, failure_from
 from router.pool.members import Member
@@ -38,7 +39,9 @@ def create_app(
     A handler is then cancelled when its client goes away, which frees the request in the workers.
     ``routes`` are served beside those of the API and of operations.
     """
-    app = web.Application(middlewares=[_answer_failures(serving, connections)])
+    cross_origin = CrossOrigin(serving.section.allowed_origins)
+    app = web.Application(middlewares=[_answer_failures(serving, connections, cross_origin)])
+    app.on_response_prepare.append(cross_origin.mark)
     endpoints = OpenAIEndpoints(serving)
     app.router.add_post("/v1/chat/completions", endpoints.chat_completions)
     app.router.add_post("/v1/completions", endpoints.completions)
@@ -154,7 +157,7 @@ def missing_parts(serving: Serving) -> list[str]:
 
 
 def _answer_failures(
-    serving: Serving, connections: Connections
+    serving: Serving, connections: Connections, cross_origin: CrossOrigin
 ) -> Callable[..., Awaitable[web.StreamResponse]]:
     metrics = serving.metrics
     metrics.expect(GENERATION, (200, *STATUSES), LABELS)
@@ -168,7 +171,8 @@ def _answer_failures(
         status = CLIENT_CLOSED
         connections.began(request.protocol)
         try:
-            response = await handler(request)
+            asked = cross_origin.preflight(request)
+            response = await handler(request) if asked is None else asked
             status = response.status
         except (asyncio.CancelledError, ConnectionError):
             logger.info("the client went away request_id=%s path=%s", request_id, request.path)

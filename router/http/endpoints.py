@@ -29,7 +29,7 @@ from router.http.params import (
     sampling_from,
 )
 from router.http.prompts import chat_prompt, check_chat, check_completion, completion_prompts
-from router.http.responder import KEEP_ALIVE_S, TIMINGS_HEADER, Responder
+from router.http.responder import TIMINGS_HEADER, Responder
 from router.http.response import Choice, Prompt, ResponseFormat, ResponseInfo
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
 from router.http.unsupported import IGNORED_HEADER, ignored_fields, refuse_unsupported
@@ -70,7 +70,6 @@ class Serving:
     metrics: RouterMetrics
     recent: Callable[[], Recent]
     finished: FinishedRequests = field(default_factory=FinishedRequests)
-    keep_alive_s: float = KEEP_ALIVE_S
 
     def limits(self) -> ModelLimits:
         """Of the model and of the workers that are there."""
@@ -260,7 +259,7 @@ class OpenAIEndpoints:
                     info,
                     form,
                     serving.metrics,
-                    keep_alive_s=serving.keep_alive_s,
+                    keep_alive_s=serving.section.keep_alive_s,
                     headers=_headers_of(call),
                 )
                 if call.body.stream:

@@ -25,7 +25,6 @@ from runtime.logging import get_logger
 
 logger = get_logger(__name__)
 
-KEEP_ALIVE_S = 10.0
 COUNT_S = 0.5
 """Output tokens reach the counter so late at most: adding them one by one costs a lock each."""
 TIMINGS_HEADER = "x-tandem-timings"
@@ -41,10 +40,10 @@ class Responder:
         form: ResponseFormat,
         metrics: RouterMetrics,
         *,
-        keep_alive_s: float = KEEP_ALIVE_S,
+        keep_alive_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """``headers`` go with the answer, in either form."""
+        """A comment is sent in a stream every ``keep_alive_s``; ``headers`` go with either form."""
         self._headers = dict(headers or {})
         self._run = run
         self._info = info

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from runtime.config.checks import at_least, check_port, one_of
+from runtime.config.checks import at_least, check_origin, check_port, one_of
 from runtime.errors import ConfigError
 
 
@@ -54,6 +54,11 @@ class RouterSection:
     """For the body of a request, from its headers on."""
     client_stall_timeout_s: float = 60.0
     """A client that takes no byte of its answer for so long is cut off."""
+    keep_alive_s: float = 10.0
+    """A stream with nothing to send gets a comment so often: silence is taken for a dead line."""
+    cors_origins: str = ""
+    """Origins whose pages may call this server from a browser, as "https://chat.example", separated
+    by commas, or "*" for all; empty: none."""
     max_mailbox_bytes: int = 16 * 2**20
     """Output of one request that its client has not taken; beyond, it is cut off."""
     policy: str = "least-loaded"
@@ -82,9 +87,18 @@ class RouterSection:
         at_least("router.header_timeout_s", self.header_timeout_s, 0.001)
         at_least("router.body_timeout_s", self.body_timeout_s, 0.001)
         at_least("router.client_stall_timeout_s", self.client_stall_timeout_s, 0.001)
+        at_least("router.keep_alive_s", self.keep_alive_s, 0.01)
+        for origin in self.allowed_origins:
+            check_origin("router.cors_origins", origin)
         at_least("router.max_mailbox_bytes", self.max_mailbox_bytes, 1024)
         one_of("router.policy", self.policy, ("least-loaded", "round-robin"))
         at_least("router.lease_ttl_s", self.lease_ttl_s, 0.1)
+
+    @property
+    def allowed_origins(self) -> tuple[str, ...]:
+        """Those in ``cors_origins``."""
+        origins = (origin.strip() for origin in self.cors_origins.split(","))
+        return tuple(origin for origin in origins if origin)
 
     def numbered(self, index: int) -> RouterSection:
         """Of router ``index`` of several, from 0."""
