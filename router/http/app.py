@@ -16,6 +16,7 @@ from router.http.connections import Connections
 from router.http.cors import CrossOrigin
 from router.http.endpoints import REQUEST_ID_KEY, OpenAIEndpoints, Serving, request_id_of
 from router.http.errors import CLIENT_CLOSED, LABELS, STATUSES, Failure, failure_from
+from router.http.models import ModelEndpoints
 from router.pool.members import Member
 from runtime.errors import TandemError
 from runtime.logging import get_logger
@@ -45,8 +46,9 @@ def create_app(
     endpoints = OpenAIEndpoints(serving)
     app.router.add_post("/v1/chat/completions", endpoints.chat_completions)
     app.router.add_post("/v1/completions", endpoints.completions)
-    app.router.add_get("/v1/models", endpoints.models)
-    app.router.add_get("/v1/models/{model:.+}", endpoints.model)
+    models = ModelEndpoints(serving)
+    app.router.add_get("/v1/models", models.models)
+    app.router.add_get("/v1/models/{model:.+}", models.model)
     operations = Operations(serving)
     app.router.add_get("/health", operations.health)
     app.router.add_get("/ready", operations.ready)

@@ -76,6 +76,18 @@ class Serving:
         return self.model.limits_with(self.pool.members())
 
 
+def check_model(serving: Serving, name: str | None) -> None:
+    """Raise RequestError unless ``name`` is the served model's, or not given."""
+    served = serving.model.name
+    if name is not None and name != served:
+        raise RequestError(
+            f"model = {name!r} does not exist here. Fix: send model = {served!r}",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
+
+
 FormOf = Callable[[ResponseInfo], ResponseFormat]
 RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
 
@@ -130,44 +142,6 @@ class OpenAIEndpoints:
                 wants_logprobs=body.logprobs is not None,
             )
 
-    async def models(self, request: web.Request) -> web.Response:
-        """``GET /v1/models``: nothing until it can be served."""
-        cards = [self._model_card()] if self._serving.readiness.was_ready else []
-        return web.json_response({"object": "list", "data": cards})
-
-    async def model(self, request: web.Request) -> web.Response:
-        """``GET /v1/models/{id}``; ids contain slashes."""
-        self._check_model(request.match_info["model"])
-        if not self._serving.readiness.was_ready:
-            raise RequestError(
-                f"the model {self._serving.model.name!r} is not served yet: "
-                f"{', '.join(self._serving.readiness.missing())}. Fix: retry in a moment",
-                param="model",
-                code="server_not_ready",
-                status=404,
-            )
-        return web.json_response(self._model_card())
-
-    def _model_card(self) -> dict[str, object]:
-        serving = self._serving
-        return {
-            "id": serving.model.name,
-            "object": "model",
-            "created": serving.model.created,
-            "owned_by": "tandem",
-            "max_model_len": serving.limits().max_model_len,
-        }
-
-    def _check_model(self, name: str | None) -> None:
-        served = self._serving.model.name
-        if name is not None and name != served:
-            raise RequestError(
-                f"model = {name!r} does not exist here. Fix: send model = {served!r}",
-                param="model",
-                code="model_not_found",
-                status=404,
-            )
-
     @contextlib.asynccontextmanager
     async def _receive(
         self, request: web.Request, request_type: type[RequestT], check: Callable[[RequestT], int]
@@ -186,7 +160,7 @@ class OpenAIEndpoints:
 
             def checked(_: object) -> _Call[RequestT]:
                 body = parse_body(raw, request_type)
-                self._check_model(body.model)
+                check_model(serving, body.model)
                 refuse_unsupported(body)
                 sampling = sampling_from(body, limits)
                 most = section.max_choices_per_request
