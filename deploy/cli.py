@@ -10,7 +10,6 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 
 from deploy.commands import (
     apply,
@@ -35,6 +34,7 @@ from deploy.commands import (
 )
 from deploy.errors import ClusterError, RefusedError, WrongArgumentError
 from runtime.errors import ConfigError
+from runtime.version import installed_version
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -83,10 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _version() -> str:
-    try:
-        return metadata.version("tandem-serve")
-    except metadata.PackageNotFoundError:
-        return "of a source tree that is not installed"
+    return installed_version() or "of a source tree that is not installed"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

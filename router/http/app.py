@@ -17,6 +17,7 @@ from router.http.cors import CrossOrigin
 from router.http.endpoints import REQUEST_ID_KEY, OpenAIEndpoints, Serving, request_id_of
 from router.http.errors import CLIENT_CLOSED, LABELS, STATUSES, Failure, failure_from
 from router.http.models import ModelEndpoints
+from router.http.tokenizer_endpoints import TokenizerEndpoints
 from router.pool.members import Member
 from runtime.errors import TandemError
 from runtime.logging import get_logger
@@ -49,6 +50,11 @@ def create_app(
     models = ModelEndpoints(serving)
     app.router.add_get("/v1/models", models.models)
     app.router.add_get("/v1/models/{model:.+}", models.model)
+    app.router.add_get("/version", models.version)
+    app.router.add_get("/server_info", models.server_info)
+    tokenizer = TokenizerEndpoints(serving)
+    app.router.add_post("/tokenize", tokenizer.tokenize)
+    app.router.add_post("/detokenize", tokenizer.detokenize)
     operations = Operations(serving)
     app.router.add_get("/health", operations.health)
     app.router.add_get("/ready", operations.ready)

@@ -1,4 +1,4 @@
-"""Lets pages of other origins call this server from a browser, where ``router.cors_origins`` says so.
+"""Lets pages of the origins in ``router.cors_origins`` call this server from a browser.
 
 A browser asks first (an OPTIONS request, the preflight), without the headers of the request that it
 is about: it is answered before anything that needs an API key. See the Fetch standard, "CORS

@@ -196,7 +196,7 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool | None = None
 
 
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
+RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
 def parse_body(body: bytes, request_type: type[RequestT]) -> RequestT:
@@ -218,6 +218,15 @@ def parse_body(body: bytes, request_type: type[RequestT]) -> RequestT:
     for name, value in fields.items():
         if name != "prompt":  # which has a shape of its own, and perhaps a million ids
             _check_depth(name, value)
+    return validated(fields, request_type)
+
+
+def validated(fields: Mapping[str, object], request_type: type[RequestT]) -> RequestT:
+    """The request that ``fields`` are.
+
+    Raises:
+        RequestError: a field is missing, of the wrong type, or none of the endpoint.
+    """
     try:
         return request_type.model_validate(fields)
     except ValidationError as error:
@@ -281,6 +290,11 @@ def _first_problem(error: ValidationError, fields: Mapping[str, object]) -> Requ
     kind = problem["type"]
     if kind == "missing":
         return RequestError(f"{param} is missing. Fix: send it", param=param)
+    if kind in ("none_required", "extra_forbidden"):
+        is_known = kind == "none_required"
+        why = "is not supported by this server" if is_known else "is no field of this endpoint"
+        code = "unsupported_value" if is_known else "unknown_field"
+        return RequestError(f"{param} {why}. Fix: leave it out", param=param, code=code)
     if kind == "value_error":
         text = problem["msg"].removeprefix("Value error, ")
         joint = "" if text.startswith("[") else " "

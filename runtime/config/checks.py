@@ -6,7 +6,6 @@ import re
 
 from runtime.errors import ConfigError
 
-
 _ORIGIN = re.compile(r"https?://(?:[a-z0-9.-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
 
 
