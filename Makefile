@@ -17,7 +17,7 @@ SOURCES := $(PACKAGES) tools tests
 KERNELS := .venv-kernels
 RUNS := $(KERNELS)/runs
 KERNEL_TESTS := -m gpu tests/engine/attention tests/engine/formats tests/engine/kernels \
-	tests/engine/parallel/nvlink tests/engine/sampling tests/bench/tuner/test_bench_gpu.py
+	tests/engine/ops tests/engine/parallel/nvlink tests/engine/sampling tests/bench/tuner/test_bench_gpu.py
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 	$(PIP_ARGS) -c constraints-cpu.txt
 

@@ -43,11 +43,11 @@ def run_prefill(options: PrefillOptions, models: RankModels) -> Report | None:
     setup = options.setup
     rank = models.get(setup, options.section)
     rank.check_length("prompt-len", options.cached_len + options.prompt_len + 1)
-    model, kernels = rank.model, rank.model.kernels
+    model = rank.model
     rank.compile_for(
         [
-            *attention_products(model, kernels),
-            *products(model, kernels, options.batch_tokens, rows=_rows(options, rank)),
+            *attention_products(model),
+            *products(model, options.batch_tokens, rows=_rows(options, rank)),
         ]
     )
     batches = invent_batches(options, rank)

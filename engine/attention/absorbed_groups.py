@@ -26,7 +26,7 @@ MAX_GROUP_TOKENS = 4096
 """Padded context tokens of one gathered group; a longer sequence is a group of its own."""
 
 PlanPages = Callable[[PagedQueries], PagedQueries]
-"""Adds what the kernels prepare once a step; see `Kernels.plan_paged`."""
+"""Adds what the kernels prepare once a step; see `AttentionKernels.plan_paged`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

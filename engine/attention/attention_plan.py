@@ -28,6 +28,7 @@ from engine.attention.absorbed_groups import (
     split_for_room,
 )
 from engine.attention.attention_rule import AttentionRule
+from engine.attention.kernels import AttentionKernels, VarlenLengths
 from engine.attention.latent_storage import take_blocks
 from engine.attention.paged_queries import PagedQueries
 from engine.attention.planned_sequence import (
@@ -39,7 +40,6 @@ from engine.attention.planned_sequence import (
 from engine.attention.scratch import Scratch
 from engine.batch import ForwardBatch
 from engine.host_copy import Array, upload
-from engine.kernels.base import Kernels, VarlenLengths
 from engine.memory.kv_pool import KVPool
 
 
@@ -174,7 +174,7 @@ def plan_attention(
 
 
 def plan_decode(
-    batch: ForwardBatch, kernels: Kernels, cache: Tensor, num_heads: int
+    batch: ForwardBatch, kernels: AttentionKernels, cache: Tensor, num_heads: int
 ) -> AttentionPlan:
     """Plan a step in which every sequence runs one token, without reading the device.
 

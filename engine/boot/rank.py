@@ -255,8 +255,8 @@ def _compile(model: ServedModel, options: EngineOptions, *, show: bool) -> None:
     if model.device.type != "cuda":
         return
     _, most = options.token_bound
-    todo = products(model, model.kernels, most, rows=chosen_rows(os.environ, most))
+    todo = products(model, most, rows=chosen_rows(os.environ, most))
     if isinstance(options.steps, ChunkSteps):
-        todo = [*attention_products(model, model.kernels), *todo]
+        todo = [*attention_products(model), *todo]
     with progress_bar("compiling kernels", unit=Unit.CALLS) if show else nullcontext() as moved:
         warm_up(todo, model.groups, synchronize=torch.cuda.synchronize, progress=moved)

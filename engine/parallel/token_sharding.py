@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.formats.fp8_rows import Activation, Fp8Rows
+from engine.formats.packed_rows import packed_bytes
 from engine.parallel.groups import RankGroup
-from engine.parallel.packed_rows import packed_bytes
 from engine.parallel.pending import Pending, Ready, Then
 
 

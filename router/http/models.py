@@ -81,6 +81,12 @@ class ModelEndpoints:
     def _features(self) -> list[str]:
         """What requests to this model may use; what is not named is refused."""
         features = ["completions", "streaming", "logprobs", "return_token_ids", "tokenize"]
-        if self._serving.model.chat_template is not None:
+        model = self._serving.model
+        if model.chat_template is not None:
             features += ["chat", "continue_final_message"]
+            template, formats = model.tool_template, model.formats
+            if template is not None and "tools" in template.variables and formats.calls is not None:
+                features.append("tools")
+            if formats.reasoning is not None:
+                features.append("reasoning")
         return sorted(features)

@@ -242,6 +242,14 @@ def test_validate_says_in_which_type_it_computes_and_what_is_odd(
     assert "note         prefill on GPUs in float32: the plain PyTorch operations run" in output
 
 
+def test_validate_knows_the_parsers_of_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    for field, known in (("tool_parser", "llama3-json"), ("reasoning_parser", "deepseek-r1")):
+        status, _, error = run("validate", "--set", f"router.{field}=gpt", capsys=capsys)
+        assert status == 2
+        assert error.startswith(f"error: router.{field} = 'gpt': unknown value")
+        assert known in error
+
+
 def test_a_missing_gpu_is_told_of_the_field_that_asks_for_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

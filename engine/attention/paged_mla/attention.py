@@ -50,7 +50,7 @@ class PagedMLA:
         return ""
 
     def plan(self, queries: PagedQueries, cache: Tensor, num_heads: int) -> PagedQueries:
-        """Return `queries` with parts for layers like `cache`; see `Kernels.plan_paged`."""
+        """Return `queries` with parts for layers like `cache`; see `PageAttention`."""
         counts, seq_lens_S = queries.counts, queries.seq_lens_S
         tile = self.tile(cache, queries.most * num_heads)
         places = self._limits.num_sms * tile.per_sm

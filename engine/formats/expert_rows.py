@@ -1,34 +1,39 @@
 """Tokens at their experts: rows of this rank's experts, in one of three layouts.
 
-What a dispatch returns. Rows know the grouped GEMMs that take their layout (`mlp`), so nobody asks
+What a dispatch returns. Rows know which GEMMs of a format take their layout (`mlp`), so nobody asks
 which one it is. The third layout, for decode, is `engine.kernels.masked_rows`.
 
 Legend: D hidden size, F expert width, L local experts, M rows received by them (a token counts once
 for each of its local experts), C rows before the capacity.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
 from torch import Tensor
 
-from engine.formats.expert_matrix import ExpertMatrix
 from engine.formats.fp8_rows import Activation, Fp8Rows
+from engine.formats.stored_weight import StoredWeight
 from engine.kernels.alignment import Alignment, Overflow
-from engine.kernels.base import Kernels
+from engine.ops.op import Ops
+from engine.ops.permute import PERMUTE_ROWS
+
+if TYPE_CHECKING:
+    from engine.formats.base import NumberFormat
 
 
 class Rows(Protocol):
     """Rows of any layout: `ExpertRows`, `AlignedRows` or `MaskedRows`."""
 
-    def mlp(self, kernels: Kernels, w13: ExpertMatrix, w2: ExpertMatrix) -> Tensor:
+    def mlp(self, number_format: NumberFormat, w13: StoredWeight, w2: StoredWeight) -> Tensor:
         """Run the experts over their rows.
 
         Args:
-            kernels: of the rank.
+            number_format: of both weights.
             w13: [L, 2F, D], gate over up.
-            w2: [L, D, F], in the same format.
+            w2: [L, D, F].
 
         Returns:
             [M, D] in the order of the rows; [L, M, D] in the masked layout.
@@ -48,9 +53,9 @@ class ExpertRows:
     rows_MD: Tensor
     num_rows_per_expert: list[int]
 
-    def mlp(self, kernels: Kernels, w13: ExpertMatrix, w2: ExpertMatrix) -> Tensor:
+    def mlp(self, number_format: NumberFormat, w13: StoredWeight, w2: StoredWeight) -> Tensor:
         """See `Rows`."""
-        return kernels.grouped_mlp(self.rows_MD, self.num_rows_per_expert, w13.weight, w2.weight)
+        return number_format.grouped_mlp(self, w13, w2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,26 +73,22 @@ class AlignedRows:
     overflow: Overflow | None = None
 
     @classmethod
-    def permute(cls, kernels: Kernels, rows: Fp8Rows, alignment: Alignment) -> "AlignedRows":
+    def permute(cls, ops: Ops, rows: Fp8Rows, alignment: Alignment) -> AlignedRows:
         """Copy each of `rows` to its places before the capacity; others are read as they are."""
         places = alignment.overflow
         return cls(
-            rows=kernels.permute_rows(rows, alignment),
+            rows=ops[PERMUTE_ROWS](rows, alignment),
             expert_M=alignment.expert_M,
             overflow=None if places is None else Overflow(source=rows, places=places),
         )
 
-    def mlp(self, kernels: Kernels, w13: ExpertMatrix, w2: ExpertMatrix) -> Tensor:
+    def mlp(self, number_format: NumberFormat, w13: StoredWeight, w2: StoredWeight) -> Tensor:
         """See `Rows`; bfloat16."""
-        if not self.expert_M.shape[0]:
-            return torch.empty_like(self.rows.data_TK, dtype=torch.bfloat16)
-        return kernels.grouped_fp8_mlp(
-            self.rows,
-            self.expert_M,
-            w13.quantized_pair(),
-            w2.quantized_pair(),
-            overflow=self.overflow,
-        )
+        return number_format.grouped_mlp(self, w13, w2)
+
+
+GroupedRows: TypeAlias = ExpertRows | AlignedRows
+"""Rows in the contiguous layout: plain ones, and those of a format that quantises rows."""
 
 
 def plain(hidden: Activation) -> Tensor:

@@ -5,6 +5,10 @@ KV pool in one pass, so that the projection's output is read once; where the pro
 query's latent too, that is normed and quantised by programs of the same kernel.
 """
 
+# Triton compiles these functions itself; their arguments have no Python types.
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# mypy: no-warn-return-any
+
 import torch
 import triton
 import triton.language as tl
@@ -199,7 +203,7 @@ def split_latents(
     latents_TX: Tensor, q_weight_Q: Tensor, weight_C: Tensor, eps: float, rotation: Rotation, *,
     cache: Tensor, slots_T: Tensor,
 ) -> Fp8Rows:  # fmt: skip
-    """Norm and quantise query latents, and store the others; see `reference`.
+    """Norm and quantise query latents, and store the others; see `latents`.
 
     Args:
         latents_TX: [T, Q + C + R] of the projection, unit stride along X; Q is a multiple of 128.

@@ -1,17 +1,14 @@
-"""What a set of kernels is put together from: products in FP8, experts, and attention.
+"""What products in FP8 are put together from; each part has one implementation per library.
 
-Each has one implementation per library, in a file that alone knows it; the sets of kernels know
-these interfaces.
+That library is known in the implementation's file alone.
 """
 
 from typing import Protocol
 
 from torch import Tensor
 
-from engine.attention.paged_queries import PagedQueries
 from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels.alignment import Overflow
-from engine.kernels.base import VarlenLengths
 from engine.kernels.masked_rows import MaskedRows
 
 
@@ -36,55 +33,6 @@ class BlockGemm(Protocol):
 
     def masked_linear(self, x: MaskedRows, weight_LNK: Tensor, scale_inv_LPQ: Tensor) -> Tensor:
         """Multiply rows in use with their expert's weight: [L, M, N] bfloat16."""
-        ...
-
-
-class VarlenAttention(Protocol):
-    """Attention of decompressed heads; see `flash_attention.FlashAttention`."""
-
-    def takes(self, q_THA: Tensor, v_PHV: Tensor) -> bool:
-        """Return whether it attends with heads of these widths, in this number format."""
-        ...
-
-    def describe(self, q_THA: Tensor, v_PHV: Tensor) -> str:
-        """Return what attends with such heads, for the log."""
-        ...
-
-    def varlen_attention(
-        self, q_THA: Tensor, k_PHA: Tensor, v_PHV: Tensor, seqs: VarlenLengths, scale: float
-    ) -> Tensor:
-        """Attend in several sequences: [T, H, V]."""
-        ...
-
-    def varlen_attention_part(
-        self,
-        q_THA: Tensor,
-        k_PHA: Tensor,
-        v_PHV: Tensor,
-        seqs: VarlenLengths,
-        scale: float,
-        *,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Attend to a part of the positions: [T, H, V] contiguous, and [H, T] float32."""
-        ...
-
-
-class PageAttention(Protocol):
-    """Absorbed attention by block tables; see `paged_mla.attention.PagedMLA`."""
-
-    def why_not(self, cache: Tensor, kv_lora_rank: int) -> str:
-        """Return why layers like `cache` are not taken, or nothing."""
-        ...
-
-    def plan(self, queries: PagedQueries, cache: Tensor, num_heads: int) -> PagedQueries:
-        """See `Kernels.plan_paged`."""
-        ...
-
-    def paged_attention(
-        self, q_THL: Tensor, cache: Tensor, queries: PagedQueries, kv_lora_rank: int, scale: float
-    ) -> Tensor:
-        """Attend: [T, H, C]."""
         ...
 
 

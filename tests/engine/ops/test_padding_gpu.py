@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from engine.formats.fp8_rows import Fp8Rows, packed_row_bytes
-from engine.kernels import aligned_reference, masked_reference, reference
+from engine.kernels import reference
 from engine.kernels.alignment import Alignment
 from engine.kernels.masked_rows import MaskedPlaces
+from engine.ops.masked import MOE_ALIGN_MASKED
 from tests.engine.triton_device import DEVICE
 
 pytestmark = [
@@ -29,8 +30,8 @@ CASES = [(1, 0), (1, 4), (0, 3), (5, 0), (5, 11), (33, 31)]
 """Tokens, and rows of padding behind them."""
 
 
-def fused(name: str) -> Any:
-    return importlib.import_module(f"engine.kernels.fused.{name}")
+def load(name: str) -> Any:
+    return importlib.import_module(f"engine.{name}")
 
 
 def draw_ids(num_tokens: int, num_padding: int) -> Tensor:
@@ -49,13 +50,13 @@ def test_padding_is_placed_nowhere(
     ids = draw_ids(num_tokens, num_padding)
     if layout == "masked":
         places, alone = (
-            fused("masked").moe_align_masked(given, first, num_local, MAX_ROWS)
+            load("ops.masked_kernel").moe_align_masked(given, first, num_local, MAX_ROWS)
             for given in (ids, ids[:num_tokens])
         )
         assert torch.equal(places.num_rows_L, alone.num_rows_L), "no row for padding"
     else:
         places, alone = (
-            fused("permute").count_rows(given, first, num_local)
+            load("ops.permute_kernel").count_rows(given, first, num_local)
             for given in (ids, ids[:num_tokens])
         )
         assert torch.equal(places.ends_E, alone.ends_E), "no row for padding"
@@ -66,10 +67,12 @@ def test_padding_is_placed_nowhere(
 def lay_out(layout: str, ids: Tensor, rows: Fp8Rows) -> tuple[Alignment | MaskedPlaces, Tensor]:
     """Return the places, and the numbers there as bytes, [M, D]."""
     if layout == "aligned":
-        alignment = fused("permute").moe_align_block_size(ids, 2, 4)
-        return alignment, fused("permute").permute_rows(rows, alignment).data_TK.view(torch.uint8)
-    places = fused("masked").moe_align_masked(ids, 2, 4, MAX_ROWS)
-    masked = fused("masked").permute_masked_rows(rows, places)
+        alignment = load("ops.permute_kernel").moe_align_block_size(ids, 2, 4)
+        return alignment, load("ops.permute_kernel").permute_rows(rows, alignment).data_TK.view(
+            torch.uint8
+        )
+    places = load("ops.masked_kernel").moe_align_masked(ids, 2, 4, MAX_ROWS)
+    masked = load("ops.masked_kernel").permute_masked_rows(rows, places)
     return places, masked.data_LMD.view(torch.uint8).flatten(0, 1)
 
 
@@ -100,7 +103,7 @@ def test_padding_lands_nowhere_and_comes_back_as_zero(
     own = torch.ones(num_rows, size, device=DEVICE).bfloat16() if with_own else None
     home, expected = (
         module.unpermute_rows(out, places, weights, own)
-        for module in (fused("permute"), aligned_reference)
+        for module in (load("ops.permute_kernel"), load("ops.permute"))
     )
     assert (home[num_tokens:] == (1.0 if with_own else 0.0)).all()
     torch.testing.assert_close(home, expected, rtol=2e-2, atol=2e-2)
@@ -114,9 +117,9 @@ def test_a_step_of_nothing_but_padding(layout: str) -> None:
     assert (laid_out == 0xFF).all()
     out = torch.full((places.num_rows, 256), torch.nan, device=DEVICE).bfloat16()
     weights = torch.full((6, TOP_K), torch.nan, device=DEVICE)
-    assert (fused("permute").unpermute_rows(out, places, weights, None) == 0).all()
+    assert (load("ops.permute_kernel").unpermute_rows(out, places, weights, None) == 0).all()
     if layout == "masked":
         assert isinstance(places, MaskedPlaces)
         assert places.num_rows_L.tolist() == [0] * 4
-        plain = masked_reference.moe_align_masked(ids, 2, 4, MAX_ROWS)
+        plain = MOE_ALIGN_MASKED.reference(ids, 2, 4, MAX_ROWS)
         assert torch.equal(places.rows_TK, plain.rows_TK)

@@ -1,9 +1,13 @@
-"""Steps on the masked layout of grouped products: choose rows, and activate between the products.
+"""Steps on the masked layout of grouped GEMMs: choose rows, and activate between the products.
 
 Made for CUDA graphs: grids and shapes follow from the host's arguments alone, and how many rows are
 in use is read on the device. The key idea: an expert is a program (or a few), which walks over what
 the device says there is, so that room for the worst routing costs memory and no time.
 """
+
+# Triton compiles these functions itself; their arguments have no Python types.
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# mypy: no-warn-return-any
 
 import torch
 import triton.language as tl
@@ -12,10 +16,10 @@ from torch import Tensor
 from engine.formats.fp8_rows import GROUP, Fp8Rows
 from engine.invariants import require
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
-from engine.kernels.fused.permute import permute_into
 from engine.kernels.fused.quant import _quantize_tile
 from engine.kernels.masked_reference import empty_masked
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows, require_room
+from engine.ops.permute_kernel import permute_into
 
 PAIRS = 1024
 """Pairs (token, expert) that a program of `moe_align_masked` looks at in one go."""
@@ -80,7 +84,7 @@ def moe_align_masked(
     *,
     expected_rows: int | None = None,
 ) -> MaskedPlaces:
-    """Choose the row of every (token, expert) pair; see `masked_reference`."""
+    """Choose the row of every (token, expert) pair; see `masked`."""
     num_tokens, top_k = topk_ids_TK.shape
     require_room(num_tokens, max_rows)
     ids = topk_ids_TK.contiguous()

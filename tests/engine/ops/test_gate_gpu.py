@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import masked_reference, reference
-from engine.kernels.routing import RoutingRule
+from engine.ops.gate import GROUP_LIMITED_TOPK, RoutingRule
 from tests.engine.triton_device import DEVICE, IS_INTERPRETED
 
 pytestmark = [
@@ -36,7 +35,7 @@ NUM_EXPERTS = 16
 
 
 def choose(logits: Tensor, bias: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
-    module: Any = importlib.import_module("engine.kernels.fused.routing")
+    module: Any = importlib.import_module("engine.ops.gate_kernel")
     ids, weights = module.group_limited_topk(logits, bias, rule)
     return ids, weights
 
@@ -75,7 +74,7 @@ def test_infinite_logits_are_numbers(rule: RoutingRule) -> None:
     )
     bias = torch.rand(NUM_EXPERTS, device=DEVICE)
     ids, weights = choose(logits, bias, rule)
-    expected, expected_weights = reference.group_limited_topk(logits, bias, rule)
+    expected, expected_weights = GROUP_LIMITED_TOPK.reference(logits, bias, rule)
     order, expected_order = ids.argsort(dim=1), expected.argsort(dim=1)
     assert torch.equal(ids.gather(1, order), expected.gather(1, expected_order))
     torch.testing.assert_close(weights.gather(1, order), expected_weights.gather(1, expected_order))
@@ -122,7 +121,7 @@ def test_many_rows_that_are_not_numbers_stay_within_the_room_of_an_expert(kind: 
     logits[1:, spoilt] = torch.nan
     ids, _ = choose(logits, torch.zeros(num_experts, device=DEVICE), V3)
     assert num_tokens * V3.top_k > max_rows, "all pairs together would not fit an expert"
-    masked: Any = importlib.import_module("engine.kernels.fused.masked")
+    masked: Any = importlib.import_module("engine.ops.masked_kernel")
     places = masked.moe_align_masked(ids, 0, num_experts, max_rows)
     assert int(places.num_rows_L.max()) <= num_tokens
     rows = places.rows_TK.flatten().long()
@@ -135,10 +134,10 @@ def test_pairs_beyond_the_room_of_an_expert_get_no_row(first: int) -> None:
     """Experts twice in a row break the seam's rule; others' memory stays whole."""
     ids = torch.full((100, 2), first, device=DEVICE)
     ids[::7, 1] = first + 1
-    masked: Any = importlib.import_module("engine.kernels.fused.masked")
-    actual, expected = (
-        module.moe_align_masked(ids, first, 2, 128) for module in (masked, masked_reference)
+    modules = (
+        importlib.import_module(f"engine.ops.{name}") for name in ("masked_kernel", "masked")
     )
+    actual, expected = (module.moe_align_masked(ids, first, 2, 128) for module in modules)
     assert torch.equal(actual.rows_TK, expected.rows_TK)
     assert actual.num_rows_L.tolist() == expected.num_rows_L.tolist() == [128, 15]
     rows = actual.rows_TK.flatten()

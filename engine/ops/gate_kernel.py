@@ -1,16 +1,20 @@
-"""The router: scores of all experts for a few tokens, and the group-limited choice among them.
+"""The router gate: scores of all experts for a few tokens, and the group-limited choice among them.
 
 A choice runs in the registers of one program, instead of a dozen small operations over [T, E]. Few
 tokens' scores are bound by the reading of the weight, so the hidden size is cut into parts for more
-programs; the choice adds the parts up, always in the same order. See `reference`.
+programs; the choice adds the parts up, always in the same order.
 """
+
+# Triton compiles these functions itself; their arguments have no Python types.
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# mypy: no-warn-return-any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
-from engine.kernels.routing import RoutingRule
+from engine.ops.gate import RoutingRule
 
 FEW_TOKENS = 128
 """Tokens that are scored in parts, at most."""
@@ -168,9 +172,9 @@ def group_limited_topk(
     Args:
         logits: [T, E] float32, or [S, T, E] parts of a sum; E and the size of a group must be
             powers of two (`is_supported`).
-        bias_E: see `reference`.
-        rule: see `reference`.
-        num_rows: see `reference`.
+        bias_E: see `gate`.
+        rule: see `gate`.
+        num_rows: see `gate`.
     """
     num_parts = logits.shape[0] if logits.dim() == 3 else 1
     num_tokens, num_experts = logits.shape[-2:]

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels import reference
-from engine.kernels.routing import RoutingRule
+from engine.ops.gate import GROUP_LIMITED_TOPK, RoutingRule
 from tests.engine.triton_device import DEVICE, IS_INTERPRETED
 
 pytestmark = [
@@ -21,7 +20,7 @@ NUM_TOKENS, NUM_EXPERTS = 13, 256
 
 
 def routing() -> Any:
-    return importlib.import_module("engine.kernels.fused.routing")
+    return importlib.import_module("engine.ops.gate_kernel")
 
 
 @pytest.mark.parametrize("num_rows", [-4, 0, 1, 7, 13, 20])
@@ -38,7 +37,7 @@ def test_rows_beyond_those_of_requests_choose_nothing(num_rows: int, num_parts: 
     assert ids[:real].equal(plain_ids[:real])
     assert ids[real:].eq(-1).all()
     assert weights.equal(plain_weights)
-    expected, _ = reference.group_limited_topk(parts.sum(0), bias, RULE, count)
+    expected, _ = GROUP_LIMITED_TOPK.reference(parts.sum(0), bias, RULE, count)
     assert ids.sort().values.equal(expected.sort().values)
 
 
