@@ -16,6 +16,7 @@ from router.http.connections import Connections
 from router.http.cors import CrossOrigin
 from router.http.endpoints import REQUEST_ID_KEY, OpenAIEndpoints, Serving, request_id_of
 from router.http.errors import CLIENT_CLOSED, LABELS, STATUSES, Failure, failure_from
+from router.http.foreign import ForeignEndpoints
 from router.http.models import ModelEndpoints
 from router.http.tokenizer_endpoints import TokenizerEndpoints
 from router.pool.members import Member
@@ -28,7 +29,7 @@ logger = get_logger(__name__)
 
 NOT_OF_REQUESTS = frozenset({"unknown_url", "method_not_allowed", "too_many_viewers"})
 """Codes of what was never a request to a model: any scanner of ports makes these."""
-GENERATION = ("/v1/chat/completions", "/v1/completions")
+GENERATION = ("/v1/chat/completions", "/v1/completions", "/generate")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
@@ -47,6 +48,8 @@ def create_app(
     endpoints = OpenAIEndpoints(serving)
     app.router.add_post("/v1/chat/completions", endpoints.chat_completions)
     app.router.add_post("/v1/completions", endpoints.completions)
+    foreign = ForeignEndpoints(endpoints)
+    app.router.add_post("/generate", foreign.generate)
     models = ModelEndpoints(serving)
     app.router.add_get("/v1/models", models.models)
     app.router.add_get("/v1/models/{model:.+}", models.model)

@@ -22,6 +22,7 @@ from router.http.chat import ChatBody, ChatStream
 from router.http.completions import CompletionBody, CompletionStream, CompletionText
 from router.http.console.finished import FinishedRequests
 from router.http.conversation import new_reader, tells_reasoning
+from router.http.dialect import OPENAI, Dialect
 from router.http.params import (
     choices_per_prompt,
     for_choice,
@@ -90,68 +91,93 @@ def check_model(serving: Serving, name: str | None) -> None:
         )
 
 
-FormOf = Callable[[ResponseInfo], ResponseFormat]
 ReaderOf = Callable[[Prompt], MessageReader | None]
 RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
+FormOf = Callable[[RequestT, ResponseInfo], ResponseFormat]
 
 
 class OpenAIEndpoints:
-    """Handlers of ``/v1``."""
+    """Handlers of ``/v1``; those of other APIs translate their bodies and answers for them."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/chat/completions``."""
+        model = self._serving.model
+
+        def form(body: ChatRequest, info: ResponseInfo) -> ResponseFormat:
+            if body.stream:
+                return ChatStream(info)
+            return ChatBody(info, tells_reasoning=tells_reasoning(body, model))
+
+        return await self.serve_chat(request, lambda raw: parse_body(raw, ChatRequest), form)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """``POST /v1/completions``."""
+
+        def form(body: CompletionRequest, info: ResponseInfo) -> ResponseFormat:
+            skip = body.skip_special_tokens is not False
+            text = CompletionText(info, echo=bool(body.echo), skip_special_tokens=skip)
+            return CompletionStream(info, text) if body.stream else CompletionBody(info, text)
+
+        return await self.serve_completion(
+            request, lambda raw: parse_body(raw, CompletionRequest), form
+        )
+
+    async def serve_chat(
+        self,
+        request: web.Request,
+        parse: Callable[[bytes], ChatRequest],
+        form_of: FormOf[ChatRequest],
+        dialect: Dialect = OPENAI,
+    ) -> web.StreamResponse:
+        """Answer the conversation that ``parse`` finds in the body, as ``form_of`` writes it."""
         model, limits = self._serving.model, self._serving.limits()
 
         def check(body: ChatRequest) -> int:
             check_chat(body, model, limits)
             return 1
 
-        async with self._receive(request, ChatRequest, check) as call:
+        async with self._receive(request, parse, check) as call:
             body = call.body
-
-            def form(info: ResponseInfo) -> ResponseFormat:
-                if body.stream:
-                    return ChatStream(info)
-                return ChatBody(info, tells_reasoning=tells_reasoning(body, model))
-
             return await self._answer(
                 call,
                 lambda is_abandoned: [chat_prompt(body, model, limits, is_abandoned)],
-                form,
                 lambda prompt: new_reader(body, model, prompt),
-                wants_logprobs=bool(body.logprobs),
+                form_of,
+                dialect,
             )
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        """``POST /v1/completions``."""
+    async def serve_completion(
+        self,
+        request: web.Request,
+        parse: Callable[[bytes], CompletionRequest],
+        form_of: FormOf[CompletionRequest],
+    ) -> web.StreamResponse:
+        """Complete the prompts that ``parse`` finds in the body, as ``form_of`` writes it."""
         model, limits = self._serving.model, self._serving.limits()
 
         def check(body: CompletionRequest) -> int:
             check_completion(body, model, limits)
             return len(body.prompt)
 
-        async with self._receive(request, CompletionRequest, check) as call:
+        async with self._receive(request, parse, check) as call:
             body = call.body
-
-            def form(info: ResponseInfo) -> ResponseFormat:
-                skip = body.skip_special_tokens is not False
-                text = CompletionText(info, echo=bool(body.echo), skip_special_tokens=skip)
-                return CompletionStream(info, text) if body.stream else CompletionBody(info, text)
-
             return await self._answer(
                 call,
                 lambda is_abandoned: completion_prompts(body, model, limits, is_abandoned),
-                form,
                 lambda _: None,
-                wants_logprobs=body.logprobs is not None,
+                form_of,
+                OPENAI,
             )
 
     @contextlib.asynccontextmanager
     async def _receive(
-        self, request: web.Request, request_type: type[RequestT], check: Callable[[RequestT], int]
+        self,
+        request: web.Request,
+        parse: Callable[[bytes], RequestT],
+        check: Callable[[RequestT], int],
     ) -> AsyncIterator[_Call[RequestT]]:
         """The body of ``request``, read and checked; ``check`` says how many prompts it holds.
 
@@ -166,7 +192,7 @@ class OpenAIEndpoints:
             )
 
             def checked(_: object) -> _Call[RequestT]:
-                body = parse_body(raw, request_type)
+                body = parse(raw)
                 check_model(serving, body.model)
                 refuse_unsupported(body)
                 sampling = sampling_from(body, limits)
@@ -192,10 +218,9 @@ class OpenAIEndpoints:
         self,
         call: _Call[RequestT],
         prompts_of: Work[list[Prompt]],
-        form_of: FormOf,
         reader_of: ReaderOf,
-        *,
-        wants_logprobs: bool,
+        form_of: FormOf[RequestT],
+        dialect: Dialect,
     ) -> web.StreamResponse:
         """Wait for a place, make tokens, run."""
         serving, body = self._serving, call.body
@@ -210,7 +235,7 @@ class OpenAIEndpoints:
                 vocabulary=serving.model.tokenizer.vocabulary,
                 includes_usage=body.includes_usage,
                 continuous_usage=body.continuous_usage,
-                wants_logprobs=wants_logprobs,
+                wants_logprobs=body.logprobs is not None and body.logprobs is not False,
                 wants_token_ids=bool(body.return_token_ids),
                 wants_timings=bool(body.timings) or call.request.headers.get(TIMINGS_HEADER) == "1",
                 choices_per_prompt=choices_per_prompt(body),
@@ -222,7 +247,8 @@ class OpenAIEndpoints:
                 serving.metrics.prompt_tokens.inc(len(prompt.token_ids))
             generations = [choice.generation for choice in info.choices]
             run = RequestRun(serving.pipeline, mailbox, generations, on_ended=place.give_back)
-            return await self._respond(call, run, form_of(info), info, limits[0].until)
+            form = form_of(body, info)
+            return await self._respond(call, run, form, info, dialect, limits[0].until)
 
     async def _respond(
         self,
@@ -230,6 +256,7 @@ class OpenAIEndpoints:
         run: RequestRun,
         form: ResponseFormat,
         info: ResponseInfo,
+        dialect: Dialect,
         deadline: float,
     ) -> web.StreamResponse:
         """The answer; who takes longer for it than the request may is cut off."""
@@ -241,6 +268,7 @@ class OpenAIEndpoints:
                     info,
                     form,
                     serving.metrics,
+                    dialect=dialect,
                     keep_alive_s=serving.section.keep_alive_s,
                     headers=_headers_of(call),
                 )

@@ -81,6 +81,7 @@ class ModelEndpoints:
     def _features(self) -> list[str]:
         """What requests to this model may use; what is not named is refused."""
         features = ["completions", "streaming", "logprobs", "return_token_ids", "tokenize"]
+        features.append("generate")
         model = self._serving.model
         if model.chat_template is not None:
             features += ["chat", "continue_final_message"]

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from router.errors import as_tandem_error
 from router.http import sse
+from router.http.dialect import Dialect
 from router.http.errors import failure_from
 from router.http.response import Choice, ResponseFormat, ResponseInfo
 from router.metrics import RouterMetrics
@@ -40,6 +41,7 @@ class Responder:
         form: ResponseFormat,
         metrics: RouterMetrics,
         *,
+        dialect: Dialect,
         keep_alive_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -49,6 +51,7 @@ class Responder:
         self._info = info
         self._form = form
         self._metrics = metrics
+        self._dialect = dialect
         self._keep_alive_s = keep_alive_s
         self._loop = asyncio.get_running_loop()
         self._error: TandemError | None = None
@@ -100,7 +103,7 @@ class Responder:
                 raise
             except Exception as error:
                 data = self._failure(error, request_id)
-            await response.write(data + sse.DONE)
+            await response.write(data + self._dialect.done)
             await response.write_eof()
         finally:
             self._timer.cancel()
@@ -128,7 +131,7 @@ class Responder:
         failure = failure_from(tandem_error)
         self._metrics.count_error(failure.label)
         logger.warning("stream ended by error request_id=%s error=%r", request_id, failure.message)
-        return sse.event(failure.body(request_id))
+        return self._dialect.event_of(failure, request_id)
 
     def _absorb(self, outputs: Sequence[Output]) -> bytes:
         """Take in ``outputs`` up to a failure among them, and return what to send."""

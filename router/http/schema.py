@@ -335,11 +335,14 @@ def _first_problem(error: ValidationError, fields: Mapping[str, object]) -> Requ
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """``("stop_token_ids", 1)`` as ``stop_token_ids[1]``; names of union branches are left out."""
+    """``("stop_token_ids", 1)`` as ``stop_token_ids[1]``; names of union branches are left out.
+
+    Such a name is that of a type, as "str" or "list[int]", and never the first part.
+    """
     path = ""
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part not in ("str", "dict[str,any]"):
+        elif not path or not (part == "str" or "[" in part):
             path += f".{part}" if path else part
     return path
