@@ -14,9 +14,11 @@ from aiohttp import web
 from router.errors import RequestError, as_tandem_error
 from router.http.connections import Connections
 from router.http.cors import CrossOrigin
+from router.http.dialect import OPENAI, Dialect
 from router.http.endpoints import REQUEST_ID_KEY, OpenAIEndpoints, Serving, request_id_of
 from router.http.errors import CLIENT_CLOSED, LABELS, STATUSES, Failure, failure_from
 from router.http.foreign import ForeignEndpoints
+from router.http.messages import ANTHROPIC
 from router.http.models import ModelEndpoints
 from router.http.tokenizer_endpoints import TokenizerEndpoints
 from router.pool.members import Member
@@ -29,7 +31,9 @@ logger = get_logger(__name__)
 
 NOT_OF_REQUESTS = frozenset({"unknown_url", "method_not_allowed", "too_many_viewers"})
 """Codes of what was never a request to a model: any scanner of ports makes these."""
-GENERATION = ("/v1/chat/completions", "/v1/completions", "/generate")
+GENERATION = ("/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages")
+DIALECTS = {"/v1/messages": ANTHROPIC}
+"""By path; all else is told as OpenAI's API does."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
@@ -50,6 +54,7 @@ def create_app(
     app.router.add_post("/v1/completions", endpoints.completions)
     foreign = ForeignEndpoints(endpoints)
     app.router.add_post("/generate", foreign.generate)
+    app.router.add_post("/v1/messages", foreign.messages)
     models = ModelEndpoints(serving)
     app.router.add_get("/v1/models", models.models)
     app.router.add_get("/v1/models/{model:.+}", models.model)
@@ -190,7 +195,7 @@ def _answer_failures(
             raise
         except Exception as error:
             failure = failure_from(_as_error(error, request))
-            response = _failed(failure, request_id)
+            response = _failed(failure, request_id, DIALECTS.get(request.path, OPENAI))
             status = response.status
             if failure.label not in NOT_OF_REQUESTS:
                 metrics.count_error(failure.label)
@@ -256,11 +261,11 @@ def _unknown_url(request: web.Request) -> RequestError:
     )
 
 
-def _failed(failure: Failure, request_id: str) -> web.Response:
+def _failed(failure: Failure, request_id: str, dialect: Dialect) -> web.Response:
     if failure.status >= 500:
         logger.warning("request failed request_id=%s error=%r", request_id, failure.message)
     return web.Response(
-        body=orjson.dumps(failure.body(request_id)),
+        body=orjson.dumps(dialect.failure(failure, request_id)),
         status=failure.status,
         content_type="application/json",
         headers=failure.headers,

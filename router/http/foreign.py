@@ -21,8 +21,16 @@ from router.http.generate import (
     as_completion,
     names_of,
 )
+from router.http.messages import (
+    ANTHROPIC,
+    NAMES,
+    MessageBody,
+    MessagesRequest,
+    MessageStream,
+    as_chat,
+)
 from router.http.response import ResponseFormat, ResponseInfo
-from router.http.schema import CompletionRequest, parse_body
+from router.http.schema import ChatRequest, CompletionRequest, parse_body
 
 _ROOT = re.compile(r"[^.\[]*")
 
@@ -47,7 +55,7 @@ def told_under(names_of: Callable[[], Mapping[str, str]]) -> Iterator[None]:
 
 
 class ForeignEndpoints:
-    """Handlers of ``/generate``."""
+    """Handlers of ``/generate`` and ``/v1/messages``."""
 
     def __init__(self, endpoints: OpenAIEndpoints) -> None:
         self._endpoints = endpoints
@@ -67,3 +75,15 @@ class ForeignEndpoints:
 
         with told_under(lambda: names_of(asked)):
             return await self._endpoints.serve_completion(request, parse, form)
+
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        """``POST /v1/messages``, as Anthropic has it."""
+
+        def parse(raw: bytes) -> ChatRequest:
+            return as_chat(parse_body(raw, MessagesRequest))
+
+        def form(body: ChatRequest, info: ResponseInfo) -> ResponseFormat:
+            return MessageStream(info) if body.stream else MessageBody(info)
+
+        with told_under(lambda: NAMES):
+            return await self._endpoints.serve_chat(request, parse, form, ANTHROPIC)
