@@ -113,6 +113,7 @@ def plan_paged_groups(
             cu_seqlens_q=cu_seqlens_q,
             most=max(s.num_queries for s in run),
             lengths=[(s.num_queries, s.num_positions) for s in run],
+            total=sum(s.num_queries for s in run),
         )
         groups.append(
             PagedGroup(

@@ -1,10 +1,9 @@
 """Attention on GPUs, put together of libraries and of our own Triton kernels.
 
-Decode's steps go to FlashMLA where it is and takes them, everything else that is found by block
-tables to our paged kernel; decompressed heads to the fastest library that takes them.
+Steps of decode, and suffixes of equally many queries, go to FlashMLA where it is and takes them,
+everything else that is found by block tables to our paged kernel; decompressed heads to the fastest
+library that takes them.
 """
-
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -39,7 +38,7 @@ class GpuAttention:
         Args:
             heads: for decompressed heads of any width.
             pages: for what is found by block tables; None in tests without it.
-            flash_mla: for decode steps that it takes; None where it is not installed.
+            flash_mla: for what it takes of that; None where it is not installed.
             fuses_absorption: whether queries and values pass the latent space by kernels of ours,
                 which are for Hopper, or by plain PyTorch.
         """
@@ -81,9 +80,9 @@ class GpuAttention:
 
     def plan_paged(self, queries: PagedQueries, cache: Tensor, num_heads: int) -> PagedQueries:
         """See `AttentionKernels`."""
-        if queries.counts is None and self._flash_mla is not None and self._flash_mla.takes(cache):
-            schedule = self._flash_mla.schedule(queries.seq_lens_S, num_heads, cache.dtype)
-            return replace(queries, schedule=schedule)
+        library, dtype = self._flash_mla, cache.dtype
+        if library is not None and library.takes(cache) and library.takes_queries(queries, dtype):
+            return library.plan(queries, num_heads, dtype)
         assert self._pages is not None, "pages that `why_no_pages` speaks against"
         return self._pages.plan(queries, cache, num_heads)
 

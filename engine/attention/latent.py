@@ -8,7 +8,7 @@ V v_head_dim, Q q_lora_rank, C kv_lora_rank, P context positions.
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -23,6 +23,8 @@ from engine.attention.attention_plan import (
     DecompressedSegment,
     plan_attention,
     plan_decode,
+    plan_suffixes,
+    read_lengths,
 )
 from engine.attention.attention_rule import AttentionRule
 from engine.attention.kv_spec import KVSpec
@@ -131,12 +133,15 @@ class LatentAttention:
         if batch.max_seqlen_q == 1 and not refusal:
             return plan_decode(batch, kernels, cache, num_heads)
         plan_pages = partial(kernels.plan_paged, cache=cache, num_heads=num_heads)
+        is_fixed = not batch.lengths and batch.num_seqs > 0
+        if is_fixed and not refusal:
+            return plan_suffixes(batch, kernels, cache, num_heads)
         if refusal:
             self._tell(refusal)
-        if not batch.lengths and batch.num_seqs:
-            # A step of fixed shape. On a GPU this waits for it, which no graph can hold: attending
-            # over whole tables instead would cost as much as the longest context that may come.
-            batch = replace(batch, lengths=tuple((1, n) for n in batch.seq_lens.tolist()))
+        if is_fixed:
+            # On a GPU this waits for the device, which no graph can hold: attending over whole
+            # tables instead would cost as much as the longest context that may come.
+            batch = read_lengths(batch)
         return plan_attention(
             batch,
             kv_pool.block_size,

@@ -11,6 +11,7 @@ are wanted.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -207,7 +208,8 @@ class DeepseekV3ForCausalLM(nn.Module):
         self, batch: ForwardBatch, kv_pool: KVPool, layer_done: Callable[[int], None]
     ) -> Operations[Tensor]:
         """Run one micro-batch: [T, D], after the final norm."""
-        step = self.attention.plan(batch, kv_pool)
+        own_rows = self._sharding.count(batch.num_rows, batch.num_tokens)
+        step = self.attention.plan(replace(batch, num_rows=own_rows), kv_pool)
         own_ids = self._sharding.take(batch.input_ids)
         stream = Residual(self.model.embed_tokens(own_ids))
         for index, layer in enumerate(self.model.layers[: self.config.num_hidden_layers]):
@@ -224,7 +226,7 @@ class DeepseekV3ForCausalLM(nn.Module):
 
     def _split(self, batch: ForwardBatch) -> tuple[ForwardBatch, ...]:
         """Return the micro-batches of a step: one, or two if they are to overlap."""
-        if self._overlap is None:
+        if self._overlap is None or not batch.lengths:  # of fixed shape, and small
             return (batch,)
         dims = self.groups.dims
         is_collective = dims.dp > 1 and dims.ep > 1

@@ -163,12 +163,17 @@ class Hosts:
         _ip(f"link set {self[name].outside} master {self._bridge}")
 
     def _name_hosts(self, host: Host) -> None:
-        """Give all addresses names: torch looks for one, and no name server is in reach."""
+        """Give all addresses names: torch looks for one, and no name server is in reach.
+
+        It asks from a socket of IPv6, which has IPv4 addresses in a form of its own.
+        """
         folder = _own_etc(host)
         folder.mkdir(parents=True)
         lines = ["127.0.0.1 localhost", "::1 localhost"]
-        lines += [f"{one.address} host-{one.name}" for one in self.hosts.values()]
-        (folder / "hosts").write_text("\n".join([*lines, f"{self.own_address} outside", ""]))
+        names = {one.address: f"host-{one.name}" for one in self.hosts.values()}
+        for address, name in {**names, self.own_address: "outside"}.items():
+            lines += [f"{address} {name}", f"::ffff:{address} {name}"]
+        (folder / "hosts").write_text("\n".join([*lines, ""]))
 
     def _pids(self, name: str) -> list[int]:
         found = subprocess.run(

@@ -205,6 +205,8 @@ def test_steps_are_captured_on_gpus_unless_told_otherwise() -> None:
     assert not DecodeSection(device="cuda", cuda_graphs="off").wants_graphs
     with pytest.raises(ConfigError, match="cuda_graphs"):
         DecodeSection(cuda_graphs="yes")
+    with pytest.raises(ConfigError, match=r"prefill\.cuda_graphs"):
+        PrefillSection(cuda_graphs="yes")
 
 
 @pytest.mark.parametrize("section", [PrefillSection, DecodeSection])

@@ -122,7 +122,7 @@ class PagedMLA:
             # Needs what Triton has for this GPU only.
             from engine.attention.paged_mla.hopper_attention import attend_on_hopper
 
-            attend_on_hopper(grid, tensors, queries, queries.parts.table, scale * LOG2_E)
+            attend_on_hopper(grid, tensors, queries, queries.parts.table, scale * LOG2_E, tile=tile)
             return
         stored = self._stored(cache)
         widened = 256.0 if stored == kernel.BYTES.value else 1.0

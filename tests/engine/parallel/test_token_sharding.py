@@ -51,6 +51,21 @@ def test_shares_put_together_are_the_tokens(num_tokens: int, size: int) -> None:
     assert reduced.equal(shares)
 
 
+@given(num_tokens=st.integers(1, 20), size=st.integers(1, 8), data=st.data())
+def test_rows_that_are_no_padding_are_counted_by_rank(
+    num_tokens: int, size: int, data: st.DataObject
+) -> None:
+    num_rows = data.draw(st.integers(0, num_tokens))
+    is_real = torch.arange(num_tokens) < num_rows
+    for rank in range(size):
+        sharding = ScatteredTokens(ScriptedGroup(rank, size))
+        own = sharding.take(is_real)
+        count = sharding.count(torch.tensor([num_rows]), num_tokens)
+        assert count is not None
+        assert own.tolist() == [row < int(count) for row in range(len(own))]
+        assert sharding.count(None, num_tokens) is None
+
+
 def test_one_rank_keeps_what_it_has() -> None:
     x = torch.randn(5, 3)
     for sharding in (ReplicatedTokens(RankGroup()), ScatteredTokens(RankGroup())):
@@ -59,6 +74,9 @@ def test_one_rank_keeps_what_it_has() -> None:
         assert sharding.start_gather(x, 5).wait().equal(x)
         assert sharding.start_gather_padded(x).wait() is x
         assert sharding.start_reduce(x).wait() is x
+        count = sharding.count(torch.tensor([3]), 5)
+        assert count is not None
+        assert count.tolist() == [3]
 
 
 @given(num_rows=st.integers(0, 5), num_groups=st.integers(1, 7))
