@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from router.http.generate import GenerateRequest, as_completion, names_of
 from router.http.schema import CompletionRequest, validated
+from runtime.errors import PeerLostError
 from tests.router.conftest import ANSWER, Cluster
 from tests.router.http.test_operations import metric_values
 from tests.router.http.test_sse import payloads
@@ -97,6 +98,17 @@ async def test_a_failure_within_a_stream_is_told(http, cluster: Cluster) -> None
         assert response.status == 200
         events = payloads(await response.read())
     assert events[-1]["error"]["code"] == "out_of_kv_blocks"
+
+
+async def test_a_stream_goes_on_at_another_worker(http, cluster: Cluster) -> None:
+    other = await cluster.add_decode("decode-1")
+    await cluster.until(lambda: other.num_streams > 0)
+    for decode in cluster.decodes:
+        decode.fail_error, decode.fail_after = PeerLostError("gone"), 3
+    async with http.post("/generate", json={"text": "x", "stream": True, **BENCH}) as response:
+        events = payloads(await response.read())
+    assert events[-1]["text"] == ANSWER
+    assert sum(len(decode.seen) for decode in cluster.decodes) == 2
 
 
 async def test_a_client_that_leaves_ends_its_request(cluster: Cluster) -> None:

@@ -12,7 +12,7 @@ from router.errors import NotReadyError, RequestError, TooManyRequestsError
 from router.http.errors import failure_from
 from router.http.messages import ANTHROPIC, MessagesRequest, as_chat
 from router.http.schema import validated
-from runtime.errors import ERRORS_BY_CODE
+from runtime.errors import ERRORS_BY_CODE, PeerLostError
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
 from tests.router.http.test_operations import metric_values
 
@@ -121,6 +121,18 @@ async def test_a_long_wait_is_filled_with_comments(start_router: StartRouter) ->
     async with aiohttp.ClientSession(cluster.url) as http:
         found = await events(http)
     assert found[-1]["type"] == "message_stop"
+
+
+async def test_an_answer_goes_on_at_another_worker(http, cluster: Cluster) -> None:
+    expected = await ask(http)
+    other = await cluster.add_decode("decode-1")
+    await cluster.until(lambda: other.num_streams > 0)
+    for decode in cluster.decodes:
+        decode.fail_error, decode.fail_after = PeerLostError("gone"), 3
+    seen = sum(len(decode.seen) for decode in cluster.decodes)
+    status, answer = await ask(http)
+    assert (status, {**answer, "id": 0}) == (200, {**expected[1], "id": 0})
+    assert sum(len(decode.seen) for decode in cluster.decodes) == seen + 2
 
 
 async def test_a_client_that_leaves_ends_its_request(cluster: Cluster) -> None:
