@@ -248,7 +248,9 @@ class OpenAIEndpoints:
             generations = [choice.generation for choice in info.choices]
             run = RequestRun(serving.pipeline, mailbox, generations, on_ended=place.give_back)
             form = form_of(body, info)
-            return await self._respond(call, run, form, info, dialect, limits[0].until)
+            return await self._respond(
+                call, run, form, info, dialect=dialect, deadline=limits[0].until
+            )
 
     async def _respond(
         self,
@@ -256,6 +258,7 @@ class OpenAIEndpoints:
         run: RequestRun,
         form: ResponseFormat,
         info: ResponseInfo,
+        *,
         dialect: Dialect,
         deadline: float,
     ) -> web.StreamResponse:

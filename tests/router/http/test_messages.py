@@ -190,7 +190,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
     ],
 )
 async def test_what_cannot_be_is_refused_by_its_name(
-    http, cluster: Cluster, change: dict[str, object], status: int, kind: str, name: str
+    http, cluster: Cluster, *, change: dict[str, object], status: int, kind: str, name: str
 ) -> None:
     found, answer = await ask(http, **change)
     assert found == status

@@ -115,7 +115,7 @@ async def test_text_of_tokens(http, cluster: Cluster) -> None:
     ],
 )
 async def test_what_cannot_be_is_refused_by_its_name(
-    http, cluster: Cluster, path: str, body: dict[str, object], status: int, param: str
+    http, cluster: Cluster, *, path: str, body: dict[str, object], status: int, param: str
 ) -> None:
     found, answer = await post(http, path, **body)
     assert found == status
