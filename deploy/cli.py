@@ -22,6 +22,7 @@ from deploy.commands import (
     drain,
     events,
     generate,
+    keys,
     logs,
     model,
     restart,
@@ -75,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tandem {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     running = (status, logs, events, generate, chat, scale, drain, restart, apply, down)
-    for group in (up, *running, validate, doctor, model, bench, worker, router, completion):
+    for group in (up, *running, validate, keys, doctor, model, bench, worker, router, completion):
         group.add_parser(commands)
     return parser
 

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 
 import orjson
 from aiohttp import web
@@ -36,20 +36,18 @@ def create_app(
     """The application of one router process; run it with ``handler_cancellation=True``.
 
     A handler is then cancelled when its client goes away, which frees the request in the workers.
-    ``routes`` are served beside those of the API and of operations.
+    ``routes`` are served beside those of the API and of operations, and as those to whoever asks:
+    API keys are for all else.
     """
-    app = web.Application(middlewares=[_answer_failures(serving, connections)])
+    operations = Operations(serving)
+    routes = [*operations.routes(), *routes]
+    open_paths = frozenset(route.path for route in routes)
+    app = web.Application(middlewares=[_answer_failures(serving, connections, open_paths)])
     endpoints = OpenAIEndpoints(serving)
     app.router.add_post("/v1/chat/completions", endpoints.chat_completions)
     app.router.add_post("/v1/completions", endpoints.completions)
     app.router.add_get("/v1/models", endpoints.models)
     app.router.add_get("/v1/models/{model:.+}", endpoints.model)
-    operations = Operations(serving)
-    app.router.add_get("/health", operations.health)
-    app.router.add_get("/ready", operations.ready)
-    app.router.add_get("/metrics", operations.metrics)
-    app.router.add_get("/status", operations.status)
-    app.router.add_get("/targets", operations.targets)
     app.router.add_routes(routes)
     return app
 
@@ -60,6 +58,16 @@ class Operations:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._started = time.monotonic()
+
+    def routes(self) -> list[web.RouteDef]:
+        """For the application."""
+        return [
+            web.get("/health", self.health),
+            web.get("/ready", self.ready),
+            web.get("/metrics", self.metrics),
+            web.get("/status", self.status),
+            web.get("/targets", self.targets),
+        ]
 
     async def health(self, request: web.Request) -> web.Response:
         """200 while the process lives."""
@@ -154,7 +162,7 @@ def missing_parts(serving: Serving) -> list[str]:
 
 
 def _answer_failures(
-    serving: Serving, connections: Connections
+    serving: Serving, connections: Connections, open_paths: Collection[str]
 ) -> Callable[..., Awaitable[web.StreamResponse]]:
     metrics = serving.metrics
     metrics.expect(GENERATION, (200, *STATUSES), LABELS)
@@ -166,8 +174,11 @@ def _answer_failures(
         set_trace(_trace_of(request))  # anew for each request of a connection
         endpoint = request.path if request.method == "POST" else ""
         status = CLIENT_CLOSED
+        needs_key = request.path not in open_paths
         connections.began(request.protocol)
         try:
+            if needs_key:
+                serving.gate.open(request)
             response = await handler(request)
             status = response.status
         except (asyncio.CancelledError, ConnectionError):
@@ -183,6 +194,8 @@ def _answer_failures(
             connections.ended(request.protocol)
             if endpoint in GENERATION:
                 metrics.count_request(endpoint, status)
+            if needs_key:
+                serving.gate.audit(request, request_id, status)
         if not response.prepared:
             response.headers["x-request-id"] = request_id
         return response

@@ -21,12 +21,21 @@ from router.http.body import read_body
 from router.http.chat import ChatBody, ChatStream
 from router.http.completions import CompletionBody, CompletionStream, CompletionText
 from router.http.console.finished import FinishedRequests
+from router.http.gate import (
+    Gate,
+    cache_salt_of,
+    count_output,
+    count_prompt,
+    limit_headers,
+    may_use,
+)
 from router.http.params import (
     choices_per_prompt,
     for_choice,
     for_prompt,
     num_choices,
     sampling_from,
+    tokens_asked_for,
 )
 from router.http.prompts import chat_prompt, check_chat, check_completion, completion_prompts
 from router.http.responder import KEEP_ALIVE_S, TIMINGS_HEADER, Responder
@@ -69,6 +78,7 @@ class Serving:
     lanes: Lanes
     metrics: RouterMetrics
     recent: Callable[[], Recent]
+    gate: Gate
     finished: FinishedRequests = field(default_factory=FinishedRequests)
     keep_alive_s: float = KEEP_ALIVE_S
 
@@ -133,12 +143,15 @@ class OpenAIEndpoints:
 
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: nothing until it can be served."""
-        cards = [self._model_card()] if self._serving.readiness.was_ready else []
+        serving = self._serving
+        is_there = serving.readiness.was_ready and may_use(request, serving.model.name)
+        cards = [self._model_card()] if is_there else []
         return web.json_response({"object": "list", "data": cards})
 
     async def model(self, request: web.Request) -> web.Response:
         """``GET /v1/models/{id}``; ids contain slashes."""
         self._check_model(request.match_info["model"])
+        self._serving.gate.check_model(request, self._serving.model.name)
         if not self._serving.readiness.was_ready:
             raise RequestError(
                 f"the model {self._serving.model.name!r} is not served yet: "
@@ -180,6 +193,7 @@ class OpenAIEndpoints:
         received = asyncio.get_running_loop().time()
         serving = self._serving
         section, limits = serving.section, serving.limits()
+        serving.gate.check_model(request, serving.model.name)
         with serving.admission.body() as held:
             raw = await read_body(
                 request, held, max_bytes=section.max_body_bytes, timeout_s=section.body_timeout_s
@@ -206,7 +220,9 @@ class OpenAIEndpoints:
             if not serving.readiness.was_ready:
                 missing = ", ".join(serving.readiness.missing())
                 raise NotReadyError(f"the cluster is starting: {missing}. Fix: retry in a moment")
-            yield call
+            num_tokens = tokens_asked_for(call.body, len(raw), call.num_choices)
+            async with serving.gate.admit(request, num_tokens):
+                yield call
 
     async def _answer(
         self,
@@ -239,6 +255,7 @@ class OpenAIEndpoints:
             for prompt in prompts:
                 serving.metrics.prompt_lengths.observe(len(prompt.token_ids))
                 serving.metrics.prompt_tokens.inc(len(prompt.token_ids))
+                count_prompt(call.request, len(prompt.token_ids))
             generations = [choice.generation for choice in info.choices]
             run = RequestRun(serving.pipeline, mailbox, generations, on_ended=place.give_back)
             return await self._respond(call, run, form_of(info), info, limits[0].until)
@@ -270,6 +287,7 @@ class OpenAIEndpoints:
             _cut_off(call, "it did not take its answer within router.request_timeout_s")
             raise ConnectionAbortedError("the client was too slow") from error
         finally:
+            count_output(call.request, sum(each.generation.num_tokens for each in info.choices))
             serving.finished.add(info.choices[0].generation, time.time())
 
     def _add_choices(
@@ -281,6 +299,7 @@ class OpenAIEndpoints:
     ) -> None:
         """Prompt i's choice j is number ``i * n + j``."""
         body, limits = call.body, self._serving.limits()
+        salt = cache_salt_of(call.request, body.cache_salt)
         # Another id than the client's: two clients may send the same, and workers know it alone.
         unique = f"{call.request_id}.{secrets.token_hex(4)}"
         for prompt in prompts:
@@ -299,7 +318,7 @@ class OpenAIEndpoints:
                     index=index,
                     prompt_token_ids=prompt.token_ids,
                     sampling=for_choice(capped, number),
-                    cache_salt=body.cache_salt or "",
+                    cache_salt=salt,
                     mailbox=mailbox,
                     received=call.received,
                 )
@@ -337,11 +356,12 @@ class _Call(Generic[RequestT]):
 
 def _headers_of(call: _Call[RequestT]) -> dict[str, str]:
     """What the answer says of the request."""
+    headers = limit_headers(call.request)
     ignored = ignored_fields(call.body)
     if not ignored:
-        return {}
+        return headers
     logger.debug("ignored fields request_id=%s fields=%s", call.request_id, ignored)
-    return {IGNORED_HEADER: ", ".join(ignored)}
+    return {**headers, IGNORED_HEADER: ", ".join(ignored)}
 
 
 def _cut_off_reader(call: _Call[RequestT]) -> None:

@@ -1,7 +1,7 @@
 """A token bucket: what may be spent a minute, and at most a minute's worth at once.
 
-Pure: whoever asks says what time it is. It may be overdrawn, by what turned out to cost more than it
-was taken for; then nothing is had from it until the debt is paid.
+Pure: whoever asks says what time it is. It may be overdrawn, by what turned out to cost more than
+it was taken for; then nothing is had from it until the debt is paid.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TokenBucket:
         self._level = min(float(self._capacity), self.level(now) - amount)
 
     def resize(self, capacity: int, now: float) -> None:
-        """Hold ``capacity`` from now on: what it grows by is in it, and what it shrinks by is not."""
+        """Hold ``capacity`` from now on; what it grows by is in it."""
         assert capacity > 0
         grown = max(0, capacity - self._capacity)
         self._level = min(float(capacity), self.level(now) + grown)

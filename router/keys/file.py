@@ -5,9 +5,9 @@
     models = ["DeepSeek-V3"]
     requests_per_minute = 60
 
-Strict, as the configuration: an unknown field or a wrong type is a ConfigError that names it. A file
-without any ``[keys]`` is refused, too: a half-written one must not lock everybody out. `add_to_file`
-and `remove_from_file` leave the other lines as they are.
+Strict, as the configuration: an unknown field or a wrong type is a ConfigError that names it. A
+file without any ``[keys]`` is refused, too: a half-written one must not lock everybody out.
+`add_to_file` and `remove_from_file` leave the other lines as they are.
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ def test_requests_of_a_minute_are_counted() -> None:
     assert [verdict.refused_by for verdict in told] == [None, None, LimitKind.REQUESTS]
     assert told[2].retry_after_s == pytest.approx(30.0)
     assert [verdict.requests.remaining for verdict in told if verdict.requests] == [1, 0, 0]
-    assert told[0].requests is not None and told[0].requests.reset_s == pytest.approx(30.0)
+    assert told[0].requests is not None
+    assert told[0].requests.reset_s == pytest.approx(30.0)
     assert told[0].tokens is None
     clock.now += told[2].retry_after_s
     assert ledger.decide(charge(), limits).refused_by is None
@@ -111,7 +112,8 @@ def test_what_a_request_cost_more_or_less_is_settled_when_it_ends() -> None:
     refused = ledger.decide(charge(1), limits)
     assert refused.refused_by is LimitKind.TOKENS
     assert refused.retry_after_s == pytest.approx(80.1)
-    assert refused.tokens is not None and refused.tokens.remaining == 0
+    assert refused.tokens is not None
+    assert refused.tokens.remaining == 0
 
 
 def test_a_request_larger_than_the_bucket_waits_for_a_full_one_and_no_longer() -> None:
@@ -130,8 +132,10 @@ def test_a_refused_request_takes_nothing() -> None:
     assert ledger.decide(running, limits).refused_by is None
     refused = ledger.decide(charge(10), limits)
     assert refused.refused_by is LimitKind.CONCURRENCY
-    assert refused.requests is not None and refused.requests.remaining == 4
-    assert refused.tokens is not None and refused.tokens.remaining == 90
+    assert refused.requests is not None
+    assert refused.requests.remaining == 4
+    assert refused.tokens is not None
+    assert refused.tokens.remaining == 90
     ledger.settle(running, 10)
     assert ledger.decide(charge(10), limits).refused_by is None
 

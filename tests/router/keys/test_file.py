@@ -113,7 +113,7 @@ def test_a_file_that_cannot_be_is_refused_with_the_field_and_the_fix(
 def test_names_are_taken_once_and_must_be_there(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     add_to_file(path, BOB)
-    with pytest.raises(ConfigError, match="is in .* already"):
+    with pytest.raises(ConfigError, match=r"is in .* already"):
         add_to_file(path, KeyRecord(name="bob", sha256=HASH))
     with pytest.raises(ConfigError, match="one of bob"):
         remove_from_file(path, "alice")
