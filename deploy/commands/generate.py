@@ -125,7 +125,7 @@ def chosen_server(arguments: argparse.Namespace) -> Server:
         ClusterError: none runs.
     """
     # Never on a command line, which everybody on the machine can read.
-    key = os.environ.get(API_KEY_VARIABLE, "")
+    key = os.environ.get(API_KEY_VARIABLE, "").strip()
     if arguments.url:
         return server_at(arguments.url, arguments.ca and str(arguments.ca), api_key=key)
     run_dir = chosen_run_dir(arguments)
