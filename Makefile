@@ -17,7 +17,7 @@ SOURCES := $(PACKAGES) tools tests
 KERNELS := .venv-kernels
 RUNS := $(KERNELS)/runs
 KERNEL_TESTS := -m gpu tests/engine/attention tests/engine/formats tests/engine/kernels \
-	tests/engine/parallel/nvlink tests/engine/sampling tests/bench/tuner/test_bench_gpu.py
+	tests/engine/ops tests/engine/parallel/nvlink tests/engine/sampling tests/bench/tuner/test_bench_gpu.py
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 	$(PIP_ARGS) -c constraints-cpu.txt
 
@@ -37,7 +37,7 @@ help:
 	@echo "make proto      generate runtime/pb from proto/"
 	@echo "make chart-files  write what the Helm chart has from elsewhere"
 	@echo "make soak       the long tests        make gpu-test   the tests that need a GPU"
-	@echo "make clean      remove .venv, .venv-kernels and caches"
+	@echo "make clean      remove .venv, .venv-kernels, .prometheus-3 and caches"
 
 up: install
 	$(BIN)/tandem up $(CONFIG)
@@ -46,12 +46,12 @@ down: install
 	$(BIN)/tandem down $(if $(CONFIG),--config $(CONFIG))
 
 test: install-dev
-	$(BIN)/python -m pytest -q $(BESIDE) --durations 25 --durations-min 8
+	$(BIN)/python -m pytest -q -rfEs $(BESIDE) --durations 25 --durations-min 8
 
 # Hosts, Ray and routers of several whole clusters: two of them keep two cores busy.
 cluster-test: JOBS = 2
 cluster-test: install-dev
-	$(BIN)/python -m pytest -q $(BESIDE) -m cluster
+	$(BIN)/python -m pytest -q -rfEs $(BESIDE) -m cluster
 
 quick: install-dev
 	$(BIN)/python scripts/quick.py $(BESIDE)
@@ -132,6 +132,6 @@ $(VENV)/.installed-dev: pyproject.toml constraints-cpu.txt | $(VENV)/.made
 	@touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) $(KERNELS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) $(KERNELS) .prometheus-3 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

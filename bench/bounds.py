@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 
 FP8_GROUP: Final = 128
 """Numbers that share a float32 scale in a row that travels in FP8."""
@@ -100,7 +100,7 @@ class AttentionWeights:
     out: int
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "AttentionWeights":
+    def of(cls, config: DeepseekV3Config) -> "AttentionWeights":
         """Return those of a model."""
         hidden, heads = config.hidden_size, config.num_attention_heads
         rank = config.q_lora_rank
@@ -117,7 +117,7 @@ class AttentionWeights:
         return self.latents + self.q + self.kv_b + self.out
 
 
-def linear_flops(config: ModelConfig) -> LinearFlops:
+def linear_flops(config: DeepseekV3Config) -> LinearFlops:
     """Count the products of one token."""
     weights, layers = AttentionWeights.of(config), config.num_hidden_layers
     dense, moe = layers - config.num_moe_layers, config.num_moe_layers
@@ -133,12 +133,12 @@ def linear_flops(config: ModelConfig) -> LinearFlops:
     )
 
 
-def expert_numbers(config: ModelConfig) -> int:
+def expert_numbers(config: DeepseekV3Config) -> int:
     """Count the weights of one expert: gate, up and down."""
     return 3 * config.hidden_size * config.moe_intermediate_size
 
 
-def pair_flops(config: ModelConfig, *, absorbed: bool) -> int:
+def pair_flops(config: DeepseekV3Config, *, absorbed: bool) -> int:
     """Count the operations of one (query, key) pair in one layer, all heads, in either form."""
     if absorbed:
         width = config.latent_dim + config.kv_lora_rank
@@ -147,7 +147,7 @@ def pair_flops(config: ModelConfig, *, absorbed: bool) -> int:
     return 2 * config.num_attention_heads * width
 
 
-def attention_flops(config: ModelConfig, prompt_len: int, *, absorbed: bool = False) -> float:
+def attention_flops(config: DeepseekV3Config, prompt_len: int, *, absorbed: bool = False) -> float:
     """Count the operations of causal attention, per token of a prompt in the mean, all layers."""
     pairs = (prompt_len + 1) / 2
     return pairs * pair_flops(config, absorbed=absorbed) * config.num_hidden_layers
@@ -195,7 +195,7 @@ class PrefillBound:
 
 
 def prefill_bound(
-    config: ModelConfig,
+    config: DeepseekV3Config,
     prompt_len: int,
     *,
     num_gpus: int = 8,
@@ -225,7 +225,7 @@ def prefill_bound(
 
 
 def prefill_bytes(
-    config: ModelConfig,
+    config: DeepseekV3Config,
     num_gpus: int,
     traffic: PrefillTraffic,
     ranks_per_token: float | None = None,
@@ -246,7 +246,7 @@ def prefill_bytes(
     return layer * remote * config.num_hidden_layers
 
 
-def fp8_row_bytes(config: ModelConfig) -> int:
+def fp8_row_bytes(config: DeepseekV3Config) -> int:
     """Return the bytes of a hidden state that travels in FP8 with its scales."""
     return config.hidden_size + 4 * (config.hidden_size // FP8_GROUP)
 
@@ -274,7 +274,7 @@ class WeightBytes:
         return self.experts + self.linear
 
     @classmethod
-    def of(cls, config: ModelConfig, ep: int) -> "WeightBytes":
+    def of(cls, config: DeepseekV3Config, ep: int) -> "WeightBytes":
         """Return those of one of `ep` ranks."""
         block = 1 + 4 / FP8_GROUP**2
         weights, moe = AttentionWeights.of(config), config.num_moe_layers
@@ -341,7 +341,7 @@ class DecodeBound:
 
 
 def decode_bound(
-    config: ModelConfig,
+    config: DeepseekV3Config,
     batch: int,
     context: float,
     *,

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from engine.config import ModelConfig, YarnConfig
+from engine.config import DeepseekV3Config, YarnConfig
 from runtime.errors import ConfigError
 
-DEEPSEEK_V3: Final = ModelConfig(
+DEEPSEEK_V3: Final = DeepseekV3Config(
     vocab_size=129280,
     hidden_size=7168,
     num_hidden_layers=61,
@@ -42,7 +42,7 @@ DEEPSEEK_V3: Final = ModelConfig(
 )
 """DeepSeek-V3 and R1 (671B), without the layer for multi-token prediction."""
 
-TINY: Final = ModelConfig(
+TINY: Final = DeepseekV3Config(
     vocab_size=512,
     hidden_size=256,
     num_hidden_layers=3,
@@ -69,7 +69,7 @@ TINY: Final = ModelConfig(
 SHAPES: Final = MappingProxyType({"deepseek-v3": DEEPSEEK_V3, "tiny": TINY})
 
 
-def read_shape(name: str) -> ModelConfig:
+def read_shape(name: str) -> DeepseekV3Config:
     """Return the shape of that name, or of the checkpoint in the folder of that name.
 
     Raises:
@@ -82,10 +82,10 @@ def read_shape(name: str) -> ModelConfig:
         raise ConfigError(
             "model-shape", name, "is no shape and no folder", f"{known}, or a checkpoint folder"
         )
-    return ModelConfig.from_dir(name)
+    return DeepseekV3Config.from_dir(name)
 
 
-def with_layers(config: ModelConfig, num_layers: int) -> ModelConfig:
+def with_layers(config: DeepseekV3Config, num_layers: int) -> DeepseekV3Config:
     """Return the model with fewer layers, dense and MoE in their proportion (rounded).
 
     Raises:
@@ -98,7 +98,7 @@ def with_layers(config: ModelConfig, num_layers: int) -> ModelConfig:
     return replace(config, num_hidden_layers=num_layers, first_k_dense_replace=dense)
 
 
-def tensor_shard(config: ModelConfig, *, ranks: int, of: int) -> ModelConfig:
+def tensor_shard(config: DeepseekV3Config, *, ranks: int, of: int) -> DeepseekV3Config:
     """Return a model of whose `ranks` tensor-parallel ranks each holds what one of `of` holds.
 
     The ranks run the same tokens, so for the same batch an expert gets as many rows if a token
@@ -120,7 +120,7 @@ def tensor_shard(config: ModelConfig, *, ranks: int, of: int) -> ModelConfig:
     )
 
 
-def expert_shard(config: ModelConfig, *, ranks: int, of: int) -> ModelConfig:
+def expert_shard(config: DeepseekV3Config, *, ranks: int, of: int) -> DeepseekV3Config:
     """Return a model of whose `ranks` data-parallel ranks each holds what one of `of` holds.
 
     Each rank has its own tokens, and fewer ranks send fewer of them; so a token chooses as many

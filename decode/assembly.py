@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -22,17 +22,15 @@ from decode.rank import DecodeRank
 from decode.reservations import RankLimits
 from decode.scheduler import DecodeScheduler
 from decode.tickets import TicketDesk
+from engine.boot.captured import try_to_capture
 from engine.boot.rank import BootedRank
-from engine.boot.refusals import refuse_capture
-from engine.graphs.capture_errors import CaptureError
 from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.memory.block_pool import BlockPool
 from engine.memory.kv_pool import KVPool
 from engine.memory.pinned_blocks import PinnedBlocks
-from engine.options import EngineOptions, Switch
+from engine.options import EngineOptions
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.lockstep import Lockstep, create_lockstep
-from engine.weights.progress import Unit, progress_bar
 from kv_transfer.layout import KVDtype, KVLayout
 from kv_transfer.metadata import SlotArray, SlotLayout
 from kv_transfer.ownership import Quarantine
@@ -40,15 +38,12 @@ from kv_transfer.receiver import Arrival, KVReceiver
 from kv_transfer.settings import tls_contexts, transport_options
 from kv_transfer.transport import KV_REGION, METADATA_REGION, MemoryRegion, Transport, peer_name
 from kv_transfer.transports import create_transport
-from runtime.logging import fields, get_logger
 from runtime.metrics import gauge_of
 from runtime.pb import decode_pb2
 from runtime.pb.common_pb2 import WorkerIdentity
 from runtime.worker import WorkerOptions
 from worker.boot import boot_worker_rank
 from worker.engine_options import engine_options
-
-logger = get_logger(__name__)
 
 QUARANTINE_SHARE = 0.5
 """Of the pool: beyond it the oldest writers are shut out without waiting for all of the timeout."""
@@ -168,26 +163,21 @@ def choose_runner(options: EngineOptions, booted: BootedRank, *, show: bool) -> 
     if not options.wants_graphs:
         return GraphRunner(booted.runner, None)
     group = booted.groups.boot_group
-    with progress_bar("capturing steps", unit=Unit.CALLS) if show else nullcontext() as moved:
-        try:
-            return capture_steps(
-                booted.runner,
-                max_num_seqs=options.max_num_seqs,
-                max_model_len=booted.max_model_len,
-                group=group,
-                progress=moved,
-            )
-        except RuntimeError as error:
-            if isinstance(error, CaptureError) and options.steps.cuda_graphs is Switch.AUTO:
-                logger.warning(
-                    "steps run without graphs, on every rank, several times slower %s",
-                    fields(reason=error),
-                )
-                return GraphRunner(booted.runner, None)
-            refusal = refuse_capture(options, error, booted.sums, in_group=group.size > 1)
-            if refusal is None:
-                raise
-            raise refusal from error
+    capture = partial(
+        capture_steps,
+        booted.runner,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=booted.max_model_len,
+        group=group,
+    )
+    captured = try_to_capture(
+        options,
+        lambda told: capture(progress=told),
+        group=group,
+        sums=booted.sums,
+        show=show,
+    )
+    return captured or GraphRunner(booted.runner, None)
 
 
 def build_transfer_side(

@@ -1,8 +1,10 @@
 """Certificates: made for one run of a cluster, or looked at before somebody else's are used.
 
-With ``tls.mode = "auto"`` an authority is made for the run, signs one certificate for every address
-of this machine at which processes call each other, and is forgotten: its key is never written. The
-files are private to the user and go with the run. The only file that imports ``cryptography``.
+With ``tls.mode = "auto"`` an authority is made for the run. It signs one certificate for every
+address of this machine at which processes call each other. On several hosts it signs one for each
+process: keys are made where they are used, and only requests and certificates travel. The
+authority's key stays in the controller, unless another one may have to go on with it. The files are
+private to the user and go with the run. The only file that imports ``cryptography``.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import datetime
 import ipaddress
 import os
 import socket
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography import x509
@@ -27,41 +30,144 @@ from runtime.net import TlsFiles, is_wildcard
 _LIFE = datetime.timedelta(days=3650)
 """Longer than a run: it would end in the middle of service."""
 _CLOCK_SKEW = datetime.timedelta(hours=1)
+_AUTHORITY_KEY = "ca-key.pem"
 
 
-def with_certificates(config: ClusterConfig, folder: Path) -> ClusterConfig:
+class Authority:
+    """Signs certificates for the processes of one cluster."""
+
+    def __init__(self, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+        """``make`` or ``read`` has both."""
+        self._cert, self._key = cert, key
+
+    @classmethod
+    def make(cls) -> Authority:
+        """A new one."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        return cls(_signed("tandem authority", key.public_key(), None, key), key)
+
+    @classmethod
+    def read(cls, folder: Path) -> Authority | None:
+        """The one that ``save`` has left in ``folder``; None: none has.
+
+        Raises:
+            ConfigError: what is there is no authority.
+        """
+        path = folder / _AUTHORITY_KEY
+        if not path.exists():
+            return None
+        try:
+            key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+            cert = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+        except (OSError, ValueError, TypeError) as error:
+            fix = "another folder, or one that Tandem has written"
+            raise ConfigError(_AUTHORITY_KEY, str(path), f"cannot be used ({error})", fix) from None
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != cert.public_key():
+            fix = "the two files that were written together"
+            raise ConfigError(_AUTHORITY_KEY, str(path), "is not the key of ca.pem", fix)
+        return cls(cert, key)
+
+    def save(self, folder: Path) -> None:
+        """Have ``read`` find it: whoever reads this file can be any process of the cluster."""
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _write(folder / _AUTHORITY_KEY, _private_pem(self._key))
+        _write(folder / "ca.pem", self.pem.encode())
+
+    @property
+    def pem(self) -> str:
+        """Its own certificate."""
+        return self._cert.public_bytes(serialization.Encoding.PEM).decode()
+
+    def sign(
+        self, request: str, addresses: tuple[str, ...], *, life: datetime.timedelta | None = None
+    ) -> str:
+        """The certificate of a ``KeyRequest``, for ``addresses`` and the names that it asks for."""
+        asked = x509.load_pem_x509_csr(request.encode())
+        names = tuple(dict.fromkeys((*addresses, *_names_of(asked))))
+        public = asked.public_key()
+        assert isinstance(public, ec.EllipticCurvePublicKey)
+        signed = _signed("tandem", public, self._cert, self._key, addresses=names, life=life)
+        return signed.public_bytes(serialization.Encoding.PEM).decode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRequest:
+    """A new key, and the request for a certificate of it, both PEM."""
+
+    key: str = field(repr=False)
+    """Stays where it was made."""
+    request: str
+
+    @classmethod
+    def make(cls, names: tuple[str, ...] = ()) -> KeyRequest:
+        """Asks for ``names``, beside the addresses that the authority knows by itself."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        builder = x509.CertificateSigningRequestBuilder().subject_name(_subject("tandem"))
+        if names:
+            asked = x509.SubjectAlternativeName([_general_name(name) for name in names])
+            builder = builder.add_extension(asked, critical=False)
+        request = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+        return cls(key=_private_pem(key).decode(), request=request.decode())
+
+
+def authority_of(config: ClusterConfig, folder: Path) -> Authority | None:
+    """Who signs for this run: a new one with "auto"; that of the controller before, whose
+    certificates in ``folder`` are in use; None where somebody else has signed.
+    """
+    if config.tls.mode == "auto":
+        made = Authority.make()
+        if config.cluster.spans_hosts and config.cluster.on_controller_loss == "keep":
+            made.save(folder)
+        return made
+    is_ours = config.tls.mode == "files" and Path(config.tls.ca).parent == folder
+    return Authority.read(folder) if is_ours else None
+
+
+def with_certificates(
+    config: ClusterConfig, folder: Path, authority: Authority | None = None
+) -> ClusterConfig:
     """``config`` with files made in ``folder`` where it asks for "auto", else as it is."""
     if config.tls.mode != "auto":
         return config
-    made = make_certificates(folder, addresses_of(config))
+    made = make_certificates(folder, (*addresses_of(config), *own_names()), authority)
     tls = dataclasses.replace(config.tls, mode="files", cert=made.cert, key=made.key, ca=made.ca)
     return dataclasses.replace(config, tls=tls)
 
 
 def addresses_of(config: ClusterConfig) -> tuple[str, ...]:
-    """The names and addresses at which this machine's processes are called."""
+    """The addresses at which processes that read ``config`` are called."""
     named = (config.cluster.host, config.cluster.reach, config.http_host, config.http_reach)
+    return tuple(dict.fromkeys(one for one in named if not is_wildcard(one)))
+
+
+def own_names() -> tuple[str, ...]:
+    """The names by which this machine is called besides."""
     own = ("localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn())
-    return tuple(dict.fromkeys(one for one in (*named, *own) if not is_wildcard(one)))
+    return tuple(dict.fromkeys(own))
 
 
-def make_certificates(folder: Path, addresses: tuple[str, ...]) -> TlsFiles:
+def make_certificates(
+    folder: Path,
+    addresses: tuple[str, ...],
+    authority: Authority | None = None,
+    *,
+    days: int | None = None,
+) -> TlsFiles:
     """Write ``cert.pem``, ``key.pem`` and ``ca.pem`` below ``folder``.
 
-    The certificate serves both ends of a connection at all of ``addresses``.
+    The certificate serves both ends of a connection at all of ``addresses``, for so many ``days``
+    or longer than any run. Without ``authority`` there is one for it alone, which is forgotten.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
-    ca_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    ca = _signed("tandem run authority", ca_key, None, ca_key)
-    cert = _signed("tandem", key, ca, ca_key, addresses)
-    private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-    pem = serialization.Encoding.PEM
-    contents = {"cert": cert.public_bytes(pem), "key": private, "ca": ca.public_bytes(pem)}
-    paths = {name: _write(folder / f"{name}.pem", data) for name, data in contents.items()}
+    authority = authority or Authority.make()
+    made = KeyRequest.make()
+    life = None if days is None else datetime.timedelta(days=days)
+    contents = {
+        "cert": authority.sign(made.request, addresses, life=life),
+        "key": made.key,
+        "ca": authority.pem,
+    }
+    paths = {name: _write(folder / f"{name}.pem", text.encode()) for name, text in contents.items()}
     return TlsFiles(cert=paths["cert"], key=paths["key"], ca=paths["ca"])
 
 
@@ -106,26 +212,40 @@ def _is_issuer(authority: x509.Certificate, cert: x509.Certificate) -> bool:
     return True
 
 
+def _subject(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+
+
 def _signed(
     common_name: str,
-    key: ec.EllipticCurvePrivateKey,
+    key: ec.EllipticCurvePublicKey,
     issuer: x509.Certificate | None,
     issuer_key: ec.EllipticCurvePrivateKey,
+    *,
     addresses: tuple[str, ...] = (),
+    life: datetime.timedelta | None = None,
 ) -> x509.Certificate:
     """A certificate for ``addresses``; an authority's own where there is no ``issuer``."""
     now = datetime.datetime.now(datetime.UTC)
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+    name = _subject(common_name)
     builder = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name if issuer is None else issuer.subject)
-        .public_key(key.public_key())
+        .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _CLOCK_SKEW)
-        .not_valid_after(now + _LIFE)
+        .not_valid_after(now + (_LIFE if life is None else life))
         .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )
     if issuer is None:
         builder = builder.add_extension(_AUTHORITY_USAGE, critical=True)
@@ -163,7 +283,7 @@ def _general_name(address: str) -> x509.GeneralName:
         return x509.DNSName(address)
 
 
-def _names_of(cert: x509.Certificate) -> list[str]:
+def _names_of(cert: x509.Certificate | x509.CertificateSigningRequest) -> list[str]:
     try:
         names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:

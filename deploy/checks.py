@@ -24,7 +24,7 @@ from kv_transfer.transports import expected_transport
 from runtime.config import ClusterConfig, ClusterSection
 from runtime.config_file import on_this_host
 from runtime.errors import ConfigError
-from runtime.net import is_loopback
+from runtime.net import is_loopback, is_wildcard
 from runtime.network import address_towards, own_address
 from worker.engine_options import parallel_dims
 
@@ -87,6 +87,7 @@ def check_config(config: ClusterConfig, *, num_devices: int) -> None:
     if not _NAME.fullmatch(name):
         fix = "1 to 63 letters, digits, '.', '_' or '-', a letter or digit first"
         raise ConfigError("cluster.name", name, "also names a folder", fix)
+    _check_router_host(config)
     _check_certificate(config)
     _check_data_ports(config)
     model = read_model(config)
@@ -156,11 +157,14 @@ def remarks_of(config: ClusterConfig) -> list[str]:
     return []
 
 
+def _check_router_host(config: ClusterConfig) -> None:
+    host, number = config.router.host, config.router.instances
+    if config.cluster.spans_hosts and number > 1 and host and not is_wildcard(host):
+        problem = f"is one address, and the {number} routers are on several hosts"
+        raise ConfigError("router.host", host, problem, '"0.0.0.0", or leave it out')
+
+
 def _check_certificate(config: ClusterConfig) -> None:
-    if config.tls.mode == "auto" and config.cluster.spans_hosts:
-        problem = "makes certificates for this machine only, and cluster.ray_address has others"
-        fix = '"files", with a certificate for the addresses of all hosts'
-        raise ConfigError("tls.mode", "auto", problem, fix)
     files = config.tls.files
     if files is not None:
         reached = dict.fromkeys((config.cluster.reach, config.http_reach))

@@ -15,6 +15,7 @@ from importlib import metadata
 from deploy.commands import (
     apply,
     bench,
+    certificates,
     chat,
     completion,
     doctor,
@@ -76,7 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tandem {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     running = (status, logs, events, generate, chat, scale, drain, restart, apply, down)
-    for group in (up, *running, validate, keys, doctor, model, bench, worker, router, completion):
+    by_hand = (worker, router, certificates)
+    for group in (up, *running, validate, keys, doctor, model, bench, *by_hand, completion):
         group.add_parser(commands)
     return parser
 

@@ -10,7 +10,7 @@ figures below that are estimates say so.
 from dataclasses import dataclass
 from typing import Final
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.parallel.deep_ep_shape import LowLatencyShape
 from engine.parallel.nvlink.shape import NvlinkShape
 from runtime.errors import ConfigError
@@ -153,7 +153,7 @@ class DecodeBudget:
 
 
 def weights_per_rank(
-    config: ModelConfig, *, num_local_experts: int, with_mtp: bool = False
+    config: DeepseekV3Config, *, num_local_experts: int, with_mtp: bool = False
 ) -> WeightBytes:
     """Return what a decode rank holds: all but the routed experts whole (tp = 1).
 
@@ -190,7 +190,7 @@ def weights_per_rank(
     )
 
 
-def budget_decode(config: ModelConfig, plan: DecodePlan) -> DecodeBudget:
+def budget_decode(config: DeepseekV3Config, plan: DecodePlan) -> DecodeBudget:
     """Divide a decode rank's memory, and see that the requests' KV fits.
 
     Raises:
@@ -201,7 +201,7 @@ def budget_decode(config: ModelConfig, plan: DecodePlan) -> DecodeBudget:
     return budget
 
 
-def divide_memory(config: ModelConfig, plan: DecodePlan) -> DecodeBudget:
+def divide_memory(config: DeepseekV3Config, plan: DecodePlan) -> DecodeBudget:
     """Divide a decode rank's memory; how long requests are does not matter.
 
     Raises:
@@ -240,7 +240,7 @@ def divide_memory(config: ModelConfig, plan: DecodePlan) -> DecodeBudget:
     )
 
 
-def check_placement(config: ModelConfig, plan: DecodePlan) -> LowLatencyShape | NvlinkShape:
+def check_placement(config: DeepseekV3Config, plan: DecodePlan) -> LowLatencyShape | NvlinkShape:
     """Return the sizes of dispatch, or refuse what cannot be dealt or sent.
 
     Raises:
@@ -309,7 +309,9 @@ def _check_requests(plan: DecodePlan, num_blocks: int) -> None:
         )
 
 
-def _workspace(config: ModelConfig, plan: DecodePlan, shape: LowLatencyShape | NvlinkShape) -> int:
+def _workspace(
+    config: DeepseekV3Config, plan: DecodePlan, shape: LowLatencyShape | NvlinkShape
+) -> int:
     """Return the most that one MoE layer or the head needs at once; layers share it."""
     rows = shape.num_local_experts * shape.rows_per_expert
     width, hidden = config.moe_intermediate_size, config.hidden_size

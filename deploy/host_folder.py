@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from deploy.errors import ClusterError
@@ -38,9 +39,9 @@ def host_folder(cluster_name: str, run_dir: str, host: str) -> Path:
     return folder
 
 
-def lay_files(spec: ProcessSpec) -> None:
-    """Write the files of ``spec``, readable for this user only; the first of a run takes away the
-    logs of the run before.
+def lay_files(spec: ProcessSpec, own: Mapping[str, str] | None = None) -> None:
+    """Write the files of ``spec``, and ``own`` ones that did not travel with it, readable for this
+    user only; the first of a run takes away the logs of the run before.
 
     Raises:
         OSError: they cannot be written.
@@ -50,7 +51,7 @@ def lay_files(spec: ProcessSpec) -> None:
     folder = Path(spec.folder)
     _begin_run(folder.parent, spec.env[RUN_ID_VARIABLE])
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name, text in spec.files.items():
+    for name, text in {**spec.files, **(own or {})}.items():
         path = folder / name
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

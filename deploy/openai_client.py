@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from deploy.errors import ClusterError
@@ -19,6 +19,13 @@ from deploy.http_client import connect_http
 
 _TIMEOUT_S = 600.0
 _DATA = b"data: "
+
+
+class ChatText(NamedTuple):
+    """News of a chat answer."""
+
+    content: str
+    reasoning: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +62,12 @@ class Server:
         for choice in self._choices("/completions", body):
             yield choice["text"] if choice else ""
 
-    def stream_chat(self, body: Mapping[str, object]) -> Iterator[str]:
+    def stream_chat(self, body: Mapping[str, object]) -> Iterator[ChatText]:
         """The texts of a streamed ``POST chat/completions``; as ``stream_completion``."""
         for choice in self._choices("/chat/completions", body):
-            yield (choice["delta"].get("content") or "") if choice else ""
+            delta = choice["delta"] if choice else {}
+            reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
+            yield ChatText(delta.get("content") or "", reasoning)
 
     def _choices(self, path: str, body: Mapping[str, object]) -> Iterator[dict[str, Any]]:
         """Each choice of the stream's chunks; an empty one first, when the server has accepted."""

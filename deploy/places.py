@@ -27,6 +27,9 @@ class Place:
     folder: str = ""
     """Folder on that host for configuration, certificates and logs of the run, private to the
     user; empty: the controller's own run directory, on the same machine."""
+    request: str = ""
+    """For a certificate, PEM: its process has the key, and shows what an authority makes of this;
+    empty: it was not asked for one."""
 
     @property
     def host(self) -> str:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deploy.places import Place, Places
 from deploy.rank_command import rank_command
@@ -20,12 +20,18 @@ from runtime.config.cluster import LOCAL_RAY
 from runtime.config_file import dump_config, secret_variables
 from runtime.net import Credentials, join_address
 
+if TYPE_CHECKING:
+    from deploy.certificates import Authority
+
 RUN_ID_VARIABLE = "TANDEM_CLUSTER"
 """Environment variable that marks every process of one run, Ray's own included."""
 OWN_PYTHON = "{python}"
 """In a command: the interpreter of whoever starts it, which has another path on another host."""
 
 _CONFIG_NAME = "config.toml"
+KEY_NAME = "key.pem"
+"""Of the key that a process has made for itself, in its folder."""
+_TLS_NAMES = ("cert", "key", "ca")
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 ROUTER_GRACE_S = 10.0
@@ -106,13 +112,16 @@ class RunContext:
     """As the environment's TANDEM_API_KEYS has them; for routers."""
     tls_pem: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Contents of the files of ``config.tls`` by field, for hosts that do not have them."""
+    authority: Authority | None = field(default=None, repr=False)
+    """Signs for processes that make their own keys, instead of ``tls_pem``."""
+    router_hosts: tuple[str, ...] = ()
+    """Address of each router's host, where they are on several; empty: all on this one."""
 
     @property
     def control_address(self) -> str:
         """Where the registries of all routers listen, with commas between."""
-        router, host = self.config.router, self.config.cluster.reach
-        sections = [router.numbered(index) for index in range(router.instances)]
-        return ",".join(join_address(host, section.control_port) for section in sections)
+        routers = ((one.cluster.reach, one.router.control_port) for one in self._of_routers())
+        return ",".join(join_address(*router) for router in routers)
 
     @property
     def endpoint(self) -> str:
@@ -122,9 +131,17 @@ class RunContext:
     @property
     def endpoints(self) -> tuple[str, ...]:
         """Those of all routers."""
-        config = self.config
-        sections = [config.router.numbered(index) for index in range(config.router.instances)]
-        return tuple(replace(config, router=section).endpoint for section in sections)
+        return tuple(one.endpoint for one in self._of_routers())
+
+    def _of_routers(self) -> Iterator[ClusterConfig]:
+        """The configuration as each router has it."""
+        for index in range(self.config.router.instances):
+            config = replace(self.config, router=self.config.router.numbered(index))
+            if self.router_hosts:
+                host = self.router_hosts[index]
+                cluster = replace(config.cluster, host=host, advertise="")
+                config = replace(config, cluster=cluster)
+            yield config
 
 
 def default_entrypoints() -> dict[Role, tuple[str, ...]]:
@@ -219,11 +236,23 @@ def _host_files(folder: Path, context: RunContext, place: Place) -> dict[str, st
         network="",
         ray_address=LOCAL_RAY,
     )
-    paths: dict[str, Any] = {name: str(folder / f"{name}.pem") for name in context.tls_pem}
+    pem = _tls_pem_of(dataclasses.replace(config, cluster=cluster), context, place)
+    paths: dict[str, Any] = {name: str(folder / f"{name}.pem") for name in _TLS_NAMES if pem}
     tls = dataclasses.replace(config.tls, **paths)
     config = dataclasses.replace(config, cluster=cluster, tls=tls)
-    pem = {f"{name}.pem": text for name, text in context.tls_pem.items()}
-    return {_CONFIG_NAME: dump_config(config), **pem}
+    texts = {f"{name}.pem": text for name, text in pem.items()}
+    return {_CONFIG_NAME: dump_config(config), **texts}
+
+
+def _tls_pem_of(config: ClusterConfig, context: RunContext, place: Place) -> Mapping[str, str]:
+    """What a process with ``config`` is sent of its certificate; not a key that it has made."""
+    if context.authority is None:
+        return context.tls_pem
+    # Imported late: few who plan have certificates to sign.
+    from deploy.certificates import addresses_of
+
+    authority = context.authority
+    return {"cert": authority.sign(place.request, addresses_of(config)), "ca": authority.pem}
 
 
 def _file_name(plan: InstancePlan, rank: int) -> str:

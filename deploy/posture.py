@@ -56,13 +56,13 @@ def posture_of(config: ClusterConfig, *, has_keys: bool = False) -> tuple[Port, 
 
 
 def _http_port(config: ClusterConfig, has_keys: bool) -> Port:
-    router, protection = config.router, _http_protection(config)
+    protection = _http_protection(config)
     if has_keys:
         # Where certificates are asked for, too, they are the first that a stranger lacks.
         protection = protection.replace(_NOTHING, "an API key for /v1")
     return Port(
         name="HTTP",
-        where=_in_a_row(config.http_host, router.port, router.instances),
+        where=_in_a_row(config, config.http_host, config.router.port),
         host=config.http_host,
         protection=protection,
         remedy=_encrypt_http(config) if has_keys else "router.keys_file, or tls.http_mutual",
@@ -73,7 +73,7 @@ def _ports(config: ClusterConfig) -> Iterator[Port]:
     host, router = config.cluster.host, config.router
     yield Port(
         name="control (gRPC)",
-        where=_in_a_row(host, router.control_port, router.instances),
+        where=_in_a_row(config, host, router.control_port),
         host=host,
         protection=_grpc_protection(config),
         remedy=_encrypt(config),
@@ -122,9 +122,13 @@ def _ray_port(config: ClusterConfig) -> Port:
     )
 
 
-def _in_a_row(host: str, port: int, number: int) -> str:
-    address = join_address(host, port)
-    return address if number == 1 else f"{address} to {port + number - 1}"
+def _in_a_row(config: ClusterConfig, host: str, port: int) -> str:
+    """Of all routers."""
+    address, number = join_address(host, port), config.router.instances
+    if number == 1:
+        return address
+    elsewhere = ", on other hosts" if config.cluster.spans_hosts else ""
+    return f"{address} to {port + number - 1}{elsewhere}"
 
 
 def _transfer_ports(config: ClusterConfig) -> Iterator[Port]:

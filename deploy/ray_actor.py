@@ -9,20 +9,22 @@ import asyncio
 import contextlib
 import socket
 import time
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from deploy.child import Child, ChildReport, LogPiece, read_log
 from deploy.errors import ClusterError
 from deploy.host_folder import host_folder, lay_files, remove_files
 from deploy.launcher import SupervisorLostError
 from deploy.places import Place
-from deploy.plan import ProcessSpec
+from deploy.plan import KEY_NAME, ProcessSpec
 from deploy.ports import free_port
 from runtime.errors import ConfigError
 from runtime.network import choose_address, interface_of, own_interfaces
 
+_ResultT = TypeVar("_ResultT")
 _START_TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 5.0
 """Of a call that is not worth waiting for where the actor's host is gone."""
@@ -48,6 +50,8 @@ class HostFacts:
     address: str
     interface: str
     folder: str
+    request: str
+    """For a certificate of the key that the actor has made; empty: it made none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,8 @@ class ChildActor:
     def __init__(self) -> None:
         self._child: Child | None = None
         self._place: Place | None = None
+        self._own_files: dict[str, str] = {}
+        """Of the process, made here; they never leave this host."""
 
     def look_around(self) -> ActorFacts:
         """Where this runs, and what it was given."""
@@ -79,8 +85,12 @@ class ChildActor:
         gpus = context.get_accelerator_ids().get("GPU", [])
         return ActorFacts(node=context.get_node_id(), devices=tuple(gpus))
 
-    def settle(self, *, network: str, ray_host: str, name: str, run_dir: str) -> HostFacts:
+    def settle(
+        self, *, network: str, ray_host: str, name: str, run_dir: str, makes_key: bool
+    ) -> HostFacts:
         """The address of this host in ``network``, or as Ray knows it, and its folder.
+
+        With ``makes_key`` there is a key for the process, and a request for its certificate.
 
         Raises:
             ClusterError: it has none there, or the folder cannot be made.
@@ -93,8 +103,16 @@ class ChildActor:
             except ConfigError as error:  # which does not travel
                 raise ClusterError(str(error)) from error
             address, interface = own.address, own.interface
-        folder = host_folder(name, run_dir, address)
-        return HostFacts(address=address, interface=interface, folder=str(folder))
+        folder = str(host_folder(name, run_dir, address))
+        request = self._make_key() if makes_key else ""
+        return HostFacts(address=address, interface=interface, folder=folder, request=request)
+
+    def _make_key(self) -> str:
+        from deploy.certificates import KeyRequest, own_names
+
+        made = KeyRequest.make(own_names())
+        self._own_files = {KEY_NAME: made.key}
+        return made.request
 
     def free_port(self, host: str) -> int:
         """See ``ports.free_port``: a port of this machine.
@@ -109,7 +127,7 @@ class ChildActor:
 
     def start(self, spec: ProcessSpec, place: Place) -> int:
         """Start the process; its pid."""
-        lay_files(spec)
+        lay_files(spec, self._own_files)
         self._place = place
         self._child = Child(spec)
         return self._child.pid
@@ -167,14 +185,16 @@ class RaySupervisor:
         facts: ActorFacts = await self._call(self._actor.look_around.remote(), "an actor")
         return facts
 
-    async def settle(self, *, network: str, ray_host: str, name: str, run_dir: str) -> HostFacts:
+    async def settle(
+        self, *, network: str, ray_host: str, name: str, run_dir: str, makes_key: bool
+    ) -> HostFacts:
         """See ``ChildActor.settle``.
 
         Raises:
             ClusterError: the host cannot take part; names it.
         """
         answer = self._actor.settle.remote(
-            network=network, ray_host=ray_host, name=name, run_dir=run_dir
+            network=network, ray_host=ray_host, name=name, run_dir=run_dir, makes_key=makes_key
         )
         facts: HostFacts = await self._call(answer, f"anything on host {ray_host}")
         return facts
@@ -260,6 +280,15 @@ class RaySupervisor:
             raise ClusterError(f"cannot execute {what}: {error.cause}") from error
         except exceptions.RayError as error:
             raise ClusterError(f"Ray could not start {what}: {_plainly(error)}") from error
+
+
+async def run_all(work: Sequence[Awaitable[_ResultT]]) -> list[_ResultT]:
+    """The results of all of ``work``, or its first failure once all of it has ended."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 async def _answer(answer: Any) -> ChildReport:

@@ -2,7 +2,7 @@
 
 Every instance is a placement group with a bundle per host, because Ray splits no bundle: the ranks
 of a prefill instance are on one machine, those of a large decode instance on as few as hold them.
-The router is on the controller's machine, where its address was promised.
+A router is on the host for which its address was promised: the first on the controller's.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import contextlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from deploy.errors import ClusterError
 from deploy.launcher import Room, Running, Waiting
 from deploy.places import Place, Places, local_ranks
 from deploy.plan import InstancePlan, ProcessSpec, Role
-from deploy.ray_actor import ActorFacts, ChildActor, HostFacts, RaySupervisor
+from deploy.ray_actor import ActorFacts, ChildActor, HostFacts, RaySupervisor, run_all
 from deploy.ray_connection import RaySettings, is_reachable, open_ray
 from deploy.ray_remains import Remains
 from deploy.room import describe_room, free_by_host
+from deploy.router_hosts import RouterHosts
 from runtime.config.cluster import ClusterSection
 from runtime.net import join_address
 
@@ -31,8 +32,6 @@ _LOOK_AGAIN_S = 1.0
 _PROBE_S = 2.0
 RAY_GONE_S = 40.0
 """After a minute without its head Ray ends all processes on all hosts, and the controller's own."""
-_TINY = 0.001
-_ResultT = TypeVar("_ResultT")
 
 
 class RayPlacement:
@@ -57,7 +56,7 @@ class RayPlacement:
         """See ``Placement.start``."""
         started = zip(self._supervisors, specs, self._places.ranks, strict=True)
         try:
-            await _all([one.start(spec, place) for one, spec, place in started])
+            await run_all([one.start(spec, place) for one, spec, place in started])
         except BaseException:
             await self._give_up()
             raise
@@ -67,11 +66,18 @@ class RayPlacement:
 class RayLauncher:
     """Has a Ray from ``open`` to ``close``; see ``ray_connection.open_ray``."""
 
-    def __init__(self, settings: RaySettings, cluster: ClusterSection) -> None:
-        """``cluster`` is resolved: its host is this machine's."""
+    def __init__(
+        self, settings: RaySettings, cluster: ClusterSection, *, makes_keys: bool = False
+    ) -> None:
+        """``cluster`` is resolved: its host is this machine's.
+
+        With ``makes_keys`` each process on a host has a key of its own, and asks for a certificate.
+        """
         self._settings = settings
         self._cluster = cluster
+        self._makes_keys = makes_keys
         self._groups: dict[str, Any] = {}
+        self._routers: RouterHosts | None = None
         self._ray: Any = None
         self._is_gone = False
 
@@ -82,6 +88,7 @@ class RayLauncher:
             ClusterError: it does not start, or is not there.
         """
         self._ray = open_ray(self._settings)
+        self._routers = RouterHosts(self._ray, self._cluster)
 
     def close(self) -> None:
         """Leave Ray, which ends with that if it was private.
@@ -117,6 +124,12 @@ class RayLauncher:
                 )
             await asyncio.sleep(_PROBE_S)
         await asyncio.Event().wait()
+
+    @property
+    def routers(self) -> RouterHosts:
+        """Where routers are; from ``open`` on."""
+        assert self._routers is not None
+        return self._routers
 
     async def place(self, plan: InstancePlan, wait: Waiting) -> RayPlacement:
         """See ``Launcher.place``."""
@@ -187,6 +200,9 @@ class RayLauncher:
 
     def _describe_lack(self, plan: InstancePlan) -> str:
         """What an instance asks for and what there is, for a person."""
+        if plan.role is Role.ROUTER:
+            where = self.routers.node_of(plan.index)
+            return f"it belongs on host {where}; Ray has {', '.join(self.routers.nodes())}"
         asked = Counter(_words(self._bundle(plan, count)) for count in plan.num_ranks_by_host)
         wanted = " and ".join(
             f"a host with {one}" if count == 1 else f"{count} times a host with {one}"
@@ -199,7 +215,7 @@ class RayLauncher:
 
     async def _places_of(self, supervisors: Sequence[RaySupervisor]) -> Places:
         """Ask the actors where they are, and that of rank 0 for a port."""
-        facts = await _all([one.look_around() for one in supervisors])
+        facts = await run_all([one.look_around() for one in supervisors])
         if self._settings.is_own:
             hosts: list[HostFacts | None] = [None] * len(facts)
         else:
@@ -223,10 +239,11 @@ class RayLauncher:
                 ray_host=known[fact.node],
                 name=cluster.name,
                 run_dir=cluster.run_dir,
+                makes_key=self._makes_keys,
             )
             for one, fact in zip(supervisors, facts, strict=True)
         ]
-        return await _all(settling)
+        return await run_all(settling)
 
     def _place(self, fact: ActorFacts, host: HostFacts | None, local_rank: int) -> Place:
         cluster = self._cluster
@@ -235,6 +252,7 @@ class RayLauncher:
             advertise=cluster.advertise if host is None else "",
             interface="" if host is None else host.interface,
             folder="" if host is None else host.folder,
+            request="" if host is None else host.request,
             local_rank=local_rank,
             devices=fact.devices,
             node=fact.node,
@@ -271,16 +289,11 @@ class RayLauncher:
     def _bundle(self, plan: InstancePlan, num_ranks: int) -> dict[str, float]:
         """What one host must have. Each host has a resource that is named after itself."""
         if plan.role is Role.ROUTER:
-            return {f"node:{self._own_node_address()}": _TINY}
+            return self.routers.bundle(plan.index)
         bundle = {"CPU": float(num_ranks)}
         if plan.device == "cuda":
             bundle["GPU"] = float(num_ranks)
         return bundle
-
-    def _own_node_address(self) -> str:
-        own = self._ray.get_runtime_context().get_node_id()
-        found = (node for node in self._ray.nodes() if node["NodeID"] == own)
-        return str(next(found)["NodeManagerAddress"])
 
     async def _give_up(self, plan: InstancePlan, supervisors: Sequence[RaySupervisor]) -> None:
         await asyncio.gather(*(one.kill() for one in supervisors))
@@ -291,12 +304,3 @@ def _words(resources: dict[str, float]) -> str:
     """CPUs and GPUs of ``resources``; the rest of them says nothing to people."""
     counts = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)]
     return " and ".join(counts) or "nothing"
-
-
-async def _all(work: Sequence[Awaitable[_ResultT]]) -> list[_ResultT]:
-    """The results of all of ``work``, or its first failure once all of it has ended."""
-    results = await asyncio.gather(*work, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [result for result in results if not isinstance(result, BaseException)]

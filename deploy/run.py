@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from deploy.certificates import with_certificates
+from deploy.certificates import authority_of, with_certificates
 from deploy.checks import (
     check_config,
     check_ports,
@@ -121,7 +121,9 @@ class _Run:
         entrypoints: Mapping[Role, tuple[str, ...]],
         former: FormerRun | None,
     ) -> None:
-        config = with_certificates(config, run_dir.tls_dir)
+        authority = authority_of(config, run_dir.tls_dir)
+        config = with_certificates(config, run_dir.tls_dir, authority)
+        signs = authority is not None and config.cluster.spans_hosts
         self._former = former
         self.goes_on = former is not None
         """Whether the cluster is left to serve without a controller."""
@@ -133,7 +135,8 @@ class _Run:
             credentials=_credentials_of(config, former),
             entrypoints=entrypoints,
             api_keys=os.environ.get(KEYS_VARIABLE, ""),
-            tls_pem=_tls_pem(config),
+            tls_pem={} if signs else _tls_pem(config),
+            authority=authority if signs else None,
         )
         self._run_dir = run_dir
         self._on_state = on_state
@@ -165,10 +168,13 @@ class _Run:
             self._begin_folder()
         self._publish()
         self._run_dir.be_found()
-        launcher = RayLauncher(self._ray_settings(), cluster)
+        makes_keys = context.authority is not None
+        launcher = RayLauncher(self._ray_settings(), cluster, makes_keys=makes_keys)
         try:
             with _interrupt_on_sigterm():
                 launcher.open()
+                self._spread_routers(launcher)
+            context = self._context
             logger.info("ray is up %s", fields(seconds=round(time.monotonic() - self._began, 2)))
             if self._keeps:
                 self._state = dataclasses.replace(self._state, ray_address=launcher.address)
@@ -193,6 +199,24 @@ class _Run:
             else:
                 num_killed = clean_up(context.run_id)
                 logger.info("stopped %s", fields(num_left_over=num_killed))
+
+    def _spread_routers(self, launcher: RayLauncher) -> None:
+        """Settle on which hosts several routers are, before anybody is told of their addresses."""
+        config = self._context.config
+        if not config.cluster.spans_hosts or config.router.instances == 1:
+            return
+        if self._former is None:
+            hosts = asyncio.run(launcher.routers.choose(config.router.instances))
+        else:
+            hosts = _router_hosts_of(self._former.state)
+            asyncio.run(launcher.routers.find(hosts))
+        self._context = context = dataclasses.replace(self._context, router_hosts=hosts)
+        self._state = dataclasses.replace(
+            self._state,
+            endpoint=context.endpoint,
+            further_endpoints=context.endpoints[1:],
+            control_address=context.control_address,
+        )
 
     def _begin_folder(self) -> None:
         context = self._context
@@ -239,6 +263,11 @@ class _Run:
     def _publish(self) -> None:
         self._run_dir.write_state(self._state)
         self._on_state(self._state)
+
+
+def _router_hosts_of(state: ClusterState) -> tuple[str, ...]:
+    addresses = state.control_address.split(",")
+    return tuple(address.rpartition(":")[0].strip("[]") for address in addresses)
 
 
 def _tls_pem(config: ClusterConfig) -> dict[str, str]:

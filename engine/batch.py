@@ -39,10 +39,11 @@ class ForwardBatch:
         seq_lens: [S] int32, context length of each request including this step's tokens.
         block_tables: [S, B] int32, block ids in order of positions; padded with block 0.
         logits_indices: [L] int64, ascending rows of [0, T) whose logits are wanted.
-        max_seqlen_q: the most tokens of one request in this step (1: a pure decode step).
+        max_seqlen_q: the most tokens of one request in this step (1: a pure decode step); in
+            steps of fixed shape the most that there may be.
         lengths: per request its tokens in this step and its context length, on the host, so that
             planning reads nothing from the device; empty in steps of fixed shape, whose lengths
-            the host does not look at, and which run one token each.
+            the host does not look at.
         num_rows: [1] int64 on the device, how many of the tokens, the first ones, are somebody's;
             the others are padding, and go to no expert. None where all are.
     """

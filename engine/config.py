@@ -28,14 +28,14 @@ from engine.hf_config.rope import read_rope
 from engine.yarn import YarnConfig
 from runtime.errors import ConfigError
 
-__all__ = ["ARCHITECTURE", "MODEL_TYPE", "ModelConfig", "YarnConfig"]
+__all__ = ["ARCHITECTURE", "MODEL_TYPE", "DeepseekV3Config", "YarnConfig"]
 
 ARCHITECTURE: Final = "DeepseekV3ForCausalLM"
 MODEL_TYPE: Final = "deepseek_v3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class DeepseekV3Config:
     """One checkpoint's hyperparameters; see `from_dir` and `from_hf`.
 
     `fp8_block_size` is the edge of a quantisation block if the checkpoint may hold FP8 weights,
@@ -94,7 +94,7 @@ class ModelConfig:
         return ARCHITECTURE
 
     @property
-    def experts(self) -> "ModelConfig":
+    def experts(self) -> "DeepseekV3Config":
         """See `CommonConfig`."""
         return self
 
@@ -146,7 +146,7 @@ class ModelConfig:
         }
 
     @classmethod
-    def from_dir(cls, path: str | Path) -> "ModelConfig":
+    def from_dir(cls, path: str | Path) -> "DeepseekV3Config":
         """Read `config.json` of a checkpoint folder.
 
         Raises:
@@ -155,7 +155,7 @@ class ModelConfig:
         return cls.from_hf(read_content(path))
 
     @classmethod
-    def from_hf(cls, content: Mapping[str, object]) -> "ModelConfig":
+    def from_hf(cls, content: Mapping[str, object]) -> "DeepseekV3Config":
         """Build from the content of a Hugging Face `config.json`.
 
         Sizes have to be there. Everything else may be absent, and then is what it is for
@@ -305,7 +305,7 @@ def _check_architecture(fields: Fields) -> None:
         raise ConfigError("model_type", model_type, problem, f"use a {MODEL_TYPE} checkpoint")
 
 
-def _check_sizes(config: ModelConfig) -> None:
+def _check_sizes(config: DeepseekV3Config) -> None:
     positive = _POSITIVE if config.q_lora_rank is None else (*_POSITIVE, "q_lora_rank")
     for least, names in ((1, positive), (0, _NOT_NEGATIVE)):
         for name in names:
@@ -321,7 +321,7 @@ def _check_sizes(config: ModelConfig) -> None:
         )
 
 
-def _check_rope(config: ModelConfig) -> None:
+def _check_rope(config: DeepseekV3Config) -> None:
     yarn = config.yarn
     if config.rope_theta <= 0 or (yarn is not None and config.rope_theta == 1):
         fix = "a base above 1, such as 10000"
@@ -334,7 +334,7 @@ def _check_rope(config: ModelConfig) -> None:
             raise ConfigError(f"rope_scaling.{name}", value, "must be positive", "correct it")
 
 
-def _check_routing(config: ModelConfig) -> None:
+def _check_routing(config: DeepseekV3Config) -> None:
     if config.num_moe_layers == 0 and config.num_nextn_predict_layers == 0:
         return
     experts, groups = config.n_routed_experts, config.n_group

@@ -88,13 +88,13 @@ class ChunkSteps:
             communicates.
         scatter_tokens: each rank of the tp axis keeps its share of the hidden states between
             layers; needs whole experts on each rank.
+        cuda_graphs: capture steps of few tokens, one graph for each number of them, on a GPU.
     """
 
     max_num_batched_tokens: int = 1024
     two_batch_overlap: Switch = Switch.AUTO
     scatter_tokens: bool = False
-    cuda_graphs: ClassVar[Switch] = Switch.OFF
-    """A step of any length cannot be captured."""
+    cuda_graphs: Switch = Switch.AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,7 @@ class RouterMetrics:
         self._finished = self._counter(
             "pd_router_choices_finished", "Choices that ended by themselves", "reason"
         )
-        start_at_zero(self._finished, ("stop", "length"))
+        start_at_zero(self._finished, ("stop", "length", "tool_calls"))
         self.lost_aborts = self._counter(
             "pd_router_lost_aborts", "Ends of requests that a living worker never heard of"
         )

@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from router.pool.members import Member
+from router.text.call_history import CallHistory, call_history
+from router.text.calls.formats import CALL_FORMATS, CallFormat
 from router.text.control_text import ControlText
+from router.text.marks import MarkTable, mark_table
+from router.text.reasoning import ReasoningFormat, reasoning_format
 from router.text.template import ChatTemplate, load_chat_template
 from router.text.tokenizer import Tokenizer, read_json, token_content
 from runtime.config import ModelSection
@@ -26,16 +30,32 @@ class ModelLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MessageFormats:
+    """How the model writes what is no plain text; None: it does not, or nobody here reads it."""
+
+    marks: MarkTable
+    """Of both."""
+    reasoning: ReasoningFormat | None = None
+    calls: CallFormat | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """One model under one name."""
 
     name: str
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    tool_template: ChatTemplate | None
+    """For requests that offer tools; most checkpoints have the same for both."""
     control_text: ControlText
     limits: ModelLimits
     created: int
     """Unix time of the checkpoint's config.json."""
+    formats: MessageFormats
+    """Of its output."""
+    call_history: CallHistory | None
+    """How the template takes earlier calls; None: it does not."""
 
     def limits_with(self, members: Iterable[Member]) -> ModelLimits:
         """The limits, and no worker's context is exceeded either."""
@@ -44,8 +64,15 @@ class ServedModel:
         return replace(self.limits, max_model_len=shortest)
 
 
-def load_served_model(section: ModelSection) -> ServedModel:
+def load_served_model(
+    section: ModelSection, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
+) -> ServedModel:
     """Read tokenizer, chat template and limits from the checkpoint's folder.
+
+    Args:
+        section: of the configuration.
+        tool_parser: as ``router.tool_parser``.
+        reasoning_parser: as ``router.reasoning_parser``.
 
     Raises:
         ConfigError: no folder, or a file in it is missing or broken.
@@ -66,10 +93,18 @@ def load_served_model(section: ModelSection) -> ServedModel:
             f"the checkpoint's context is {context}",
             f"at most {context}, or 0 for all of it",
         )
+    template = load_chat_template(folder)
+    tool_template = load_chat_template(folder, "tool_use") or template
+    source = "".join(found.source for found in (template, tool_template) if found is not None)
+    history = None if tool_template is None else call_history(tool_template)
+    calls = CALL_FORMATS.get(tool_parser)
+    if tool_parser == "auto" and history is not None:
+        calls = history.call_format
     return ServedModel(
         name=section.name or folder.resolve().name,
         tokenizer=tokenizer,
-        chat_template=load_chat_template(folder),
+        chat_template=template,
+        tool_template=tool_template,
         control_text=ControlText(tokenizer.control_tokens),
         limits=ModelLimits(
             max_model_len=section.max_model_len or context,
@@ -77,7 +112,19 @@ def load_served_model(section: ModelSection) -> ServedModel:
             eos_token_ids=_eos_token_ids(folder, config, tokenizer),
         ),
         created=int(config_path.stat().st_mtime),
+        formats=_message_formats(tokenizer, reasoning_format(reasoning_parser, source), calls),
+        call_history=history,
     )
+
+
+def _message_formats(
+    tokenizer: Tokenizer, reasoning: ReasoningFormat | None, calls: CallFormat | None
+) -> MessageFormats:
+    marks = (
+        *(() if reasoning is None else reasoning.marks),
+        *(() if calls is None else calls.marks),
+    )
+    return MessageFormats(marks=mark_table(tokenizer, marks), reasoning=reasoning, calls=calls)
 
 
 def _positive(config: dict[str, object], name: str, folder: Path) -> int:

@@ -60,6 +60,13 @@ def _share(total: int, num_processes: int) -> int:
     return -(-total // num_processes)
 
 
+def _load_model(config: ClusterConfig) -> ServedModel:
+    section = config.router
+    return load_served_model(
+        config.model, tool_parser=section.tool_parser, reasoning_parser=section.reasoning_parser
+    )
+
+
 class RouterService:
     """The control process."""
 
@@ -73,7 +80,7 @@ class RouterService:
         self._config = config
         self._config_path = config_path
         self._keys = key_source(config)
-        self._model = load_served_model(config.model)
+        self._model = _load_model(config)
         self._credentials = cluster_credentials(config)
         self._server: grpc.aio.Server | None = None
         self.http_port = 0
@@ -160,7 +167,7 @@ class HttpWorkerService:
         self._control = control
         self._port = port
         self._keys = key_source(config)
-        self._model: ServedModel = load_served_model(config.model)
+        self._model = _load_model(config)
         self._credentials = cluster_credentials(config)
         self._http: HttpServer | None = None
         self._ledger: RemoteLedger | None = None

@@ -251,8 +251,9 @@ def cluster_credentials(config: ClusterConfig) -> Credentials:
             "cluster.secret", "", "no secret", f"set it, or the environment's {SECRET_VARIABLE}"
         )
     if config.tls.mode == "auto":
-        problem = "only `tandem up` makes certificates"
-        raise ConfigError("tls.mode", "auto", problem, '"files", with tls.cert, tls.key and tls.ca')
+        problem = "only `tandem up` makes certificates by itself"
+        fix = '"files", with tls.cert, tls.key and tls.ca, which `tandem certificates` makes'
+        raise ConfigError("tls.mode", "auto", problem, fix)
     previous = config.cluster.previous_secret or os.environ.get(PREVIOUS_SECRET_VARIABLE, "")
     return Credentials(secret=secret, previous_secret=previous, tls=config.tls.files)
 

@@ -228,7 +228,11 @@ ROUTER = (
         by(
             "finished_reason",
             {
-                "stop": lambda read: read("pd_router_choices_finished_total", reason="stop"),
+                # As vLLM's engine counts: what calls a tool stops like any other answer.
+                "stop": lambda read: (
+                    read("pd_router_choices_finished_total", reason="stop")
+                    + read("pd_router_choices_finished_total", reason="tool_calls")
+                ),
                 "length": lambda read: read("pd_router_choices_finished_total", reason="length"),
             },
         ),

@@ -64,9 +64,19 @@ def test_named_metrics_exist(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", text):
         if "://" not in target:
-            assert (document.parent / target).exists(), target
+            path = document.parent / target if target else document
+            assert path.exists(), target
+            assert not anchor or path.suffix != ".md" or anchor in anchors(path), (target, anchor)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    bare = [re.sub(r"[^\w\- ]", "", re.sub(r"\]\(.*?\)", "", one)) for one in headings]
+    return {one.strip().lower().replace(" ", "-") for one in bare}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -40,6 +40,7 @@ def engine_options(section: PrefillSection | DecodeSection) -> EngineOptions:
                 max_num_batched_tokens=section.max_num_batched_tokens,
                 two_batch_overlap=Switch(section.two_batch_overlap),
                 scatter_tokens=section.is_scattered,
+                cuda_graphs=Switch(section.cuda_graphs),
             )
         case DecodeSection():
             prefix, num_redundant_experts = "decode.", section.num_redundant_experts

@@ -44,7 +44,7 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
     rank = models.get(setup, section)
     requests = invent_requests(options, rank)
     sizes = step_sizes(options.requests, section.max_num_seqs)
-    rank.compile_for(products(rank.model, rank.model.kernels, sizes[-1], rows=sorted(sizes)))
+    rank.compile_for(products(rank.model, sizes[-1], rows=sorted(sizes)))
     session = open_session(
         rank,
         setup,

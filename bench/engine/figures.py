@@ -11,7 +11,7 @@ from bench.engine.options import DecodeOptions, PrefillOptions
 from bench.engine.rates import Bounds, RateBound, describe_rates
 from bench.engine.report import Report
 from bench.engine.shapes import MeasuredModel
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 
 
 def prefill_rates(
@@ -83,7 +83,7 @@ def describe_layers(
 
 
 def _prefill_bounds(
-    config: ModelConfig, options: PrefillOptions, sheet: DataSheet | None, num_gpus: int
+    config: DeepseekV3Config, options: PrefillOptions, sheet: DataSheet | None, num_gpus: int
 ) -> Bounds:
     # The arithmetic of bounds is of whole prompts.
     if sheet is None or options.cached_len:
@@ -105,7 +105,7 @@ def _prefill_bounds(
 
 
 def _decode_bounds(
-    config: ModelConfig,
+    config: DeepseekV3Config,
     options: DecodeOptions,
     sheet: DataSheet | None,
     ep: int,

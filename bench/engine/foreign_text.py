@@ -26,7 +26,7 @@ from torch import Tensor
 from deploy.model_folder import BUNDLED_MODEL
 from engine.batch import pack_forward_batch
 from engine.boot.build import build_kv_pool, build_model
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.generate import GenerateOutput, generate
 from engine.layers.moe import Gate
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
@@ -118,14 +118,14 @@ def expert_skew(model: DeepseekV3ForCausalLM, rows: Sequence[list[int]]) -> list
     return [float(np.mean(layer)) for layer in skews]
 
 
-def chance_skew(config: ModelConfig, repeats: int = 2000) -> float:
+def chance_skew(config: DeepseekV3Config, repeats: int = 2000) -> float:
     """Return the same where each token draws its experts from all, each with the same chance."""
     draw = torch.Generator().manual_seed(0)
     order = torch.rand(repeats, WINDOW, config.n_routed_experts, generator=draw).argsort(-1)
     return float(np.mean([_skew_of(ids[:, : config.num_experts_per_tok], config) for ids in order]))
 
 
-def _skew_of(topk_ids_TK: Tensor, config: ModelConfig) -> float:
+def _skew_of(topk_ids_TK: Tensor, config: DeepseekV3Config) -> float:
     loads = topk_ids_TK.flatten().bincount(minlength=config.n_routed_experts)
     return float(loads.max() / loads.float().mean())
 

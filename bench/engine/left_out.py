@@ -11,7 +11,7 @@ from math import comb
 
 from bench.engine.options import Axis, Setup
 from bench.engine.shapes import MeasuredModel
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 
 _ALWAYS = {
     "prefill": (
@@ -35,7 +35,7 @@ def left_out(measured: MeasuredModel, setup: Setup, role: str) -> list[str]:
     return told
 
 
-def expected_ranks(config: ModelConfig, num_ranks: int) -> float:
+def expected_ranks(config: DeepseekV3Config, num_ranks: int) -> float:
     """Ranks that hold one of a token's experts in the mean, its own counted, by uniform routing.
 
     A rank holds whole groups of experts. It is missed with the probability, over the number of its
@@ -80,7 +80,7 @@ def _of_proxy(measured: MeasuredModel, setup: Setup, role: str) -> list[str]:
     return told + sharing(measured, role)
 
 
-def _heads(config: ModelConfig, setup: Setup) -> int:
+def _heads(config: DeepseekV3Config, setup: Setup) -> int:
     return config.num_attention_heads // setup.tp
 
 
@@ -117,7 +117,7 @@ def _of_own_tokens(measured: MeasuredModel, role: str) -> list[str]:
     return told
 
 
-def _share(config: ModelConfig) -> float:
+def _share(config: DeepseekV3Config) -> float:
     """Of the experts, those of a token."""
     return config.num_experts_per_tok / config.n_routed_experts
 

@@ -26,6 +26,13 @@ from bench.engine.session import Session, close_session, open_session
 from bench.engine.stages import BatchProfile
 from engine.batch import build_forward_batch
 from engine.boot.warm_up import attention_products, products
+from engine.graphs.buckets import bucket_for
+from engine.graphs.suffix_graphs import (
+    SUFFIX_BUCKETS,
+    capture_suffixes,
+    why_no_suffixes,
+)
+from engine.operations import do_nothing
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner, PendingStep
 from prefill.assembly import plan_shape_of
@@ -43,29 +50,65 @@ def run_prefill(options: PrefillOptions, models: RankModels) -> Report | None:
     setup = options.setup
     rank = models.get(setup, options.section)
     rank.check_length("prompt-len", options.cached_len + options.prompt_len + 1)
-    model, kernels = rank.model, rank.model.kernels
+    model = rank.model
     rank.compile_for(
         [
-            *attention_products(model, kernels),
-            *products(model, kernels, options.batch_tokens, rows=_rows(options, rank)),
+            *attention_products(model),
+            *products(model, options.batch_tokens, rows=_rows(options, rank)),
         ]
     )
     batches = invent_batches(options, rank)
+    sizes = sizes_to_capture(options, rank)
     session = open_session(
         rank,
         setup,
         num_blocks=batches.num_blocks,
         kv_dtype=engine_options(options.section).kv.dtype,
-        max_tokens=options.batch_tokens,
+        max_tokens=max(options.batch_tokens, *sizes, 1),
     )
+    plain, (session, forget_graphs) = session, _capture(session, options, sizes)
     say("ready", rank=rank.place.rank)
     run = _run(session, options, batches)
     alone = _Alone(session, invent_batches(options, rank, what="alone"))
     ttft = alone.times() if options.ttft else []
-    profile = profile_batch(session, alone.run_batch) if setup.profile else None
-    report = None if run is None else _report(session, options, run, ttft, profile)
+    # What a replayed graph runs has no names.
+    looked_at = _Alone(plain, invent_batches(options, rank, what="profile")).run_batch
+    profile = profile_batch(plain, looked_at) if setup.profile else None
+    report = None
+    if run is not None:
+        report = {
+            **_report(session, options, run, ttft, profile),
+            "captured_num_tokens": list(sizes),
+        }
+    forget_graphs()
     close_session(session)
     return report if session.is_first else None
+
+
+def sizes_to_capture(options: PrefillOptions, rank: RankModel) -> tuple[int, ...]:
+    """Return the numbers of tokens whose steps are replayed, ascending, of those that come."""
+    wanted = engine_options(options.section).wants_graphs and not why_no_suffixes(rank.model)
+    counts = {options.batch_tokens, *([options.prompt_len] if options.ttft else [])}
+    short = (count for count in counts if wanted and count <= SUFFIX_BUCKETS[-1])
+    return tuple(sorted({bucket_for(count, SUFFIX_BUCKETS) for count in short}))
+
+
+def _capture(
+    session: Session, options: PrefillOptions, sizes: Sequence[int]
+) -> tuple[Session, Callable[[], None]]:
+    """Capture the short steps that come, as a worker does, and return what forgets them."""
+    if not sizes:
+        return session, do_nothing
+    rank = session.rank
+    runner, forget_graphs = capture_suffixes(
+        session.runner,
+        rank.model,
+        buckets=sizes,
+        max_num_seqs=options.num_prompts,
+        max_model_len=rank.max_model_len,
+        group=rank.groups.boot_group,
+    )
+    return dataclasses.replace(session, runner=runner), forget_graphs
 
 
 def invent_batches(
@@ -157,6 +200,7 @@ def _rows(options: PrefillOptions, rank: RankModel) -> list[int]:
     overlap = rank.execution.overlap
     if overlap is not None:
         rows |= {count // 2 for count in rows if count >= max(overlap.min_tokens, 2)}
+    rows |= set(sizes_to_capture(options, rank))
     if options.section.is_scattered:
         rows |= {-(-count // options.setup.tp) for count in rows}
     return sorted(rows)

@@ -13,7 +13,6 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 
@@ -29,12 +28,12 @@ from engine.boot.experts import place_experts
 from engine.boot.open_execution import OpenExecution, open_execution
 from engine.boot.rank import choose_max_model_len
 from engine.boot.warm_up import Product, warm_up
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.execution import Execution
 from engine.formats.fp8_rows import GROUP
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.options import EngineOptions, TokenSteps
 from engine.parallel.groups import ProcessGroups, RankGroup, init_process_groups
@@ -165,7 +164,7 @@ class RankModels:
             config=measured.config,
             groups=self._groups,
             timer=timer,
-            routing=TableRouting(cast(Kernels, timer)),
+            routing=TableRouting(timer.kernels),
             device=device,
         )
         model, opened = _build(options, parts, played_ranks=setup.played_ranks)
@@ -196,7 +195,7 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def is_fp8(config: ModelConfig) -> bool:
+def is_fp8(config: DeepseekV3Config) -> bool:
     """Whether the weights are stored in FP8."""
     return config.fp8_block_size == GROUP
 
@@ -205,7 +204,7 @@ def is_fp8(config: ModelConfig) -> bool:
 class _Parts:
     """What a model is built of."""
 
-    config: ModelConfig
+    config: DeepseekV3Config
     groups: ProcessGroups
     timer: StageTimer
     routing: TableRouting
@@ -216,7 +215,7 @@ def _build(
     options: EngineOptions, parts: _Parts, *, played_ranks: int
 ) -> tuple[DeepseekV3ForCausalLM, OpenExecution]:
     """Open what the options ask for, then build the model, as a worker does."""
-    groups, kernels = parts.timer.watch_groups(parts.groups), cast(Kernels, parts.routing)
+    groups, kernels = parts.timer.watch_groups(parts.groups), parts.routing.kernels
     placement = place_experts(options, parts.config, groups.dims, parts.device)
     opened = open_execution(
         options,
@@ -244,13 +243,13 @@ def _build(
     return model, opened
 
 
-def _make_kernels(config: ModelConfig, device: torch.device) -> Kernels:
+def _make_kernels(config: DeepseekV3Config, device: torch.device) -> Kernels:
     if device.type == "cpu":
-        return PortableKernels(has_fp8=is_fp8(config))
+        return portable_kernels(has_fp8=is_fp8(config))
     return create_kernels(device, _dtype_of(config, device))
 
 
-def _dtype_of(config: ModelConfig, device: torch.device) -> torch.dtype:
+def _dtype_of(config: DeepseekV3Config, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" or is_fp8(config) else torch.float32
 
 

@@ -176,7 +176,9 @@ class RunningRequests:
 class PromptBatches:
     """Batches of prompts of one length, of one rank that schedules.
 
-    All of a prompt runs but for a prefix that is in the pool already, if it has one.
+    All of a prompt runs but for a prefix that is in the pool already, if it has one. Nobody reads
+    the prefix's tokens, so all prompts have the same: drawing it anew would take as long as a part
+    of the step that it delays.
 
     Two sets of blocks are used in turn, because a batch may be launched while the one before runs.
     """
@@ -197,6 +199,7 @@ class PromptBatches:
         self._blocks = num_blocks_for(cached_len + prompt_len, block_size)
         self._sampling, self._random = sampling, generator
         self._tokens = _Tokens(sampling.vocab_size, generator)
+        self._prefix = self._tokens.draw(cached_len)
         self._next_set = 0
 
     @property
@@ -217,7 +220,7 @@ class PromptBatches:
         for index in range(num_prompts or self._num_prompts):
             request = Request(
                 request_id=f"prompt-{index}",
-                prompt_token_ids=self._tokens.draw(self._cached_len + length),
+                prompt_token_ids=self._prefix + self._tokens.draw(length),
                 sampling=self._sampling.draw(self._random),
                 block_table=list(range(first + index * count, first + (index + 1) * count)),
                 num_computed_tokens=self._cached_len,

@@ -1,4 +1,4 @@
-"""Who chooses experts: a `Kernels` whose routing takes the experts' numbers from tables.
+"""Who chooses experts: kernels whose routing takes the experts' numbers from tables.
 
 A trained router is balanced by its bias; invented weights are not, the deeper the less, and a
 measurement would then be one of their imbalance. The real operation still runs and its weights are
@@ -13,14 +13,14 @@ rows, in multiples of the tiles where the batch is one: no padding, no skew. Tha
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.kernels.base import Kernels
-from engine.kernels.routing import RoutingRule
+from engine.ops.gate import GROUP_LIMITED_TOPK, RoutingRule
 
 MAX_STEPS = 64
 """Of different draws; then they come again."""
@@ -65,21 +65,24 @@ class RoutingTables:
 
 
 class TableRouting:
-    """Wraps the kernels of a rank; everything but the choice of experts is theirs.
+    """Replaces the choice of experts.
 
     Attributes:
         tables: in use; None for the router's own choice.
+        kernels: the same as were given, with another choice of experts; use as the model's.
     """
 
     def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
+        self._choose = kernels.ops[GROUP_LIMITED_TOPK]
+        ops = kernels.ops.replaced(GROUP_LIMITED_TOPK, self._choose_by_tables)
+        self.kernels = replace(kernels, ops=ops)
         self.tables: RoutingTables | None = None
 
-    def group_limited_topk(
-        self, logits: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
+    def _choose_by_tables(
+        self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the experts of the tables, and the weights of those that were really chosen."""
-        ids_TK, weights_TK = self._kernels.group_limited_topk(logits, bias_E, rule, num_rows)
+        ids_TK, weights_TK = self._choose(logits_TE, bias_E, rule, num_rows)
         if self.tables is None:
             return ids_TK, weights_TK
         own_TK = self.tables.take(weights_TK.shape[0])
@@ -87,17 +90,16 @@ class TableRouting:
             own_TK = torch.where(ids_TK < 0, ids_TK, own_TK)
         return own_TK, weights_TK
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernels, name)
 
-
-def num_draws(config: ModelConfig, num_tokens: int, num_calls: int) -> int:
+def num_draws(config: DeepseekV3Config, num_tokens: int, num_calls: int) -> int:
     """For how many steps draws are made: as many as there is room for, at least two."""
     step_bytes = num_calls * num_tokens * config.num_experts_per_tok * torch.int64.itemsize
     return max(2, min(MAX_STEPS, MAX_BYTES // max(step_bytes, 1)))
 
 
-def uniform_experts(config: ModelConfig, num_tokens: int, generator: torch.Generator) -> Tensor:
+def uniform_experts(
+    config: DeepseekV3Config, num_tokens: int, generator: torch.Generator
+) -> Tensor:
     """Return [num_tokens, K] int64 on the generator's device: each token's own draw.
 
     First `topk_group` of the groups, each set of them as likely, then K of their experts.
@@ -119,7 +121,7 @@ def uniform_experts(config: ModelConfig, num_tokens: int, generator: torch.Gener
 
 
 def draw_uniform(
-    config: ModelConfig,
+    config: DeepseekV3Config,
     *,
     num_steps: int,
     num_calls: int,
@@ -136,7 +138,7 @@ def draw_uniform(
 
 
 def even_experts(
-    config: ModelConfig, num_tokens: int, *, rank: int = 0, num_ranks: int = 1
+    config: DeepseekV3Config, num_tokens: int, *, rank: int = 0, num_ranks: int = 1
 ) -> Tensor:
     """Return [num_tokens, K] int64: every expert equally often, in a random order of tokens.
 
@@ -147,7 +149,7 @@ def even_experts(
     return _table(config, num_tokens * num_ranks)[rank::num_ranks].contiguous()
 
 
-def _table(config: ModelConfig, num_tokens: int) -> Tensor:
+def _table(config: DeepseekV3Config, num_tokens: int) -> Tensor:
     groups, top_k = config.n_group, config.num_experts_per_tok
     size = config.n_routed_experts // groups
     per_group = -(-top_k // config.topk_group)

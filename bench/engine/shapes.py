@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from bench.engine.options import ROUTING_LABELS, Axis, Setup
 from bench.shapes import expert_shard, read_shape, tensor_shard, with_layers
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +27,8 @@ class MeasuredModel:
         notes: how it differs from the whole; `left_out` has what a proxy leaves out.
     """
 
-    config: ModelConfig
-    whole: ModelConfig
+    config: DeepseekV3Config
+    whole: DeepseekV3Config
     num_gpus: int
     virtual_gpus: int
     label: str

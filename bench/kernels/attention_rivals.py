@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.kernels.device_time import median_seconds
 from bench.stage_timer import attention_operations
 from engine.attention.flash_attention import FlashAttention
-from engine.kernels.base import VarlenLengths
+from engine.attention.kernels import VarlenLengths
 
 DEVICE = torch.device("cuda")
 SCALE = 0.1352338

@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 
 from bench.kernels.device_time import median_seconds
+from bench.kernels.fp8 import fp8_of, quantize
 from engine.boot.jit_cache import use_jit_cache
+from engine.formats.stored_weight import StoredWeight
 from engine.kernels.create import create_kernels
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import RankGroup, init_process_groups
@@ -160,11 +162,11 @@ def _make_gemm() -> Callable[[], object]:
     kernels = create_kernels("cuda")
     x = torch.randn(rows, depth, device="cuda").bfloat16()
     weight = torch.randn(columns, depth, device="cuda") / depth**0.5
-    if not kernels.has_fp8:
+    if not fp8_of(kernels).is_quantized:
         narrow = weight.bfloat16()
         return lambda: torch.nn.functional.linear(x, narrow)
-    quantized, (data, scale) = kernels.quantize_rows(x), quantize_block(weight)
-    return lambda: kernels.fp8_linear(quantized, data, scale)
+    rows_TK, stored = quantize(kernels, x), StoredWeight(*quantize_block(weight))
+    return lambda: fp8_of(kernels).linear(rows_TK, stored)
 
 
 def nccl_variants(group: RankGroup) -> Iterator[tuple[str, RankGroup]]:

@@ -155,9 +155,11 @@ def measure_attention(
     cache = pool.layer(1)
     q_SHL = torch.randn(num_seqs, heads, latent, device=DEVICE).bfloat16()
     single = PagedQueries(block_tables_SB=batch.block_tables, seq_lens_S=batch.seq_lens)
-    queries = kernels.plan_paged(single, cache, heads)
-    us, _ = measure(lambda: kernels.paged_attention(q_SHL, cache, queries, rank, 0.1352338))
-    plan_us, _ = measure(lambda: kernels.plan_paged(single, cache, heads))
+    queries = kernels.attention.plan_paged(single, cache, heads)
+    us, _ = measure(
+        lambda: kernels.attention.paged_attention(q_SHL, cache, queries, rank, 0.1352338)
+    )
+    plan_us, _ = measure(lambda: kernels.attention.plan_paged(single, cache, heads))
     operations = 2e-12 * num_seqs * context * heads * (latent + rank)
     return {
         "what": f"paged attention, {num_seqs} x {context}, {kv_dtype}",

@@ -22,7 +22,7 @@ import torch
 
 from bench.engine.machine import describe_machine
 from bench.kernels.expert_rank import NUM_GROUPS, TOP_K, Bench, capture
-from engine.formats.fp8_rows import Activation
+from bench.kernels.fp8 import quantize
 from engine.parallel.deep_ep import open_low_latency_buffer, open_normal_buffer
 from engine.parallel.deep_ep_buffers import NormalBuffer
 from engine.parallel.deep_ep_low_latency_dispatcher import DeepEPLowLatencyDispatcher
@@ -82,7 +82,7 @@ def measure_nvlink(bench: Bench, options: argparse.Namespace) -> list[dict[str, 
             top_k=TOP_K,
         )
         buffer = open_nvlink_buffer(bench.group, shape)
-        dispatcher = NvlinkDispatcher(bench.kernels, buffer)
+        dispatcher = NvlinkDispatcher(buffer)
         name = f"nvlink, {bench.group.size} ranks, {bench.num_experts} experts"
         results.append(bench.check(name, dispatcher, tokens, steps=6))
         results.append(check_in_graph(bench, name, dispatcher, tokens))
@@ -100,7 +100,8 @@ def check_in_graph(bench: Bench, name: str, dispatcher: Any, num_tokens: int) ->
     static = bench.draw(num_tokens)
 
     def step() -> torch.Tensor:
-        rows, handle = dispatcher.start_dispatch(static.hidden, static.ids, static.weights).wait()
+        hidden = bench.feed(dispatcher, static.hidden)
+        rows, handle = dispatcher.start_dispatch(hidden, static.ids, static.weights).wait()
         out: torch.Tensor = dispatcher.start_combine(bench.run_experts(rows), handle, None).wait()
         return out
 
@@ -126,9 +127,7 @@ def check_in_graph(bench: Bench, name: str, dispatcher: Any, num_tokens: int) ->
 def time_masked(bench: Bench, name: str, dispatcher: Any, num_tokens: int) -> dict[str, Any]:
     """Time a dispatch, a combine, and both in one graph, with rows as the dispatcher takes them."""
     tokens = bench.draw(num_tokens)
-    hidden: Activation = tokens.hidden
-    if dispatcher.takes_fp8:
-        hidden = bench.kernels.quantize_rows(tokens.hidden)
+    hidden = bench.feed(dispatcher, tokens.hidden)
 
     def dispatch() -> Any:
         return dispatcher.start_dispatch(hidden, tokens.ids, tokens.weights).wait()
@@ -162,11 +161,16 @@ def time_masked(bench: Bench, name: str, dispatcher: Any, num_tokens: int) -> di
 def time_in_graph(bench: Bench, name: str, dispatcher: Any, num_tokens: int) -> dict[str, Any]:
     """Time dispatch and combine of a masked dispatcher in a graph, without experts."""
     tokens = bench.draw(num_tokens)
-    rows, _ = dispatcher.start_dispatch(tokens.hidden, tokens.ids, tokens.weights).wait()
+
+    def dispatch() -> Any:
+        hidden = bench.feed(dispatcher, tokens.hidden)
+        return dispatcher.start_dispatch(hidden, tokens.ids, tokens.weights).wait()
+
+    rows, _ = dispatch()
     out = torch.zeros(rows.data_LMD.shape, dtype=torch.bfloat16, device="cuda")
 
     def both() -> None:
-        _, handle = dispatcher.start_dispatch(tokens.hidden, tokens.ids, tokens.weights).wait()
+        _, handle = dispatch()
         dispatcher.start_combine(out, handle, None).wait()
 
     graph = capture(both, PAIRS_PER_GRAPH)
@@ -204,7 +208,7 @@ def time_normal(
 ) -> dict[str, Any]:
     """Time a dispatch and a combine alone, and the dispatcher's."""
     tokens = bench.draw(num_tokens)
-    rows = bench.kernels.quantize_rows(tokens.hidden)
+    rows = quantize(bench.kernels, tokens.hidden)
     arrived = buffer.start_dispatch(rows, tokens.ids, tokens.weights, alignment=128).wait()
     num_rows = arrived.rows.num_rows
     owners = torch.unique(tokens.ids // bench.share + bench.group.size * _column(num_tokens))

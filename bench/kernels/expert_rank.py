@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from bench.kernels.device_time import median_seconds
+from bench.kernels.fp8 import quantize
+from engine.formats.expert_rows import AlignedRows
+from engine.formats.fp8_rows import Activation
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.reference import quantize_rows
-from engine.parallel.expert_rows import AlignedRows
 from engine.parallel.groups import RankGroup
 
 TOP_K = 8
@@ -69,6 +71,10 @@ class Bench:
         tokens.ids[num_rows:] = -1
         tokens.hidden[num_rows:] = torch.nan
         return tokens
+
+    def feed(self, dispatcher: Any, hidden: torch.Tensor) -> Activation:
+        """Return rows as a dispatcher takes them."""
+        return quantize(self.kernels, hidden) if dispatcher.takes_quantized else hidden
 
     def factor(self, experts: torch.Tensor) -> torch.Tensor:
         """Return what stands for an expert's product: a factor of its own."""
@@ -124,7 +130,8 @@ class Bench:
             if step % 3 == 2 and self.group.rank == 0:
                 count = 1
             tokens = self.draw(count)
-            pending = dispatcher.start_dispatch(tokens.hidden, tokens.ids, tokens.weights)
+            hidden = self.feed(dispatcher, tokens.hidden)
+            pending = dispatcher.start_dispatch(hidden, tokens.ids, tokens.weights)
             rows, handle = pending.wait()
             out = dispatcher.start_combine(self.run_experts(rows), handle, None).wait()
             worst = max(worst, self.error(out, tokens))

@@ -87,7 +87,9 @@ def draw_step(num_seqs: int, num_queries: int, context: int, num_heads: int, kv:
     tables = (torch.randperm(num_seqs * per_seq, device=DEVICE) + 1).int()
     starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=DEVICE) * num_queries
     spans = [(num_queries, context)] * num_seqs
-    counts = QueryCounts(cu_seqlens_q=starts, most=num_queries, lengths=spans)
+    counts = QueryCounts(
+        cu_seqlens_q=starts, most=num_queries, lengths=spans, total=num_seqs * num_queries
+    )
     q_THL = torch.randn(num_seqs * num_queries, num_heads, LATENT, device=DEVICE) * 0.3
     return Step(
         kv=kv,
@@ -105,20 +107,22 @@ Attend = Callable[[Tensor], Tensor]
 """Attends to one layer."""
 
 
-def rivals(step: Step, num_tiles: int) -> Iterator[tuple[str, Attend, Callable[[], object]]]:
+def rivals(step: Step, chosen: slice) -> Iterator[tuple[str, Attend, Callable[[], object]]]:
     """Yield names, what attends, and what plans: FlashMLA if it runs, then tiles of ours."""
     queries, heads, cache = step.queries, step.q_THL.shape[1], step.layers[0]
-    if flash_mla.is_available() and queries.counts is None:
-        library = flash_mla.FlashMLA()
-        schedule = library.schedule(queries.seq_lens_S, heads, cache.dtype)
+    library = flash_mla.FlashMLA() if flash_mla.is_available() else None
+    if library is not None and library.takes_queries(queries, cache.dtype):
+        theirs = library.plan(queries, heads, cache.dtype)
+        schedule = theirs.schedule
+        assert schedule is not None
         yield (
             "FlashMLA",
-            lambda layer: library.paged_attention(step.q_THL, layer, queries, schedule, SCALE),
-            lambda: library.schedule(queries.seq_lens_S, heads, cache.dtype),
+            lambda layer: library.paged_attention(step.q_THL, layer, theirs, schedule, SCALE),
+            lambda: library.plan(queries, heads, cache.dtype),
         )
     limits = DeviceLimits.of(DEVICE)
     found = candidates(limits, heads * queries.most, PoolShape.of(cache))
-    for tile in found[:num_tiles]:
+    for tile in found[chosen]:
         yield (_name(tile), *_ours(step, PagedMLA(limits, tile)))
 
 
@@ -131,7 +135,7 @@ def _ours(step: Step, kernel: PagedMLA) -> tuple[Attend, Callable[[], object]]:
 
 
 def _name(tile: PagedTile) -> str:
-    values = {**asdict(tile), "is_hopper": None, "per_sm": None}
+    values = {**asdict(tile), "is_hopper": None, "per_sm": None, "variant": tile.variant or None}
     sizes = " ".join(f"{name} {value}" for name, value in values.items() if value is not None)
     return f"ours, for Hopper: {sizes}" if tile.is_hopper else f"ours: {sizes}"
 
@@ -151,11 +155,11 @@ def relative_error(step: Step, attend: Attend) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-def measure_step(what: str, step: Step, num_tiles: int, calls: int) -> list[dict[str, Any]]:
+def measure_step(what: str, step: Step, chosen: slice, calls: int) -> list[dict[str, Any]]:
     """Check and time everything on one step; shares are of FlashMLA's speed."""
     results: list[dict[str, Any]] = []
     theirs: float | None = None
-    for name, attend, plan in rivals(step, num_tiles):
+    for name, attend, plan in rivals(step, chosen):
         row: dict[str, Any] = {"case": what, "kv": step.kv, "kernel": name}
         results.append(row)
         row["relative_error"] = relative_error(step, attend)
@@ -185,8 +189,10 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=128, help="of a rank")
     parser.add_argument("--kv", default="bf16,fp8", help="of the pool, a list")
     parser.add_argument("--tiles", type=int, default=2, help="of ours, the best guesses first")
+    parser.add_argument("--first", type=int, default=0, help="of those tiles, from 0")
     parser.add_argument("--suffix", default="", help="new tokens x context, a list, instead")
     arguments = parser.parse_args()
+    chosen = slice(arguments.first, arguments.first + arguments.tiles)
     torch.manual_seed(0)
     results: list[dict[str, Any]] = [{"device": torch.cuda.get_device_name()}]
     with torch.inference_mode():
@@ -196,7 +202,7 @@ def main() -> None:
             for kv in arguments.kv.split(","):
                 step = draw_step(*sizes, context, arguments.heads, kv)
                 calls = 1 if arguments.suffix else 4
-                for row in measure_step(what, step, arguments.tiles, calls):
+                for row in measure_step(what, step, chosen, calls):
                     results.append(row)
                     print(json.dumps(row), flush=True)
                 del step

@@ -19,12 +19,16 @@ import torch
 
 from bench.engine.data_sheets import find_sheet
 from bench.kernels.device_time import median_seconds
+from bench.kernels.fp8 import fp8_of, quantize
 from bench.shapes import DEEPSEEK_V3
 from bench.stage_timer import StageTimer, TimerMode, attention_operations
+from engine.attention.kernels import VarlenLengths
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.boot.build import build_kv_pool
 from engine.execution import Execution
-from engine.kernels.base import Kernels, VarlenLengths
+from engine.formats.expert_rows import AlignedRows
+from engine.formats.stored_weight import StoredWeight
+from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.layers.norm import Residual
 from engine.memory.kv_pool import KVPool
@@ -48,7 +52,7 @@ def random_weight(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def measure_dense(kernels: Kernels) -> list[dict[str, Any]]:
     """Time the dense FP8 products of a layer at 4096 and 16384 rows."""
-    results = []
+    fp8, results = fp8_of(kernels), []
     for name, rows, columns in (
         ("o_proj", 7168, 16384),
         ("q_b_proj", 24576, 1536),
@@ -57,10 +61,10 @@ def measure_dense(kernels: Kernels) -> list[dict[str, Any]]:
     ):
         weight = random_weight(rows, columns)
         for num_tokens in (4096, 16384):
-            x = kernels.quantize_rows(torch.randn(num_tokens, columns, device="cuda").bfloat16())
+            x = quantize(kernels, torch.randn(num_tokens, columns, device="cuda").bfloat16())
 
             def call(x: Any = x, weight: Any = weight) -> object:
-                return kernels.fp8_linear(x, *weight)
+                return fp8.linear(x, StoredWeight(*weight))
 
             seconds = median_seconds(call)
             results.append(
@@ -80,14 +84,16 @@ def measure_experts(kernels: Kernels, num_rows: int = 65536, experts: int = 32) 
         tuple(torch.stack([t] * experts) for t in random_weight(n, k))
         for n, k in ((2 * width, hidden), (hidden, width))
     )
-    rows = kernels.quantize_rows(torch.randn(num_rows, hidden, device="cuda").bfloat16())
+    rows = quantize(kernels, torch.randn(num_rows, hidden, device="cuda").bfloat16())
     names = torch.arange(experts, dtype=torch.int32, device="cuda")
     expert_M = names.repeat_interleave(num_rows // experts)
-    gemm = kernels._gemm  # type: ignore[attr-defined]  # the products without the activation
+    fp8: Any = fp8_of(kernels)
+    gemm = fp8.products.gemm  # the products without the activation
     up = median_seconds(lambda: gemm.grouped_linear(rows, expert_M, *w13))
-    narrow = kernels.quantize_rows(torch.randn(num_rows, width, device="cuda").bfloat16())
+    narrow = quantize(kernels, torch.randn(num_rows, width, device="cuda").bfloat16())
     down = median_seconds(lambda: gemm.grouped_linear(narrow, expert_M, *w2))
-    whole = median_seconds(lambda: kernels.grouped_fp8_mlp(rows, expert_M, w13, w2))  # type: ignore[arg-type]
+    aligned = AlignedRows(rows=rows, expert_M=expert_M)
+    whole = median_seconds(lambda: fp8.grouped_mlp(aligned, StoredWeight(*w13), StoredWeight(*w2)))
     operations = 2e-12 * num_rows * 3 * width * hidden
     return {
         "what": f"grouped pair, {num_rows} rows over {experts} experts",
@@ -108,7 +114,7 @@ def measure_attention(kernels: Kernels, num_heads: int) -> dict[str, Any]:
     ends = torch.arange(PROMPTS + 1, dtype=torch.int32, device="cuda") * PROMPT_LEN
     lengths = [(PROMPT_LEN, PROMPT_LEN)] * PROMPTS
     seqs = VarlenLengths(lengths=lengths, cu_seqlens_q=ends, cu_seqlens_k=ends)
-    seconds = median_seconds(lambda: kernels.varlen_attention(q, k, v, seqs, 0.1352))
+    seconds = median_seconds(lambda: kernels.attention.varlen_attention(q, k, v, seqs, 0.1352))
     operations = attention_operations(q, v, seqs)
     return {
         "what": f"causal attention {PROMPTS} x {PROMPT_LEN}, {num_heads} heads",
@@ -163,7 +169,7 @@ def measure_layers(kernels: Kernels, ranks: int) -> list[dict[str, Any]]:
             silent_groups(ranks),
             dtype=torch.bfloat16,
             device="cuda",
-            kernels=timer,
+            kernels=timer.kernels,
             execution=Execution(scatter_tokens=False),
         )
         fill_with_dummy_weights(model)

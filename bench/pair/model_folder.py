@@ -11,13 +11,13 @@ import dataclasses
 import json
 from pathlib import Path
 
-from engine.config import ARCHITECTURE, MODEL_TYPE, ModelConfig
+from engine.config import ARCHITECTURE, MODEL_TYPE, DeepseekV3Config
 
 _SPACE = "\u0120"
 """How a byte-level vocabulary writes a space."""
 
 
-def write_model_folder(folder: Path, config: ModelConfig) -> None:
+def write_model_folder(folder: Path, config: DeepseekV3Config) -> None:
     """Write what a worker (with dummy weights) and the router read; creates ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {
@@ -28,8 +28,8 @@ def write_model_folder(folder: Path, config: ModelConfig) -> None:
         (folder / name).write_text(json.dumps(value), encoding="utf-8")
 
 
-def hf_config(config: ModelConfig) -> dict[str, object]:
-    """The content of a ``config.json`` from which ``ModelConfig.from_hf`` makes ``config``."""
+def hf_config(config: DeepseekV3Config) -> dict[str, object]:
+    """The content of a ``config.json`` from which ``DeepseekV3Config.from_hf`` makes ``config``."""
     fields = dataclasses.asdict(config)
     block, yarn = fields.pop("fp8_block_size"), fields.pop("yarn")
     unquantized = fields.pop("unquantized_modules")

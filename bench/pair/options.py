@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.shapes import read_shape, with_layers
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.parallel.deep_ep_shape import ROW_TILE
 from engine.request import num_blocks_for
 from runtime.config import (
@@ -134,7 +134,7 @@ class PairOptions:
         alone = self.decode_prompt_len + self.decode_alone_len
         return max(self.prompt_len + self.output_len, alone)
 
-    def model(self) -> ModelConfig:
+    def model(self) -> DeepseekV3Config:
         """The shape that is run.
 
         Raises:

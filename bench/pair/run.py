@@ -31,7 +31,7 @@ from bench.pair.watch import Watch, describe_workers
 from deploy.plan import Role
 from engine.boot.jit_cache import use_jit_cache
 from engine.boot.warm_up import ROWS_VARIABLE
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 
 NOTES = (
     "weights are invented; experts are chosen by the invented router, so they are not balanced",
@@ -119,7 +119,7 @@ class _Phases:
     def __init__(
         self,
         options: PairOptions,
-        config: ModelConfig,
+        config: DeepseekV3Config,
         cluster: PairCluster,
         kernels: CompiledKernels,
     ) -> None:

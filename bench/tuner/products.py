@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.formats.fp8_rows import GROUP
 from engine.formats.triton_gemm.tiles import ProductShape, RowLayout
 from engine.kernels.alignment import ROW_BLOCK
@@ -27,7 +27,7 @@ class RowCounts:
 
 
 def model_products(
-    config: ModelConfig, *, tp: int, ep: int, rows: RowCounts
+    config: DeepseekV3Config, *, tp: int, ep: int, rows: RowCounts
 ) -> tuple[ProductShape, ...]:
     """Return what one of `tp` ranks multiplies, its experts being one of `ep` parts.
 
@@ -55,7 +55,7 @@ def model_products(
     return tuple(shape for shape in (*plain, *grouped) if shape.depth % GROUP == 0)
 
 
-def _plain_sizes(config: ModelConfig, tp: int) -> Iterator[tuple[int, int]]:
+def _plain_sizes(config: DeepseekV3Config, tp: int) -> Iterator[tuple[int, int]]:
     """Yield N and K."""
     hidden, heads = config.hidden_size, _divide("tp", config.num_attention_heads, tp)
     if config.q_lora_rank is None:

@@ -21,7 +21,7 @@ from deploy.errors import ClusterError
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
-    from deploy.openai_client import Server
+    from deploy.openai_client import ChatText, Server
 
 _PROMPT = "> "
 _COMMANDS = """\
@@ -80,7 +80,7 @@ class Talk:
     said: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, text: str, show: Callable[[str], None]) -> None:
-        """Say ``text``, and show the answer as it comes; what was shown is remembered.
+        """Say ``text``, and show the answer as it comes; it is remembered, its reasoning is not.
 
         Raises:
             ClusterError: no answer, or none to the end; without any, nothing was said.
@@ -93,14 +93,21 @@ class Talk:
         # Closed at once: a connection that ends is how the server learns that nobody listens.
         with contextlib.closing(self._stream(body)) as stream:
             try:
+                is_reasoning = False
                 for part in stream:
-                    parts.append(part)
-                    show(part)
+                    if part.reasoning:
+                        show(part.reasoning)
+                        is_reasoning = True
+                    elif is_reasoning and part.content:
+                        show("\n\n")
+                        is_reasoning = False
+                    parts.append(part.content)
+                    show(part.content)
             finally:
                 if any(parts):
                     self.said += [message, {"role": "assistant", "content": "".join(parts)}]
 
-    def _stream(self, body: dict[str, object]) -> Generator[str, None, None]:
+    def _stream(self, body: dict[str, object]) -> Generator[ChatText, None, None]:
         yield from self.server.stream_chat(body)
 
     def reset(self) -> None:

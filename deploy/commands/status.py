@@ -137,16 +137,20 @@ def _role_table(view: ClusterView) -> Table:
 
 
 def _process_table(view: ClusterView) -> Table:
-    titles = ("process", "state", "pid", "memory", "running", "waiting", "free blocks", "restarts")
-    table = _table(*titles)
+    # Of processes elsewhere nobody here knows the memory.
+    spans_hosts = any(process.state.host for process in view.processes)
+    memory, host = ((), ("host",)) if spans_hosts else (("memory",), ())
+    loads = ("running", "waiting", "free blocks", "restarts")
+    table = _table("process", *host, "state", "pid", *memory, *loads)
     for process in view.processes:
         table.add_row(
             process.state.name,
+            *((process.state.host or "-",) if spans_hosts else ()),
             Text("draining", style="yellow")
             if process.is_draining
             else phase_text(process.state.phase),
             str(process.state.pid or "-"),
-            f"{process.memory_bytes / 2**20:.0f} MiB" if process.memory_bytes else "-",
+            *(() if spans_hosts else (_memory(process),)),
             *_load_cells(process),
             str(process.state.num_restarts),
         )
@@ -156,9 +160,13 @@ def _process_table(view: ClusterView) -> Table:
 def _table(*titles: str) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in titles:
-        is_text = title in ("role", "process", "state")
+        is_text = title in ("role", "process", "host", "state")
         table.add_column(title, justify="left" if is_text else "right", no_wrap=True)
     return table
+
+
+def _memory(process: ProcessView) -> str:
+    return f"{process.memory_bytes / 2**20:.0f} MiB" if process.memory_bytes else "-"
 
 
 def _load_cells(process: ProcessView) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""Query latents, and the way into absorbed attention's latent space and out, in plain PyTorch.
+"""The way into absorbed attention's latent space and out, in plain PyTorch.
 
 Legend: T tokens, H heads, N numbers of a head's query without the rotated R, A = N + R, V value
 numbers of a head, C kv_lora_rank, L = C + R.
@@ -7,39 +7,11 @@ numbers of a head, C kv_lora_rank, L = C + R.
 import torch
 from torch import Tensor
 
-from engine.formats.fp8_rows import Activation, Fp8Rows
-from engine.kernels.reference import quantize_rows, rms_norm, rotate_queries, store_latents
+from engine.formats.fp8_rows import Activation
+from engine.kernels.reference import quantize_rows
 from engine.kernels.rotation import Rotation
 from engine.kernels.widths import check_queries, check_values
-
-
-def split_latents(
-    latents_TX: Tensor,
-    q_weight_Q: Tensor,
-    weight_C: Tensor,
-    eps: float,
-    rotation: Rotation,
-    *,
-    cache: Tensor,
-    slots_T: Tensor,
-) -> Fp8Rows:
-    """Norm and quantise the query latents of a projection, and store the others.
-
-    Args:
-        latents_TX: [T, Q + C + R].
-        q_weight_Q: of the queries' norm.
-        weight_C: as `store_latents` takes it, and so are the others.
-        eps: of both norms.
-        rotation: of the T tokens.
-        cache: one layer of the pool.
-        slots_T: of the T tokens.
-
-    Returns:
-        [T, Q].
-    """
-    q_TQ, latents_TL = latents_TX.tensor_split([q_weight_Q.shape[0]], dim=1)
-    store_latents(latents_TL, weight_C, eps, rotation, cache=cache, slots_T=slots_T)
-    return quantize_rows(rms_norm(q_TQ, q_weight_Q, eps))
+from engine.ops.latents import rotate_queries
 
 
 def absorb_queries(q_THA: Tensor, weight_HNC: Tensor, rotation: Rotation, cache: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ MAX_GROUP_TOKENS = 4096
 """Padded context tokens of one gathered group; a longer sequence is a group of its own."""
 
 PlanPages = Callable[[PagedQueries], PagedQueries]
-"""Adds what the kernels prepare once a step; see `Kernels.plan_paged`."""
+"""Adds what the kernels prepare once a step; see `AttentionKernels.plan_paged`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +113,7 @@ def plan_paged_groups(
             cu_seqlens_q=cu_seqlens_q,
             most=max(s.num_queries for s in run),
             lengths=[(s.num_queries, s.num_positions) for s in run],
+            total=sum(s.num_queries for s in run),
         )
         groups.append(
             PagedGroup(

@@ -9,8 +9,7 @@ import logging
 import torch
 from torch import Tensor
 
-from engine.kernels.base import VarlenLengths
-from engine.kernels.parts import VarlenAttention
+from engine.attention.kernels import VarlenAttention, VarlenLengths
 
 logger = logging.getLogger(__name__)
 

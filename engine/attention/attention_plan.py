@@ -28,8 +28,9 @@ from engine.attention.absorbed_groups import (
     split_for_room,
 )
 from engine.attention.attention_rule import AttentionRule
+from engine.attention.kernels import AttentionKernels, VarlenLengths
 from engine.attention.latent_storage import take_blocks
-from engine.attention.paged_queries import PagedQueries
+from engine.attention.paged_queries import PagedQueries, QueryCounts
 from engine.attention.planned_sequence import (
     PlannedSequence,
     adjacent_rows,
@@ -39,7 +40,6 @@ from engine.attention.planned_sequence import (
 from engine.attention.scratch import Scratch
 from engine.batch import ForwardBatch
 from engine.host_copy import Array, upload
-from engine.kernels.base import Kernels, VarlenLengths
 from engine.memory.kv_pool import KVPool
 
 
@@ -174,7 +174,7 @@ def plan_attention(
 
 
 def plan_decode(
-    batch: ForwardBatch, kernels: Kernels, cache: Tensor, num_heads: int
+    batch: ForwardBatch, kernels: AttentionKernels, cache: Tensor, num_heads: int
 ) -> AttentionPlan:
     """Plan a step in which every sequence runs one token, without reading the device.
 
@@ -187,6 +187,48 @@ def plan_decode(
     assert batch.max_seqlen_q == 1
     queries = PagedQueries(block_tables_SB=batch.block_tables, seq_lens_S=batch.seq_lens)
     return AttentionPlan(paged=kernels.plan_paged(queries, cache, num_heads))
+
+
+def plan_suffixes(
+    batch: ForwardBatch, kernels: AttentionKernels, cache: Tensor, num_heads: int
+) -> AttentionPlan:
+    """Plan a step of fixed shape with several queries a sequence, without reading the device.
+
+    All rows attend in the absorbed form, in one group.
+
+    Args:
+        batch: of the step; its `max_seqlen_q` holds for whatever lengths come.
+        kernels: that will attend.
+        cache: [num_blocks, block_size, L], any layer of the pool.
+        num_heads: H of this rank.
+    """
+    counts = QueryCounts(
+        cu_seqlens_q=batch.cu_seqlens_q, most=batch.max_seqlen_q, total=batch.num_tokens
+    )
+    queries = PagedQueries(
+        block_tables_SB=batch.block_tables, seq_lens_S=batch.seq_lens, counts=counts
+    )
+    planned = kernels.plan_paged(queries, cache, num_heads)
+    group = PagedGroup(rows=slice(0, batch.num_tokens), queries=planned)
+    return AttentionPlan(paged_groups=(group,))
+
+
+def read_lengths(batch: ForwardBatch) -> ForwardBatch:
+    """Return a step of fixed shape with its lengths on the host, for which the host waits.
+
+    Sequences without a query, which are the last ones, are left out.
+    """
+    queries = batch.cu_seqlens_q.diff().tolist()
+    pairs = zip(queries, batch.seq_lens.tolist(), strict=True)
+    lengths = tuple(pair for pair in pairs if pair[0])
+    count = len(lengths)
+    return replace(
+        batch,
+        lengths=lengths,
+        cu_seqlens_q=batch.cu_seqlens_q[: count + 1],
+        seq_lens=batch.seq_lens[:count],
+        block_tables=batch.block_tables[:count],
+    )
 
 
 def _neighbours(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 
 ABSORBED_BYTES: Final = 256 << 20
 """Enough for 740 tokens of 128 heads, or for the scores of one query of 128 heads at 260k."""
@@ -37,7 +37,9 @@ class AttentionRule:
     absorbed_bytes: int = ABSORBED_BYTES
 
     @classmethod
-    def of(cls, config: ModelConfig, *, tp: int = 1, absorbed_cost: float = 1.0) -> "AttentionRule":
+    def of(
+        cls, config: DeepseekV3Config, *, tp: int = 1, absorbed_cost: float = 1.0
+    ) -> "AttentionRule":
         """Return the rule for a model's head sizes on one of `tp` ranks."""
         return cls(
             heads=config.num_attention_heads // tp,

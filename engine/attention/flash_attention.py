@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from engine.kernels.base import VarlenLengths
+from engine.attention.kernels import VarlenLengths
 
 MIN_QUERIES: Final = 512
 """Of the longest sequence, for a repeated call: the library has other kernels for a tile or two."""

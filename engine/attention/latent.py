@@ -8,7 +8,7 @@ V v_head_dim, Q q_lora_rank, C kv_lora_rank, P context positions.
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -23,13 +23,15 @@ from engine.attention.attention_plan import (
     DecompressedSegment,
     plan_attention,
     plan_decode,
+    plan_suffixes,
+    read_lengths,
 )
 from engine.attention.attention_rule import AttentionRule
 from engine.attention.kv_spec import KVSpec
 from engine.attention.paged_queries import PagedQueries
 from engine.attention.scratch import Scratch
 from engine.batch import ForwardBatch
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.formats.fp8_rows import Activation, Fp8Rows
 from engine.kernels.base import Kernels
 from engine.kernels.rotation import Rotation
@@ -37,6 +39,7 @@ from engine.layers.linear import ColumnParallelLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding, softmax_scale
 from engine.memory.kv_pool import KVPool
+from engine.ops.latents import JOIN_KEYS, ROTATE_QUERIES, SPLIT_LATENTS, STORE_LATENTS
 
 logger = logging.getLogger(__name__)
 
@@ -94,10 +97,14 @@ class LatentAttention:
     """
 
     def __init__(
-        self, config: ModelConfig, kernels: Kernels, device: torch.device, rule: AttentionRule
+        self, config: DeepseekV3Config, kernels: Kernels, device: torch.device, rule: AttentionRule
     ) -> None:
         self.rule, self.device = rule, device
         self._config, self._kernels, self._scratch = config, kernels, Scratch()
+        ops = kernels.ops
+        self._store_latents, self._split_latents = ops[STORE_LATENTS], ops[SPLIT_LATENTS]
+        self._rotate_queries, self._join_keys = ops[ROTATE_QUERIES], ops[JOIN_KEYS]
+        self._attention = kernels.attention
         self._scale = softmax_scale(config)
         self._rotary, self._is_refusal_told = RotaryEmbedding.of(config, device), False
 
@@ -120,23 +127,26 @@ class LatentAttention:
         )
 
     def _plan(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionPlan:
-        cache, kernels = kv_pool.layer(0), self._kernels
+        cache, kernels = kv_pool.layer(0), self._attention
         num_heads = self.rule.heads
         refusal = kernels.why_no_pages(cache, self._config.kv_lora_rank)
         if batch.max_seqlen_q == 1 and not refusal:
             return plan_decode(batch, kernels, cache, num_heads)
         plan_pages = partial(kernels.plan_paged, cache=cache, num_heads=num_heads)
+        is_fixed = not batch.lengths and batch.num_seqs > 0
+        if is_fixed and not refusal:
+            return plan_suffixes(batch, kernels, cache, num_heads)
         if refusal:
             self._tell(refusal)
-        if not batch.lengths and batch.num_seqs:
-            # A step of fixed shape. On a GPU this waits for it, which no graph can hold: attending
-            # over whole tables instead would cost as much as the longest context that may come.
-            batch = replace(batch, lengths=tuple((1, n) for n in batch.seq_lens.tolist()))
+        if is_fixed:
+            # On a GPU this waits for the device, which no graph can hold: attending over whole
+            # tables instead would cost as much as the longest context that may come.
+            batch = read_lengths(batch)
         return plan_attention(
             batch,
             kv_pool.block_size,
             self.rule,
-            max_positions=kernels.max_attention_positions,
+            max_positions=kernels.max_positions,
             plan_pages=None if refusal else plan_pages,
         )
 
@@ -148,7 +158,7 @@ class LatentAttention:
 
     def store(self, stored: Latents, layer_index: int, step: AttentionStep) -> None:
         """See `AttentionBackend`."""
-        self._kernels.store_latents(
+        self._store_latents(
             stored.latents_TL,
             stored.norm.weight,
             stored.norm.eps,
@@ -171,7 +181,7 @@ class LatentAttention:
             [T, Q] in FP8.
         """
         assert q_norm.eps == kv_norm.eps
-        return self._kernels.split_latents(
+        return self._split_latents(
             latents_TX,
             q_norm.weight,
             kv_norm.weight,
@@ -186,7 +196,7 @@ class LatentAttention:
         q_THA, at = queries.q_THA, _Place(layer_index, queries.layer, step)
         if step.plan.paged is not None:
             return self._attend_paged(q_THA, at, step.plan.paged, fp8=queries.wants_fp8)
-        self._kernels.rotate_queries(q_THA, self._rotation(step))
+        self._rotate_queries(q_THA, self._rotation(step))
         return self._attend_in_parts(q_THA, at).flatten(1)
 
     def _attend_in_parts(self, q_THA: Tensor, at: _Place) -> Tensor:
@@ -208,7 +218,7 @@ class LatentAttention:
         self, q_THA: Tensor, at: _Place, segment: DecompressedSegment
     ) -> Tensor:
         """Attend with keys and values expanded, one part of a long context at a time: [T, H, V]."""
-        kernels = self._kernels
+        kernels = self._attention
         *prefix, own = segment.parts
         k_PHA, v_PHV = self._expand(at, own, q_THA.dtype)
         if not prefix:
@@ -235,13 +245,13 @@ class LatentAttention:
         widths = (config.qk_nope_head_dim, config.v_head_dim)
         heads_PHX = at.layer.kv_b_proj(kv_c_PC).unflatten(1, (self.rule.heads, sum(widths)))
         k_nope_PHN, v_PHV = heads_PHX.split_with_sizes(widths, dim=-1)
-        return self._kernels.join_keys(k_nope_PHN, k_pe_PR), v_PHV
+        return self._join_keys(k_nope_PHN, k_pe_PR), v_PHV
 
     def _attend_group(self, q_THA: Tensor, at: _Place, queries: PagedQueries) -> Tensor:
         """Attend in the latent space with rotated queries, by block tables: [T, H, V]."""
         w_uk_HNC, w_uv_HVC = at.layer.up_projections()
         cache = at.step.kv_pool.layer(at.layer_index)
-        out_THC = self._kernels.paged_attention(
+        out_THC = self._attention.paged_attention(
             carry(q_THA, w_uk_HNC), cache, queries, self._config.kv_lora_rank, self._scale
         )
         return torch.bmm(out_THC.transpose(0, 1), w_uv_HVC.transpose(1, 2)).transpose(0, 1)
@@ -258,7 +268,7 @@ class LatentAttention:
             latents_SPL = at.step.gather_group(at.layer_index, group, q_THL.dtype)
             for first in range(0, num_queries, group.num_at_once):
                 some = slice(first, first + group.num_at_once)
-                out_SQHC[:, some] = self._kernels.absorbed_attention(
+                out_SQHC[:, some] = self._attention.absorbed_attention(
                     q_SQHL[:, some],
                     latents_SPL,
                     group.hidden_SQP[:, some],
@@ -271,7 +281,7 @@ class LatentAttention:
         self, q_THA: Tensor, at: _Place, queries: PagedQueries, *, fp8: bool
     ) -> Activation:
         """Attend in the latent space, one query a sequence, in the pages themselves: [T, H * V]."""
-        kernels, cache = self._kernels, at.step.kv_pool.layer(at.layer_index)
+        kernels, cache = self._attention, at.step.kv_pool.layer(at.layer_index)
         w_uk_HNC, w_uv_HVC = at.layer.up_projections()
         q_THL = kernels.absorb_queries(q_THA, w_uk_HNC, self._rotation(at.step), cache)
         out_THC = kernels.paged_attention(

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.attention.rectangle import Rectangle
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryCounts:
@@ -21,11 +23,18 @@ class QueryCounts:
         cu_seqlens_q: [S + 1] int32 on the device, running sum of the queries.
         most: queries of a sequence.
         lengths: queries and positions of each sequence; empty if the host does not know them.
+        total: queries of all sequences, T; 0 if nobody says.
     """
 
     cu_seqlens_q: Tensor
     most: int
     lengths: Sequence[tuple[int, int]] = ()
+    total: int = 0
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether the host knows that every sequence has `most` queries."""
+        return bool(self.lengths) and all(queries == self.most for queries, _ in self.lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +63,8 @@ class PagedQueries:
         schedule: how FlashMLA splits the sequences over the GPU, made once a step from
             `seq_lens_S` on the device; None where it does not attend.
         parts: the same for our kernel; None where it does not attend.
+        rectangle: how FlashMLA is given sequences with fewer queries than others; None where all
+            have as many.
     """
 
     block_tables_SB: Tensor
@@ -61,6 +72,7 @@ class PagedQueries:
     counts: QueryCounts | None = None
     schedule: tuple[Tensor, Tensor] | None = None
     parts: PagedParts | None = None
+    rectangle: Rectangle | None = None
 
     @property
     def most(self) -> int:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
+from engine.attention.kernels import VarlenLengths
 from engine.kernels import reference
-from engine.kernels.base import VarlenLengths
 
 MAX_FLASH_HEAD = 256
 """Widest head of the one-call way; a multiple of 8 there."""

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from engine.execution import Execution
-from engine.formats.fp8_rows import GROUP
 from engine.kernels.base import Kernels
 from engine.layers.plain_weights import describe_plain_weights
 from engine.memory.kv_pool import KVPool
@@ -123,10 +122,10 @@ def build_kv_pool(
 def _tell_plain_weights(model: ServedModel) -> None:
     """Warn, once for all ranks, of FP8 weights that a GPU does not hold in FP8."""
     plain = describe_plain_weights(model)
-    if model.device.type == "cuda" and model.config.fp8_block_size and not model.keeps_fp8:
-        block = model.config.fp8_block_size
-        plain = f"all weights (blocks of {block}; the kernels {model.kernels.name!r} take "
-        plain += f"{f'blocks of {GROUP}' if model.kernels.has_fp8 else 'no FP8'})"
+    block, kernels = model.config.fp8_block_size, model.kernels
+    if model.device.type == "cuda" and block and not model.number_format.is_quantized:
+        plain = f"all weights (FP8 in blocks of {block}; the kernels {kernels.name!r} take "
+        plain += f"{kernels.formats.describe()})"
     if plain and model.groups.dims.rank == 0:
         name = str(model.dtype).removeprefix("torch.")
         logger.warning("held in %s and not in FP8, with more memory: %s", name, plain)

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from engine.boot.build import build_kv_pool
+from engine.boot.captured import steps_to_capture
 from engine.boot.refusals import refuse_bare_step, refuse_blocks, refuse_capture
 from engine.boot.rehearsal import largest_steps, rehearse
 from engine.graphs.capture_errors import CaptureError, is_no_memory
@@ -131,13 +132,12 @@ def _measure(options: EngineOptions, model: ServedModel, max_model_len: int) -> 
 
 def _graph_bytes(options: EngineOptions, model: ServedModel, max_model_len: int) -> int:
     """Return the bytes of the captured steps; 0 where all ranks agree that none can be captured."""
+    make, sizes = steps_to_capture(options, model, max_model_len)
+    if not sizes:
+        return 0
     try:
         return measure_graph_bytes(
-            model,
-            max_num_seqs=options.max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=options.kv.block_size,
-            kv_dtype=options.kv.dtype,
+            model, make, sizes, block_size=options.kv.block_size, kv_dtype=options.kv.dtype
         )
     except CaptureError as error:
         if options.steps.cuda_graphs is Switch.ON:

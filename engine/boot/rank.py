@@ -10,10 +10,12 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from engine.boot.build import build_kv_pool, build_model
+from engine.boot.captured import capture_short_steps
 from engine.boot.experts import place_experts
 from engine.boot.jit_cache import use_jit_cache
 from engine.boot.kv_size import choose_num_blocks, measure_memory
@@ -58,11 +60,11 @@ class BootedRank:
         config: of the model.
         max_model_len: most tokens of prompt and output together.
         kv_pool: on the rank's device.
-        runner: of the model on that pool.
+        runner: of the model on that pool; short steps of chunks are captured where they can be.
         launch_waits: whether launching a step takes as long as the step; see `ModelRunner`.
         sums: of the device's memory before that pool, where they were taken.
-        close_transfers: frees what the ranks opened with one another, all together, after the last
-            step and before they leave the groups.
+        close_transfers: forgets captured steps and frees what the ranks opened with one another,
+            all together, after the last step and before they leave the groups.
     """
 
     groups: ProcessGroups
@@ -103,6 +105,9 @@ def boot_rank(
     torch.set_num_threads(options.num_threads)
     device = _take_device(options.device, dims.rank)
     placement = place_experts(options, config, dims, device)
+    if dims.world_size > 1:
+        facts = fields(num_ranks=dims.world_size, rendezvous=rendezvous)
+        logger.info("waits for the other ranks %s", facts)
     groups = init_process_groups(
         dims,
         rendezvous,
@@ -119,6 +124,7 @@ def boot_rank(
     model.prepare()  # before the KV pool takes the memory: short prompts want it too
     runner, sums = _give_pool(model, options, max_model_len)
     _rehearse(runner, model, options, max_model_len, sums, follows=dims.tp_rank > 0)
+    runner, forget_graphs = capture_short_steps(options, model, runner, max_model_len, sums)
     facts = fields(epoch=f"{epoch:016x}", device=device, kv_pool_bytes=runner.kv_pool.nbytes)
     logger.info("the model is ready %s", facts)
     return BootedRank(
@@ -129,9 +135,14 @@ def boot_rank(
         kv_pool=runner.kv_pool,
         runner=runner,
         launch_waits=model.waits_for_counts,
-        close_transfers=opened.close,
+        close_transfers=partial(_call_both, forget_graphs, opened.close),
         sums=sums,
     )
+
+
+def _call_both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
 
 def _load(
@@ -252,8 +263,8 @@ def _compile(model: ServedModel, options: EngineOptions, *, show: bool) -> None:
     if model.device.type != "cuda":
         return
     _, most = options.token_bound
-    todo = products(model, model.kernels, most, rows=chosen_rows(os.environ, most))
+    todo = products(model, most, rows=chosen_rows(os.environ, most))
     if isinstance(options.steps, ChunkSteps):
-        todo = [*attention_products(model, model.kernels), *todo]
+        todo = [*attention_products(model), *todo]
     with progress_bar("compiling kernels", unit=Unit.CALLS) if show else nullcontext() as moved:
         warm_up(todo, model.groups, synchronize=torch.cuda.synchronize, progress=moved)

@@ -17,9 +17,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.attention.kernels import AttentionKernels, VarlenLengths
+from engine.formats.expert_rows import AlignedRows
 from engine.formats.fp8_rows import GROUP, Fp8Rows
 from engine.kernels.alignment import ROW_BLOCK, max_aligned_rows, row_steps
-from engine.kernels.base import Kernels, VarlenLengths
 from engine.kernels.masked_rows import MaskedRoom, MaskedRows
 from engine.layers.matrix import Matrix
 from engine.layers.mla import MLA
@@ -77,20 +78,19 @@ def chosen_rows(environment: Mapping[str, str], max_tokens: int) -> list[int]:
 
 
 def products(
-    model: ServedModel, kernels: Kernels, max_tokens: int, *, rows: Sequence[int] | None = None
+    model: ServedModel, max_tokens: int, *, rows: Sequence[int] | None = None
 ) -> list[Product]:
-    """Return the products of a model in FP8, each weight shape once; none without FP8.
+    """Return the products of a model with quantised rows, each weight shape once.
 
     Args:
         model: with its weights allocated; their values do not matter.
-        kernels: of the model.
         max_tokens: most tokens of a step on this rank.
         rows: to try instead of `row_counts(max_tokens)`, by whoever knows which will come.
     """
     rows = row_counts(max_tokens) if rows is None else rows
     found: dict[tuple[str, tuple[int, ...]], list[Product]] = {}
     for module in model.modules():
-        if isinstance(module, MoE) and module.experts.is_fp8:
+        if isinstance(module, MoE) and module.experts.takes_quantized:
             experts, dispatcher = module.experts, module.dispatcher
             key = ("experts", tuple(experts.w13.shape))
             if key in found:
@@ -98,19 +98,17 @@ def products(
             if isinstance(dispatcher, MaskingDispatcher):
                 top_k = module.gate.top_k
                 rooms = {dispatcher.masked_room(count, top_k) for count in rows}
-                found[key] = list(_masked_products(experts, kernels, rooms))
+                found[key] = list(_masked_products(experts, rooms))
             else:
-                found[key] = list(
-                    _expert_products(experts, kernels, max_tokens * module.gate.top_k)
-                )
-        elif isinstance(module, Matrix) and module.is_fp8 and module.weight.dim() == 2:
+                found[key] = list(_expert_products(experts, max_tokens * module.gate.top_k))
+        elif isinstance(module, Matrix) and module.takes_quantized and module.weight.dim() == 2:
             key = ("linear", tuple(module.weight.shape))
             if key not in found:
-                found[key] = list(_linear_products(module, kernels, rows))
+                found[key] = list(_linear_products(module, rows))
     return [product for alike in found.values() for product in alike]
 
 
-def attention_products(model: ServedModel, kernels: Kernels) -> list[Product]:
+def attention_products(model: ServedModel) -> list[Product]:
     """Return decompressed attention over one short sequence, if the model has attention.
 
     Over a whole context, and over the parts that a long one is cut into.
@@ -118,6 +116,7 @@ def attention_products(model: ServedModel, kernels: Kernels) -> list[Product]:
     layer = next((module for module in model.modules() if isinstance(module, MLA)), None)
     if layer is None:
         return []
+    kernels = model.kernels.attention
     kinds = {"whole": None, "own part": True, "earlier part": False}
     return [
         Product(name=f"attention {name}", run=partial(_run_attention, layer, kernels, is_causal))
@@ -170,28 +169,24 @@ def divide(todo: Sequence[Product], num_ranks: int) -> list[list[Product]]:
     return shares
 
 
-def _linear_products(matrix: Matrix, kernels: Kernels, rows: Sequence[int]) -> Iterator[Product]:
-    columns, device = matrix.weight.shape[1], matrix.weight.device
-
+def _linear_products(matrix: Matrix, rows: Sequence[int]) -> Iterator[Product]:
     def run(count: int) -> Callable[[], object]:
-        return lambda: matrix(_invent_rows(count, columns, device, kernels))
+        return lambda: matrix(_invent_rows(count, matrix))
 
     for count in rows:
         yield Product(name=f"linear {tuple(matrix.weight.shape)} x {count}", run=run(count))
 
 
-def _expert_products(experts: Experts, kernels: Kernels, num_pairs: int) -> Iterator[Product]:
+def _expert_products(experts: Experts, num_pairs: int) -> Iterator[Product]:
     """Grouped products over every number of rows that is laid out."""
-    columns, device = experts.w13.shape[2], experts.w13.device
-    num_local = experts.num_local_experts
-    pairs = experts.up.quantized_pair(), experts.down.quantized_pair()
+    num_local, device = experts.num_local_experts, experts.w13.device
 
     def run(num_rows: int) -> Callable[[], object]:
         def product() -> object:
             blocks = torch.arange(num_rows // ROW_BLOCK, dtype=torch.int32, device=device)
             expert_M = (blocks % num_local).repeat_interleave(ROW_BLOCK)
-            rows = _invent_rows(num_rows, columns, device, kernels)
-            return kernels.grouped_fp8_mlp(rows, expert_M, *pairs)
+            rows = _invent_rows(num_rows, experts.up)
+            return experts(AlignedRows(rows=rows, expert_M=expert_M))
 
         return product
 
@@ -200,17 +195,12 @@ def _expert_products(experts: Experts, kernels: Kernels, num_pairs: int) -> Iter
         yield Product(name=f"experts {tuple(experts.w13.shape)} x {num_rows}", run=run(num_rows))
 
 
-def _masked_products(
-    experts: Experts, kernels: Kernels, rooms: Iterable[MaskedRoom]
-) -> Iterator[Product]:
+def _masked_products(experts: Experts, rooms: Iterable[MaskedRoom]) -> Iterator[Product]:
     """Masked products; their tiles depend on how many rows the host expects."""
     columns, num_experts = experts.w13.shape[2], experts.num_local_experts
-    pairs = experts.up.quantized_pair(), experts.down.quantized_pair()
 
     def run(room: MaskedRoom) -> Callable[[], object]:
-        return lambda: kernels.masked_fp8_mlp(
-            _invent_masked(num_experts, columns, room, experts.w13.device), *pairs
-        )
+        return lambda: experts(_invent_masked(num_experts, columns, room, experts.w13.device))
 
     for room in sorted(rooms, key=lambda room: (room.max_rows, room.expected_rows)):
         name = f"experts {tuple(experts.w13.shape)} masked x {room.expected_rows}"
@@ -231,7 +221,7 @@ def _invent_masked(
     )
 
 
-def _run_attention(layer: MLA, kernels: Kernels, is_causal: bool | None) -> Tensor:
+def _run_attention(layer: MLA, kernels: AttentionKernels, is_causal: bool | None) -> Tensor:
     """Attend as the layer does: values are a strided part of what keys and values come in.
 
     Args:
@@ -253,6 +243,8 @@ def _run_attention(layer: MLA, kernels: Kernels, is_causal: bool | None) -> Tens
     return kernels.merge_attention(*part, *part)[0]
 
 
-def _invent_rows(rows: int, columns: int, device: torch.device, kernels: Kernels) -> Fp8Rows:
-    values = torch.randn((rows, columns), device=device, dtype=torch.bfloat16)
-    return kernels.quantize_rows(values)
+def _invent_rows(count: int, matrix: Matrix) -> Fp8Rows:
+    codec, weight = matrix.number_format.rows, matrix.weight
+    assert codec is not None
+    shape = (count, weight.shape[-1])
+    return codec.quantize_rows(torch.randn(shape, device=weight.device, dtype=torch.bfloat16))

@@ -1,1 +1,1 @@
-"""Decode steps with fixed shapes: captured once per batch size, then replayed."""
+"""Steps with fixed shapes, captured once per size, then replayed: of decode, and short prefill."""

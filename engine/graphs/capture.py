@@ -8,12 +8,18 @@ fits into what the first one needed.
 
 import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
+from engine.graphs.capture_errors import agree_on_capture
+from engine.parallel.groups import RankGroup
+
 WARM_UP_RUNS = 2
+
+CaptureProgress = Callable[[int, int], None]
+"""Told how many of how many graphs there are."""
 
 
 class Replayable(Protocol):
@@ -75,3 +81,28 @@ class Capture:
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         return graph
+
+
+def capture_each(
+    buckets: Sequence[int], capture: Callable[[int], None], group: RankGroup | None
+) -> Iterator[int]:
+    """Capture every size, the largest first, and yield it once all ranks have.
+
+    Args:
+        buckets: sizes, ascending.
+        capture: one of them, with all its graphs.
+        group: all ranks that capture together, for host memory; None for a rank alone.
+
+    Raises:
+        CaptureError: a rank could not, which all of them say.
+        RuntimeError: of this rank's device.
+        PeerLostError: another rank ended.
+    """
+    for bucket in reversed(buckets):
+        failure = None
+        try:
+            capture(bucket)
+        except RuntimeError as error:
+            failure = error
+        agree_on_capture(group or RankGroup(), failure)
+        yield bucket

@@ -6,20 +6,38 @@ activations, which all sizes share; what the second adds, every further one adds
 """
 
 import gc
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from engine.boot.build import build_kv_pool
-from engine.graphs.buckets import batch_buckets
-from engine.graphs.step_graphs import StepGraphs
+from engine.memory.kv_pool import KVPool
 from engine.model.spec import ServedModel
+from engine.parallel.groups import RankGroup
+
+
+class CapturedSteps(Protocol):
+    """Steps of some sizes: `step_graphs.StepGraphs` or `suffix_graphs.SuffixGraphs`."""
+
+    def capture(self, *, group: RankGroup | None = None) -> None:
+        """Capture every size; all ranks call."""
+        ...
+
+    def close(self) -> None:
+        """Forget what was captured."""
+        ...
+
+
+MakeSteps = Callable[[KVPool, tuple[int, ...]], CapturedSteps]
+"""Allocates the static buffers of steps of some sizes, ascending, over a pool."""
 
 
 def measure_graph_bytes(
     model: ServedModel,
+    make: MakeSteps,
+    sizes: Sequence[int],
     *,
-    max_num_seqs: int,
-    max_model_len: int,
     block_size: int = 64,
     kv_dtype: torch.dtype | None = None,
 ) -> int:
@@ -30,8 +48,8 @@ def measure_graph_bytes(
 
     Args:
         model: loaded, on a CUDA device.
-        max_num_seqs: most requests of a step.
-        max_model_len: most tokens of a request.
+        make: the steps of some sizes over a pool.
+        sizes: of all steps, ascending.
         block_size: tokens per block.
         kv_dtype: of the KV pool; None for the model's.
 
@@ -40,25 +58,18 @@ def measure_graph_bytes(
         RuntimeError: of this rank's device.
         PeerLostError: another rank ended.
     """
-    sizes = batch_buckets(max_num_seqs)
     pool = build_kv_pool(model, 2, block_size=block_size, dtype=kv_dtype)
 
     def measure(buckets: tuple[int, ...]) -> int:
         before = _used_bytes(model.device)
-        graphs = StepGraphs(
-            model,
-            pool,
-            vocab_size=model.config.vocab_size,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            buckets=buckets,
-        )
+        graphs = make(pool, buckets)
         try:
             graphs.capture(group=model.groups.boot_group)
             return _used_bytes(model.device) - before
         finally:
             graphs.close()
 
+    sizes = tuple(sizes)
     measure(sizes[-1:])  # libraries allocate at first use, and keep it
     return extrapolate(measure(sizes[-1:]), measure(sizes[-2:]), len(sizes))
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.device_span import DeviceSpan
-from engine.graphs.step_graphs import CaptureProgress, StepGraphs
+from engine.graphs.capture import CaptureProgress
+from engine.graphs.step_graphs import StepGraphs
 from engine.parallel.groups import RankGroup
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner, PendingStep

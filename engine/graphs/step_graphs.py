@@ -24,8 +24,7 @@ from torch import Tensor
 from engine.batch import StepBounds
 from engine.device_span import DeviceSpan
 from engine.graphs.buckets import batch_buckets, bucket_for
-from engine.graphs.capture import Capture, Eager, Replayable
-from engine.graphs.capture_errors import agree_on_capture
+from engine.graphs.capture import Capture, CaptureProgress, Eager, Replayable, capture_each
 from engine.graphs.inputs import DecodeInputs, StaticInputs
 from engine.graphs.slots import Slots
 from engine.host_copy import HostCopies, upload
@@ -37,9 +36,6 @@ from engine.sampling.graph_sampler import GraphSampler, SamplingStage
 from engine.sampling.inputs import SampledToken
 from engine.sampling.logprobs import PendingLogprobs, launch_logprobs
 from engine.sampling.sampler import PendingSample
-
-CaptureProgress = Callable[[int, int], None]
-"""Told how many of how many graphs there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,13 +139,7 @@ class StepGraphs:
         assert not self.is_captured
         make = Capture(self._kv_pool.device).graph if self._use_graphs else Eager
         total = len(self.buckets) * (1 + len(SamplingStage))
-        for bucket in reversed(self.buckets):
-            failure = None
-            try:
-                self._capture_size(bucket, make)
-            except RuntimeError as error:
-                failure = error
-            agree_on_capture(group or RankGroup(), failure)
+        for _ in capture_each(self.buckets, partial(self._capture_size, make=make), group):
             if progress is not None:
                 progress(len(self._forwards) + len(self._heads), total)
 

@@ -80,7 +80,7 @@ READ: Final = frozenset(
         *ALIASES,
     }
 )
-"""Fields that `ModelConfig` or a check of it is made of."""
+"""Fields that `DeepseekV3Config` or a check of it is made of."""
 
 _TRAINING: Final = "is of training only"
 _OUTPUTS: Final = "says which outputs transformers returns beside the logits"

@@ -1,6 +1,6 @@
-"""The operations that layers ask a device for, and the sets of them; `reference` is the oracle.
+"""What runs on a device, chosen once: number formats, attention's kernels, a table of operations.
 
-Plain PyTorch is what runs on a CPU, too. Attention and the products in FP8 have packages of their
-own, `engine.attention` and `engine.formats`; a set (`portable`, `hopper`, `triton_kernels`) joins
-them all.
+`base` joins the three, which have packages of their own (`engine.formats`, `engine.attention`,
+`engine.ops`); `create` chooses them. Here are also the layouts of rows at experts, how kernels are
+launched, and the references of products and attention.
 """

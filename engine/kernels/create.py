@@ -1,23 +1,23 @@
 """Choose the kernels of a device, once, by what it is and what is installed."""
 
-import importlib
 import importlib.util
 import logging
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Final
 
 import torch
 
-from engine.attention import flash_attention, flash_mla
-from engine.attention.attention_choice import AttentionChoice
+from engine.attention.create import create_attention
 from engine.formats import deep_gemm
-from engine.formats.expert_stream.tiles import MEASURED
+from engine.formats.registry import create_formats
 from engine.formats.triton_gemm.limits import DeviceLimits
-from engine.formats.triton_gemm.tables import find_table
 from engine.kernels.base import Kernels
-from engine.kernels.portable import PortableKernels
+from engine.kernels.kernel_set import KernelSet
+from engine.kernels.portable import portable_kernels
+from engine.ops.op import Target
+from engine.ops.table import resolve_ops
 from runtime.errors import ConfigError
+from runtime.logging import fields
 
 MIN_SM = 80
 """Compute capability of the oldest GPUs that our Triton kernels run on (Ampere)."""
@@ -44,17 +44,6 @@ WHEELS: Final = (
 )
 
 logger = logging.getLogger(__name__)
-
-
-class KernelSet(StrEnum):
-    """The sets of kernels there are."""
-
-    HOPPER = "hopper"
-    """DeepGEMM, FlashAttention-4, FlashMLA and our Triton kernels."""
-    TRITON = "triton"
-    """Our Triton kernels alone, products and decode's attention too, and PyTorch's for prompts."""
-    PORTABLE = "portable"
-    """Plain PyTorch."""
 
 
 def create_kernels(
@@ -84,8 +73,8 @@ def create_kernels(
         _warn_of_missing_wheels(DeviceLimits.of(device).sm)
     created = _build(kernels, device)
     logger.info(
-        "chose kernels name=%s device=%s fp8=%s%s",
-        created.name, device, created.has_fp8,
+        "chose kernels %s%s",
+        fields(name=created.name, device=device, formats=created.formats.describe()),
         "".join(f" not {kind}: {reason};" for kind, reason in reasons.items() if reason),
     )  # fmt: skip
     return created
@@ -108,15 +97,24 @@ def _missing(kind: KernelSet, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _build(kind: KernelSet, device: torch.device) -> Kernels:
-    match kind:
-        case KernelSet.HOPPER:
-            return _build_hopper(device)
-        case KernelSet.TRITON:
-            return _build_triton(device)
-        case KernelSet.PORTABLE:
-            if device.type == "cuda":
-                logger.warning("no fast kernels: the reference runs instead")
-            return PortableKernels()
+    if kind is KernelSet.PORTABLE:
+        if device.type == "cuda":
+            logger.warning("no fast kernels: the reference runs instead")
+        return portable_kernels(formats=create_formats(kind, device))
+    limits = DeviceLimits.of(device)
+    return Kernels(
+        name="hopper" if kind is KernelSet.HOPPER else f"triton on sm{limits.sm}",
+        formats=create_formats(kind, device),
+        attention=create_attention(kind, device),
+        ops=resolve_ops(choose_target(kind, limits)),
+    )
+
+
+def choose_target(kind: KernelSet, limits: DeviceLimits) -> Target:
+    """Return what operations are chosen for, with a set of kernels on a GPU."""
+    if kind is KernelSet.TRITON:
+        return Target.TRITON if limits.has_fp8 else Target.NO_E4M3
+    return Target.HOPPER if kind is KernelSet.HOPPER else Target.PORTABLE
 
 
 def _warn_of_missing_wheels(sm: int) -> None:
@@ -137,46 +135,3 @@ def _is_installed(module: str) -> bool:
     if importlib.util.find_spec(package) is None:
         return False
     return not rest or importlib.util.find_spec(module) is not None
-
-
-def choose_attention() -> AttentionChoice:
-    """Return attention of decompressed heads: the fastest that is installed, and one for all."""
-    from engine.attention.torch_attention import TorchAttention  # late: CPUs have no use for it
-
-    fastest = [flash_attention.FlashAttention()] if flash_attention.is_available() else []
-    return AttentionChoice(*fastest, TorchAttention())
-
-
-# Modules that need Triton are imported late: a machine without a GPU lacks it.
-
-
-def _build_hopper(device: torch.device) -> Kernels:
-    from engine.attention.paged_mla.attention import PagedMLA
-    from engine.formats.expert_stream.mlp import ExpertStream
-    from engine.formats.triton_gemm.overflow import OverflowExperts
-    from engine.kernels.hopper import HopperKernels
-
-    limits = DeviceLimits.of(device)
-    return HopperKernels(
-        gemm=deep_gemm.DeepGemm(),
-        overflow=OverflowExperts(limits),
-        attention=choose_attention(),
-        paged=flash_mla.FlashMLA() if flash_mla.is_available() else None,
-        pages=PagedMLA(limits),
-        experts=ExpertStream(MEASURED, limits.num_sms),
-    )
-
-
-def _build_triton(device: torch.device) -> Kernels:
-    from engine.attention.paged_mla.attention import PagedMLA
-    from engine.formats.triton_gemm.gemm import TritonGemm
-    from engine.kernels.triton_kernels import TritonKernels
-
-    name, version = torch.cuda.get_device_name(device), _triton_version()
-    gemm = TritonGemm(DeviceLimits.of(device), find_table(name, version))
-    return TritonKernels(gemm=gemm, attention=choose_attention(), pages=PagedMLA(gemm.limits))
-
-
-def _triton_version() -> str:
-    version: str = importlib.import_module("triton").__version__
-    return version

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
 
-from engine.formats.expert_matrix import ExpertMatrix
+from engine.formats.stored_weight import StoredWeight
 from engine.invariants import require
 
 if TYPE_CHECKING:
-    from engine.kernels.base import Kernels
+    from engine.formats.base import NumberFormat
 
 MASKED_BLOCK: Final = 128
 """M is a multiple: GEMMs write whole tiles of rows, which must not reach the next expert."""
@@ -66,9 +66,9 @@ class MaskedRows:
     num_rows_L: Tensor
     expected_rows: int
 
-    def mlp(self, kernels: Kernels, w13: ExpertMatrix, w2: ExpertMatrix) -> Tensor:
-        """Run the experts over their rows, with matrices in FP8: [L, M, D] bfloat16."""
-        return kernels.masked_fp8_mlp(self, w13.quantized_pair(), w2.quantized_pair())
+    def mlp(self, number_format: NumberFormat, w13: StoredWeight, w2: StoredWeight) -> Tensor:
+        """Run the experts over their rows, with weights of a format: [L, M, D] bfloat16."""
+        return number_format.masked_mlp(self, w13, w2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Every operation in plain PyTorch: the path on CPUs, and what faster kernels are tested against.
+"""Attention and number formats in plain PyTorch: the path on CPUs, and the oracle of kernels.
 
 Functions of tensors, without modules, ranks or state. They are written to be read next to the
-paper, and fast enough to serve a small model. Softmax, routing and norms run in float32 whatever
-the dtype of the input.
+paper, and fast enough to serve a small model. Softmax runs in float32 whatever the dtype of the
+input. All other operations are in `engine.ops`.
 
 Legend: T tokens, D hidden size, H heads, N qk_nope_head_dim, R qk_rope_head_dim, V v_head_dim,
 C kv_lora_rank, E experts, K experts per token, F expert width, M expert rows, S sequences,
@@ -16,85 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.latent_storage import put_rows
 from engine.attention.scores import as_factor, multiply_scores, softmax_
 from engine.formats.fp8_rows import GROUP, MIN_AMAX, Fp8Rows
-from engine.kernels.rotation import Rotation
-from engine.kernels.routing import RoutingRule
-from engine.kernels.widths import check_latents
 
 QUERY_CHUNK = 256
 """Queries scored at once in `causal_attention`; bounds its memory at H x 256 x P scores."""
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) * weight over the last dimension, in the dtype of x."""
-    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
-
-
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up of [..., 2F], gate before up: [..., F]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleave: bool = True) -> Tensor:
-    """Rotate pairs of the last dimension, keeping its layout.
-
-    Args:
-        x: [T, ..., R].
-        cos: [T, R / 2] float32.
-        sin: [T, R / 2] float32.
-        interleave: pairs are (0, 1), (2, 3), ... as in DeepSeek checkpoints, else (i, i + R / 2).
-
-    Returns:
-        The shape and dtype of x. Only products of two tensors rotated alike have a meaning.
-    """
-    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[-1],)
-    cos, sin = cos.view(shape), sin.view(shape)
-    if interleave:
-        even, odd = x.float().view(*x.shape[:-1], x.shape[-1] // 2, 2).unbind(-1)
-        rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
-        return rotated.flatten(-2).to(x.dtype)
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-def group_limited_topk(
-    logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Choose experts as DeepSeek-V3 does (report, section 2.1.2).
-
-    The choice is made by sigmoid score plus bias: first `topk_group` groups by the sum of their
-    two best experts, then `top_k` experts inside them. The weight is the score without the bias,
-    normalised over the chosen, times the scaling factor (here, and nowhere else).
-
-    Args:
-        logits_TE: [T, E] float32.
-        bias_E: [E] float32, `e_score_correction_bias`.
-        rule: K = `top_k`; `n_group` groups of neighbouring experts, of which a token may use
-            `topk_group`; whether weights are divided by their sum; the factor of all weights.
-        num_rows: [1] int64, from which token on there is padding; None where there is none.
-
-    Returns:
-        topk_ids [T, K] int64, -1 for padding, and topk_weights [T, K] float32.
-    """
-    scores_TE = logits_TE.sigmoid()
-    choice_TE = scores_TE + bias_E
-    if rule.topk_group < rule.n_group:
-        grouped = choice_TE.view(len(choice_TE), rule.n_group, choice_TE.shape[1] // rule.n_group)
-        group_score = grouped.topk(2, dim=-1).values.sum(dim=-1)
-        chosen = group_score.topk(rule.topk_group, dim=-1).indices
-        left_out = torch.ones_like(group_score, dtype=torch.bool).scatter_(1, chosen, False)
-        choice_TE = grouped.masked_fill(left_out.unsqueeze(-1), float("-inf")).flatten(1)
-    topk_ids_TK = choice_TE.topk(rule.top_k, dim=-1).indices
-    topk_weights_TK = scores_TE.gather(1, topk_ids_TK)
-    if rule.norm_topk_prob:
-        topk_weights_TK = topk_weights_TK / (topk_weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
-    if num_rows is not None:
-        tokens_T1 = torch.arange(len(topk_ids_TK), device=topk_ids_TK.device).unsqueeze(1)
-        topk_ids_TK = topk_ids_TK.masked_fill(tokens_T1 >= num_rows, -1)
-    return topk_ids_TK, topk_weights_TK * rule.routed_scaling_factor
 
 
 def grouped_mlp(
@@ -116,7 +42,8 @@ def grouped_mlp(
     for expert, num_rows in enumerate(num_rows_per_expert):
         if num_rows:
             rows = rows_MD[start : start + num_rows]
-            hidden = silu_and_mul(F.linear(rows, w13_EGD[expert]))
+            gate, up = F.linear(rows, w13_EGD[expert]).chunk(2, dim=-1)
+            hidden = F.silu(gate) * up
             torch.mm(hidden, w2_EDF[expert].t(), out=out_MD[start : start + num_rows])
             start += num_rows
     return out_MD
@@ -288,45 +215,6 @@ def merge_attention(
     return out_THV, total_HT
 
 
-def rotate_queries(q_THA: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the last R numbers of every head of [T, H, A] in place, and return it."""
-    part = q_THA[..., -2 * rotation.cos.shape[1] :]
-    part.copy_(apply_rotary(part, rotation.cos, rotation.sin, interleave=rotation.interleave))
-    return q_THA
-
-
-def store_latents(
-    latents_TL: Tensor,
-    weight_C: Tensor,
-    eps: float,
-    rotation: Rotation,
-    *,
-    cache: Tensor,
-    slots_T: Tensor,
-) -> None:
-    """Norm kv_c, rotate k_pe, and write both into one layer of the KV pool.
-
-    Args:
-        latents_TL: [T, C + R] of the projection.
-        weight_C: [C], of the norm.
-        eps: of the norm.
-        rotation: of the T tokens.
-        cache: [num_blocks, block_size, C + R], any strides.
-        slots_T: [T] int64, block_id * block_size + offset.
-    """
-    check_latents(latents_TL, weight_C.shape[0], rotation, cache=cache, slots_T=slots_T)
-    kv_c_TC, k_pe_TR = latents_TL.tensor_split([weight_C.shape[0]], dim=1)
-    kv_c_TC = rms_norm(kv_c_TC, weight_C, eps)
-    k_pe_TR = apply_rotary(k_pe_TR, rotation.cos, rotation.sin, interleave=rotation.interleave)
-    put_rows(cache, slots_T, torch.cat((kv_c_TC, k_pe_TR), dim=1))
-
-
-def join_keys(k_nope_PHN: Tensor, k_pe_PR: Tensor) -> Tensor:
-    """Return [P, H, N + R]: each head's own part and the part that all heads share."""
-    shared = k_pe_PR.unsqueeze(1).expand(-1, k_nope_PHN.shape[1], -1)
-    return torch.cat((k_nope_PHN, shared), dim=-1)
-
-
 def quantize_rows(x_TK: Tensor, out: Fp8Rows | None = None) -> Fp8Rows:
     """Quantise each group of 128 neighbours of [T, K] to e4m3, its largest becoming 448.
 
@@ -340,33 +228,6 @@ def quantize_rows(x_TK: Tensor, out: Fp8Rows | None = None) -> Fp8Rows:
     out.data_TK.copy_(scaled.flatten(1).to(torch.float8_e4m3fn))
     out.scale_TG.copy_(scale_TG)
     return out
-
-
-def add_rms_norm_fp8(
-    x_TD: Tensor,
-    delta_TD: Tensor | None,
-    weight_D: Tensor,
-    eps: float,
-    *,
-    with_plain: bool,
-    out: Fp8Rows | None = None,
-) -> tuple[Tensor, Tensor | None, Fp8Rows]:
-    """Add a residual, norm and quantise.
-
-    Args:
-        x_TD: [T, D].
-        delta_TD: [T, D] to be added, or None.
-        weight_D: of the norm.
-        eps: of the norm.
-        with_plain: whether the norm in the dtype of x is wanted too.
-        out: for the quantised rows, of any layout.
-
-    Returns:
-        x + delta (x itself without a delta), its norm or None, and the norm quantised.
-    """
-    sum_TD = x_TD if delta_TD is None else x_TD + delta_TD
-    normed_TD = rms_norm(sum_TD, weight_D, eps)
-    return sum_TD, normed_TD if with_plain else None, quantize_rows(normed_TD, out)
 
 
 def fp8_linear(x: Fp8Rows, weight_NK: Tensor, scale_inv_PQ: Tensor) -> Tensor:

@@ -9,9 +9,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from engine.formats.base import NumberFormat
+from engine.formats.plain import PLAIN
 from engine.hf_config.quantization import ModulePatterns
 from engine.kernels.base import Kernels
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
+from engine.ops.op import Ops
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.token_sharding import ReplicatedTokens, ScatteredTokens, TokenSharding
 from engine.side_stream import SideStream
@@ -23,7 +26,7 @@ class LayerContext:
 
     Attributes:
         path: of the module that is built with it, as the checkpoint names modules.
-        fp8: whether weights that the checkpoint quantises stay in FP8.
+        number_format: of the weights that the checkpoint quantises.
         unquantized: modules that it does not quantise.
         scatter_tokens: whether the tp ranks keep shares of the hidden states, not all of them.
         overlap_shared_expert: whether it runs while tokens travel to the routed experts.
@@ -33,13 +36,18 @@ class LayerContext:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     groups: ProcessGroups = field(default_factory=ProcessGroups)
-    kernels: Kernels = field(default_factory=PortableKernels)
+    kernels: Kernels = field(default_factory=portable_kernels)
     path: str = ""
-    fp8: bool = False
+    number_format: NumberFormat = PLAIN
     unquantized: ModulePatterns = field(default_factory=lambda: ModulePatterns(()))
     scatter_tokens: bool = False
     overlap_shared_expert: bool = True
     side_stream: SideStream | None = None
+
+    @property
+    def ops(self) -> Ops:
+        """The table of operations; a layer takes what it calls when it is built."""
+        return self.kernels.ops
 
     @property
     def sharding(self) -> TokenSharding:

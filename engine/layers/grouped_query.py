@@ -17,6 +17,7 @@ from engine.kernels.rotation import Rotation
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.operations import Operations
+from engine.ops.latents import ROTATE_QUERIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,8 @@ class GroupedQueryAttention(nn.Module):
         layer_index: int,
     ) -> None:
         super().__init__()
-        self._kernels, self._sharding, self._backend = ctx.kernels, ctx.sharding, backend
+        self._sharding, self._backend = ctx.sharding, backend
+        self._rotate_queries = ctx.ops[ROTATE_QUERIES]
         self.layer_index, self.head_width = layer_index, heads.width
         widths = {
             "q_proj": heads.queries * heads.width,
@@ -84,11 +86,11 @@ class GroupedQueryAttention(nn.Module):
             part.unflatten(1, (-1, self.head_width))
             for part in self.qkv_proj(rows)[:num_tokens].split(self._widths, dim=1)
         )
-        keys = self._kernels.rotate_queries(keys, step.rotation)
+        keys = self._rotate_queries(keys, step.rotation)
         self._backend.store(
             KeysValues(keys_TGD=keys, values_TGD=values), self.layer_index, step.plan
         )
-        queries = self._kernels.rotate_queries(queries, step.rotation)
+        queries = self._rotate_queries(queries, step.rotation)
         attended = self._backend.attend(queries, self.layer_index, step.plan)
         assert isinstance(attended, Tensor)
         reducing = self._sharding.start_reduce(self.o_proj(self._sharding.pad(attended)))

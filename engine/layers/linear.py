@@ -66,9 +66,9 @@ class ColumnParallelLinear(nn.Module):
         return self.matrix.weight
 
     @property
-    def is_fp8(self) -> bool:
-        """Whether an input is best given as `Fp8Rows`."""
-        return self.matrix.is_fp8
+    def takes_quantized(self) -> bool:
+        """Whether an input is best given quantised."""
+        return self.matrix.takes_quantized
 
     def forward(self, x: Activation) -> Tensor:
         """Map [..., in_features] to [..., sum of outputs / tp]: this rank's share of each."""
@@ -106,9 +106,9 @@ class RowParallelLinear(nn.Module):
         return self.matrix.weight
 
     @property
-    def is_fp8(self) -> bool:
-        """Whether an input is best given as `Fp8Rows`."""
-        return self.matrix.is_fp8
+    def takes_quantized(self) -> bool:
+        """Whether an input is best given quantised."""
+        return self.matrix.takes_quantized
 
     def forward(self, x: Activation) -> Tensor:
         """Map [..., in_features / tp] to [..., out_features]: this rank's part of the sum."""

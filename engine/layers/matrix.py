@@ -1,20 +1,19 @@
-"""A weight matrix in one of two formats: the compute dtype, or e4m3 with a scale per block.
+"""A weight matrix in a number format: that of the model, or the plain one.
 
-The format follows from the kernels and the shape, once, at construction; whoever multiplies or
-loads does not ask. The key idea: an FP8 weight keeps the checkpoint's bytes, so nothing is lost or
-grown at load, and its input is quantised on the way in, unless it comes quantised already.
+Which of the two follows from the checkpoint and the shape, once, at construction; whoever
+multiplies or loads does not ask. The key idea: a quantised weight is kept as its format stores it,
+and its input is quantised on the way in, unless it comes quantised already.
 """
 
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.formats.fp8_rows import GROUP, Activation, Fp8Rows
+from engine.formats.fp8_rows import Activation
+from engine.formats.stored_weight import StoredWeight
 from engine.hf_config.quantization import UNQUANTIZED
 from engine.layers.context import LayerContext
-from engine.weights.fp8 import dequantize_block, scale_shape
 from engine.weights.slices import WeightSlice
 
 
@@ -23,9 +22,10 @@ class Matrix(nn.Module):
 
     Attributes:
         weight: [..., N, K].
-        scale: [..., ceil(N / 128), ceil(K / 128)] float32, or None in the compute dtype.
-        plain_because: why it is in the compute dtype although the checkpoint may have it in FP8,
-            and the kernels could use it so; empty if that is not so.
+        scale: float32, as the format lays scales out, or None.
+        number_format: of the weight.
+        plain_because: why it is plain although the checkpoint may have it quantised, and the model
+            has a format for that; empty if that is not so.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Matrix(nn.Module):
         """Allocate.
 
         Args:
-            ctx: says whether weights are FP8.
+            ctx: says which format quantised weights have.
             parts: rows of the checkpoint tensors that lie one below the other here.
             columns: K.
             stack: leading dimensions.
@@ -51,50 +51,45 @@ class Matrix(nn.Module):
             names: of the checkpoint's modules that lie here.
         """
         super().__init__()
-        rows, inner = sum(parts), parts if whole_blocks else parts[:-1]
+        rows = sum(parts)
         self._ctx = ctx
-        self.scale: nn.Parameter | None = None
+        self.number_format = ctx.number_format if quantized else ctx.kernels.formats.plain
         self.plain_because = ""
-        if ctx.fp8 and quantized:
+        if self.number_format.is_quantized:
             named = next((name for name in names if ctx.unquantized.match(name)), "")
             if named:
                 self.plain_because = f"{UNQUANTIZED} names {named.rpartition('.')[2]}"
-            elif columns % GROUP or any(part % GROUP for part in inner):
-                shares = " + ".join(map(str, parts))
-                self.plain_because = f"{shares} rows x {columns} columns are not blocks of {GROUP}"
-        if ctx.fp8 and quantized and not self.plain_because:
-            self.weight = ctx.parameter(*stack, rows, columns, dtype=torch.float8_e4m3fn)
-            shape = (*stack, *scale_shape(rows, columns))
-            self.scale = ctx.parameter(*shape, dtype=torch.float32)
-        else:
-            self.weight = ctx.parameter(*stack, rows, columns)
+            else:
+                layout = self.number_format.weights
+                self.plain_because = layout.why_not(parts, columns, whole=whole_blocks)
+        if self.plain_because:
+            self.number_format = ctx.kernels.formats.plain
+        dtype, scale_shape = self.number_format.weights.storage(rows, columns)
+        self.weight = ctx.parameter(*stack, rows, columns, dtype=dtype)
+        self.scale: nn.Parameter | None = None
+        if scale_shape is not None:
+            self.scale = ctx.parameter(*stack, *scale_shape, dtype=torch.float32)
 
     @property
-    def is_fp8(self) -> bool:
-        """Whether the weight is held in FP8, and an input is best given as `Fp8Rows`."""
-        return self.scale is not None
+    def takes_quantized(self) -> bool:
+        """Whether an input is best given as the format quantises rows."""
+        return self.number_format.rows is not None
+
+    @property
+    def stored(self) -> StoredWeight:
+        """The weight as its format keeps it."""
+        return StoredWeight(self.weight, self.scale)
 
     def forward(self, x: Activation) -> Tensor:
-        """Map [..., K] to [..., N] (with FP8: [T, K] to [T, N])."""
-        if self.scale is None:
-            assert isinstance(x, Tensor)
-            return F.linear(x, self.weight)
-        kernels = self._ctx.kernels
-        rows = x if isinstance(x, Fp8Rows) else kernels.quantize_rows(x)
-        return kernels.fp8_linear(rows, self.weight, self.scale)
-
-    def quantized_pair(self, index: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return (e4m3, scales) of an FP8 matrix."""
-        assert self.scale is not None
-        return (
-            (self.weight, self.scale) if index is None else (self.weight[index], self.scale[index])
-        )
+        """Map [..., K] to [..., N] (with a format that quantises rows: [T, K] to [T, N])."""
+        codec = self.number_format.rows
+        if codec is not None and isinstance(x, Tensor):
+            x = codec.quantize_rows(x)
+        return self.number_format.linear(x, self.stored)
 
     def dequantized(self) -> Tensor:
-        """Return [N, K] in the compute dtype: the weight itself, or a copy if it is FP8."""
-        if self.scale is None:
-            return self.weight
-        return dequantize_block(self.weight, self.scale).to(self._ctx.dtype)
+        """Return [N, K] in the compute dtype: the weight itself, or a copy if it is quantised."""
+        return self.number_format.weights.dequantize(self.stored).to(self._ctx.dtype)
 
     def slice(
         self,
@@ -115,13 +110,14 @@ class Matrix(nn.Module):
             index: place in the stack.
         """
         num_rows = ranges[0][1] - ranges[0][0]
-        scale = None
+        layout, scale = self.number_format.weights, None
         if self.scale is not None:
-            scale = self.scale[index][row // GROUP : -(-(row + num_rows) // GROUP)]
+            scale = self.scale[index][layout.scale_rows(row, num_rows)]
         return WeightSlice(
             name=name,
             full_shape=full_shape,
             ranges=ranges,
             destination=self.weight[index][row : row + num_rows],
             scale=scale,
+            rule=layout,
         )

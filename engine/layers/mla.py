@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.attention.attention_plan import AttentionStep
 from engine.attention.latent import LatentAttention, LatentQueries, Latents
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.formats.fp8_rows import Activation, Fp8Rows
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -32,7 +32,11 @@ class MLA(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, ctx: LayerContext, backend: LatentAttention, layer_index: int
+        self,
+        config: DeepseekV3Config,
+        ctx: LayerContext,
+        backend: LatentAttention,
+        layer_index: int,
     ) -> None:
         super().__init__()
         self._backend = backend
@@ -65,8 +69,8 @@ class MLA(nn.Module):
         self.o_proj = RowParallelLinear(
             ctx.within("o_proj"), all_heads * self.value_dim, config.hidden_size
         )
-        is_fp8 = self.qkv_a_proj.is_fp8 and (self.q_lora_rank > 0 or self.q_proj.is_fp8)
-        self.feed_format = FeedFormat.of(is_fp8=is_fp8)
+        takers = [self.qkv_a_proj] if config.q_lora_rank else [self.qkv_a_proj, self.q_proj]
+        self.feed_format = FeedFormat.of(is_quantized=all(one.takes_quantized for one in takers))
         # Of kv_b_proj, made at the first absorbed step: the weight itself unless that is FP8.
         self._up_weight: Tensor | None = None
 
@@ -111,7 +115,7 @@ class MLA(nn.Module):
 
     def _attend(self, q_THA: Tensor, step: AttentionStep) -> Activation:
         """Attend: [T, H * V], padded for the next product."""
-        wants_fp8 = self.o_proj.is_fp8 and not self._sharding.sends_rows
+        wants_fp8 = self.o_proj.takes_quantized and not self._sharding.sends_rows
         queries = LatentQueries(q_THA=q_THA, layer=self, wants_fp8=wants_fp8)
         attended = self._backend.attend(queries, self.layer_index, step)
         return self._sharding.pad(attended) if isinstance(attended, Tensor) else attended
@@ -119,7 +123,7 @@ class MLA(nn.Module):
     def _project(self, latents_TX: Tensor, step: AttentionStep) -> Tensor:
         """Write latents into the pool, and map query latents up: of [T, Q + C + R], [T, H, A]."""
         norm = self.q_a_layernorm
-        if not self.q_b_proj.is_fp8:
+        if not self.q_b_proj.takes_quantized:
             q_TQ, latents_TL = latents_TX.tensor_split([self.q_lora_rank], dim=1)
             self._remember(latents_TL, step)
             return self._per_head(self.q_b_proj(norm(q_TQ)))

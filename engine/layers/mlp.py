@@ -7,6 +7,7 @@ from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.norm import FeedFormat, Normed
 from engine.operations import Operations
+from engine.ops.activation import SILU_AND_MUL, SILU_AND_MUL_FP8
 
 
 class MLP(nn.Module):
@@ -18,18 +19,21 @@ class MLP(nn.Module):
 
     def __init__(self, ctx: LayerContext, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self._kernels = ctx.kernels
+        self._silu_and_mul = ctx.ops[SILU_AND_MUL]
+        self._silu_and_mul_fp8 = ctx.ops[SILU_AND_MUL_FP8]
         self._sharding = ctx.sharding
         self.gate_up_proj = ColumnParallelLinear(
             ctx, hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         )
         self.down_proj = RowParallelLinear(ctx.within("down_proj"), intermediate_size, hidden_size)
-        self.feed_format = FeedFormat.of(is_fp8=self.is_fp8, is_sent=self._sharding.sends_rows)
+        self.feed_format = FeedFormat.of(
+            is_quantized=self.takes_quantized, is_sent=self._sharding.sends_rows
+        )
 
     @property
-    def is_fp8(self) -> bool:
-        """Whether an input is best given as `Fp8Rows`."""
-        return self.gate_up_proj.is_fp8
+    def takes_quantized(self) -> bool:
+        """Whether an input is best given quantised."""
+        return self.gate_up_proj.takes_quantized
 
     def forward(self, normed: Normed) -> Operations[Tensor]:
         """Map this rank's rows [t, D] to [t, D], complete."""
@@ -41,7 +45,7 @@ class MLP(nn.Module):
 
     def choose(self, normed: Normed) -> Activation:
         """Return the rows that `partial` is best given."""
-        return normed.feed if self.is_fp8 else normed.plain
+        return normed.feed if self.takes_quantized else normed.plain
 
     def partial(self, hidden: Activation) -> Tensor:
         """Map [T, D] to [T, D]: this rank's part of the sum over tp, without communication."""
@@ -53,6 +57,6 @@ class MLP(nn.Module):
         if isinstance(hidden, Fp8Rows):
             hidden = hidden.column_major()
         gate_up: Tensor = self.gate_up_proj(hidden)
-        if self.down_proj.is_fp8:
-            return self._kernels.silu_and_mul_fp8(gate_up)
-        return self._kernels.silu_and_mul(gate_up)
+        if self.down_proj.takes_quantized:
+            return self._silu_and_mul_fp8(gate_up)
+        return self._silu_and_mul(gate_up)

@@ -16,18 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.config import ModelConfig
-from engine.kernels.routing import RoutingRule
+from engine.config import DeepseekV3Config
+from engine.formats.base import NumberFormat
+from engine.formats.expert_rows import Rows
 from engine.layers.context import LayerContext
 from engine.layers.matrix import Matrix
 from engine.layers.mlp import MLP
 from engine.layers.norm import FeedFormat, Normed
 from engine.layers.shared_expert import SharedSchedule
 from engine.operations import Operations
+from engine.ops.gate import GATE_LOGITS, GROUP_LIMITED_TOPK, RoutingRule
 from engine.options import DispatcherKind
 from engine.parallel.choose_dispatcher import RankExperts, choose_dispatcher
 from engine.parallel.expert_placement import ExpertPlacement
-from engine.parallel.expert_rows import Rows
 from engine.parallel.token_dispatcher import TokenDispatcher
 from engine.weights.expert_format import expert_modules
 from engine.weights.slices import WeightSlice, split_evenly
@@ -36,12 +37,13 @@ from engine.weights.slices import WeightSlice, split_evenly
 class Gate(nn.Module):
     """Scores every expert for every token; whole on every rank, scores in float32."""
 
-    def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
+    def __init__(self, config: DeepseekV3Config, ctx: LayerContext) -> None:
         super().__init__()
-        self._kernels = ctx.kernels
+        self._gate_logits = ctx.ops[GATE_LOGITS]
+        self._group_limited_topk = ctx.ops[GROUP_LIMITED_TOPK]
         self._rule = RoutingRule.of(config)
         # In float32, unless the kernels multiply bfloat16 without loss.
-        dtype = torch.bfloat16 if ctx.fp8 else torch.float32
+        dtype = torch.bfloat16 if ctx.number_format.is_quantized else torch.float32
         self.weight = ctx.parameter(config.n_routed_experts, config.hidden_size, dtype=dtype)
         self.e_score_correction_bias = ctx.parameter(config.n_routed_experts, dtype=torch.float32)
 
@@ -52,8 +54,8 @@ class Gate(nn.Module):
 
     def forward(self, hidden_TD: Tensor, num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return logical topk_ids [T, K] int64, -1 for padding, and topk_weights [T, K] float32."""
-        logits_TE = self._kernels.gate_logits(hidden_TD, self.weight)
-        return self._kernels.group_limited_topk(
+        logits_TE = self._gate_logits(hidden_TD, self.weight)
+        return self._group_limited_topk(
             logits_TE, self.e_score_correction_bias, self._rule, num_rows
         )
 
@@ -66,11 +68,12 @@ class Gate(nn.Module):
 class Experts(nn.Module):
     """The routed experts in this rank's slots, stacked; with ep = 1 tp splits their width."""
 
-    def __init__(self, config: ModelConfig, ctx: LayerContext, placement: ExpertPlacement) -> None:
+    def __init__(
+        self, config: DeepseekV3Config, ctx: LayerContext, placement: ExpertPlacement
+    ) -> None:
         super().__init__()
         groups = ctx.groups
         self._placement = placement
-        self._kernels = ctx.kernels
         self._slots = split_evenly(
             placement.num_physical_experts, groups.ep_group.rank, groups.ep_group.size
         )
@@ -84,6 +87,11 @@ class Experts(nn.Module):
         # Both in one format: a width that is not whole blocks decides for the two.
         self.up = Matrix(ctx, [width] * 2, hidden, stack=stack, whole_blocks=True, names=names)
         self.down = Matrix(ctx, [hidden], width, stack=stack, whole_blocks=True, names=names)
+
+    @property
+    def number_format(self) -> NumberFormat:
+        """Of both matrices."""
+        return self.up.number_format
 
     @property
     def num_local_experts(self) -> int:
@@ -101,13 +109,13 @@ class Experts(nn.Module):
         return self.down.weight
 
     @property
-    def is_fp8(self) -> bool:
-        """Whether rows come and weights are in FP8."""
-        return self.up.is_fp8
+    def takes_quantized(self) -> bool:
+        """Whether rows come quantised."""
+        return self.up.takes_quantized
 
     def forward(self, rows: Rows) -> Tensor:
         """Map the rows to [M, D] ([L, M, D] in the masked layout), in the same order."""
-        return rows.mlp(self._kernels, self.up, self.down)
+        return rows.mlp(self.number_format, self.up.stored, self.down.stored)
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """See `HoldsWeights`; a logical expert in several slots is read once per slot."""
@@ -148,7 +156,7 @@ class MoE(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV3Config,
         ctx: LayerContext,
         placement: ExpertPlacement,
         dispatcher: TokenDispatcher[Any],
@@ -168,9 +176,10 @@ class MoE(nn.Module):
         self._shared_schedule = SharedSchedule(
             overlaps=ctx.overlap_shared_expert, side_stream=ctx.side_stream
         )
-        is_shared_fp8 = self.shared_experts is not None and self.shared_experts.is_fp8
+        does_shared = self.shared_experts is not None and self.shared_experts.takes_quantized
         self.feed_format = FeedFormat.of(
-            is_fp8=dispatcher.takes_fp8 or is_shared_fp8, is_sent=ctx.sharding.sends_rows
+            is_quantized=dispatcher.takes_quantized or does_shared,
+            is_sent=ctx.sharding.sends_rows,
         )
 
     def forward(self, normed: Normed, num_rows: Tensor | None = None) -> Operations[Tensor]:
@@ -184,7 +193,7 @@ class MoE(nn.Module):
         shared = self._shared_schedule.start(self.shared_experts, normed)
         topk_ids_TK, topk_weights_TK = self.gate(normed.plain, num_rows)
         topk_ids_TK = self.placement.to_physical(topk_ids_TK)
-        feed = normed.feed if self.dispatcher.takes_fp8 else normed.plain
+        feed = normed.feed if self.dispatcher.takes_quantized else normed.plain
         dispatching = self.dispatcher.start_dispatch(feed, topk_ids_TK, topk_weights_TK)
         shared.while_dispatched()
         yield
@@ -196,7 +205,7 @@ class MoE(nn.Module):
 
 
 def create_expert_dispatcher(
-    config: ModelConfig, ctx: LayerContext, placement: ExpertPlacement
+    config: DeepseekV3Config, ctx: LayerContext, placement: ExpertPlacement
 ) -> TokenDispatcher[Any]:
     """Return the dispatcher of a model that was given none; it serves all MoE layers in turn."""
     experts = RankExperts(

@@ -11,8 +11,9 @@ from enum import Enum, auto
 from torch import Tensor, nn
 
 from engine.formats.fp8_rows import Activation, Fp8Rows
+from engine.formats.packed_rows import empty_packed
 from engine.layers.context import LayerContext
-from engine.parallel.packed_rows import empty_packed
+from engine.ops.norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8, RMS_NORM
 from engine.weights.slices import WeightSlice
 
 
@@ -22,12 +23,12 @@ class FeedFormat(Enum):
     PLAIN = auto()
     FP8 = auto()
     PACKED_FP8 = auto()
-    """As bytes that can be sent (`engine.parallel.packed_rows`)."""
+    """As bytes that can be sent (`engine.formats.packed_rows`)."""
 
     @classmethod
-    def of(cls, *, is_fp8: bool, is_sent: bool = False) -> "FeedFormat":
-        """Return the format for a layer with FP8 weights or not, that sends its input or not."""
-        if not is_fp8:
+    def of(cls, *, is_quantized: bool, is_sent: bool = False) -> "FeedFormat":
+        """Return the format for a layer that takes quantised rows or not, and sends them or not."""
+        if not is_quantized:
             return cls.PLAIN
         return cls.PACKED_FP8 if is_sent else cls.FP8
 
@@ -76,13 +77,15 @@ class RMSNorm(nn.Module):
 
     def __init__(self, ctx: LayerContext, size: int, eps: float = 1e-6) -> None:
         super().__init__()
-        self._kernels = ctx.kernels
+        self._rms_norm = ctx.ops[RMS_NORM]
+        self._add_rms_norm = ctx.ops[ADD_RMS_NORM]
+        self._add_rms_norm_fp8 = ctx.ops[ADD_RMS_NORM_FP8]
         self.eps = eps
         self.weight = ctx.parameter(size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., size] to the same shape and dtype."""
-        return self._kernels.rms_norm(x, self.weight, self.eps)
+        return self._rms_norm(x, self.weight, self.eps)
 
     def add(
         self, stream: Residual, feed: FeedFormat, *, with_plain: bool = False
@@ -97,18 +100,18 @@ class RMSNorm(nn.Module):
         Returns:
             The sum [T, size], and its norm.
         """
-        kernels, rows_TD, delta_TD = self._kernels, stream.rows_TD, stream.delta_TD
+        rows_TD, delta_TD = stream.rows_TD, stream.delta_TD
         if feed is not FeedFormat.PLAIN:
             out = None
             if feed is FeedFormat.PACKED_FP8:
                 out = empty_packed(rows_TD.shape[0], rows_TD.shape[1], rows_TD.device)
-            rows_TD, plain_TD, fp8_TD = kernels.add_rms_norm_fp8(
+            rows_TD, plain_TD, fp8_TD = self._add_rms_norm_fp8(
                 rows_TD, delta_TD, self.weight, self.eps, with_plain=with_plain, out=out
             )
             return rows_TD, Normed(plain_TD=plain_TD, fp8_TD=fp8_TD)
         if delta_TD is None:
             return rows_TD, Normed(plain_TD=self(rows_TD), fp8_TD=None)
-        rows_TD, plain_TD = kernels.add_rms_norm(rows_TD, delta_TD, self.weight, self.eps)
+        rows_TD, plain_TD = self._add_rms_norm(rows_TD, delta_TD, self.weight, self.eps)
         return rows_TD, Normed(plain_TD=plain_TD, fp8_TD=None)
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.yarn import YarnConfig
 
 
@@ -23,7 +23,7 @@ class RotaryEmbedding:
         self._scale = scale
 
     @classmethod
-    def of(cls, config: ModelConfig, device: torch.device) -> "RotaryEmbedding":
+    def of(cls, config: DeepseekV3Config, device: torch.device) -> "RotaryEmbedding":
         """Return that of DeepSeek-V3."""
         return cls(inverse_frequencies(config).to(device), cos_sin_scale(config.yarn))
 
@@ -33,7 +33,7 @@ class RotaryEmbedding:
         return angles.cos() * self._scale, angles.sin() * self._scale
 
 
-def inverse_frequencies(config: ModelConfig) -> Tensor:
+def inverse_frequencies(config: DeepseekV3Config) -> Tensor:
     """Return radians per position of each pair, [qk_rope_head_dim / 2] float32."""
     dim, base, yarn = config.qk_rope_head_dim, config.rope_theta, config.yarn
     wavelengths = base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
@@ -63,7 +63,7 @@ def cos_sin_scale(yarn: YarnConfig | None) -> float:
     return _mscale(yarn.factor, 1.0)
 
 
-def softmax_scale(config: ModelConfig) -> float:
+def softmax_scale(config: DeepseekV3Config) -> float:
     """Return the factor of attention scores: 1 / sqrt(qk_head_dim), with YaRN's temperature."""
     scale = 1.0 / math.sqrt(config.qk_head_dim)
     if config.yarn is not None and config.yarn.mscale_all_dim:

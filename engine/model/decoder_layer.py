@@ -6,7 +6,7 @@ from torch import nn
 
 from engine.attention.attention_plan import AttentionStep
 from engine.attention.latent import LatentAttention
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.layers.context import LayerContext
 from engine.layers.mla import MLA
 from engine.layers.mlp import MLP
@@ -22,7 +22,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV3Config,
         ctx: LayerContext,
         attention: LatentAttention,
         index: int,

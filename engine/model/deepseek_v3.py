@@ -11,6 +11,7 @@ are wanted.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +21,8 @@ from engine.attention.attention_rule import AttentionRule
 from engine.attention.kv_spec import KVSpec
 from engine.attention.latent import LatentAttention
 from engine.batch import ForwardBatch
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.execution import Execution
-from engine.formats.fp8_rows import GROUP
 from engine.hf_config.quantization import ModulePatterns
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
@@ -49,7 +49,7 @@ class DeepseekV3Model(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV3Config,
         ctx: LayerContext,
         attention: LatentAttention,
         *,
@@ -84,13 +84,13 @@ class DeepseekV3ForCausalLM(nn.Module):
         groups: the ranks that share the model.
         with_mtp: whether the MTP layers were built.
         kernels: that the layers call.
-        keeps_fp8: whether weights that the checkpoint has in FP8 stay so.
+        number_format: of the weights that the checkpoint quantises.
         attention: what the pool keeps, and how a step attends.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV3Config,
         groups: ProcessGroups | None = None,
         *,
         dtype: torch.dtype = torch.float32,
@@ -106,16 +106,17 @@ class DeepseekV3ForCausalLM(nn.Module):
         Args:
             config: of the model.
             groups: the ranks that share it; None for one process.
-            dtype: compute dtype; without FP8 kernels, FP8 weights are dequantised into it at load.
+            dtype: compute dtype; weights of a format that the kernels lack are dequantised into it.
             device: where everything is.
             with_mtp: build the multi-token-prediction layers too.
             placement: slots of the routed experts; None for one each.
             attention_rule: when attention is absorbed; None for the cheaper form by arithmetic.
-            kernels: None for the fastest of the device; with FP8, such weights stay as they are.
+            kernels: None for the fastest of the device; weights of their formats stay as they are.
             execution: how steps run on several ranks; None for what fits `groups`.
 
         Raises:
-            ConfigError: the axes do not divide the model, or some routed experts are in FP8 only.
+            ConfigError: the axes do not divide the model, or some routed experts are quantised
+                and others are not.
         """
         super().__init__()
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
@@ -125,7 +126,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         self.kernels = kernels or create_kernels(self.device, dtype)
         execution = execution or Execution()
         ctx = self._context(execution)
-        self.keeps_fp8 = ctx.fp8
+        self.number_format = ctx.number_format
         dispatcher = execution.dispatcher or create_expert_dispatcher(config, ctx, placement)
         rule = attention_rule or AttentionRule.of(config, tp=self.groups.dims.tp)
         self.attention = LatentAttention(config, self.kernels, self.device, rule)
@@ -146,18 +147,18 @@ class DeepseekV3ForCausalLM(nn.Module):
         """Return what the layers are built with.
 
         Raises:
-            ConfigError: some routed experts are in FP8 only.
+            ConfigError: only some routed experts are quantised.
         """
         config, dims, scatter = self.config, self.groups.dims, execution.scatter_tokens
-        fp8 = self.kernels.has_fp8 and config.fp8_block_size == GROUP
-        if fp8:
+        number_format = self.kernels.formats.of(config)
+        if number_format.is_quantized:
             experts_are_quantized(config, with_mtp=self.with_mtp)  # all of them or none
         return LayerContext(
             dtype=self.dtype,
             device=self.device,
             groups=self.groups,
             kernels=self.kernels,
-            fp8=fp8,
+            number_format=number_format,
             unquantized=ModulePatterns(config.unquantized_modules),
             scatter_tokens=dims.tp > 1 and dims.ep > 1 if scatter is None else scatter,
             overlap_shared_expert=execution.overlap_shared_expert,
@@ -207,7 +208,8 @@ class DeepseekV3ForCausalLM(nn.Module):
         self, batch: ForwardBatch, kv_pool: KVPool, layer_done: Callable[[int], None]
     ) -> Operations[Tensor]:
         """Run one micro-batch: [T, D], after the final norm."""
-        step = self.attention.plan(batch, kv_pool)
+        own_rows = self._sharding.count(batch.num_rows, batch.num_tokens)
+        step = self.attention.plan(replace(batch, num_rows=own_rows), kv_pool)
         own_ids = self._sharding.take(batch.input_ids)
         stream = Residual(self.model.embed_tokens(own_ids))
         for index, layer in enumerate(self.model.layers[: self.config.num_hidden_layers]):
@@ -224,7 +226,7 @@ class DeepseekV3ForCausalLM(nn.Module):
 
     def _split(self, batch: ForwardBatch) -> tuple[ForwardBatch, ...]:
         """Return the micro-batches of a step: one, or two if they are to overlap."""
-        if self._overlap is None:
+        if self._overlap is None or not batch.lengths:  # of fixed shape, and small
             return (batch,)
         dims = self.groups.dims
         is_collective = dims.dp > 1 and dims.ep > 1
@@ -300,7 +302,7 @@ class DeepseekV3ForCausalLM(nn.Module):
                 yield from module.weight_slices(name)
 
 
-def _unused_prefixes(config: ModelConfig, with_mtp: bool) -> tuple[str, ...]:
+def _unused_prefixes(config: DeepseekV3Config, with_mtp: bool) -> tuple[str, ...]:
     first, count = config.num_hidden_layers, config.num_nextn_predict_layers
     layers = [f"model.layers.{index}." for index in range(first, first + count)]
     if not with_mtp:

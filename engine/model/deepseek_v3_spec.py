@@ -2,14 +2,14 @@
 
 from typing import Final
 
-from engine.config import ARCHITECTURE, MODEL_TYPE, ModelConfig
+from engine.config import ARCHITECTURE, MODEL_TYPE, DeepseekV3Config
 from engine.model.spec import BuildOptions, CommonConfig, ModelSpec, ServedModel
 
 
 def _build(config: CommonConfig, options: BuildOptions) -> ServedModel:
     from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 
-    assert isinstance(config, ModelConfig)
+    assert isinstance(config, DeepseekV3Config)
     return DeepseekV3ForCausalLM(
         config,
         options.groups,
@@ -25,6 +25,6 @@ def _build(config: CommonConfig, options: BuildOptions) -> ServedModel:
 DEEPSEEK_V3: Final = ModelSpec(
     architecture=ARCHITECTURE,
     model_type=MODEL_TYPE,
-    read=ModelConfig.from_hf,
+    read=DeepseekV3Config.from_hf,
     build=_build,
 )

@@ -87,7 +87,6 @@ class LlamaForCausalLM(nn.Module):
     """
 
     with_mtp = False
-    keeps_fp8 = False
     attention_rule = None
     waits_for_counts = False
     unused_prefixes: tuple[str, ...] = ()
@@ -103,6 +102,7 @@ class LlamaForCausalLM(nn.Module):
         self.groups = options.groups
         self.groups.dims.check_model(config)
         self.kernels = options.kernels or create_kernels(self.device, self.dtype)
+        self.number_format = self.kernels.formats.plain
         execution = options.execution or Execution()
         if execution.overlap is not None:
             problem = f"{config.architecture} runs every step whole"

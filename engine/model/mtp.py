@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engine.attention.attention_plan import AttentionStep
 from engine.attention.latent import LatentAttention
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear
 from engine.layers.norm import FeedFormat, Residual, RMSNorm
@@ -26,7 +26,7 @@ from engine.parallel.token_dispatcher import TokenDispatcher
 class SharedHead(nn.Module):
     """The norm before the head that is shared with the model."""
 
-    def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
+    def __init__(self, config: DeepseekV3Config, ctx: LayerContext) -> None:
         super().__init__()
         self.norm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
 
@@ -39,7 +39,7 @@ class MTPLayer(DecoderLayer):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV3Config,
         ctx: LayerContext,
         attention: LatentAttention,
         index: int,

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
     from engine.attention.attention_rule import AttentionRule
     from engine.batch import ForwardBatch
-    from engine.config import ModelConfig
+    from engine.config import DeepseekV3Config
     from engine.execution import Execution
+    from engine.formats.base import NumberFormat
     from engine.kernels.base import Kernels
     from engine.memory.kv_pool import KVPool
     from engine.parallel.expert_placement import ExpertPlacement
@@ -84,7 +85,7 @@ class CommonConfig(Protocol):
         ...
 
     @property
-    def experts(self) -> ModelConfig | None:
+    def experts(self) -> DeepseekV3Config | None:
         """Sizes and routing of the experts; None for a dense model."""
         ...
 
@@ -159,8 +160,8 @@ class ServedModel(Protocol):
         ...
 
     @property
-    def keeps_fp8(self) -> bool:
-        """Whether weights that the checkpoint has in FP8 stay so."""
+    def number_format(self) -> NumberFormat:
+        """Of the weights that the checkpoint quantises; the plain one if they are dequantised."""
         ...
 
     @property

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.formats.expert_rows import Rows
 from engine.formats.fp8_rows import Activation
-from engine.parallel.expert_rows import Rows
 from engine.parallel.groups import RankGroup
 from engine.parallel.pending import Deferred, Pending, Then, wait_for
 from engine.parallel.row_formats import (
@@ -64,7 +64,7 @@ class AllToAllDispatcher:
     def __init__(self, rows: RowFormat[Any], ep_group: RankGroup) -> None:
         """Take the form of rows, which knows this rank's experts, and the ranks."""
         self._format, self._ep_group = rows, ep_group
-        self.takes_fp8 = rows.takes_fp8
+        self.takes_quantized = rows.takes_quantized
 
     def start_dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor

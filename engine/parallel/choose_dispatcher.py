@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import torch
 
-from engine.config import ModelConfig
-from engine.formats.fp8_rows import GROUP
+from engine.config import DeepseekV3Config
+from engine.formats.base import NumberFormat
 from engine.kernels.base import Kernels
 from engine.options import DispatcherKind
 from engine.parallel import deep_ep
@@ -29,7 +29,7 @@ from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.parallel.nvlink import open as nvlink
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
 from engine.parallel.nvlink.shape import NvlinkShape
-from engine.parallel.row_formats import AlignedFp8, ExpertShare, PlainRows, RowFormat
+from engine.parallel.row_formats import ExpertShare, choose_row_format
 from engine.parallel.token_dispatcher import TokenDispatcher
 from engine.weights.expert_format import experts_are_quantized
 from runtime.errors import ConfigError
@@ -64,7 +64,7 @@ class RankExperts:
         scatter_tokens: whether each tp rank has its own rows of a step.
     """
 
-    config: ModelConfig
+    config: DeepseekV3Config
     groups: ProcessGroups
     kernels: Kernels
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -86,13 +86,25 @@ class RankExperts:
         )
 
     @property
-    def are_fp8(self) -> bool:
-        """Whether the experts' rows are FP8."""
-        config, dims = self.config, self.groups.dims
+    def number_format(self) -> NumberFormat:
+        """Of the experts' weights.
+
+        Raises:
+            ConfigError: the checkpoint quantises some experts only.
+        """
+        config, dims, formats = self.config, self.groups.dims, self.kernels.formats
+        chosen = formats.of(config)
         width = config.moe_intermediate_size // (dims.tp if dims.ep == 1 else 1)
-        are_whole = not config.hidden_size % GROUP and not width % GROUP
-        is_stored = config.fp8_block_size == GROUP and are_whole
-        return self.kernels.has_fp8 and is_stored and experts_are_quantized(config)
+        shapes = ([width] * 2, config.hidden_size), ([config.hidden_size], width)
+        is_held = not any(chosen.weights.why_not(*shape, whole=True) for shape in shapes)
+        if chosen.is_quantized and is_held and experts_are_quantized(config):
+            return chosen
+        return formats.plain
+
+    @property
+    def are_quantized(self) -> bool:
+        """Whether the experts' rows are quantised."""
+        return self.number_format.rows is not None
 
 
 def choose_dispatcher(
@@ -121,8 +133,8 @@ def choose_dispatcher(
     | dp = ep > 1       | any     | auto, collectives |               | `AllToAll`               |
     | rows are here     | any     | auto, collectives |               | `Local`                  |
 
-    Libraries take some sizes only, and then do not count as installed. In the last three lines the
-    format of rows is `AlignedFp8` for experts in FP8, and `PlainRows` for others.
+    Libraries take some sizes only, and then do not count as installed. In the last three lines
+    rows are `AlignedQuantized` or `PlainRows`, as the experts' number format says.
 
     Args:
         experts: of this rank.
@@ -163,7 +175,7 @@ def _why_collectives(experts: RankExperts, kind: DispatcherKind) -> str:
         return "no layer has experts"
     if kind is DispatcherKind.COLLECTIVES:
         return "asked for"
-    if experts.are_fp8:
+    if experts.are_quantized:
         return ""
     if kind is DispatcherKind.AUTO:
         return "the experts' weights are not FP8"
@@ -174,9 +186,7 @@ def _why_collectives(experts: RankExperts, kind: DispatcherKind) -> str:
 def _by_collectives(experts: RankExperts) -> OpenDispatcher:
     """Return the dispatcher that the process groups alone make possible."""
     groups, share = experts.groups, experts.share
-    rows: RowFormat[Any] = PlainRows(share)
-    if experts.are_fp8:
-        rows = AlignedFp8(experts.kernels, share)
+    rows = choose_row_format(experts.number_format, experts.kernels.ops, share)
     dispatcher: TokenDispatcher[Any]
     if experts.scatter_tokens:
         dispatcher = GatheredDispatcher(rows, groups.tp_group)
@@ -246,7 +256,7 @@ def _open_nvlink(
             raise
         logger.warning("tokens do not travel by NVLink stores reason=%s", error)
         return None
-    dispatcher = NvlinkDispatcher(experts.kernels, buffer)
+    dispatcher = NvlinkDispatcher(buffer)
     return OpenDispatcher(dispatcher=dispatcher, close=buffer.close)
 
 

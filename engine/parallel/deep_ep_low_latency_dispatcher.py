@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.formats.expert_rows import plain
 from engine.formats.fp8_rows import Activation
 from engine.invariants import require
 from engine.kernels.masked_rows import MaskedRoom, MaskedRows
 from engine.parallel.deep_ep_buffers import LibraryHandle, LowLatencyBuffer, Masked
-from engine.parallel.expert_rows import plain
 from engine.parallel.pending import Pending, Then
 
 
@@ -33,7 +33,7 @@ class LowLatencyHandle:
 class DeepEPLowLatencyDispatcher:
     """See the module; all layers share one buffer."""
 
-    takes_fp8 = False
+    takes_quantized = False
     waits_for_counts = False
 
     def __init__(self, buffer: LowLatencyBuffer) -> None:

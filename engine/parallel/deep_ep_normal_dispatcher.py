@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.formats.fp8_rows import Activation, Fp8Rows
+from engine.formats.expert_rows import AlignedRows, quantized
+from engine.formats.fp8_rows import Activation
 from engine.kernels.alignment import ROW_BLOCK, Alignment
 from engine.kernels.base import Kernels
+from engine.ops.permute import COUNT_ROWS, UNPERMUTE_ROWS
 from engine.parallel.deep_ep_buffers import Arrived, LibraryHandle, NormalBuffer
-from engine.parallel.expert_rows import AlignedRows
 from engine.parallel.pending import Pending, Then, wait_for
 
 
@@ -42,11 +43,12 @@ class NormalHandle:
 class DeepEPNormalDispatcher:
     """See the module; all layers share one buffer."""
 
-    takes_fp8 = True
+    takes_quantized = True
     waits_for_counts = True
 
     def __init__(self, kernels: Kernels, buffer: NormalBuffer) -> None:
-        self._kernels = kernels
+        self._kernels, self._ops = kernels, kernels.ops
+        self._count_rows, self._unpermute_rows = self._ops[COUNT_ROWS], self._ops[UNPERMUTE_ROWS]
         self._buffer = buffer
 
     @property
@@ -58,7 +60,7 @@ class DeepEPNormalDispatcher:
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> Pending[tuple[AlignedRows, NormalHandle]]:
         """See `TokenDispatcher`."""
-        rows = hidden if isinstance(hidden, Fp8Rows) else self._kernels.quantize_rows(hidden)
+        rows = quantized(hidden)
         arriving = self._buffer.start_dispatch(
             rows, topk_ids_TK, topk_weights_TK, alignment=ROW_BLOCK
         )
@@ -68,18 +70,14 @@ class DeepEPNormalDispatcher:
         self, expert_out_MD: Tensor, handle: NormalHandle, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
         """See `TokenDispatcher`; `own` is complete for this rank's tokens."""
-        out_ND = self._kernels.unpermute_rows(
-            expert_out_MD, handle.alignment, handle.topk_weights_NK, None
-        )
+        out_ND = self._unpermute_rows(expert_out_MD, handle.alignment, handle.topk_weights_NK, None)
         return self._buffer.start_combine(out_ND, handle.handle, wait_for(own))
 
     def _align(self, arrived: Arrived) -> tuple[AlignedRows, NormalHandle]:
-        counts = self._kernels.count_rows(
-            arrived.topk_ids_NK, 0, self._buffer.shape.num_local_experts
-        )
+        counts = self._count_rows(arrived.topk_ids_NK, 0, self._buffer.shape.num_local_experts)
         num_rows = counts.rows_to_lay_out(sum(arrived.num_rows_per_expert))
         alignment = counts.lay_out(num_rows)
-        aligned = AlignedRows.permute(self._kernels, arrived.rows, alignment)
+        aligned = AlignedRows.permute(self._ops, arrived.rows, alignment)
         handle = NormalHandle(
             alignment=alignment, topk_weights_NK=arrived.topk_weights_NK, handle=arrived.handle
         )

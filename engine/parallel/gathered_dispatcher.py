@@ -15,8 +15,8 @@ from typing import Generic
 import torch
 from torch import Tensor
 
+from engine.formats.expert_rows import Rows
 from engine.formats.fp8_rows import Activation
-from engine.parallel.expert_rows import Rows
 from engine.parallel.groups import RankGroup
 from engine.parallel.pending import Deferred, Pending, Then
 from engine.parallel.row_formats import Plan, RowFormat
@@ -28,7 +28,7 @@ class GatheredDispatcher(Generic[Plan]):
     def __init__(self, rows: RowFormat[Plan], group: RankGroup) -> None:
         """Take the form of rows, which knows this rank's experts, and the ranks."""
         self._format, self._group = rows, group
-        self.takes_fp8, self.waits_for_counts = rows.takes_fp8, rows.waits_for_counts
+        self.takes_quantized, self.waits_for_counts = rows.takes_quantized, rows.waits_for_counts
 
     def start_dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.formats.fp8_rows import Activation, Fp8Rows
+from engine.formats.expert_rows import quantized
+from engine.formats.fp8_rows import Activation
 from engine.kernels.base import Kernels
 from engine.kernels.masked_rows import (
     MaskedPlaces,
@@ -22,6 +23,8 @@ from engine.kernels.masked_rows import (
     guess_rows,
     max_masked_rows,
 )
+from engine.ops.masked import MOE_ALIGN_MASKED, PERMUTE_MASKED_ROWS
+from engine.ops.permute import UNPERMUTE_ROWS
 from engine.parallel.pending import Pending, Ready, wait_for
 
 
@@ -36,7 +39,7 @@ class LoopbackHandle:
 class LoopbackMaskedDispatcher:
     """See the module."""
 
-    takes_fp8 = True
+    takes_quantized = True
     waits_for_counts = False
 
     def __init__(self, kernels: Kernels, num_local_experts: int, num_ranks: int) -> None:
@@ -48,7 +51,10 @@ class LoopbackMaskedDispatcher:
             num_ranks: R, ranks of the instance that is played.
         """
         assert num_local_experts > 1, num_local_experts
-        self._kernels = kernels
+        self._kernels, ops = kernels, kernels.ops
+        self._moe_align_masked = ops[MOE_ALIGN_MASKED]
+        self._permute_masked_rows = ops[PERMUTE_MASKED_ROWS]
+        self._unpermute_rows = ops[UNPERMUTE_ROWS]
         self._num_local_experts = num_local_experts
         self._num_ranks = num_ranks
 
@@ -63,17 +69,17 @@ class LoopbackMaskedDispatcher:
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> Pending[tuple[MaskedRows, LoopbackHandle]]:
         """See `TokenDispatcher`."""
-        rows = hidden if isinstance(hidden, Fp8Rows) else self._kernels.quantize_rows(hidden)
+        rows = quantized(hidden)
         num_tokens, top_k = topk_ids_TK.shape
         num_local, room = self._num_local_experts, self.masked_room(num_tokens, top_k)
-        places = self._kernels.moe_align_masked(
+        places = self._moe_align_masked(
             torch.fmod(topk_ids_TK, num_local),  # whose remainder of -1 is -1
             0,
             num_local,
             room.max_rows,
             expected_rows=room.expected_rows,
         )
-        masked = self._kernels.permute_masked_rows(rows, places)
+        masked = self._permute_masked_rows(rows, places)
         handle = LoopbackHandle(places=places, topk_weights_TK=topk_weights_TK)
         return Ready((masked, handle))
 
@@ -81,7 +87,7 @@ class LoopbackMaskedDispatcher:
         self, expert_out_LMD: Tensor, handle: LoopbackHandle, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
         """See `TokenDispatcher`."""
-        summed_TD = self._kernels.unpermute_rows(
+        summed_TD = self._unpermute_rows(
             expert_out_LMD.flatten(0, 1), handle.places, handle.topk_weights_TK, wait_for(own)
         )
         return Ready(summed_TD)

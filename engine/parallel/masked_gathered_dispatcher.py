@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.formats.expert_rows import quantized
 from engine.formats.fp8_rows import Activation, Fp8Rows, packed_row_bytes
 from engine.invariants import require
 from engine.kernels.base import Kernels
@@ -29,6 +30,8 @@ from engine.kernels.masked_rows import (
     guess_rows,
     max_masked_rows,
 )
+from engine.ops.masked import MOE_ALIGN_MASKED, PERMUTE_MASKED_ROWS
+from engine.ops.permute import UNPERMUTE_ROWS
 from engine.parallel.groups import RankGroup
 from engine.parallel.pending import Pending, Then
 
@@ -51,7 +54,7 @@ class MaskedGatheredHandle:
 class MaskedGatheredDispatcher:
     """See the module."""
 
-    takes_fp8 = True
+    takes_quantized = True
     waits_for_counts = False
 
     def __init__(
@@ -65,12 +68,15 @@ class MaskedGatheredDispatcher:
         """Take what is the same on all ranks of `ep_group`, but for the kernels.
 
         Args:
-            kernels: of this rank, with FP8.
+            kernels: of this rank.
             num_local_experts: L.
             ep_group: the ranks.
             max_tokens_per_rank: T; a rank alone does not pad.
         """
-        self._kernels = kernels
+        self._kernels, ops = kernels, kernels.ops
+        self._moe_align_masked = ops[MOE_ALIGN_MASKED]
+        self._permute_masked_rows = ops[PERMUTE_MASKED_ROWS]
+        self._unpermute_rows = ops[UNPERMUTE_ROWS]
         self._num_local_experts = num_local_experts
         self._group = ep_group
         self._max_tokens_per_rank = max_tokens_per_rank
@@ -88,7 +94,7 @@ class MaskedGatheredDispatcher:
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> Pending[tuple[MaskedRows, MaskedGatheredHandle]]:
         """See `TokenDispatcher`; at most `max_tokens_per_rank` tokens."""
-        rows = hidden if isinstance(hidden, Fp8Rows) else self._kernels.quantize_rows(hidden)
+        rows = quantized(hidden)
         num_tokens, top_k = topk_ids_TK.shape
         message = _pack(rows, topk_ids_TK, topk_weights_TK, self._padded(num_tokens))
         gathering = self._group.start_all_gather(message)
@@ -100,7 +106,7 @@ class MaskedGatheredDispatcher:
             handle = MaskedGatheredHandle(
                 places=places, topk_weights=weights, num_tokens=num_tokens
             )
-            return self._kernels.permute_masked_rows(all_rows, places), handle
+            return self._permute_masked_rows(all_rows, places), handle
 
         return Then(gathering, receive)
 
@@ -108,7 +114,7 @@ class MaskedGatheredDispatcher:
         self, expert_out_LMD: Tensor, handle: MaskedGatheredHandle, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
         """See `TokenDispatcher`; `own` is complete for this rank's tokens."""
-        partial = self._kernels.unpermute_rows(
+        partial = self._unpermute_rows(
             expert_out_LMD.flatten(0, 1), handle.places, handle.topk_weights, None
         )
         reducing = self._group.start_reduce_scatter(partial)
@@ -128,7 +134,7 @@ class MaskedGatheredDispatcher:
 
     def _place(self, ids: Tensor, room: MaskedRoom) -> MaskedPlaces:
         num_local = self._num_local_experts
-        return self._kernels.moe_align_masked(
+        return self._moe_align_masked(
             ids,
             self._group.rank * num_local,
             num_local,

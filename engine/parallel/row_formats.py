@@ -1,4 +1,4 @@
-"""In which form rows go to experts: number format and layout, as data of a dispatcher.
+"""In which form rows go to experts: as numbers of which kind, and in which layout; a dispatcher's.
 
 A dispatcher says who sends rows to whom. A format says what is sent, in which order rows stand at
 the experts, and how their results become one sum a token. The key idea: the ways to travel and the
@@ -9,16 +9,17 @@ packed row.
 """
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from engine.formats.fp8_rows import Activation, Fp8Rows
+from engine.formats.base import NumberFormat, RowCodec
+from engine.formats.expert_rows import AlignedRows, ExpertRows, Rows, plain, quantized
+from engine.formats.fp8_rows import Activation
 from engine.kernels.alignment import ROW_BLOCK, Alignment, row_capacity
-from engine.kernels.base import Kernels
-from engine.parallel.expert_rows import AlignedRows, ExpertRows, Rows, plain, quantized
-from engine.parallel.packed_rows import packed_bytes
+from engine.ops.op import Ops
+from engine.ops.permute import COUNT_ROWS, MOE_ALIGN_BLOCK_SIZE, UNPERMUTE_ROWS
 
 Plan = TypeVar("Plan")
 
@@ -43,7 +44,7 @@ class RowFormat(Protocol[Plan]):
 
     Attributes:
         share: the experts of this rank.
-        takes_fp8: whether rows are FP8.
+        takes_quantized: whether rows are quantised.
         waits_for_counts: see `TokenDispatcher`.
     """
 
@@ -53,7 +54,7 @@ class RowFormat(Protocol[Plan]):
         ...
 
     @property
-    def takes_fp8(self) -> bool:
+    def takes_quantized(self) -> bool:
         """See the class."""
         ...
 
@@ -125,7 +126,7 @@ class PlainRows:
     """Rows in the compute dtype, sorted by expert; the host reads how many each of them has."""
 
     share: ExpertShare
-    takes_fp8 = False
+    takes_quantized = False
     waits_for_counts = True
 
     def pack(self, hidden: Activation) -> Tensor:
@@ -172,53 +173,59 @@ class AlignedPairs:
 
 
 @dataclass(frozen=True, slots=True)
-class AlignedFp8:
-    """Rows in FP8 in the layout of `engine.kernels.alignment`; they travel packed.
+class AlignedQuantized:
+    """Quantised rows in the layout of `engine.kernels.alignment`; they travel packed.
 
     A pair gets its row on the device, and the host never waits for how many there are.
     """
 
-    kernels: Kernels
+    ops: Ops
+    codec: RowCodec
     share: ExpertShare
-    takes_fp8 = True
+    takes_quantized = True
     waits_for_counts = False
 
     def pack(self, hidden: Activation) -> Tensor:
         """See `RowFormat`."""
-        return packed_bytes(quantized(hidden))
+        return self.codec.pack(quantized(hidden))
 
     def unpack(self, message: Tensor, like: Activation) -> Activation:
         """See `RowFormat`."""
-        return Fp8Rows.packed(message, quantized(like).data_TK.shape[1])
+        return self.codec.unpack(message, quantized(like).data_TK.shape[1])
 
     def plan(self, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> AlignedPairs:
         """See `RowFormat`."""
         share = self.share
         capacity = row_capacity(topk_ids_TK.numel(), share.num_local, share.num_ranks)
-        alignment = self.kernels.moe_align_block_size(
+        alignment = self.ops[MOE_ALIGN_BLOCK_SIZE](
             topk_ids_TK, share.first, share.num_local, capacity
         )
         return AlignedPairs(alignment=alignment, topk_weights_TK=topk_weights_TK)
 
     def permute(self, rows: Activation, plan: AlignedPairs) -> AlignedRows:
         """See `RowFormat`."""
-        return AlignedRows.permute(self.kernels, quantized(rows), plan.alignment)
+        return AlignedRows.permute(self.ops, quantized(rows), plan.alignment)
 
     def unpermute(self, expert_out_MD: Tensor, plan: AlignedPairs, own_TD: Tensor | None) -> Tensor:
         """See `RowFormat`."""
-        return self.kernels.unpermute_rows(
-            expert_out_MD, plan.alignment, plan.topk_weights_TK, own_TD
-        )
+        return self.ops[UNPERMUTE_ROWS](expert_out_MD, plan.alignment, plan.topk_weights_TK, own_TD)
 
     def sort(
         self, rows: Activation, expert_M: Tensor, num_rows_per_expert: list[int]
     ) -> tuple[AlignedRows, Tensor]:
         """See `RowFormat`; the layout ends where the rows in use do."""
         num_rows = sum(-(-count // ROW_BLOCK) * ROW_BLOCK for count in num_rows_per_expert)
-        counts = self.kernels.count_rows(expert_M.unsqueeze(1), 0, len(num_rows_per_expert))
+        counts = self.ops[COUNT_ROWS](expert_M.unsqueeze(1), 0, len(num_rows_per_expert))
         alignment = counts.lay_out(counts.rows_to_lay_out(num_rows))
-        aligned = AlignedRows.permute(self.kernels, quantized(rows), alignment)
+        aligned = AlignedRows.permute(self.ops, quantized(rows), alignment)
         return aligned, alignment.rows_TK.flatten().long()
+
+
+def choose_row_format(number_format: NumberFormat, ops: Ops, share: ExpertShare) -> RowFormat[Any]:
+    """Return the form of rows that experts in a format multiply, in the contiguous layout."""
+    if number_format.rows is None:
+        return PlainRows(share)
+    return AlignedQuantized(ops, number_format.rows, share)
 
 
 def sort_by_expert(

@@ -13,9 +13,9 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
+from engine.formats.expert_rows import Rows
 from engine.formats.fp8_rows import Activation
 from engine.kernels.masked_rows import MaskedRoom
-from engine.parallel.expert_rows import Rows
 from engine.parallel.pending import Pending
 
 Handle = TypeVar("Handle")
@@ -28,13 +28,13 @@ class TokenDispatcher(Protocol[Handle]):
     time; steps of decode start a transfer when the one before it has been waited for.
 
     Attributes:
-        takes_fp8: whether `start_dispatch` takes FP8 rows.
+        takes_quantized: whether `start_dispatch` takes quantised rows.
         waits_for_counts: whether the `wait` of a dispatch stops the host until the device has come
             so far and said how many rows there are. A step then takes as long to launch as to run
             (`ModelRunner.launch`). Otherwise nothing here ever reads the device.
     """
 
-    takes_fp8: bool
+    takes_quantized: bool
     waits_for_counts: bool
 
     def start_dispatch(
@@ -43,8 +43,8 @@ class TokenDispatcher(Protocol[Handle]):
         """Start to bring tokens to their experts.
 
         Args:
-            hidden: [T, D]; T may be 0, and the call must still be made. FP8 rows if, and only if,
-                `takes_fp8`.
+            hidden: [T, D]; T may be 0, and the call must still be made. Quantised rows if, and
+                only if, `takes_quantized`.
             topk_ids_TK: [T, K] int64 physical experts, no expert twice in a row; -1 for none. Such
                 a pair goes nowhere and adds nothing, whatever its weight, and of a token whose
                 experts all are -1 nothing is read.

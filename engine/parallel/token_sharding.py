@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.formats.fp8_rows import Activation, Fp8Rows
+from engine.formats.packed_rows import packed_bytes
 from engine.parallel.groups import RankGroup
-from engine.parallel.packed_rows import packed_bytes
 from engine.parallel.pending import Pending, Ready, Then
 
 
@@ -38,6 +38,10 @@ class TokenSharding(Protocol):
 
     def take(self, x_T: Tensor) -> Tensor:
         """Return this rank's rows [t, ...] of what all ranks hold, zero padded."""
+        ...
+
+    def count(self, num_rows: Tensor | None, num_tokens: int) -> Tensor | None:
+        """Return how many of this rank's rows [1] are no padding, if so many of all T are none."""
         ...
 
     def pad(self, x_T: Tensor) -> Tensor:
@@ -75,6 +79,10 @@ class ReplicatedTokens:
         """See `TokenSharding`."""
         return x_T
 
+    def count(self, num_rows: Tensor | None, num_tokens: int) -> Tensor | None:
+        """See `TokenSharding`."""
+        return num_rows
+
     def pad(self, x_T: Tensor) -> Tensor:
         """See `TokenSharding`."""
         return x_T
@@ -109,6 +117,13 @@ class ScatteredTokens:
         rows_P = self.pad(x_T)
         share = rows_P.shape[0] // self.group.size
         return rows_P[share * self.group.rank : share * (self.group.rank + 1)]
+
+    def count(self, num_rows: Tensor | None, num_tokens: int) -> Tensor | None:
+        """See `TokenSharding`."""
+        if num_rows is None:
+            return None
+        share = -(-num_tokens // self.group.size)
+        return (num_rows - share * self.group.rank).clamp(0, share)
 
     def pad(self, x_T: Tensor) -> Tensor:
         """See `TokenSharding`."""

@@ -13,7 +13,6 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from engine.weights.fp8 import quantize_block
 from engine.weights.loader import LoadableModel, ProgressCallback
 
 
@@ -39,12 +38,7 @@ def fill_with_dummy_weights(
             if full is None:
                 full = _draw(name, shape, seed, part.destination.device)
             window = tuple(slice(start, end) for start, end in part.ranges)
-            if part.scale is None:
-                part.destination.copy_(full[window])
-            else:
-                weight, scale = quantize_block(full[window])
-                part.destination.copy_(weight)
-                part.scale.copy_(scale)
+            part.rule.draw(full[window], part)
             done += part.destination.nbytes
             if progress is not None:
                 progress(done, total)

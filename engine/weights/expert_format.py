@@ -6,7 +6,7 @@ a checkpoint that quantises some experts only cannot be served as it is.
 
 from collections.abc import Iterator
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.hf_config.quantization import SECTION, UNQUANTIZED, ModulePatterns
 from runtime.errors import ConfigError
 
@@ -24,7 +24,7 @@ def expert_modules(path: str, num_experts: int) -> Iterator[str]:
             yield f"{path}.{expert}.{name}"
 
 
-def experts_are_quantized(config: ModelConfig, *, with_mtp: bool = False) -> bool:
+def experts_are_quantized(config: DeepseekV3Config, *, with_mtp: bool = False) -> bool:
     """Return whether the routed experts of all layers are in FP8.
 
     Args:

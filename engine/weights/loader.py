@@ -79,13 +79,7 @@ def load_weights(
         total = sum(_num_bytes(part) for part in wanted)
         done = 0
         for part in wanted:
-            assert part.destination is not None
-            if part.scale is None:
-                part.destination.copy_(checkpoint.read(part.name, part.ranges))
-            else:
-                weight, scale = checkpoint.read_quantized(part.name, part.ranges)
-                part.destination.copy_(weight)
-                part.scale.copy_(scale)
+            part.rule.read(checkpoint, part)
             done += _num_bytes(part)
             if progress is not None:
                 progress(done, total)

@@ -3,16 +3,60 @@
 Layers state it, loaders carry it out, and neither knows the other. The key idea: sharding is data.
 A slice says "rows a to b of tensor NAME, whose full shape must be S, go to this view of a
 parameter", so the same plan serves reading from disk, checking names and shapes before anything is
-read, and inventing weights that do not depend on the number of ranks.
+read, and inventing weights that do not depend on the number of ranks. Which numbers are written
+there is the rule of the weight's format.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from runtime.errors import InternalError
+
+
+class TensorSource(Protocol):
+    """A checkpoint, as rules read it."""
+
+    def read(self, name: str, ranges: tuple[tuple[int, int], ...]) -> Tensor:
+        """Return part of a tensor, dequantised."""
+        ...
+
+    def read_quantized(
+        self, name: str, ranges: tuple[tuple[int, int], ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Return part of a tensor as it is stored, and its scales."""
+        ...
+
+
+class LoadRule(Protocol):
+    """How the numbers of a slice become those of its place."""
+
+    def read(self, source: TensorSource, part: "WeightSlice") -> None:
+        """Write a slice that has a place, from a checkpoint."""
+        ...
+
+    def draw(self, values: Tensor, part: "WeightSlice") -> None:
+        """Write invented values, of the shape of the slice's ranges, to its place."""
+        ...
+
+
+class AsNumbers:
+    """See `LoadRule`: numbers as they are, in the dtype of their place."""
+
+    def read(self, source: TensorSource, part: "WeightSlice") -> None:
+        """See `LoadRule`."""
+        assert part.destination is not None
+        part.destination.copy_(source.read(part.name, part.ranges))
+
+    def draw(self, values: Tensor, part: "WeightSlice") -> None:
+        """See `LoadRule`."""
+        assert part.destination is not None
+        part.destination.copy_(values)
+
+
+AS_NUMBERS: Final = AsNumbers()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +69,9 @@ class WeightSlice:
         ranges: per dimension, the half-open range to read.
         destination: view of a parameter with the shape of the ranges; written in place. None if
             the tensor belongs to the model but nothing of it to this rank.
-        scale: if the destination is FP8, view of its block scales; written in place. The ranges
-            then begin and end on blocks.
+        scale: if the destination has scales, view of them; written in place. The ranges then begin
+            and end where scales do.
+        rule: of the destination's format.
     """
 
     name: str
@@ -34,6 +79,7 @@ class WeightSlice:
     ranges: tuple[tuple[int, int], ...]
     destination: Tensor | None
     scale: Tensor | None = None
+    rule: LoadRule = AS_NUMBERS
 
     @classmethod
     def whole(cls, name: str, destination: Tensor) -> "WeightSlice":

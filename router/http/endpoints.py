@@ -21,6 +21,7 @@ from router.http.body import read_body
 from router.http.chat import ChatBody, ChatStream
 from router.http.completions import CompletionBody, CompletionStream, CompletionText
 from router.http.console.finished import FinishedRequests
+from router.http.conversation import new_reader, tells_reasoning
 from router.http.gate import (
     Gate,
     cache_salt_of,
@@ -53,6 +54,7 @@ from router.requests.pipeline import Pipeline
 from router.requests.run import MAX_PARALLEL, RequestRun
 from router.requests.time_limits import limits_from_arrival
 from router.text.lanes import Lanes, Work
+from router.text.message import MessageReader
 from router.text.output import ChoiceText, OutputOptions
 from runtime.config import RouterSection
 from runtime.logging import get_logger
@@ -88,6 +90,7 @@ class Serving:
 
 
 FormOf = Callable[[ResponseInfo], ResponseFormat]
+ReaderOf = Callable[[Prompt], MessageReader | None]
 RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
 
 
@@ -109,12 +112,15 @@ class OpenAIEndpoints:
             body = call.body
 
             def form(info: ResponseInfo) -> ResponseFormat:
-                return ChatStream(info) if body.stream else ChatBody(info)
+                if body.stream:
+                    return ChatStream(info)
+                return ChatBody(info, tells_reasoning=tells_reasoning(body, model))
 
             return await self._answer(
                 call,
                 lambda is_abandoned: [chat_prompt(body, model, limits, is_abandoned)],
                 form,
+                lambda prompt: new_reader(body, model, prompt),
                 wants_logprobs=bool(body.logprobs),
             )
 
@@ -138,6 +144,7 @@ class OpenAIEndpoints:
                 call,
                 lambda is_abandoned: completion_prompts(body, model, limits, is_abandoned),
                 form,
+                lambda _: None,
                 wants_logprobs=body.logprobs is not None,
             )
 
@@ -229,6 +236,7 @@ class OpenAIEndpoints:
         call: _Call[RequestT],
         prompts_of: Work[list[Prompt]],
         form_of: FormOf,
+        reader_of: ReaderOf,
         *,
         wants_logprobs: bool,
     ) -> web.StreamResponse:
@@ -251,7 +259,7 @@ class OpenAIEndpoints:
                 choices_per_prompt=choices_per_prompt(body),
             )
             mailbox = Mailbox(serving.section.max_mailbox_bytes, lambda: _cut_off_reader(call))
-            self._add_choices(info, call, prompts, mailbox)
+            self._add_choices(info, call, prompts, mailbox, reader_of)
             for prompt in prompts:
                 serving.metrics.prompt_lengths.observe(len(prompt.token_ids))
                 serving.metrics.prompt_tokens.inc(len(prompt.token_ids))
@@ -296,6 +304,7 @@ class OpenAIEndpoints:
         call: _Call[RequestT],
         prompts: Sequence[Prompt],
         mailbox: Mailbox,
+        reader_of: ReaderOf,
     ) -> None:
         """Prompt i's choice j is number ``i * n + j``."""
         body, limits = call.body, self._serving.limits()
@@ -322,7 +331,7 @@ class OpenAIEndpoints:
                     mailbox=mailbox,
                     received=call.received,
                 )
-                text = ChoiceText(info.vocabulary, options)
+                text = ChoiceText(info.vocabulary, options, reader_of(prompt))
                 info.choices.append(
                     Choice(index=index, prompt=prompt, generation=generation, text=text)
                 )

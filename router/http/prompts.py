@@ -8,12 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from router.errors import RequestError
+from router.http.conversation import (
+    offered_tools,
+    prompted_call,
+    start_of_answer,
+    template_for,
+    template_messages,
+)
 from router.http.params import check_token_ids, too_long
 from router.http.response import Prompt
 from router.http.schema import ChatRequest, CompletionRequest
-from router.http.unsupported import refuse_switches, template_variables
+from router.http.unsupported import refuse_unread, template_variables
 from router.model import ModelLimits, ServedModel
 from router.text.control_text import TooManySpellingsError
+from router.text.reasoning import Start
 
 USUAL_CHARS_PER_TOKEN = 6
 """Few texts have more."""
@@ -29,7 +37,7 @@ def check_chat(body: ChatRequest, model: ServedModel, limits: ModelLimits) -> No
         raise RequestError(
             f"the model {model.name!r} has no chat template. Fix: use /v1/completions"
         )
-    refuse_switches(body, model.chat_template.variables)
+    refuse_unread(body, model)
     _check_chars(sum(len(m["content"] or "") for m in body.messages), model, limits, "messages")
 
 
@@ -48,18 +56,23 @@ def chat_prompt(
     body: ChatRequest, model: ServedModel, limits: ModelLimits, is_abandoned: Abandoned
 ) -> Prompt:
     """The messages as the chat template writes them."""
-    assert model.chat_template is not None
+    template = template_for(body, model)
+    assert template is not None
     control = model.control_text
     most = limits.max_model_len  # each is a token at least
     try:
-        messages = control.mark_messages(body.messages, most=most)
+        messages = control.mark_messages(template_messages(body, model.call_history), most=most)
     except TooManySpellingsError as error:
         raise too_long("messages", most + 1, limits, at_least=True) from error
-    text = model.chat_template.render(
+    text = template.render(
         messages,
-        continue_final_message=bool(body.continue_final_message or body.messages[-1].get("prefix")),
+        tools=control.mark(offered_tools(body)) or None,
+        continue_final_message=body.continues_final,
         extra=control.mark(template_variables(body)),
     )
+    start = start_of_answer(body, model, text)
+    if body.named_tool is not None:
+        text, start = text + prompted_call(body, model, start), Start.CLOSED
     # The template has written the special tokens, and only it may.
     parts = [part for part in control.parts(text) if part]
     text = "".join(parts)
@@ -69,7 +82,9 @@ def chat_prompt(
     for part in parts:
         _check_beginning(part, model, limits, "messages")
     encoded = model.tokenizer.encode_all(parts, add_special_tokens=False, is_abandoned=is_abandoned)
-    return Prompt(token_ids=[token_id for ids in encoded for token_id in ids], text=text)
+    return Prompt(
+        token_ids=[token_id for ids in encoded for token_id in ids], text=text, start=start
+    )
 
 
 def completion_prompts(

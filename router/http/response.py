@@ -13,6 +13,7 @@ from typing import Protocol
 from router.http.sse import event
 from router.requests.generation import Generation
 from router.text.output import ChoiceText, Piece
+from router.text.reasoning import Start
 from router.text.tokenizer import Vocabulary
 from runtime.pb import prefill_pb2
 
@@ -26,6 +27,8 @@ class Prompt:
     token_ids: list[int]
     text: str | None = None
     """As the client sent it; None where it sent ids."""
+    start: Start = Start.CLOSED
+    """Where the output begins: as answer, unless the chat template says otherwise."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,7 +92,9 @@ class ResponseInfo:
             "prompt_tokens_details": {
                 "cached_tokens": sum(choice.generation.num_cached_tokens for choice in firsts)
             },
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(choice.text.num_reasoning_tokens for choice in self.choices)
+            },
         }
 
     def timings(self) -> dict[str, float]:

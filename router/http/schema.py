@@ -6,6 +6,7 @@ validation failure becomes one sentence that names the field.
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
@@ -14,6 +15,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
 from router.errors import RequestError
+from router.http.tools import check_results, checked_calls, checked_tools
 
 MAX_DEPTH = 100
 MAX_PARTS = 2**18
@@ -128,7 +130,9 @@ class CompletionRequest(GenerationRequest):
 def _messages(value: object) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise ValueError("must be a list of at least one message")
-    return [_message(index, item) for index, item in enumerate(value)]
+    messages = [_message(index, item) for index, item in enumerate(value)]
+    check_results(messages)
+    return messages
 
 
 def _message(index: int, value: object) -> dict[str, Any]:
@@ -138,12 +142,31 @@ def _message(index: int, value: object) -> dict[str, Any]:
     if role not in _ROLES:
         raise ValueError(f"[{index}].role is {role!r}; it must be one of {', '.join(_ROLES)}")
     content = _content(index, value.get("content"))
-    if content is None and not (role == "assistant" and value.get("tool_calls")):
+    # Templates of this model family know "system", not its newer name.
+    message = {**value, "role": "system" if role == "developer" else role}
+    calls = checked_calls(f"[{index}].tool_calls", message.pop("tool_calls", None))
+    if calls:
+        if role != "assistant":
+            raise ValueError(f"[{index}].tool_calls: only the assistant calls; leave them out")
+        message["tool_calls"] = calls
+    if content is None and not calls:
         if role != "assistant":
             raise ValueError(f"[{index}].content is missing; send a string")
         content = ""
-    # Templates of this model family know "system", not its newer name.
-    return {**value, "role": "system" if role == "developer" else role, "content": content}
+    message["content"] = content
+    return _with_reasoning(index, message)
+
+
+def _with_reasoning(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    """The reasoning of an earlier turn, of both its names under the one that templates read."""
+    for name in ("reasoning_content", "reasoning"):
+        if not isinstance(message.get(name), str | None):
+            raise ValueError(f"[{index}].{name} must be a string")
+    if message.get("reasoning_content") is None:
+        message.pop("reasoning_content", None)
+        if message.get("reasoning") is not None:
+            message["reasoning_content"] = message["reasoning"]
+    return message
 
 
 def _content(index: int, content: object) -> str | None:
@@ -164,22 +187,6 @@ def _content(index: int, content: object) -> str | None:
     return "".join(texts)
 
 
-def _tools(value: object) -> list[dict[str, Any]] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list):
-        raise ValueError("must be a list of tools")
-    for index, tool in enumerate(value):
-        if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise ValueError(f'[{index}] must be an object of type "function"')
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f"[{index}].function must be an object with a name")
-        if not isinstance(function.get("parameters"), dict | None):
-            raise ValueError(f"[{index}].function.parameters must be an object")
-    return value
-
-
 class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
@@ -187,13 +194,33 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Annotated[list[dict[str, Any]] | None, PlainValidator(_tools)] = None
+    tools: Annotated[list[dict[str, Any]] | None, PlainValidator(checked_tools)] = None
     tool_choice: str | dict[str, Any] | None = None
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
     modalities: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
+
+    @property
+    def named_tool(self) -> str | None:
+        """The one tool that has to be called; None: ``tool_choice`` says of none of them."""
+        names = [tool["function"]["name"] for tool in self.tools or ()]
+        name: object = None
+        if self.tool_choice == "required" and len(names) == 1:
+            name = names[0]
+        elif isinstance(self.tool_choice, dict):
+            function = self.tool_choice.get("function")
+            name = function.get("name") if isinstance(function, dict) else None
+        return name if isinstance(name, str) and name in names else None
+
+    @property
+    def continues_final(self) -> bool:
+        """Whether the answer goes on with the last message."""
+        return bool(self.continue_final_message or self.messages[-1].get("prefix"))
 
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
@@ -283,8 +310,9 @@ def _first_problem(error: ValidationError, fields: Mapping[str, object]) -> Requ
         return RequestError(f"{param} is missing. Fix: send it", param=param)
     if kind == "value_error":
         text = problem["msg"].removeprefix("Value error, ")
-        joint = "" if text.startswith("[") else " "
-        return RequestError(f"{param}{joint}{text}", param=param)
+        place = re.match(r"[^ ]*[^ :]", text) if text.startswith("[") else None
+        joint = " " if place is None else ""
+        return RequestError(f"{param}{joint}{text}", param=param + (place.group() if place else ""))
     wanted = _WANTED.get(kind, "of another type")
     if param in ("tool_choice", "function_call"):
         wanted = "a string or an object"

@@ -1,7 +1,7 @@
 """Server-sent events as OpenAI clients read them: ``data: JSON``, a blank line, at last ``[DONE]``.
 
-On the token path an event is a prefix and a suffix rendered once per choice with one JSON string
-between. orjson writes non-ASCII as UTF-8, so no character is ever split by an escape.
+On the token path an event is what stands around one JSON string, rendered once per choice. orjson
+writes non-ASCII as UTF-8, so no character is ever split by an escape.
 """
 
 from __future__ import annotations
@@ -25,20 +25,18 @@ def event(payload: object) -> bytes:
 
 
 class TextEvent:
-    """An event that differs only in one string: rendered once, filled per token."""
+    """An event that differs only in one text: rendered once, filled per token."""
 
-    __slots__ = ("_prefix", "_suffix")
+    __slots__ = ("_around",)
 
     HOLE = _HOLE
-    """Stands in the template's payload where the text goes; may occur once."""
+    """Stands in the template's payload where the text goes."""
 
     def __init__(self, payload: object) -> None:
-        """``payload`` contains ``TextEvent.HOLE`` once, as a whole string value."""
-        prefix, found, suffix = event(payload).partition(_HOLE_JSON)
-        assert found, "the payload has no hole"
-        self._prefix = prefix
-        self._suffix = suffix
+        """``payload`` contains ``TextEvent.HOLE`` at least once, as a whole string value."""
+        self._around = event(payload).split(_HOLE_JSON)
+        assert len(self._around) > 1, "the payload has no hole"
 
     def fill(self, text: str) -> bytes:
-        """The event with ``text`` in the hole."""
-        return self._prefix + orjson.dumps(text) + self._suffix
+        """The event with ``text`` in the holes."""
+        return orjson.dumps(text).join(self._around)

@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router.errors import RequestError
+from router.http.conversation import template_for
 from router.http.schema import ChatRequest, CompletionRequest, GenerationRequest
+from router.model import ServedModel
 
 IGNORED_HEADER = "x-tandem-ignored-fields"
 MAX_UNKNOWN = 64
@@ -56,6 +58,7 @@ _NEUTRAL: Mapping[str, Sequence[object]] = {
     "separate_reasoning": (False,),
     "include_reasoning": (True,),
     "thinking_token_budget": (),
+    "max_reasoning_tokens": (),
 }
 """Fields of other servers that change an answer, each with the values that do not, besides null."""
 _TEMPLATE_SWITCHES = ("reasoning_effort", "enable_thinking", "thinking", "thinking_budget")
@@ -145,6 +148,9 @@ def ignored_fields(request: GenerationRequest) -> list[str]:
     """Names of fields that nobody here knows, fit for a header."""
     known = {*_CONSTRAINTS, *_NEUTRAL, *_TEMPLATE_SWITCHES, *_HARMLESS}
     unknown = [name for name in request.model_extra or {} if name not in known]
+    if isinstance(request, ChatRequest) and request.tool_choice != "none":
+        tools = request.tools or []
+        unknown += ["tools.function.strict"] * any(tool["function"].get("strict") for tool in tools)
     return [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:MAX_NAME]) for name in unknown]
 
 
@@ -156,25 +162,57 @@ def _refuse_of_completion(request: CompletionRequest) -> None:
 
 
 def _refuse_of_chat(request: ChatRequest) -> None:
-    for name, choice, items, offered in (
-        ("tool_choice", request.tool_choice, "tools", request.tools),
-        ("function_call", request.function_call, "functions", request.functions),
-    ):
+    choices = [("function_call", request.function_call, "functions")]
+    if request.named_tool is None:
+        choices.append(("tool_choice", request.tool_choice, "tools"))
+    for name, choice, items in choices:
         if choice not in (None, "none", "auto"):
-            raise _unsupported(name, choice, f'send "none", or leave out {name} and {items}')
-        if offered and choice != "none":
-            fix = f"leave it out, or send {name} = 'none': calls are not read from answers"
-            raise _unsupported(items, f"{len(offered)} of them", fix)
+            fix = f'send "auto" or "none", leave out {name} and {items}, or name one of the tools'
+            raise _unsupported(name, choice, fix)
+    if request.functions and request.function_call != "none":
+        raise _unsupported("functions", f"{len(request.functions)} of them", "send them as tools")
     for index, message in enumerate(request.messages):
-        if message["role"] in ("tool", "function"):
-            param, value = f"messages[{index}].role", message["role"]
-        elif message.get("tool_calls") or message.get("function_call"):
-            param, value = f"messages[{index}].tool_calls", "calls"
-        else:
-            continue
-        raise _unsupported(param, value, "tell it in a message of the user or the assistant")
+        if message["role"] == "function":
+            raise _unsupported(f"messages[{index}].role", "function", 'send the role "tool"')
+        if message.get("function_call"):
+            param = f"messages[{index}].function_call"
+            raise _unsupported(param, "a call", "send it in tool_calls")
     if request.modalities and request.modalities != ["text"]:
         raise _unsupported("modalities", request.modalities, 'send ["text"] or leave it out')
+
+
+def refuse_unread(request: ChatRequest, model: ServedModel) -> None:
+    """Refuse what this model's chat template would not read, or what nobody reads in its answers.
+
+    Raises:
+        RequestError: names the field.
+    """
+    template = template_for(request, model)
+    assert template is not None
+    read_by_template = template.variables
+    refuse_switches(request, read_by_template)
+    if request.tools and request.tool_choice != "none":
+        number = f"{len(request.tools)} of them"
+        if "tools" not in read_by_template:
+            fix = "send tool_choice = 'none', or serve a chat template that reads tools"
+            raise _unsupported("tools", f"{number}, which the chat template does not read,", fix)
+        if model.formats.calls is None:
+            fix = "send tool_choice = 'none', or set router.tool_parser"
+            raise _unsupported("tools", f"{number}, whose calls nobody would read,", fix)
+    for index, message in enumerate(request.messages):
+        history, path = model.call_history, f"messages[{index}]"
+        fix = "tell it in a message of the user or the assistant"
+        if message["role"] == "tool" and (history is None or not history.reads_results):
+            raise _unsupported(f"{path}.role", "tool", fix)
+        if message.get("tool_calls") and history is None:
+            raise _unsupported(f"{path}.tool_calls", "calls", fix)
+    if model.formats.reasoning is None:
+        for name, value, neutral in (
+            ("separate_reasoning", request.separate_reasoning, False),
+            ("include_reasoning", request.include_reasoning, True),
+        ):
+            if value is not None and value is not neutral:
+                raise _unsupported(name, value, "leave it out: the model has no known reasoning")
 
 
 def _refuse_misspelt(request: GenerationRequest) -> None:

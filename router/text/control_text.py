@@ -71,7 +71,7 @@ class ControlText:
         ]
 
     def mark(self, value: Any) -> Any:
-        """``value``, a JSON value, with its strings marked; names of fields are left alone."""
+        """``value``, a JSON value, with its strings marked, names of fields among them."""
         return self._marked(value, self._all, _Allowance(None))
 
     def parts(self, text: str) -> list[str]:
@@ -85,7 +85,10 @@ class ControlText:
         if isinstance(value, str):
             return spellings.break_up(value, self._mark, allowance)
         if isinstance(value, Mapping):
-            return {key: self._marked(item, spellings, allowance) for key, item in value.items()}
+            return {
+                self._marked(key, spellings, allowance): self._marked(item, spellings, allowance)
+                for key, item in value.items()
+            }
         if isinstance(value, list):
             return [self._marked(item, spellings, allowance) for item in value]
         return value

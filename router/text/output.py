@@ -1,6 +1,7 @@
-"""A choice's tokens as text: detokenized, cut at stop strings, with their details.
+"""A choice's tokens as text: detokenized, cut at stop strings, read as a message, with details.
 
-Text that is held back (an unfinished character, the possible beginning of a stop string) takes the
+Stop strings are looked for in all that the model writes, reasoning and calls included. Text that is
+held back (an unfinished character, the possible beginning of a stop string or of a mark) takes the
 details of its tokens with it: they come out with the next text or at the end.
 """
 
@@ -9,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from router.text.calls.events import Content
 from router.text.detokenizer import Detokenizer
+from router.text.message import MessageReader, Part
 from router.text.stops import StopStrings
 from router.text.tokenizer import Vocabulary
 from runtime.pb import common_pb2
@@ -36,10 +39,13 @@ class Piece:
     """What became known of a choice at once."""
 
     text: str
+    """Of the answer."""
     token_ids: list[int]
     """Empty unless ``keep_tokens``."""
     logprobs: list[common_pb2.PositionLogprobs]
     finish_reason: str | None
+    parts: list[Part] | None = None
+    """All that was said, where that is more than ``text``."""
 
 
 class ChoiceText:
@@ -50,21 +56,32 @@ class ChoiceText:
         "_ids",
         "_is_plain",
         "_logprobs",
+        "_num_reasoning_tokens",
         "_options",
+        "_reader",
         "_stops",
         "finished",
         "num_tokens",
     )
 
-    def __init__(self, vocabulary: Vocabulary, options: OutputOptions) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        options: OutputOptions,
+        reader: MessageReader | None = None,
+    ) -> None:
+        """``reader``: reads the text as a message; None: all of it is the answer."""
+        visible = vocabulary.visible_pieces if reader is None else reader.visible_pieces
         skip = options.skip_special_tokens
-        self._detokenizer = Detokenizer(vocabulary.visible_pieces if skip else vocabulary.pieces)
+        self._detokenizer = Detokenizer(visible if skip else vocabulary.pieces)
+        self._reader = reader
         self._stops = StopStrings(options.stops, include=options.include_stop)
         self._options = options
-        self._is_plain = not (options.stops or options.keep_tokens)
+        self._is_plain = not (options.stops or options.keep_tokens or reader)
         """Every token's text goes out at once, and nothing but the text."""
         self._ids: list[int] = []
         self._logprobs: list[common_pb2.PositionLogprobs] = []
+        self._num_reasoning_tokens = 0
         self.num_tokens = 0
         """Output tokens so far, stop tokens included."""
         self.finished = False
@@ -90,16 +107,37 @@ class ChoiceText:
                 self._logprobs.extend(logprobs[position : position + 1])
             if finish is FinishReason.STOP and position == last:
                 break  # a stop token is counted but is no text
-            more, stopped = self._add_text(self._detokenizer.feed(token_id))
+            more, stopped = self._add_token(token_id)
             text += more
             if stopped:
-                return self._piece(text, "stop")
+                return self._piece(text, self._reason(None))
         if finish is None:
-            return self._piece(text, None) if text else None
+            return self._piece(text, None)
         more, stopped = self._add_text(self._detokenizer.flush())
-        if stopped:
-            return self._piece(text + more, "stop")
-        return self._piece(text + more + self._stops.flush(), _NAMES[finish])
+        rest = more if stopped else more + self._stops.flush()
+        if self._reader is not None:
+            self._reader.feed(rest)
+            rest = ""
+        return self._piece(text + rest, self._reason(None if stopped else finish))
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Of the output tokens so far, those of the reasoning."""
+        return (
+            self._num_reasoning_tokens
+            if self._reader is None
+            else (self._reader.num_reasoning_tokens)
+        )
+
+    def _add_token(self, token_id: int) -> tuple[str, bool]:
+        """The text that a token sets free, and whether the output ends here."""
+        text, reader = self._detokenizer.feed(token_id), self._reader
+        if reader is None:
+            return self._add_text(text)
+        reader.tell(token_id, len(text))
+        more, stopped = self._add_text(text) if self._options.stops else (text, False)
+        reader.feed(more)
+        return "", stopped or reader.is_full
 
     def _add_text(self, text: str) -> tuple[str, bool]:
         if self.num_tokens <= self._options.min_tokens:
@@ -107,9 +145,37 @@ class ChoiceText:
         result = self._stops.feed(text)
         return result.text, result.stopped is not None
 
-    def _piece(self, text: str, finish_reason: str | None) -> Piece:
+    def _reason(self, finish: FinishReason | None) -> str:
+        """Why the output ended; ``finish`` None: for what it says, not by its last token."""
+        reader = self._reader
+        if finish is FinishReason.LENGTH:
+            return _NAMES[finish]
+        if reader is None or not reader.num_calls or (finish is None and reader.is_call_open):
+            return _NAMES[FinishReason.STOP]
+        return "tool_calls"
+
+    def _piece(self, text: str, finish_reason: str | None) -> Piece | None:
         self.finished = finish_reason is not None
-        piece = Piece(text, self._ids, self._logprobs, finish_reason)
+        parts = None
+        if self._reader is not None:
+            parts = self._take_parts(self._reader)
+            text = "".join([part.text for part in parts if isinstance(part, Content)])
+            if not parts or (len(parts) == 1 and isinstance(parts[0], Content)):
+                parts = None
+        if finish_reason is None and not text and parts is None:
+            return None
+        piece = Piece(text, self._ids, self._logprobs, finish_reason, parts)
         if self._options.keep_tokens:
             self._ids, self._logprobs = [], []
         return piece
+
+    def _take_parts(self, reader: MessageReader) -> list[Part]:
+        """What is known; a reader that has nothing left to tell apart is let go of."""
+        if self.finished:
+            reader.flush()
+        elif reader.is_over:
+            reader.flush()
+            self._num_reasoning_tokens = reader.num_reasoning_tokens
+            self._reader = None
+            self._is_plain = not (self._options.stops or self._options.keep_tokens)
+        return reader.take()

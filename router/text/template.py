@@ -29,8 +29,17 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as checkpoints' templates ask for it, never escaped: texts may hold marks of ours."""
+    return json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 class ChatTemplate:
@@ -54,6 +63,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             problem = f"the chat template is broken in line {error.lineno}: {error.message}"
             raise ConfigError("model.path", source[:40], problem, "mend the template") from error
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self.variables = frozenset(names)
         """What the template reads."""
@@ -62,10 +72,17 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
+        tools: Sequence[Message] | None = None,
         continue_final_message: bool = False,
         extra: Mapping[str, object] | None = None,
     ) -> str:
         """The prompt for the next assistant message, or for the rest of the last one.
+
+        Args:
+            messages: of the conversation.
+            tools: that are offered, as clients send them; None: none are.
+            continue_final_message: go on with the last message instead of beginning another.
+            extra: variables of the template.
 
         Raises:
             RequestError: the template refuses the messages.
@@ -74,7 +91,7 @@ class ChatTemplate:
         try:
             text = self._template.render(
                 messages=messages,
-                tools=None,
+                tools=tools,
                 add_generation_prompt=not continue_final_message,
                 **variables,
             )
@@ -107,19 +124,24 @@ def _cut_after_final(text: str, messages: Sequence[Message]) -> str:
     return text[: end + len(content)]
 
 
-def load_chat_template(folder: Path) -> ChatTemplate | None:
+def load_chat_template(folder: Path, name: str = "default") -> ChatTemplate | None:
     """The template from chat_template.jinja or tokenizer_config.json; None where there is none.
+
+    ``name``: of several, as checkpoints have them: "default", or "tool_use" for offered tools.
 
     Raises:
         ConfigError: the template is broken.
     """
     settings = read_json(folder / "tokenizer_config.json")
-    tokens = {name: token_content(settings.get(name)) or "" for name in _TOKEN_NAMES}
-    path = folder / "chat_template.jinja"
+    tokens = {key: token_content(settings.get(key)) or "" for key in _TOKEN_NAMES}
+    usual, further = folder / "chat_template.jinja", folder / "additional_chat_templates"
+    path = usual if name == "default" else further / f"{name}.jinja"
     source: object = settings.get("chat_template")
     if path.exists():
         source = path.read_text(encoding="utf-8")
-    elif isinstance(source, list):
+    elif isinstance(source, list) and not usual.exists():
         named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get("default")
+        source = named.get(name)
+    elif name != "default":
+        source = None
     return ChatTemplate(source, tokens) if isinstance(source, str) else None

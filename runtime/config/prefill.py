@@ -46,6 +46,9 @@ class PrefillSection:
     scatter_tokens: str = "auto"
     """Each rank keeps only its share of the hidden states between layers: "on", "off", or "auto"
     (with several ranks and ``expert_parallel``)."""
+    cuda_graphs: str = "auto"
+    """Capture steps of up to 256 tokens behind a cached prefix, one graph per number of tokens:
+    "on", "off", or "auto" (with "cuda" and a model whose step can be captured)."""
     step_timeout_s: float = 30.0
     """A step of up to 4096 tokens that takes longer ends the worker, larger ones have as much more;
     0: no limit."""
@@ -91,6 +94,7 @@ class PrefillSection:
             fix = "true, or prefill.dp = 1 and more prefill.instances"
             raise ConfigError("prefill.expert_parallel", False, problem, fix)
         at_least("prefill.max_num_batched_tokens", self.max_num_batched_tokens, 16)
+        one_of("prefill.cuda_graphs", self.cuda_graphs, ("auto", "on", "off"))
         self._check_exchange()
 
     def _check_exchange(self) -> None:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from runtime.config.checks import at_least, check_port, one_of
 from runtime.errors import ConfigError
 
+TOOL_PARSERS = ("auto", "none", "deepseek-v3", "deepseek-v3.1", "glm-4.5", "hermes", "llama3-json")
+REASONING_PARSERS = ("auto", "none", "think", "deepseek-r1")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSection:
@@ -24,7 +27,8 @@ class RouterSection:
     control_port: int = 8100
     """gRPC registry of workers; 0: any free port."""
     instances: int = 1
-    """Routers that ``tandem up`` starts, of which any may die; further ones at the next ports."""
+    """Routers that ``tandem up`` starts, of which any may die; further ones at the next ports, and
+    on other hosts, if there are any."""
     http_processes: int = 1
     max_concurrent_requests: int = 0
     """Choices in flight at once, further requests wait; 0: three quarters of what the decode ranks
@@ -64,6 +68,13 @@ class RouterSection:
     """How a pair is picked: "least-loaded" or "round-robin"."""
     lease_ttl_s: float = 5.0
     """A worker that is silent for so long is out of the pool."""
+    tool_parser: str = "auto"
+    """How calls of tools are read from answers: "deepseek-v3", "deepseek-v3.1", "glm-4.5",
+    "hermes", "llama3-json", "none", or "auto": as the chat template writes earlier turns' calls."""
+    reasoning_parser: str = "auto"
+    """How reasoning is told from the answer: "think", "deepseek-r1" (it reasons from the first
+    token on, also where the template does not say so), "none", or "auto": "think" where the chat
+    template knows </think>."""
 
     def __post_init__(self) -> None:
         if self.keys_file and self.allow_anonymous:
@@ -92,6 +103,8 @@ class RouterSection:
         at_least("router.max_mailbox_bytes", self.max_mailbox_bytes, 1024)
         one_of("router.policy", self.policy, ("least-loaded", "round-robin"))
         at_least("router.lease_ttl_s", self.lease_ttl_s, 0.1)
+        one_of("router.tool_parser", self.tool_parser, TOOL_PARSERS)
+        one_of("router.reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
 
     def numbered(self, index: int) -> RouterSection:
         """Of router ``index`` of several, from 0."""

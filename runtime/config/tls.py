@@ -15,7 +15,7 @@ class TlsSection:
 
     mode: str = "off"
     """"off" (plain text), "files" (those named here), or "auto" (made anew for each run by
-    ``tandem up``, for one machine)."""
+    ``tandem up``)."""
     cert: str = ""
     """PEM file of each process's certificate, for the addresses of all hosts that read it."""
     key: str = ""

@@ -14,29 +14,34 @@ from bench.stage_timer import (
     full_attention_operations,
     paged_operations,
 )
+from engine.attention.kernels import VarlenLengths
 from engine.attention.paged_queries import PagedQueries, QueryCounts
-from engine.kernels.base import VarlenLengths
-from engine.kernels.portable import PortableKernels
+from engine.formats.stored_weight import StoredWeight
+from engine.kernels.portable import portable_kernels
+from engine.ops.masked import MOE_ALIGN_MASKED, PERMUTE_MASKED_ROWS
+from engine.ops.norm import RMS_NORM
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.weights.fp8 import quantize_block
+from tests.engine.formats.fp8 import fp8_of, quantize
 
 
 def test_calls_pass_through_and_are_counted_by_shape() -> None:
-    kernels = PortableKernels(has_fp8=True)
+    kernels = portable_kernels(has_fp8=True)
     timer = StageTimer(kernels, H200)
-    assert timer.has_fp8
-    assert timer.name == kernels.name
-    x, weight = torch.randn(64, 512), quantize_block(torch.randn(256, 512))
-    expected = kernels.fp8_linear(kernels.quantize_rows(x), *weight)
-    assert torch.equal(timer.fp8_linear(timer.quantize_rows(x), *weight), expected)
+    assert timer.kernels.name == kernels.name
+    fp8, watched = fp8_of(kernels), fp8_of(timer.kernels)
+    assert watched.name == fp8.name
+    x, weight = torch.randn(64, 512), StoredWeight(*quantize_block(torch.randn(256, 512)))
+    expected = fp8.linear(quantize(kernels, x), weight)
+    assert torch.equal(watched.linear(quantize(timer.kernels, x), weight), expected)
     assert timer.stages == {}, "off at first"
     timer.mode = TimerMode.BOUNDS
-    timer.fp8_linear(timer.quantize_rows(x), *weight)
-    assert set(timer.stages) == {"quantize_rows 512", "fp8_linear 256x512"}
+    watched.linear(quantize(timer.kernels, x), weight)
+    assert set(timer.stages) == {"quantize_rows 512", "linear 256x512"}
     scales = 4 * 64 * 4
     moved = {"quantize_rows 512": 64 * 512 * 4 + 64 * 512 + scales}
-    moved["fp8_linear 256x512"] = 64 * 512 + scales + 256 * 512 + 2 * 4 * 4 + 64 * 256 * 2
+    moved["linear 256x512"] = 64 * 512 + scales + 256 * 512 + 2 * 4 * 4 + 64 * 256 * 2
     for name, stage in timer.stages.items():
         operations = 2 * 64 * 512 * 256 if "linear" in name else 0
         assert stage.bound_s == pytest.approx(max(operations / H200.fp8, moved[name] / H200.memory))
@@ -50,14 +55,14 @@ def test_causal_attention_counts_visible_pairs() -> None:
     seqs = VarlenLengths(lengths=[(2, 6), (3, 3)], cu_seqlens_q=ends, cu_seqlens_k=ends)
     pairs = (5 + 6) + (1 + 2 + 3)
     assert attention_operations(q, v, seqs) == 2 * pairs * 2 * (24 + 16)
-    timer = StageTimer(PortableKernels(), H200)
+    timer = StageTimer(portable_kernels(), H200)
     timer.mode = TimerMode.BOUNDS
-    timer.varlen_attention(q, k, v, seqs, 1.0)
+    timer.kernels.attention.varlen_attention(q, k, v, seqs, 1.0)
     assert timer.stages["varlen_attention"].bound_s > 2 * pairs * 2 * 40 / H200.attention * 0.99
 
 
 def test_attention_to_pages_counts_visible_pairs() -> None:
-    kernels = PortableKernels(has_paged_attention=True)
+    kernels = portable_kernels(has_paged_attention=True)
     q, cache = torch.randn(5, 2, 24), torch.randn(4, 8, 24)
     tables, lens = torch.tensor([[1, 2], [3, 0]]).int(), torch.tensor([9, 3]).int()
     starts = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -67,8 +72,10 @@ def test_attention_to_pages_counts_visible_pairs() -> None:
     assert paged_operations(q[:2], single, 16) == 2 * (9 + 3) * 2 * (24 + 16)
     timer = StageTimer(kernels, H200)
     timer.mode = TimerMode.BOUNDS
-    assert timer.why_no_pages(cache, 16) == ""
-    timer.paged_attention(q[:2], cache, timer.plan_paged(single, cache, 2), 16, 1.0)
+    assert timer.kernels.attention.why_no_pages(cache, 16) == ""
+    timer.kernels.attention.paged_attention(
+        q[:2], cache, timer.kernels.attention.plan_paged(single, cache, 2), 16, 1.0
+    )
     assert timer.stages["plan_paged"].bound_s == 0.0
     assert set(timer.stages) == {"plan_paged", "paged_attention"}
 
@@ -80,25 +87,25 @@ def test_parts_of_a_context_count_what_they_see() -> None:
     assert full_attention_operations(q, v, seqs) == 2 * 12 * 2 * (24 + 16)
     bounds = []
     for is_causal in (True, False):
-        timer = StageTimer(PortableKernels(), H200)
+        timer = StageTimer(portable_kernels(), H200)
         timer.mode = TimerMode.BOUNDS
-        timer.varlen_attention_part(q, k, v, seqs, 1.0, is_causal=is_causal)
+        timer.kernels.attention.varlen_attention_part(q, k, v, seqs, 1.0, is_causal=is_causal)
         bounds.append(timer.stages["varlen_attention_part"].bound_s)
     assert bounds[1] >= bounds[0] > 0
 
 
 def test_masked_experts_count_rows_in_use() -> None:
-    kernels = PortableKernels(has_fp8=True)
+    kernels = portable_kernels(has_fp8=True)
     timer = StageTimer(kernels, H200)
     ids = torch.tensor([[0, 1], [0, 1], [1, 0]])
-    places = kernels.moe_align_masked(ids, 0, 2, 128)
-    rows = kernels.permute_masked_rows(kernels.quantize_rows(torch.randn(3, 128)), places)
+    places = kernels.ops[MOE_ALIGN_MASKED](ids, 0, 2, 128)
+    rows = kernels.ops[PERMUTE_MASKED_ROWS](quantize(kernels, torch.randn(3, 128)), places)
     weights = [quantize_block(torch.randn(2 * 256, 128)), quantize_block(torch.randn(256, 128))]
-    w13, w2 = ((weight.view(2, -1, 128), scale.view(2, -1, 1)) for weight, scale in weights)
+    w13, w2 = (StoredWeight(w.view(2, -1, 128), s.view(2, -1, 1)) for w, s in weights)
     timer.mode = TimerMode.BOUNDS
-    timer.masked_fp8_mlp(rows, w13, w2)
+    fp8_of(timer.kernels).masked_mlp(rows, w13, w2)
     moved = sum(weight.numel() + 4 * scale.numel() for weight, scale in weights) + 6 * 128 * 3
-    assert timer.stages["masked_fp8_mlp"].bound_s == pytest.approx(moved / H200.memory)
+    assert timer.stages["masked_mlp"].bound_s == pytest.approx(moved / H200.memory)
 
 
 class EchoGroup(RankGroup):
@@ -109,7 +116,7 @@ class EchoGroup(RankGroup):
 
 
 def test_calls_and_collectives_are_named_in_a_trace() -> None:
-    timer = StageTimer(PortableKernels(), H200)
+    timer = StageTimer(portable_kernels(), H200)
     groups = ProcessGroups(
         dims=ParallelDims(tp=2), tp_group=EchoGroup(size=2), ep_group=RankGroup()
     )
@@ -125,6 +132,6 @@ def test_calls_and_collectives_are_named_in_a_trace() -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities) as profiler:
             assert torch.equal(watched.tp_group.all_reduce(x), x)
-            timer.rms_norm(x, torch.ones(32), 1e-6)
+            timer.kernels.ops[RMS_NORM](x, torch.ones(32), 1e-6)
         found = {event.key for event in profiler.key_averages()}
         assert {name for name in found if not name.startswith("aten::")} == names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,12 @@ import pytest
 import yaml
 
 import deploy
+from tests.prometheus import VERSIONS, find_program, why_missing
 from tests.test_documents import OF_A_RUNNING_WORKER, exported
 
 ROOT = Path(deploy.__file__).parents[1]
 FOLDER = ROOT / "deploy" / "prometheus"
 HISTOGRAM = re.compile(r"_(?:bucket|sum|count)$")
-needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool is missing; on Debian: prometheus"
-)
 
 
 def rules() -> list[dict[str, Any]]:
@@ -65,8 +62,20 @@ def test_every_alert_has_a_test_of_its_own() -> None:
     assert fired == {rule["alert"] for rule in rules()}
 
 
-@needs_promtool
-def test_promtool_fires_each_alert_and_leaves_a_healthy_cluster_alone() -> None:
-    command = ["promtool", "test", "rules", "alerts_test.yaml"]
+def test_every_window_holds_scrapes_enough_for_a_rate() -> None:
+    """Prometheus 3 leaves out the sample on a window's left edge: N intervals hold N."""
+    values = yaml.safe_load((ROOT / "helm" / "tandem" / "values.yaml").read_text(encoding="utf-8"))
+    interval_s = values["monitoring"]["intervalSeconds"]
+    windows = [minutes for rule in rules() for minutes in re.findall(r"\[(\d+)m\]", rule["expr"])]
+    assert len(windows) == sum(rule["expr"].count("[") for rule in rules()) > 10
+    assert min(map(int, windows)) * 60 >= 4 * interval_s
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_promtool_fires_each_alert_and_leaves_a_healthy_cluster_alone(version: int) -> None:
+    promtool = find_program("promtool", version)
+    if promtool is None:
+        pytest.skip(why_missing(version))
+    command = [promtool, "test", "rules", "alerts_test.yaml"]
     done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -38,6 +38,9 @@ class FakeServer:
         response = web.StreamResponse()
         await response.prepare(request)
         await response.write(b'data: {"choices": [{"delta": {"role": "assistant"}}]}\n\n')
+        if text == "think":
+            thought = b'{"choices": [{"delta": {"reasoning": "hm", "reasoning_content": "hm"}}]}'
+            await response.write(b"data: " + thought + b"\n\n")
         for word in text.split():
             chunk = '{"choices": [{"delta": {"content": "<' + word + '>"}}]}'
             await response.write(f"data: {chunk}\n\n".encode())
@@ -121,6 +124,14 @@ def test_ctrl_c_cuts_the_answer_short_and_the_talk_goes_on(server: FakeServer) -
     talk.ask("go on", shown.append)
     assert "".join(shown) == "<for><ever><go><on>"
     assert said(server.bodies[-1]) == ["user: for ever", "assistant: <for><ever>", "user: go on"]
+
+
+def test_reasoning_is_shown_and_not_remembered(server: FakeServer) -> None:
+    talk = Talk(Server(endpoint=server.url), {"model": "m"})
+    shown: list[str] = []
+    talk.ask("think", shown.append)
+    assert "".join(shown) == "hm\n\n<think>"
+    assert talk.said[-1] == {"role": "assistant", "content": "<think>"}
 
 
 def test_a_message_that_is_not_answered_was_not_said(server: FakeServer) -> None:

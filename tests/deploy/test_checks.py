@@ -60,11 +60,18 @@ def test_each_host_of_a_ray_cluster_has_an_address_of_its_own(tmp_path: Path) ->
         resolve_config(with_section(joined, "cluster", network="203.0.113.0/24"))
 
 
-def test_certificates_for_many_hosts_are_not_made_here(tmp_path: Path) -> None:
+def test_certificates_may_be_made_for_many_hosts(tmp_path: Path) -> None:
     config = with_section(fake_config(tmp_path), "cluster", ray_address="198.51.100.9:6379")
-    error = refused(with_section(config, "tls", mode="auto"))
-    assert error.path == "tls.mode"
-    assert "files" in error.fix
+    check_config(with_section(config, "tls", mode="auto"), num_devices=0)
+
+
+def test_routers_of_several_hosts_have_no_address_in_common(tmp_path: Path) -> None:
+    config = with_section(fake_config(tmp_path), "cluster", ray_address="198.51.100.9:6379")
+    for host, number in (("10.0.0.7", 1), ("0.0.0.0", 2), ("", 2)):
+        check_config(with_section(config, "router", host=host, instances=number), num_devices=0)
+    error = refused(with_section(config, "router", host="10.0.0.7", instances=2))
+    assert error.path == "router.host"
+    assert "several hosts" in error.problem
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:

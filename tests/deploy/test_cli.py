@@ -48,7 +48,7 @@ def test_the_commands_are_these() -> None:
     text = build_parser().format_help()
     commands = (
         "up status events logs generate chat scale drain restart apply down validate doctor model "
-        "bench worker router completion"
+        "bench worker router certificates completion"
     )
     for command in commands.split():
         assert re.search(rf"^    {command}\s", text, re.MULTILINE)
@@ -240,6 +240,14 @@ def test_validate_says_in_which_type_it_computes_and_what_is_odd(
     assert status == 0
     assert "computes in  float32" in output
     assert "note         prefill on GPUs in float32: the plain PyTorch operations run" in output
+
+
+def test_validate_knows_the_parsers_of_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    for field, known in (("tool_parser", "llama3-json"), ("reasoning_parser", "deepseek-r1")):
+        status, _, error = run("validate", "--set", f"router.{field}=gpt", capsys=capsys)
+        assert status == 2
+        assert error.startswith(f"error: router.{field} = 'gpt': unknown value")
+        assert known in error
 
 
 def test_a_missing_gpu_is_told_of_the_field_that_asks_for_one(

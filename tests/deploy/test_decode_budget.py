@@ -14,8 +14,8 @@ from deploy.decode_budget import (
     weights_per_rank,
 )
 from engine.boot.build import build_model
-from engine.config import ModelConfig
-from engine.kernels.portable import PortableKernels
+from engine.config import DeepseekV3Config
+from engine.kernels.portable import portable_kernels
 from runtime.errors import ConfigError
 from tests.engine.tiny import tiny_config
 
@@ -51,13 +51,13 @@ def test_a_built_model_agrees(with_mtp: bool, q_lora_rank: int | None) -> None:
         num_nextn_predict_layers=1,
         quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
     )
-    config = ModelConfig.from_hf(fields)
+    config = DeepseekV3Config.from_hf(fields)
     model = build_model(
         config,
         dtype=torch.bfloat16,
         load_format="dummy",
         with_mtp=with_mtp,
-        kernels=PortableKernels(has_fp8=True),
+        kernels=portable_kernels(has_fp8=True),
     )
     held = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     weights = weights_per_rank(config, num_local_experts=config.n_routed_experts, with_mtp=with_mtp)

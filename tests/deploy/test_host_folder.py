@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from deploy.certificates import Authority, KeyRequest, check_certificate
 from deploy.errors import ClusterError
 from deploy.host_folder import host_folder, lay_files, remove_files
 from deploy.places import Place, Places
-from deploy.plan import ProcessSpec, plan_instances, process_specs
+from deploy.plan import KEY_NAME, ProcessSpec, plan_instances, process_specs
 from runtime.config_file import load_config
+from runtime.net import Credentials
 from tests.deploy.fakes import fake_config, fake_context
 
 
@@ -56,6 +58,28 @@ def test_a_process_finds_its_hosts_own_configuration_and_certificates(tmp_path: 
         assert host in spec.log_path
         remove_files(spec)
         assert not path.parent.exists()
+
+
+def test_a_process_shows_a_certificate_for_the_key_that_it_has_made(tmp_path: Path) -> None:
+    authority = Authority.make()
+    config = fake_config(tmp_path)
+    cluster = dataclasses.replace(config.cluster, ray_address="10.0.0.1:6379")
+    tls = dataclasses.replace(config.tls, mode="files", cert="/c", key="/k", ca="/a")
+    config = dataclasses.replace(config, cluster=cluster, tls=tls)
+    context = dataclasses.replace(fake_context(config, tmp_path), authority=authority)
+    made = KeyRequest.make(("host-3",))
+    folder = str(host_folder(config.cluster.name, str(tmp_path), "10.0.0.3"))
+    place = Place(bind="10.0.0.3", node="3", folder=folder, request=made.request)
+    places = Places(ranks=(place,), rendezvous="10.0.0.3:99")
+    (spec,) = process_specs(plan_instances(config)[1], context, places)
+    assert "PRIVATE KEY" not in str(dict(spec.files))
+    lay_files(spec, {KEY_NAME: made.key})
+    found = load_config(Path(spec.command[spec.command.index("--config") + 1])).tls.files
+    assert found is not None
+    check_certificate(found, ("10.0.0.3", "host-3"))
+    Credentials(secret="s", tls=found).check_certificate("10.0.0.3")
+    remove_files(spec)
+    assert not Path(found.key).exists()
 
 
 def test_a_new_run_begins_with_no_logs_and_a_restart_keeps_them(tmp_path: Path) -> None:

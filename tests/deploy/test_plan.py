@@ -115,6 +115,19 @@ def test_further_routers_are_at_the_next_ports_and_workers_know_all(tmp_path: Pa
     assert config.router.numbered(1).port == port + 1
 
 
+def test_routers_of_several_hosts_are_known_at_their_own_addresses(tmp_path: Path) -> None:
+    config = fake_config(tmp_path, routers=2)
+    context = dataclasses.replace(
+        fake_context(config, tmp_path), router_hosts=("10.0.0.1", "fd00::2")
+    )
+    port, control_port = config.router.port, config.router.control_port
+    assert context.endpoints == (
+        f"http://10.0.0.1:{port}/v1",
+        f"http://[fd00::2]:{port + 1}/v1",
+    )
+    assert context.control_address == f"10.0.0.1:{control_port},[fd00::2]:{control_port + 1}"
+
+
 def test_registered_ranks() -> None:
     config = ClusterConfig(prefill=PrefillSection(tp=4), decode=DecodeSection(dp=2))
     router, prefill, decode = plan_instances(config)

@@ -44,6 +44,14 @@ def test_mooncake_is_open_wherever_the_cluster_listens() -> None:
     assert not data["KV control (mooncake)"].is_open
 
 
+def test_ports_of_several_routers_are_told() -> None:
+    config = with_loopback(cluster=OUTSIDE, router=RouterSection(instances=3))
+    assert ports(config)["HTTP"].where == "10.0.0.5:8000 to 8002"
+    spanning = ClusterSection(host="10.0.0.5", ray_address="10.0.0.5:6379")
+    config = with_loopback(cluster=spanning, router=RouterSection(instances=3))
+    assert ports(config)["control (gRPC)"].where == "10.0.0.5:8100 to 8102, on other hosts"
+
+
 def test_what_is_open_beyond_this_machine_is_told() -> None:
     config = with_loopback(cluster=OUTSIDE, decode=DecodeSection(dp=2))
     opened = {name for name, port in ports(config).items() if port.is_open}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import json
 import resource
@@ -144,6 +145,21 @@ def test_a_person_sees_roles_and_processes() -> None:
     assert "45 ms" in text
     assert rows["decode"][:5] == ["decode", "0/1", "6", "2", "25%"]
     assert rows["decode-0/1"][1] == "draining"
+
+
+def test_hosts_are_shown_where_there_are_several() -> None:
+    view = some_view()
+    assert "host" not in text_of(view)
+    hosts = ["10.0.0.1", "10.0.0.2", "", "10.0.0.3", "10.0.0.4"]
+    views = [
+        dataclasses.replace(one, state=dataclasses.replace(one.state, host=host))
+        for one, host in zip(view.processes, hosts, strict=True)
+    ]
+    lines = text_of(dataclasses.replace(view, processes=views)).splitlines()
+    rows = {line.split()[0]: line.split() for line in lines[2:] if line}
+    assert rows["process"][:3] == ["process", "host", "state"]
+    assert rows["decode-0/1"][:3] == ["decode-0/1", "10.0.0.4", "draining"]
+    assert rows["prefill-1"][1] == "-"
 
 
 def test_a_cluster_whose_router_does_not_answer_is_shown_without_figures() -> None:

@@ -12,7 +12,7 @@ import torch
 from engine.attention.kv_spec import KVSpec
 from engine.attention.latent_storage import put_rows
 from engine.batch import ForwardBatch
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.memory.kv_pool import KVPool
 from engine.operations import do_nothing
 from engine.runner import LayerDone
@@ -20,8 +20,8 @@ from engine.runner import LayerDone
 LATENT_DIM = 8
 
 
-def make_config(vocab_size: int = 50, max_position_embeddings: int = 64) -> ModelConfig:
-    return ModelConfig(
+def make_config(vocab_size: int = 50, max_position_embeddings: int = 64) -> DeepseekV3Config:
+    return DeepseekV3Config(
         vocab_size=vocab_size,
         hidden_size=LATENT_DIM,
         num_hidden_layers=2,
@@ -44,7 +44,7 @@ def make_config(vocab_size: int = 50, max_position_embeddings: int = 64) -> Mode
 class FakeModel:
     """Two "layers" that write the same latents; logits are products with a fixed random matrix."""
 
-    def __init__(self, config: ModelConfig | None = None) -> None:
+    def __init__(self, config: DeepseekV3Config | None = None) -> None:
         self.config = config or make_config()
         generator = torch.Generator().manual_seed(0)
         shape = (self.config.vocab_size, LATENT_DIM)

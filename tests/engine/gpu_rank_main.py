@@ -126,7 +126,7 @@ def run_mode(mode: Mode, groups: ProcessGroups, device: torch.device, prompts: P
     )
     if device.type == "cuda":
         rows = [2**n for n in range(12)]
-        todo = products(model, model.kernels, max(map(len, prompts)), rows=rows)
+        todo = products(model, max(map(len, prompts)), rows=rows)
         warm_up(todo, groups, synchronize=torch.cuda.synchronize)
     return (run_together if groups.dims.tp > 1 else run_own)(model, prompts)
 

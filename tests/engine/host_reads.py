@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.formats.base import Formats, NumberFormat
+from engine.ops.op import Ops
 
 READS = frozenset(
     (
@@ -28,6 +31,10 @@ READS = frozenset(
 OPERATIONS = frozenset(
     ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "_unique2", "item")
 )
+
+
+PARTS = frozenset(("attention", "rows"))
+"""What of kernels and of their formats runs on the device too."""
 
 
 class HostReadError(AssertionError):
@@ -114,6 +121,13 @@ class Device:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._inner, name)
+        if isinstance(value, Ops):
+            return value.wrapped(lambda _, call: _unwatched(call))
+        if isinstance(value, Formats):
+            others = tuple(cast(NumberFormat, Device(one)) for one in value.quantized)
+            return Formats(plain=value.plain, quantized=others)
+        if name in PARTS and value is not None:
+            return Device(value)
         return _unwatched(value) if callable(value) else value
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from engine.config import ModelConfig, YarnConfig
+from engine.config import DeepseekV3Config, YarnConfig
 from runtime.errors import ConfigError
 from tests.engine.tiny import YARN, tiny_config
 
 
 def test_reads_every_field() -> None:
-    config = ModelConfig.from_hf(tiny_config(rope_scaling=dict(YARN)))
+    config = DeepseekV3Config.from_hf(tiny_config(rope_scaling=dict(YARN)))
     assert config.latent_dim == 32 + 8
     assert config.qk_head_dim == 16 + 8
     assert config.num_moe_layers == 2
@@ -34,20 +34,23 @@ def test_both_rotary_spellings_agree() -> None:
     new = {name: value for name, value in old.items() if not name.startswith("rope_")}
     rope = {**YARN, "rope_type": "yarn", "rope_theta": 5000.0}
     new["rope_parameters"] = rope
-    assert ModelConfig.from_hf(old) == ModelConfig.from_hf(new)
+    assert DeepseekV3Config.from_hf(old) == DeepseekV3Config.from_hf(new)
 
 
 @pytest.mark.parametrize(
     ("eos", "expected"), [(None, ()), (7, (7,)), ([1, 2], (1, 2))], ids=["none", "one", "list"]
 )
 def test_end_tokens(eos: object, expected: tuple[int, ...]) -> None:
-    assert ModelConfig.from_hf(tiny_config(eos_token_id=eos)).eos_token_ids == expected
+    assert DeepseekV3Config.from_hf(tiny_config(eos_token_id=eos)).eos_token_ids == expected
 
 
 def test_fp8_block_size() -> None:
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    assert ModelConfig.from_hf(tiny_config(quantization_config=quantization)).fp8_block_size == 128
-    assert ModelConfig.from_hf(tiny_config()).fp8_block_size == 0
+    assert (
+        DeepseekV3Config.from_hf(tiny_config(quantization_config=quantization)).fp8_block_size
+        == 128
+    )
+    assert DeepseekV3Config.from_hf(tiny_config()).fp8_block_size == 0
 
 
 @pytest.mark.parametrize(
@@ -79,18 +82,18 @@ def test_fp8_block_size() -> None:
 def test_refusal_names_the_field(field: str, value: object) -> None:
     fields: dict[str, Any] = {**tiny_config(), field: value}
     with pytest.raises(ConfigError) as caught:
-        ModelConfig.from_hf(fields)
+        DeepseekV3Config.from_hf(fields)
     assert caught.value.path.startswith(field)
     assert caught.value.fix
 
 
 def test_another_architecture_is_named() -> None:
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM"):
-        ModelConfig.from_hf(tiny_config(architectures=["Qwen3ForCausalLM"]))
+        DeepseekV3Config.from_hf(tiny_config(architectures=["Qwen3ForCausalLM"]))
 
 
 def test_a_dense_model_needs_no_sensible_routing() -> None:
-    config = ModelConfig.from_hf(
+    config = DeepseekV3Config.from_hf(
         tiny_config(first_k_dense_replace=3, num_nextn_predict_layers=0, n_routed_experts=0)
     )
     assert config.num_moe_layers == 0
@@ -101,10 +104,10 @@ def test_unusable_folder(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError) as caught:
-        ModelConfig.from_dir(tmp_path)
+        DeepseekV3Config.from_dir(tmp_path)
     assert caught.value.value == str(tmp_path)
 
 
 def test_from_dir(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
-    assert ModelConfig.from_dir(tmp_path) == ModelConfig.from_hf(tiny_config())
+    assert DeepseekV3Config.from_dir(tmp_path) == DeepseekV3Config.from_hf(tiny_config())

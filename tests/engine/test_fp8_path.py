@@ -14,8 +14,8 @@ from torch import Tensor
 
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.boot.build import build_kv_pool, build_model
-from engine.config import ModelConfig
-from engine.kernels.portable import PortableKernels
+from engine.config import DeepseekV3Config
+from engine.kernels.portable import portable_kernels
 from engine.layers.mla import MLA
 from engine.layers.moe import MoE
 from engine.layers.norm import FeedFormat
@@ -49,9 +49,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(checkpoint: Path, *, fp8: bool, max_positions: int = 0) -> DeepseekV3ForCausalLM:
-    kernels = PortableKernels(has_fp8=fp8)
-    kernels.max_attention_positions = max_positions
-    config = ModelConfig.from_dir(checkpoint)
+    kernels = portable_kernels(has_fp8=fp8)
+    kernels.attention.max_positions = max_positions
+    config = DeepseekV3Config.from_dir(checkpoint)
     model = DeepseekV3ForCausalLM(config, dtype=torch.bfloat16, kernels=kernels)
     load_weights(model, checkpoint)
     return model.eval()
@@ -95,8 +95,11 @@ def test_weights_keep_the_bytes_of_the_checkpoint(checkpoint: Path) -> None:
     assert isinstance(layer.mlp, MoE)
     assert isinstance(expected.mlp, MoE)
     for index in range(layer.mlp.experts.num_local_experts):
-        pair = layer.mlp.experts.up.quantized_pair(index)
-        assert torch.equal(dequantize_block(*pair).bfloat16(), expected.mlp.experts.w13[index])
+        weight, scale = layer.mlp.experts.up.stored.pair()
+        assert torch.equal(
+            dequantize_block(weight[index], scale[index]).bfloat16(),
+            expected.mlp.experts.w13[index],
+        )
 
 
 @pytest.mark.parametrize("lengths", [[1], [37], [9, 1, 20, 33]])
@@ -110,9 +113,9 @@ def test_logits_differ_by_the_rounding_of_activations(
 
 
 def test_dummy_weights_fill_scales(checkpoint: Path) -> None:
-    config = ModelConfig.from_dir(checkpoint)
+    config = DeepseekV3Config.from_dir(checkpoint)
     first, second = (
-        build_model(config, load_format="dummy", kernels=PortableKernels(has_fp8=fp8))
+        build_model(config, load_format="dummy", kernels=portable_kernels(has_fp8=fp8))
         for fp8 in (True, False)
     )
     part = first.model.layers[0].self_attn

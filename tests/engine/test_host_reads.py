@@ -13,31 +13,33 @@ import torch
 from torch import Tensor
 
 from engine.boot.build import build_kv_pool
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.execution import Execution
+from engine.formats.expert_rows import AlignedRows, ExpertRows
 from engine.formats.fp8_rows import Activation
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.layers.moe import MoE
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.ops.activation import SILU_AND_MUL
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.deep_ep_buffers import LowLatencyBuffer, NormalBuffer, NormalConfigs
 from engine.parallel.deep_ep_low_latency_dispatcher import DeepEPLowLatencyDispatcher
 from engine.parallel.deep_ep_normal_dispatcher import DeepEPNormalDispatcher
 from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
-from engine.parallel.expert_rows import AlignedRows, ExpertRows
 from engine.parallel.gathered_dispatcher import GatheredDispatcher
 from engine.parallel.groups import RankGroup
 from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
-from engine.parallel.row_formats import AlignedFp8, ExpertShare, PlainRows
+from engine.parallel.row_formats import AlignedQuantized, ExpertShare, PlainRows
 from engine.parallel.token_dispatcher import TokenDispatcher
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.weights.dummy import fill_with_dummy_weights
 from runtime.sampling import SamplingParams
+from tests.engine.formats.fp8 import fp8_of, quantize
 from tests.engine.host_reads import (
     Device,
     HostReadError,
@@ -48,7 +50,8 @@ from tests.engine.parallel.fake_deep_ep import FakeLibraryBuffer
 from tests.engine.parallel.thread_ranks import Meetings
 from tests.engine.tiny import tiny_config, write_checkpoint
 
-KERNELS: Any = Device(PortableKernels(has_fp8=True))
+KERNELS: Any = Device(portable_kernels(has_fp8=True))
+CODEC: Any = fp8_of(KERNELS).rows
 NUM_EXPERTS, HIDDEN, NUM_TOKENS = 8, 128, 600
 READS_OF_A_TENSOR: list[Callable[[Tensor], object]] = [
     lambda x: x.tolist(),
@@ -75,7 +78,7 @@ def test_no_way_to_a_number_is_overlooked(read: Callable[[Tensor], object]) -> N
     with refuse_host_reads(), pytest.raises(HostReadError):
         read(x)
     with refuse_host_reads():
-        Device(PortableKernels()).silu_and_mul(torch.ones(2, 4))
+        Device(portable_kernels()).ops[SILU_AND_MUL](torch.ones(2, 4))
         assert len(x) == 3
         assert x[1:].shape == (2,)
         x[torch.tensor([0, 2])] += 1
@@ -83,8 +86,8 @@ def test_no_way_to_a_number_is_overlooked(read: Callable[[Tensor], object]) -> N
     assert x.tolist() == [2, 2, 4]
 
 
-def fp8(num_ranks: int) -> AlignedFp8:
-    return AlignedFp8(KERNELS, share(num_ranks))
+def fp8(num_ranks: int) -> AlignedQuantized:
+    return AlignedQuantized(KERNELS.ops, CODEC, share(num_ranks))
 
 
 def share(num_ranks: int) -> ExpertShare:
@@ -131,7 +134,7 @@ def start(dispatcher: TokenDispatcher[Any]) -> Any:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(NUM_TOKENS, HIDDEN, generator=generator).bfloat16()
     ids = torch.rand(NUM_TOKENS, NUM_EXPERTS, generator=generator).topk(3).indices
-    rows: Activation = KERNELS.quantize_rows(hidden) if dispatcher.takes_fp8 else hidden
+    rows: Activation = quantize(KERNELS, hidden) if dispatcher.takes_quantized else hidden
     return rows, ids, torch.rand(NUM_TOKENS, 3, generator=generator)
 
 
@@ -153,7 +156,7 @@ def test_tokens_travel_without_a_number_read(make: Callable[[], TokenDispatcher[
 
 def test_on_a_gpu_tokens_travel_by_the_same_code() -> None:
     """A branch for GPUs, with events to wait for, would not be seen here."""
-    classes = LocalDispatcher, GatheredDispatcher, MaskedGatheredDispatcher, AlignedFp8
+    classes = LocalDispatcher, GatheredDispatcher, MaskedGatheredDispatcher, AlignedQuantized
     for source in [inspect.getsource(each) for each in classes]:
         assert "cuda" not in source
         assert "synchronize" not in source
@@ -194,7 +197,7 @@ EVERYTHING = SamplingParams(
 
 
 def build(tmp_path: Path, execution: Execution | None = None) -> ModelRunner:
-    config = ModelConfig.from_dir(write_checkpoint(tmp_path, CONFIG, fp8=True))
+    config = DeepseekV3Config.from_dir(write_checkpoint(tmp_path, CONFIG, fp8=True))
     model = DeepseekV3ForCausalLM(
         config, dtype=torch.bfloat16, kernels=KERNELS, execution=execution
     ).eval()

@@ -15,7 +15,7 @@ import torch
 from engine.attention.kv_spec import KVSpec
 from engine.batch import ForwardBatch, build_forward_batch
 from engine.boot.build import build_kv_pool, build_model
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.execution import Execution
 from engine.formats import deep_gemm
 from engine.formats.triton_gemm.limits import DeviceLimits
@@ -27,11 +27,12 @@ from engine.operations import do_nothing
 from engine.parallel.gathered_dispatcher import GatheredDispatcher
 from engine.parallel.groups import RankGroup
 from engine.parallel.local_dispatcher import LocalDispatcher
-from engine.parallel.row_formats import AlignedFp8, ExpertShare
+from engine.parallel.row_formats import ExpertShare, choose_row_format
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner, StepResult
 from engine.sampling.sampler import Sampler
 from runtime.sampling import SamplingParams
+from tests.engine.formats.fp8 import fp8_of
 from tests.engine.relative_error import relative_error
 from tests.engine.tiny import tiny_config, write_checkpoint
 
@@ -179,10 +180,11 @@ def make_experts(kernels: Kernels, num_ranks: int, tmp_path: Path) -> ModelRunne
     As one of several it lays out rows for its share of the experts and holds all of them, so that
     most rows are behind the capacity.
     """
-    config = ModelConfig.from_dir(write_checkpoint(tmp_path, CONFIG, fp8=True))
+    config = DeepseekV3Config.from_dir(write_checkpoint(tmp_path, CONFIG, fp8=True))
     share = ExpertShare(first=0, num_local=config.n_routed_experts, num_ranks=num_ranks)
     dispatcher = GatheredDispatcher if num_ranks > 1 else LocalDispatcher
-    execution = Execution(dispatcher=dispatcher(AlignedFp8(kernels, share), RankGroup()))
+    rows = choose_row_format(fp8_of(kernels), kernels.ops, share)
+    execution = Execution(dispatcher=dispatcher(rows, RankGroup()))
     model = build_model(
         tmp_path, dtype=torch.bfloat16, device="cuda", kernels=kernels, execution=execution
     )

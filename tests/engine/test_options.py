@@ -24,10 +24,12 @@ def test_a_step_is_bounded_by_tokens_or_by_requests() -> None:
         (TokenSteps(cuda_graphs=Switch.ON), "cuda", True),
         (TokenSteps(cuda_graphs=Switch.OFF), "cuda", False),
         (TokenSteps(cuda_graphs=Switch.ON), "cpu", False),
-        (ChunkSteps(), "cuda", False),
+        (ChunkSteps(), "cuda", True),
+        (ChunkSteps(cuda_graphs=Switch.OFF), "cuda", False),
+        (ChunkSteps(cuda_graphs=Switch.ON), "cpu", False),
     ],
 )
-def test_single_tokens_are_captured_on_a_gpu(
+def test_steps_are_captured_on_a_gpu(
     steps: ChunkSteps | TokenSteps, device: str, wanted: bool
 ) -> None:
     assert EngineOptions(steps=steps, device=device).wants_graphs is wanted

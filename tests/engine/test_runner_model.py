@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.generate import generate
 from engine.memory.block_pool import BlockPool
 from engine.memory.kv_pool import KVPool
@@ -18,7 +18,7 @@ from runtime.sampling import SamplingParams
 
 BLOCK_SIZE = 8
 NUM_OUTPUT = 8
-CONFIG = ModelConfig(
+CONFIG = DeepseekV3Config(
     vocab_size=96,
     hidden_size=32,
     num_hidden_layers=3,

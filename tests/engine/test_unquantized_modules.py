@@ -14,8 +14,8 @@ import torch
 
 from bench.parity import compare_with_transformers
 from engine.boot.build import build_model
-from engine.config import ModelConfig
-from engine.kernels.portable import PortableKernels
+from engine.config import DeepseekV3Config
+from engine.kernels.portable import portable_kernels
 from engine.layers.plain_weights import describe_plain_weights
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.weights.errors import CheckpointError
@@ -41,10 +41,10 @@ UNQUANTIZED: Sequence[tuple[str, ...]] = [
 
 def build(config: dict[str, Any], **axes: int) -> DeepseekV3ForCausalLM:
     return DeepseekV3ForCausalLM(
-        ModelConfig.from_hf(config),
+        DeepseekV3Config.from_hf(config),
         rank_context(0, **axes).groups,
         dtype=torch.bfloat16,
-        kernels=PortableKernels(has_fp8=True),
+        kernels=portable_kernels(has_fp8=True),
     )
 
 
@@ -123,7 +123,7 @@ def test_nothing_is_told_where_all_is_kept(caplog: pytest.LogCaptureFixture) -> 
     config = {**CONFIG, "qk_rope_head_dim": 16, "kv_lora_rank": 128}
     assert describe_plain_weights(build(config)) == ""
     with caplog.at_level(logging.WARNING):
-        build_model(ModelConfig.from_hf(config), load_format="dummy")
+        build_model(DeepseekV3Config.from_hf(config), load_format="dummy")
     assert caplog.records == []
 
 
@@ -131,10 +131,10 @@ def test_boot_tells_it_once(caplog: pytest.LogCaptureFixture) -> None:
     config = {**CONFIG, "intermediate_size": 192}
     with caplog.at_level(logging.WARNING, logger="engine.boot.build"):
         build_model(
-            ModelConfig.from_hf(config),
+            DeepseekV3Config.from_hf(config),
             dtype=torch.bfloat16,
             load_format="dummy",
-            kernels=PortableKernels(has_fp8=True),
+            kernels=portable_kernels(has_fp8=True),
         )
     (record,) = caplog.records
     message = record.getMessage()
@@ -147,7 +147,7 @@ def test_fp8_of_which_config_json_says_nothing_is_told(
 ) -> None:
     write_checkpoint(tmp_path, tensors=to_fp8(random_tensors(tiny_config())))
     with caplog.at_level(logging.WARNING, logger="engine.weights.loader"):
-        load_weights(DeepseekV3ForCausalLM(ModelConfig.from_dir(tmp_path)), tmp_path)
+        load_weights(DeepseekV3ForCausalLM(DeepseekV3Config.from_dir(tmp_path)), tmp_path)
     (record,) = caplog.records
     assert "no quantization_config" in record.getMessage()
 
@@ -159,7 +159,7 @@ def test_numbers_that_are_no_weights_are_refused(tmp_path: Path, dtype: torch.dt
     tensors[name] = tensors[name].to(dtype)
     write_checkpoint(tmp_path, tensors=tensors)
     with pytest.raises(CheckpointError, match="does not read") as caught:
-        load_weights(DeepseekV3ForCausalLM(ModelConfig.from_dir(tmp_path)), tmp_path)
+        load_weights(DeepseekV3ForCausalLM(DeepseekV3Config.from_dir(tmp_path)), tmp_path)
     assert caught.value.tensor == name
 
 

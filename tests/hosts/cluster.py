@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import ssl
 import sys
 import time
 import urllib.error
@@ -43,8 +44,12 @@ def until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
 class HostedCluster:
     """A cluster whose head, controller and router are on host "a"."""
 
-    def __init__(self, hosts: Hosts, folder: Path, name: str = "hosted") -> None:
+    def __init__(
+        self, hosts: Hosts, folder: Path, name: str = "hosted", *, has_tls: bool = False
+    ) -> None:
+        """``has_tls``: of its own making."""
         self.hosts = hosts
+        self._has_tls = has_tls
         self.folder = folder
         self.name = name
         self.config_path = folder / f"{name}.toml"
@@ -55,7 +60,13 @@ class HostedCluster:
 
     @property
     def base_url(self) -> str:
-        return f"http://{self.hosts['a'].address}:8000"
+        scheme = "https" if self._has_tls else "http"
+        return f"{scheme}://{self.hosts['a'].address}:8000"
+
+    @property
+    def ca(self) -> Path:
+        """Of the authority of a cluster with TLS."""
+        return self.folder / self.name / "tls" / "ca.pem"
 
     def start_ray(self, host: str, num_cpus: int) -> None:
         """``ray start`` on a host; the first one is the head."""
@@ -125,7 +136,9 @@ class HostedCluster:
     def status(self) -> dict[str, Any] | None:
         """The router's ``/status``; None while it does not answer."""
         try:
-            with urllib.request.urlopen(f"{self.base_url}/status", timeout=10) as response:
+            context = ssl.create_default_context(cafile=str(self.ca)) if self._has_tls else None
+            url = f"{self.base_url}/status"
+            with urllib.request.urlopen(url, timeout=10, context=context) as response:
                 answer: dict[str, Any] = json.load(response)
                 return answer
         except (urllib.error.URLError, OSError):

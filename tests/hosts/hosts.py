@@ -51,7 +51,8 @@ class Hosts:
         base = self.network.rpartition(".")[0]
         self.own_address = f"{base}.254"
         self._bridge = f"br{self.token}"
-        self._environment = {**os.environ, MARK: self.token, "PYTHONPATH": str(ROOT)}
+        self.environment = {**os.environ, MARK: self.token, "PYTHONPATH": str(ROOT)}
+        """Of what runs on them."""
         self._cables: dict[str, subprocess.Popen[bytes]] = {}
         self.hosts = {
             name: Host(
@@ -109,7 +110,7 @@ class Hosts:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**self._environment, **(environment or {})},
+            env={**self.environment, **(environment or {})},
             cwd=ROOT,
             text=True,
             check=False,
@@ -151,7 +152,7 @@ class Hosts:
         _ip(f"link set {outer} up")
         command = [sys.executable, "-m", "tests.hosts.cable", host.outside, outer]
         command += ["--delay", str(delay_s), "--loss", str(loss), "--rate", str(rate)]
-        self._cables[name] = subprocess.Popen(command, cwd=ROOT, env=self._environment)
+        self._cables[name] = subprocess.Popen(command, cwd=ROOT, env=self.environment)
 
     def mend(self, name: str) -> None:
         """Undo ``impair``."""
@@ -162,12 +163,17 @@ class Hosts:
         _ip(f"link set {self[name].outside} master {self._bridge}")
 
     def _name_hosts(self, host: Host) -> None:
-        """Give all addresses names: torch looks for one, and no name server is in reach."""
+        """Give all addresses names: torch looks for one, and no name server is in reach.
+
+        It asks from a socket of IPv6, which has IPv4 addresses in a form of its own.
+        """
         folder = _own_etc(host)
         folder.mkdir(parents=True)
         lines = ["127.0.0.1 localhost", "::1 localhost"]
-        lines += [f"{one.address} host-{one.name}" for one in self.hosts.values()]
-        (folder / "hosts").write_text("\n".join([*lines, f"{self.own_address} outside", ""]))
+        names = {one.address: f"host-{one.name}" for one in self.hosts.values()}
+        for address, name in {**names, self.own_address: "outside"}.items():
+            lines += [f"{address} {name}", f"::ffff:{address} {name}"]
+        (folder / "hosts").write_text("\n".join([*lines, ""]))
 
     def _pids(self, name: str) -> list[int]:
         found = subprocess.run(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
+import ssl
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import aiohttp
 
@@ -44,6 +47,8 @@ class Load:
     base_url: str
     expected: Expected
     concurrency: int = 2
+    ca: Path | None = None
+    """Of the authority that is believed; None: plain text."""
     answered_at: list[float] = field(default_factory=list)
     """When each request was answered in full."""
     failures: list[str] = field(default_factory=list)
@@ -67,8 +72,21 @@ class Load:
 
     async def _run(self) -> None:
         timeout = aiohttp.ClientTimeout(total=170)
-        async with aiohttp.ClientSession(self.base_url, timeout=timeout) as session:
+        context = ssl.create_default_context(cafile=str(self.ca)) if self.ca else True
+        sockets: list[socket.socket] = []
+
+        def open_socket(info: aiohttp.AddrInfoType) -> socket.socket:
+            sockets.append(socket.socket(*info[:3]))
+            return sockets[-1]
+
+        connector = aiohttp.TCPConnector(ssl=context, socket_factory=open_socket)
+        async with aiohttp.ClientSession(
+            self.base_url, timeout=timeout, connector=connector
+        ) as session:
             await asyncio.gather(*(self._stream(session, n) for n in range(self.concurrency)))
+        # With TLS ends are said goodbye to, after the session.
+        while any(one.fileno() >= 0 for one in sockets):
+            await asyncio.sleep(0.05)
 
     async def _stream(self, session: aiohttp.ClientSession, number: int) -> None:
         draw = random.Random(number)

@@ -7,12 +7,9 @@ story, in order; the last one ends Ray.
 from __future__ import annotations
 
 import os
-import re
 import signal
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -20,11 +17,11 @@ import pytest
 from deploy.sweep import is_alive
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from tests.hosts.cluster import HostedCluster, until
-from tests.hosts.hosts import ROOT, Hosts, why_no_hosts
+from tests.hosts.hosts import Hosts, why_no_hosts
 from tests.hosts.load import Expected, Load, expect
 
 pytestmark = [
-    pytest.mark.soak,
+    pytest.mark.cluster,
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(why_no_hosts()), reason=f"no hosts here: {why_no_hosts()}"),
 ]
@@ -134,38 +131,3 @@ def head_daemons(cluster: HostedCluster) -> list[int]:
         for process in psutil.process_iter()
         if process.name() == "gcs_server" and temporary in " ".join(process.cmdline())
     ]
-
-
-def test_two_machines_work_as_the_page_says(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    page = (ROOT / "docs" / "multi-node.md").read_text(encoding="utf-8")
-    section = page.partition("## Two machines")[2].partition("\n## ")[0]
-    head, joining, commands = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
-    (config,) = re.findall(r"```toml\n(.*?)```", section, re.DOTALL)
-    environment = {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "XDG_STATE_HOME": str(tmp_path),
-    }
-    with Hosts("ab") as hosts:
-        temporary = {name: Path("/tmp") / f"th-{hosts.token}-{name}" for name in "ab"}
-        request.addfinalizer(HostedCluster(hosts, tmp_path).clean_up)
-
-        def run(name: str, script: str) -> str:
-            """A script of the page on a host, with its addresses; namespaces share /tmp."""
-            script = script.replace("10.0.0.1", hosts["a"].address)
-            script = script.replace("10.0.0.2", hosts["b"].address)
-            script = script.replace("$(openssl rand -hex 32)", "ab" * 32)
-            script = script.replace("ray start", f"ray start --temp-dir={temporary[name]}")
-            script = f"set -e; cd {tmp_path}\n{script}"
-            result = hosts.run(name, "bash", "-c", script, environment=environment)
-            assert result.returncode == 0, result.stdout
-            return result.stdout
-
-        exports = "".join(line + "\n" for line in head.splitlines() if "export" in line)
-        run("a", head)
-        run("b", exports + joining)
-        network = hosts.network
-        text = config.replace("10.0.0.0/24", network).replace("10.0.0.1", hosts["a"].address)
-        (tmp_path / "two-machines.toml").write_text(text, encoding="utf-8")
-        output = run("a", exports + commands)
-        assert "def fibonacci(n):" in output
-        assert "stopped tandem" in output

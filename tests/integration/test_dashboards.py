@@ -1,11 +1,12 @@
-"""A real Prometheus scrapes a cluster under load: no query of a dashboard or an alert is empty."""
+"""Real Prometheuses, 2 and 3, scrape a cluster under load: no query of ours comes back empty."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,21 @@ import pytest
 import yaml
 
 import deploy
-from runtime.config import ClusterConfig, DecodeSection, ModelSection
+from runtime.config import ClusterConfig, DecodeSection, ModelSection, RouterSection
 from tests.integration.client import run_all
 from tests.integration.cluster import Cluster, wait_until
 from tests.integration.conftest import MODEL_DIR
-from tests.integration.prometheus import Prometheus, needs_prometheus
+from tests.prometheus import VERSIONS, Prometheus, config_of_cluster, find_program, why_missing
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_prometheus]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 DEPLOY = Path(deploy.__file__).parent
 DASHBOARDS = sorted((DEPLOY / "grafana").glob("*.json"))
 ALERTS = DEPLOY / "prometheus" / "alerts.yaml"
-NEVER_HAPPENS_HERE = {"Pause of a request that moves"}
-"""Panels that may have nothing but NaN: quantiles of what takes an incident."""
 WINDOW = "10s"
+INCIDENT_WINDOW = "10m"
+OF_INCIDENTS = {"Pause of a request that moves"}
+"""Panels of what happens once here, before the queries."""
 TIMEOUT_S = 240.0
 NUM_PROCESSES = 4
 """A router, a prefill worker and two decode ranks."""
@@ -56,27 +58,77 @@ class Load:
 
 
 @pytest.fixture(scope="module")
-def prometheus(
+def servers(
     tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]
-) -> Iterator[Prometheus]:
-    """It scrapes a cluster with expert-parallel decode ranks, which has requests all the time."""
-    config = ClusterConfig(model=ModelSection(path=str(MODEL_DIR)), decode=DecodeSection(dp=2))
+) -> Iterator[Mapping[int, Prometheus]]:
+    """By major version, those that are here, over one cluster that has requests all the time.
+
+    Its decode ranks share experts, so that panels of those have data. They are lost once, and come
+    back: their requests wait and go on.
+    """
+    programs = {version: find_program("prometheus", version) for version in VERSIONS}
+    if not any(programs.values()):
+        pytest.skip(why_missing(2))
+    config = ClusterConfig(
+        model=ModelSection(path=str(MODEL_DIR)),
+        router=RouterSection(worker_wait_s=TIMEOUT_S),
+        decode=DecodeSection(dp=2),
+    )
     folder = tmp_path_factory.mktemp("dashboards")
-    with Cluster(config, folder) as cluster:
-        router = cluster.base_url.removeprefix("http://")
-        with Prometheus(router, ALERTS, folder / "prometheus") as running:
-            load = Load(cluster.base_url, prompts)
-            try:
+    with Cluster(config, folder) as cluster, contextlib.ExitStack() as stack:
+        of_cluster = config_of_cluster(cluster.base_url.removeprefix("http://"), ALERTS)
+        running = {
+            version: stack.enter_context(
+                Prometheus(program, of_cluster, folder / f"prometheus-{version}")
+            )
+            for version, program in programs.items()
+            if program is not None
+        }
+        load = Load(cluster.base_url, prompts)
+        try:
+            wait_scraped(cluster, running)
+            for server in running.values():
                 wait_until(
-                    lambda: len(running.query("pd_process_info")) == NUM_PROCESSES,
+                    lambda server=server: server.has_numbers(
+                        "pd_decode_generated_tokens_total > 0"
+                    ),
                     TIMEOUT_S,
-                    "every process is scraped",
+                    "requests are in decode",
                 )
-                yield running
-            finally:
-                load.stop()
+            cluster.kill("decode-0/0")
+            cluster.wait_exit("decode-0/1")
+            cluster.start_instance("decode", 0)
+            cluster.wait_workers(NUM_PROCESSES - 1)
+            wait_scraped(cluster, running)
+            yield running
+        finally:
+            load.stop()
         assert load.num_failed == 0
         cluster.wait_idle()
+
+
+def wait_scraped(cluster: Cluster, servers: Mapping[int, Prometheus]) -> None:
+    """Until each server scrapes each process that lives, and no other."""
+    status = cluster.status()
+    assert status is not None
+    living = {(worker["metrics_address"], 1.0) for worker in status["workers"]}
+    living.add((cluster.base_url.removeprefix("http://"), 1.0))
+    for server in servers.values():
+        wait_until(
+            lambda server=server: (
+                {(labels["instance"], value) for labels, value in server.query("up")} == living
+            ),
+            TIMEOUT_S,
+            "every process is scraped",
+        )
+
+
+@pytest.fixture(params=VERSIONS)
+def prometheus(request: pytest.FixtureRequest, servers: Mapping[int, Prometheus]) -> Prometheus:
+    """The server of one major version."""
+    if request.param not in servers:
+        pytest.skip(why_missing(request.param))
+    return servers[request.param]
 
 
 def dashboard(path: Path) -> dict[str, Any]:
@@ -128,17 +180,11 @@ def operands(expr: str) -> list[str]:
 
 
 def wait_for_numbers(prometheus: Prometheus, queries: dict[str, str]) -> None:
-    """Until every query has answered a number, or at all where it may be NaN; names the others."""
-
-    def has_data(name: str, expr: str) -> bool:
-        if name.split(":")[0] in NEVER_HAPPENS_HERE:
-            return bool(prometheus.query(expr))
-        return prometheus.has_numbers(expr)
-
+    """Until every query has answered a number; names the others."""
     left = dict(queries)
 
     def all_answered() -> bool:
-        for name in [name for name, expr in left.items() if has_data(name, expr)]:
+        for name in [name for name, expr in left.items() if prometheus.has_numbers(expr)]:
             del left[name]
         return not left
 
@@ -158,15 +204,44 @@ def test_prometheus_finds_every_process_and_keeps_the_colons(prometheus: Prometh
     ]
     assert {labels["model_name"] for labels, _ in running} == {"tandem-python"}
     assert prometheus.query("vllm:e2e_request_latency_seconds_count")
-    assert prometheus.query('{__name__=~"vllm_.*"}') == []
+    assert prometheus.query('{__name__=~"vllm_.*|U__.*"}') == []
+    for one in prometheus.scrapes():
+        assert (one["health"], one["lastError"]) == ("up", ""), one
+
+
+def test_both_versions_have_the_same_series(servers: Mapping[int, Prometheus]) -> None:
+    """Names, types, labels, bounds of buckets: a query means the same to both."""
+    for version in VERSIONS:
+        if version not in servers:
+            pytest.skip(why_missing(version))
+    ours = '{__name__=~"pd_.+|vllm:.+"}'
+    assert servers[2].types() == servers[3].types()
+
+    def series(version: int) -> set[frozenset[tuple[str, str]]]:
+        return {frozenset(labels.items()) for labels, _ in servers[version].query(ours)}
+
+    def differing() -> list[Any]:
+        return sorted(map(sorted, series(2) ^ series(3)))
+
+    assert len(series(2)) > 1000
+    try:
+        wait_until(lambda: not differing(), 60, "the same series")
+    except AssertionError:
+        raise AssertionError(json.dumps(differing()[:20], indent=2)) from None
+    # Bounds of buckets as Prometheus 3 writes them, so as every query has to.
+    bounds = {dict(one).get("le", "+Inf") for one in series(3)}
+    assert all(re.fullmatch(r"\+Inf|.*[.e].*", bound) for bound in bounds), bounds
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 def test_every_query_of_a_dashboard_has_data(prometheus: Prometheus, path: Path) -> None:
     content = dashboard(path)
     variables = variables_of(content, prometheus)
+    of_incidents = {**variables, "__rate_interval": INCIDENT_WINDOW}
     queries = {
-        f"{panel['title']}:{target['refId']}": resolve(target["expr"], variables)
+        f"{panel['title']}:{target['refId']}": resolve(
+            target["expr"], of_incidents if panel["title"] in OF_INCIDENTS else variables
+        )
         for panel in content["panels"]
         for target in panel.get("targets", ())
     }

@@ -1,7 +1,7 @@
 """What a test says to such a cluster: install, wait, scale, run `helm test`.
 
-Deployments and StatefulSets as their controllers have them. The cluster lives on a thread of its
-own; a test calls it from any other.
+Deployments, StatefulSets and LeaderWorkerSets as their controllers have them. The cluster lives on
+a thread of its own; a test calls it from any other.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.pods.container import Image
+from tests.pods.groups import PodGroups, own_service
 from tests.pods.manifests import Manifest, Manifests
 from tests.pods.node import Node
 from tests.pods.pod import Pod
@@ -30,12 +31,15 @@ class PodCluster:
 
     def __init__(self, objects: Manifests, folder: Path) -> None:
         """Start nothing yet."""
-        self._objects = objects
+        sets = objects.of_kind("LeaderWorkerSet")
+        services = [own_service(one) for one in sets]
+        self._objects = Manifests.of([*objects.objects, *services], objects.namespace)
         self._folder = folder
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="pods", daemon=True)
         self._node: Node | None = None
         self._replicas: dict[str, int] = {}
+        self._groups: dict[str, PodGroups] = {}
         self._controllers: list[asyncio.Task[None]] = []
         self._endings: set[asyncio.Task[Pod]] = set()
 
@@ -83,7 +87,7 @@ class PodCluster:
         return f"{scheme}://{self.node.service_address(service)}:{port}"
 
     def pods_of(self, owner: str) -> list[Pod]:
-        """The pods of a Deployment or StatefulSet that are not gone, in their order."""
+        """The pods of a workload that are not gone, in their order."""
         return [
             pod
             for _, pod in sorted(self.node.pods.items())
@@ -127,6 +131,10 @@ class PodCluster:
         pod: Pod = self._call(self.node.delete_pod(name))
         return pod
 
+    def num_recreated(self, name: str) -> int:
+        """How many groups of a LeaderWorkerSet were made anew because a pod of theirs failed."""
+        return self._groups[name].num_recreated
+
     def signal(self, pod: Pod, number: int) -> None:
         """To the first process of each of its containers."""
         for state in pod.states:
@@ -156,6 +164,15 @@ class PodCluster:
             self._replicas[name] = int(manifest["spec"].get("replicas", 1))
             work = self._keep_set if manifest["kind"] == "StatefulSet" else self._keep_deployment
             self._controllers.append(asyncio.create_task(work(manifest), name=f"keep {name}"))
+        for manifest in self._objects.of_kind("LeaderWorkerSet"):
+            self._keep_groups(manifest)
+
+    def _keep_groups(self, manifest: Manifest) -> None:
+        name = manifest["metadata"]["name"]
+        self._replicas[name] = int(manifest["spec"].get("replicas", 1))
+        groups = PodGroups(manifest, self.node, lambda: self._replicas[name])
+        self._groups[name] = groups
+        self._controllers.append(asyncio.create_task(groups.keep(), name=f"keep {name}"))
 
     async def _start_pod(self, name: str, template: Manifest, **options: Any) -> Pod:
         return self.node.start_pod(name, template, **options)
@@ -208,8 +225,10 @@ class PodCluster:
     def _is_settled(self) -> bool:
         pods = self.node.pods
         owned = {name: self.pods_of(name) for name in self._replicas}
+        sizes = {name: groups.size for name, groups in self._groups.items()}
         return all(
-            len(owned[name]) == count and all(pod.is_ready for pod in owned[name])
+            len(owned[name]) == count * sizes.get(name, 1)
+            and all(pod.is_ready for pod in owned[name])
             for name, count in self._replicas.items()
         ) and all(not pod.is_terminating for pod in pods.values())
 
@@ -218,6 +237,9 @@ class PodCluster:
             restarts = sum(state.num_restarts for state in pod.states)
             if pod.error or restarts > MOST_RESTARTS:
                 raise AssertionError(f"{pod.name} cannot be run:\n{self.describe()}")
+        for name, groups in self._groups.items():
+            if groups.num_recreated > MOST_RESTARTS:
+                raise AssertionError(f"{name} cannot be run:\n{self.describe()}")
 
     def _call(self, work: Coroutine[Any, Any, _ResultT]) -> _ResultT:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

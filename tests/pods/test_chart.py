@@ -7,21 +7,28 @@ seconds between probes, and before routers and workers end.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import copy
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from tests.helm.rendering import merged, profile, render
-from tests.integration.client import complete, stream
+from tests.helm.rendering import merged, profile
+from tests.integration.client import complete
+from tests.pods.chart import (
+    DECODE,
+    MODEL,
+    NUM_LANES,
+    PREFILL,
+    ROUTER,
+    Load,
+    cluster_of,
+    in_thread,
+    release_of,
+)
 from tests.pods.cluster import PodCluster
-from tests.pods.manifests import Manifests
 from tests.pods.network import why_not
 
 REASON = why_not()
@@ -30,43 +37,16 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-NAME = "demo"
-NAMESPACE = "serving"
-DECODE, PREFILL = f"{NAME}-tandem-decode", f"{NAME}-tandem-prefill"
-ROUTER = f"{NAME}-tandem-router"
-MODEL = "tandem-python"
-NUM_LANES = 3
-NUM_TOKENS = 32
 VALUES = {
     "router": {"preStopSeconds": 1, "drainSeconds": 20},
     "prefill": {"drainSeconds": 5},
     "decode": {"drainSeconds": 5},
 }
-PERIOD_S = 0.5
 
 
 def rendered(**values: Any) -> list[dict[str, Any]]:
     """The profile's manifests, with values over it."""
-    release = render(merged(profile("cpu-demo"), VALUES, values), name=NAME, namespace=NAMESPACE)
-    objects = copy.deepcopy([*release.manifests, *release.hooks])
-    for one in objects:
-        if one["kind"] in ("Deployment", "StatefulSet"):
-            for container in one["spec"]["template"]["spec"]["containers"]:
-                hurry(container)
-    return objects
-
-
-def hurry(container: dict[str, Any]) -> None:
-    """Probe often; as many seconds as before until a container has failed."""
-    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-        if probe := container.get(kind):
-            failures = probe["failureThreshold"] * probe["periodSeconds"]
-            probe["failureThreshold"] = round(failures / PERIOD_S)
-            probe["periodSeconds"] = PERIOD_S
-
-
-def cluster_of(objects: list[dict[str, Any]], folder: Path) -> PodCluster:
-    return PodCluster(Manifests.of(objects, NAMESPACE), folder)
+    return release_of(merged(profile("cpu-demo"), VALUES, values))
 
 
 @pytest.fixture(scope="module")
@@ -75,65 +55,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodCluster]:
         cluster.wait_ready()
         yield cluster
         assert cluster.events() == []
-
-
-@dataclass(slots=True)
-class Load:
-    """Streams one after the other in several lanes, until they are told that it is enough."""
-
-    url: str
-    num_whole: int = 0
-    failed: list[str] = field(default_factory=list)
-    _is_over: bool = False
-
-    @contextlib.asynccontextmanager
-    async def under_way(self) -> AsyncIterator[None]:
-        """Streams come and go in the block; on its end all are over."""
-        timeout = aiohttp.ClientTimeout(total=300)
-        async with (
-            aiohttp.ClientSession(self.url, timeout=timeout) as session,
-            asyncio.TaskGroup() as group,
-        ):
-            for lane in range(NUM_LANES):
-                group.create_task(self._lane(session, lane))
-            try:
-                yield
-            finally:
-                self._is_over = True
-
-    async def some_more(self, count: int = NUM_LANES) -> None:
-        """Wait until so many more are over."""
-        target = self.num_whole + count
-        async with asyncio.timeout(240):
-            while self.num_whole < target:
-                assert self.failed == []
-                await asyncio.sleep(0.05)
-
-    async def _lane(self, session: aiohttp.ClientSession, lane: int) -> None:
-        number = 0
-        while not self._is_over:
-            number += 1
-            try:
-                answer = await stream(
-                    session,
-                    f"def lane_{lane}_{number}(value):",
-                    model=MODEL,
-                    max_tokens=NUM_TOKENS,
-                    ignore_eos=True,
-                    temperature=0,
-                )
-            except (aiohttp.ClientError, AssertionError) as error:
-                self.failed.append(repr(error))
-                return
-            if answer.error is None and len(answer.token_ids) == NUM_TOKENS:
-                self.num_whole += 1
-            else:
-                self.failed.append(f"{answer.request_id}: {answer.error}")
-
-
-async def in_thread(work: Callable[..., Any], *arguments: Any) -> Any:
-    """While the streams go on."""
-    return await asyncio.to_thread(work, *arguments)
 
 
 def states(cluster: PodCluster) -> dict[str, str]:

@@ -35,23 +35,32 @@ TEMPLATE = (
 )
 
 
-def train_tokenizer() -> tokenizers.Tokenizer:
+def train_tokenizer(
+    special: Sequence[str] = SPECIAL, more: Sequence[str] = ()
+) -> tokenizers.Tokenizer:
+    """``more``: texts that are to be few tokens as well."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=SPECIAL,
+        vocab_size=400 + 400 * bool(more),
+        special_tokens=list(special),
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(CORPUS, trainer)
+    backend.train_from_iterator([*CORPUS, *more], trainer)
     return backend
 
 
-def write_model(folder: Path) -> None:
+def write_model(
+    folder: Path,
+    *,
+    template: str = TEMPLATE,
+    special: Sequence[str] = SPECIAL,
+    more: Sequence[str] = (),
+) -> None:
     """A checkpoint's folder without weights."""
-    backend = train_tokenizer()
+    backend = train_tokenizer(special, more)
     backend.save(str(folder / "tokenizer.json"))
     eos = backend.token_to_id("<eos>")
     files: dict[str, object] = {
@@ -64,7 +73,7 @@ def write_model(folder: Path) -> None:
             "bos_token": "<bos>",
             "eos_token": {"content": "<eos>"},
             "add_bos_token": True,
-            "chat_template": TEMPLATE,
+            "chat_template": template,
         },
     }
     for name, content in files.items():
@@ -111,8 +120,7 @@ class Cluster:
 
     @property
     def eos(self) -> int:
-        token_id = self.tokenizer.token_id("<eos>")
-        assert token_id is not None
+        (token_id,) = self.service._model.limits.eos_token_ids
         return token_id
 
     def script(self, prompt: Sequence[int]) -> list[int]:
@@ -166,22 +174,25 @@ StartRouter = Callable[..., Awaitable[Cluster]]
 
 @pytest.fixture
 async def start_router(model_dir: Path, tokenizer: Tokenizer) -> AsyncIterator[StartRouter]:
-    """Start a router without workers; keyword arguments are those of ``RouterSection``."""
+    """Start a router without workers; keyword arguments are those of ``RouterSection``.
+
+    ``folder``: of another model than the usual one.
+    """
     closers: list[Callable[[], Awaitable[None]]] = []
 
-    async def start(**section: object) -> Cluster:
+    async def start(folder: Path | None = None, **section: object) -> Cluster:
         # A test that is about waiting for workers, or about leases, says so.
         waits = {"worker_wait_s": 0.2, "lease_ttl_s": 30.0}
         options = {"port": 0, "control_port": 0, **waits, **section}
         config = ClusterConfig(
             cluster=ClusterSection(secret=SECRET),
-            model=ModelSection(path=str(model_dir), name=MODEL),
+            model=ModelSection(path=str(folder or model_dir), name=MODEL),
             router=RouterSection(**options),  # type: ignore[arg-type]
         )
         service = RouterService(config, Path("unused.toml"))
         await service.startup()
         main = asyncio.create_task(service.main_loop())
-        cluster = Cluster(service, tokenizer)
+        cluster = Cluster(service, tokenizer if folder is None else Tokenizer.from_dir(folder))
 
         async def close() -> None:
             await cluster.close()

@@ -66,6 +66,8 @@ def test_values_round_trip(name: str, port: int, timeout_s: float) -> None:
         ),
         ("[router]\nport = 70000", "router.port", "65535"),
         ("[router]\npolicy = 'random'", "router.policy", "least-loaded"),
+        ("[router]\ntool_parser = 'qwen'", "router.tool_parser", "hermes"),
+        ("[router]\nreasoning_parser = 'r1'", "router.reasoning_parser", "deepseek-r1"),
         ("[router]\nport = 9000\ncontrol_port = 9000", "router.control_port", "another port"),
         ("[decode]\nblock_size = 32", "decode.block_size", "the same block size"),
         ('[decode]\nkv_dtype = "fp8"', "decode.kv_dtype", "the same kv_dtype"),
@@ -203,6 +205,8 @@ def test_steps_are_captured_on_gpus_unless_told_otherwise() -> None:
     assert not DecodeSection(device="cuda", cuda_graphs="off").wants_graphs
     with pytest.raises(ConfigError, match="cuda_graphs"):
         DecodeSection(cuda_graphs="yes")
+    with pytest.raises(ConfigError, match=r"prefill\.cuda_graphs"):
+        PrefillSection(cuda_graphs="yes")
 
 
 @pytest.mark.parametrize("section", [PrefillSection, DecodeSection])

@@ -36,6 +36,7 @@ PREFILLS = st.builds(
     tp=st.just(2),
     max_num_batched_tokens=st.integers(16, 10**6),
     two_batch_overlap=SWITCHES,
+    cuda_graphs=SWITCHES,
     **BOTH,
 )
 DECODES = st.builds(

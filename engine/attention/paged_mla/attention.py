@@ -50,7 +50,7 @@ class PagedMLA:
         return ""
 
     def plan(self, queries: PagedQueries, cache: Tensor, num_heads: int) -> PagedQueries:
-        """Return `queries` with parts for layers like `cache`; see `Kernels.plan_paged`."""
+        """Return `queries` with parts for layers like `cache`; see `PageAttention`."""
         counts, seq_lens_S = queries.counts, queries.seq_lens_S
         tile = self.tile(cache, queries.most * num_heads)
         places = self._limits.num_sms * tile.per_sm
@@ -122,7 +122,7 @@ class PagedMLA:
             # Needs what Triton has for this GPU only.
             from engine.attention.paged_mla.hopper_attention import attend_on_hopper
 
-            attend_on_hopper(grid, tensors, queries, queries.parts.table, scale * LOG2_E)
+            attend_on_hopper(grid, tensors, queries, queries.parts.table, scale * LOG2_E, tile=tile)
             return
         stored = self._stored(cache)
         widened = 256.0 if stored == kernel.BYTES.value else 1.0

@@ -10,7 +10,15 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from engine.attention.paged_mla import hopper_e4m3, hopper_kernel
+from engine.attention.paged_mla import (
+    hopper_direct,
+    hopper_e4m3,
+    hopper_halves,
+    hopper_kernel,
+    hopper_seesaw,
+    hopper_seesaw_e4m3,
+)
+from engine.attention.paged_mla.tiles import PagedTile
 from engine.attention.paged_queries import PagedQueries
 from engine.invariants import require
 
@@ -19,6 +27,13 @@ TILE: Final = 64
 
 RANK, ROPE = 512, 64
 
+_VARIANTS: Final = {
+    "seesaw": hopper_seesaw,
+    "halves": hopper_halves,
+    "direct": hopper_direct,
+    "seesaw_e4m3": hopper_seesaw_e4m3,
+}
+
 
 def attend_on_hopper(
     grid: tuple[int, int],
@@ -26,6 +41,8 @@ def attend_on_hopper(
     queries: PagedQueries,
     table: Tensor,
     scale: float,
+    *,
+    tile: PagedTile,
 ) -> None:
     """Write attention of a step; see `PagedMLA.paged_attention`.
 
@@ -36,18 +53,26 @@ def attend_on_hopper(
         queries: lengths, block tables and counts.
         table: of parts.
         scale: of the scores, times log2(e).
+        tile: says which kernel, and its warps.
     """
     q_THL, cache, out, pieces, logs = tensors
     is_fp8 = cache.dtype == torch.float8_e4m3fn
     rows = as_rows(cache)
-    kernel: Any = hopper_e4m3.attend if is_fp8 else hopper_kernel.attend
+    module: Any = _VARIANTS.get(tile.variant, hopper_e4m3 if is_fp8 else hopper_kernel)
+    where: tuple[Any, Any] = (
+        _describe(rows, getattr(module, "WIDTH", RANK)),
+        _describe(rows, ROPE),
+    )
+    if hasattr(module, "READS_ROWS"):
+        where = (rows, rows.stride(0))
     starts = queries.seq_lens_S if queries.counts is None else queries.counts.cu_seqlens_q
-    kernel[grid](
-        _describe(rows, RANK), _describe(rows, ROPE), q_THL, queries.block_tables_SB,
+    module.attend[grid](
+        *where, q_THL, queries.block_tables_SB,
         queries.seq_lens_S, starts, table, out, pieces, logs,
         q_THL.shape[1], scale, cache.stride(0) // cache.stride(1),
         queries.block_tables_SB.stride(0),
-        BLOCK_TILES=cache.shape[1] // TILE, ONE_QUERY=queries.counts is None, num_warps=8,
+        BLOCK_TILES=cache.shape[1] // TILE, ONE_QUERY=queries.counts is None,
+        num_warps=tile.num_warps,
     )  # fmt: skip
 
 

@@ -114,7 +114,6 @@ def _walk(
             # What lies behind the last position is anybody's, NaN too, and 0 times NaN is NaN.
             kept = stop - (begin + tile) * N
             _clear_rows(bytes_c.index(slot), kept, _WIDE)
-            _clear_rows(bytes_r.index(slot), kept, _NARROW)
             _synchronize()
         _widen(bytes_c.index(slot), k_c, _WIDE, 256)
         _widen(bytes_r.index(slot), k_r, _NARROW, 64)

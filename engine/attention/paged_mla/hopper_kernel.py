@@ -32,7 +32,6 @@ _SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 # Eight numbers of 16 bits a thread.
 _WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 2], [1, 0]))
 _NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
-_PAIRS = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [8, 1], [1, 0]))
 
 _synchronize = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed with Triton 3.7
 """Of all threads of a program."""
@@ -143,6 +142,7 @@ def _weigh(scores, first, visible, top, weights, scale):
 
 @gluon.jit
 def _faded(sums, fade):
+    """Return rows times a factor of each."""
     return sums * gl.convert_layout(fade, gl.SliceLayout(1, _SUMS))[:, None]
 
 
@@ -151,11 +151,9 @@ def _finish(sums, weights, top, scale, num_rows, is_cut, out, piece, piece_logs)
     """Write rows to the result, or, of a sequence that is cut, to its piece."""
     weight = gl.sum(weights, axis=1)
     saw_nothing = weight == 0.0
-    logs = top * scale + gl.log2(gl.where(saw_nothing, 1.0, weight))
-    logs = gl.where(saw_nothing, float("-inf"), logs)
-    divisor = gl.convert_layout(weight, gl.SliceLayout(1, _SUMS))[:, None]
-    # Who saw nothing may have multiplied 0 by what an unused buffer holds.
-    values = gl.where(divisor == 0.0, 0.0, sums / divisor)
+    weight = gl.where(saw_nothing, 1.0, weight)
+    logs = gl.where(saw_nothing, float("-inf"), top * scale + gl.log2(weight))
+    values = _faded(sums, 1.0 / weight)
     rows = gl.arange(0, M, gl.SliceLayout(1, _SUMS))[:, None]
     place = rows * C + gl.arange(0, C, gl.SliceLayout(0, _SUMS))[None, :]
     if is_cut:
@@ -244,8 +242,6 @@ def _walk(
     """Attend to a piece's tiles, of which the first two are on their way."""
     T: gl.constexpr = q_c.dtype
     _wait_for_load(bars, count, num_tiles > 0)
-    if num_tiles == 1:
-        _clear_tile(k_c.index(count % 2), k_r.index(count % 2), stop - begin * N)
     _synchronize()
     scores = _start_scores(q_c, q_r, k_c.index(count % 2), k_r.index(count % 2))
     scores = hopper.warpgroup_mma_wait(0, deps=(scores,))
@@ -257,12 +253,9 @@ def _walk(
         shared_weights.store(shares.to(T))
         hopper.fence_async_shared()
         sums = _faded(sums, fade)
-        _wait_for_load(bars, count + tile + 1, True)
-        if tile == num_tiles - 2:
-            kept = stop - (begin + tile + 1) * N
-            _clear_tile(k_c.index(following), k_r.index(following), kept)
         _synchronize()
         sums_soon = hopper.warpgroup_mma(shared_weights, k_c.index(slot), sums, is_async=True)
+        _wait_for_load(bars, count + tile + 1, True)
         scores_soon = _start_scores(q_c, q_r, k_c.index(following), k_r.index(following))
         # The scores' two steps may be under way still; all warps are done with the values.
         sums = hopper.warpgroup_mma_wait(2, deps=(sums_soon,))
@@ -273,19 +266,13 @@ def _walk(
     last = gl.maximum(num_tiles - 1, 0)
     shares, fade, top, weights = _weigh(scores, (begin + last) * N, visible, top, weights, scale)
     shared_weights.store(shares.to(T))
+    values = k_c.index((count + last) % 2)
+    # What lies behind the last position is anybody's, NaN too, and 0 times NaN is NaN. (Scores of
+    # such rows are masked, whatever they are.)
+    _clear_rows(values, stop - (begin + last) * N, _WIDE)
     hopper.fence_async_shared()
     _synchronize()
-    sums = hopper.warpgroup_mma(
-        shared_weights, k_c.index((count + last) % 2), _faded(sums, fade), is_async=True
-    )
+    sums = hopper.warpgroup_mma(shared_weights, values, _faded(sums, fade), is_async=True)
     sums = hopper.warpgroup_mma_wait(0, deps=(sums,))
     _synchronize()
     return sums, gl.where(num_tiles > 0, weights, 0.0), top
-
-
-@gluon.jit
-def _clear_tile(k_c, k_r, num_kept):
-    """Zero what lies behind the last position: it is anybody's, NaN too, and 0 times NaN is NaN."""
-    _clear_rows(k_c, num_kept, _WIDE)
-    _clear_rows(k_r, num_kept, _PAIRS)
-    hopper.fence_async_shared()

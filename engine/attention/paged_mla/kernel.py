@@ -30,6 +30,9 @@ BYTES = tl.constexpr(2)
 PART_INTS = tl.constexpr(8)
 """Integers of a part."""
 
+AT_ONCE = tl.constexpr(4)
+"""Pieces that are loaded together."""
+
 
 @triton.jit
 def _load_latents(place, mask, STORED: tl.constexpr):
@@ -199,16 +202,22 @@ def merge(
     sums = tl.zeros([B, C], tl.float32)
     top = tl.full([B], float("-inf"), tl.float32)
     weight = tl.zeros([B], tl.float32)
-    for index in range(num_before + 1):
-        slot = 2 * (part - num_before + index) + tl.where(index == 0, 1, 0)
-        place = slot.to(tl.int64) * max_rows + rows
-        log = tl.load(piece_logs + place, mask=is_row, other=float("-inf"))
-        values = tl.load(pieces + place[:, None] * C + columns, mask=is_row[:, None], other=0.0)
-        peak = tl.maximum(top, log)
-        shift = tl.where(peak == float("-inf"), 0.0, peak)
-        fade, share = tl.exp2(top - shift), tl.exp2(log - shift)
-        sums = sums * fade[:, None] + values * share[:, None]
-        weight = weight * fade + share
-        top = peak
+    for first in range(0, num_before + 1, AT_ONCE):
+        # Several at a time, so that their loads are under way together: a long context alone may
+        # be cut for all of the GPU.
+        for step in tl.static_range(AT_ONCE):
+            index = first + step
+            is_piece = is_row & (index <= num_before)
+            slot = 2 * (part - num_before + index) + tl.where(index == 0, 1, 0)
+            place = slot.to(tl.int64) * max_rows + rows
+            log = tl.load(piece_logs + place, mask=is_piece, other=float("-inf"))
+            source = pieces + place[:, None] * C + columns
+            values = tl.load(source, mask=is_piece[:, None], other=0.0)
+            peak = tl.maximum(top, log)
+            shift = tl.where(peak == float("-inf"), 0.0, peak)
+            fade, share = tl.exp2(top - shift), tl.exp2(log - shift)
+            sums = sums * fade[:, None] + values * share[:, None]
+            weight = weight * fade + share
+            top = peak
     merged = sums / tl.where(weight == 0.0, 1.0, weight)[:, None]
     _store_rows(out + first_query.to(tl.int64) * num_heads * C, merged, rows, is_row, C)

@@ -8,7 +8,7 @@ here was chosen by arithmetic and by what the compiler says (registers, shared m
 tile of a kind is the one that runs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from torch import Tensor
@@ -56,6 +56,7 @@ class PagedTile:
         per_sm: programs that share a multiprocessor.
         is_hopper: whether the kernels for Hopper run it (`hopper_kernel`), of which there is one
             tile.
+        variant: of the kernels for Hopper, "" for the one in use, for timing them side by side.
     """
 
     block_m: int
@@ -64,9 +65,20 @@ class PagedTile:
     num_stages: int
     per_sm: int = 1
     is_hopper: bool = False
+    variant: str = ""
 
 
 HOPPER_TILE: Final = PagedTile(block_m=64, block_n=64, num_warps=8, num_stages=2, is_hopper=True)
+
+
+VARIANTS: Final = {
+    False: [replace(HOPPER_TILE, num_warps=4, variant=name) for name in ("seesaw", "halves")],
+    True: [
+        replace(HOPPER_TILE, variant="direct"),
+        replace(HOPPER_TILE, num_warps=4, variant="seesaw_e4m3"),
+    ],
+}
+"""Other kernels for Hopper, by whether latents are in e4m3."""
 
 
 def shared_memory(tile: PagedTile, limits: DeviceLimits, pool: PoolShape) -> int:
@@ -105,7 +117,13 @@ def candidates(limits: DeviceLimits, num_rows: int, pool: PoolShape) -> list[Pag
     """
     few = num_rows <= 16
     if limits.reads_shared_memory and not few:
-        tiles = [HOPPER_TILE, _tile(64, 64, 8, 2), _tile(64, 32, 8, 3), _tile(64, 64, 8, 1)]
+        tiles = [
+            HOPPER_TILE,
+            *VARIANTS[pool.is_fp8],
+            _tile(64, 64, 8, 2),
+            _tile(64, 32, 8, 3),
+            _tile(64, 64, 8, 1),
+        ]
     elif few:
         tiles = [_tile(16, 64, 8, 3), _tile(16, 32, 4, 3), _tile(16, 32, 8, 3), HOPPER_TILE]
     else:

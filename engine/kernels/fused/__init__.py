@@ -1,5 +1,5 @@
-"""Kernels of our own, in Triton: the memory-bound steps between the matrix products.
+"""Kernels of our own, in Triton, of attention, number formats and sampling; how they are launched.
 
 Each module holds one family and is imported only where a GPU runs it. Every function has a plain
-counterpart in `engine.kernels.reference`, which says what it computes.
+counterpart, which says what it computes. Those of other operations are in `engine.ops`.
 """

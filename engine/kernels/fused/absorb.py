@@ -14,11 +14,11 @@ from torch import Tensor
 
 from engine.formats.fp8_rows import GROUP, Activation, Fp8Rows
 from engine.invariants import require
-from engine.kernels.fused.latents import rotated
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.fused.quant import _quantize_tile
 from engine.kernels.rotation import Rotation
 from engine.kernels.widths import check_queries, check_values
+from engine.ops.latents_kernel import rotated
 
 TAKEN = "heads of 128 numbers and latents of whole groups of 128 are taken, contiguous per head"
 """What `takes` says yes to."""

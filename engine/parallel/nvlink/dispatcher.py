@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.formats.fp8_rows import Activation, Fp8Rows
+from engine.formats.expert_rows import quantized
+from engine.formats.fp8_rows import Activation
 from engine.invariants import require
-from engine.kernels.base import Kernels
 from engine.kernels.masked_rows import MaskedRoom, MaskedRows
 from engine.parallel.nvlink.buffer import NvlinkBuffer, ReceivedRows
 from engine.parallel.pending import Pending, Then
@@ -32,12 +32,10 @@ class NvlinkHandle:
 class NvlinkDispatcher:
     """See the module; all layers share one buffer."""
 
-    takes_fp8 = True
+    takes_quantized = True
     waits_for_counts = False
 
-    def __init__(self, kernels: Kernels, buffer: NvlinkBuffer) -> None:
-        """Take kernels with FP8, for rows that come in the compute dtype."""
-        self._kernels = kernels
+    def __init__(self, buffer: NvlinkBuffer) -> None:
         self._buffer = buffer
 
     def masked_room(self, num_tokens: int, top_k: int) -> MaskedRoom:
@@ -50,7 +48,7 @@ class NvlinkDispatcher:
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> Pending[tuple[MaskedRows, NvlinkHandle]]:
         """See `TokenDispatcher`; at most `max_tokens_per_rank` tokens."""
-        rows = hidden if isinstance(hidden, Fp8Rows) else self._kernels.quantize_rows(hidden)
+        rows = quantized(hidden)
         arriving = self._buffer.start_dispatch(rows, topk_ids_TK, topk_weights_TK)
 
         def receive(received: ReceivedRows) -> tuple[MaskedRows, NvlinkHandle]:

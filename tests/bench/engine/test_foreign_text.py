@@ -10,7 +10,7 @@ from bench.engine import foreign_text
 from bench.engine.foreign_text import chance_skew, measure, rows_of
 from deploy.model_folder import BUNDLED_MODEL
 from engine.boot.build import build_model
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 
 SOURCE = "def add_{number}(a, b):\n    return a + b + {number}\n\n\n"
 
@@ -43,7 +43,7 @@ def test_rows_are_beginnings_of_the_largest_files(folder: Path, tokenizer: Token
 
 def test_a_choice_by_chance_is_uneven_too() -> None:
     """256 choices among 16: the busiest expert has 1.4 times the mean without any preference."""
-    assert 1.3 < chance_skew(ModelConfig.from_dir(BUNDLED_MODEL), repeats=200) < 1.5
+    assert 1.3 < chance_skew(DeepseekV3Config.from_dir(BUNDLED_MODEL), repeats=200) < 1.5
 
 
 def test_every_figure_is_a_share_or_a_loss(folder: Path, tokenizer: Tokenizer) -> None:

@@ -149,6 +149,22 @@ def test_prompts_behind_a_prefix_run_only_what_follows_it() -> None:
         assert len(item.request.block_table) == 3 + -(-5 // BLOCK)
 
 
+def test_a_batch_draws_only_the_tokens_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = PromptBatches(
+        5, 2, cached_len=3 * BLOCK, block_size=BLOCK, sampling=CHOICE, generator=random.Random(1)
+    )
+    draw, counts = batches._tokens.draw, list[int]()
+
+    def count_and_draw(count: int) -> list[int]:
+        counts.append(count)
+        return draw(count)
+
+    monkeypatch.setattr(batches._tokens, "draw", count_and_draw)
+    suffixes = [item.request.prompt_token_ids[3 * BLOCK :] for item in batches.schedule()]
+    assert counts == [5, 5]
+    assert suffixes[0] != suffixes[1]
+
+
 @pytest.mark.parametrize("num_prompts", [1, 4])
 def test_ranks_that_share_heads_draw_the_same(num_prompts: int) -> None:
     def draw() -> list[list[int]]:

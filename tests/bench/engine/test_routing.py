@@ -19,9 +19,9 @@ from bench.engine.routing import (
     uniform_experts,
 )
 from bench.shapes import DEEPSEEK_V3, TINY, expert_shard, tensor_shard
-from engine.config import ModelConfig
-from engine.kernels.portable import PortableKernels
-from engine.kernels.routing import RoutingRule
+from engine.config import DeepseekV3Config
+from engine.kernels.portable import portable_kernels
+from engine.ops.gate import GROUP_LIMITED_TOPK, RoutingRule
 
 SHARDS = [
     shard(DEEPSEEK_V3, ranks=ranks, of=8)
@@ -33,7 +33,7 @@ FAR = 7.0
 
 
 @st.composite
-def rules(draw: st.DrawFn) -> ModelConfig:
+def rules(draw: st.DrawFn) -> DeepseekV3Config:
     groups, size = draw(st.sampled_from((1, 2, 4, 8))), draw(st.integers(2, 12))
     kept = draw(st.integers(1, groups))
     return replace(
@@ -49,7 +49,7 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def assert_obeys(ids_TK: Tensor, config: ModelConfig) -> None:
+def assert_obeys(ids_TK: Tensor, config: DeepseekV3Config) -> None:
     size = config.n_routed_experts // config.n_group
     for row in ids_TK.tolist():
         assert len(set(row)) == config.num_experts_per_tok
@@ -65,7 +65,7 @@ def off_by(counts: Tensor, trials: int, probability: float) -> float:
 
 @given(rules(), st.integers(1, 200), st.integers(0, 2**32))
 def test_experts_of_a_token_differ_and_lie_in_few_groups(
-    config: ModelConfig, num_tokens: int, seed: int
+    config: DeepseekV3Config, num_tokens: int, seed: int
 ) -> None:
     assert_obeys(even_experts(config, num_tokens), config)
     drawn = uniform_experts(config, num_tokens, seeded(seed))
@@ -75,7 +75,7 @@ def test_experts_of_a_token_differ_and_lie_in_few_groups(
 
 
 @given(rules(), st.integers(0, 2**32))
-def test_every_expert_and_every_group_is_as_likely(config: ModelConfig, seed: int) -> None:
+def test_every_expert_and_every_group_is_as_likely(config: DeepseekV3Config, seed: int) -> None:
     num_tokens, top_k = 4000, config.num_experts_per_tok
     ids = uniform_experts(config, num_tokens, seeded(seed))
     counts = torch.bincount(ids.flatten(), minlength=config.n_routed_experts)
@@ -85,7 +85,7 @@ def test_every_expert_and_every_group_is_as_likely(config: ModelConfig, seed: in
 
 
 @pytest.mark.parametrize("config", SHARDS)
-def test_rows_of_experts_vary_as_those_of_independent_tokens(config: ModelConfig) -> None:
+def test_rows_of_experts_vary_as_those_of_independent_tokens(config: DeepseekV3Config) -> None:
     rounds, num_tokens = 64, 256
     drawn = draw_uniform(
         config, num_steps=rounds, num_calls=1, num_tokens=num_tokens, generator=seeded(3)
@@ -98,7 +98,7 @@ def test_rows_of_experts_vary_as_those_of_independent_tokens(config: ModelConfig
 
 
 @given(rules(), st.integers(0, 2**32))
-def test_tokens_draw_by_themselves(config: ModelConfig, seed: int) -> None:
+def test_tokens_draw_by_themselves(config: DeepseekV3Config, seed: int) -> None:
     """Whether a token takes expert 0 says nothing about the next token."""
     ids = uniform_experts(config, 4000, seeded(seed))
     takes = (ids == 0).any(dim=1)
@@ -124,7 +124,7 @@ def test_steps_and_calls_have_their_own_draws_and_a_seed_gives_them_again() -> N
 
 
 @pytest.mark.parametrize("config", SHARDS)
-def test_even_tables_give_every_expert_as_many_rows(config: ModelConfig) -> None:
+def test_even_tables_give_every_expert_as_many_rows(config: DeepseekV3Config) -> None:
     ids = even_experts(config, 1024)
     counts = torch.bincount(ids.flatten(), minlength=config.n_routed_experts)
     assert counts.min() == counts.max() == 1024 * ids.shape[1] // config.n_routed_experts
@@ -159,17 +159,17 @@ def test_tables_come_call_by_call_and_change_in_place() -> None:
 
 
 def test_only_the_choice_is_replaced() -> None:
-    kernels = PortableKernels()
+    kernels = portable_kernels()
     routing = TableRouting(kernels)
-    assert routing.name == kernels.name
+    assert routing.kernels.name == kernels.name
     logits, bias = torch.randn(10, TINY.n_routed_experts), torch.zeros(TINY.n_routed_experts)
     rule = RoutingRule.of(TINY)
-    chosen, expected = kernels.group_limited_topk(logits, bias, rule)
-    own, weights = routing.group_limited_topk(logits, bias, rule)
+    chosen, expected = kernels.ops[GROUP_LIMITED_TOPK](logits, bias, rule)
+    own, weights = routing.kernels.ops[GROUP_LIMITED_TOPK](logits, bias, rule)
     assert torch.equal(own, chosen)
     table = even_experts(TINY, 16)
     routing.tables = RoutingTables(table[None, None])
-    ids, weights = routing.group_limited_topk(logits, bias, rule)
+    ids, weights = routing.kernels.ops[GROUP_LIMITED_TOPK](logits, bias, rule)
     assert torch.equal(ids, table[:10])
     assert torch.equal(weights, expected)
 
@@ -177,10 +177,10 @@ def test_only_the_choice_is_replaced() -> None:
 @pytest.mark.parametrize("knows", [True, False])
 def test_padding_goes_to_no_expert(knows: bool) -> None:
     logits, bias = torch.randn(10, TINY.n_routed_experts), torch.zeros(TINY.n_routed_experts)
-    routing, table = TableRouting(PortableKernels()), even_experts(TINY, 16)
+    routing, table = TableRouting(portable_kernels()), even_experts(TINY, 16)
     routing.tables = RoutingTables(table[None, None].clone(), num_rows=6 if knows else None)
     rule, num_rows = RoutingRule.of(TINY), torch.tensor([6])
-    ids, _ = routing.group_limited_topk(logits, bias, rule, num_rows)
+    ids, _ = routing.kernels.ops[GROUP_LIMITED_TOPK](logits, bias, rule, num_rows)
     assert torch.equal(ids[:6], table[:6])
     assert ids[6:].eq(-1).all()
 

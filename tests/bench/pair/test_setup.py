@@ -12,7 +12,7 @@ from bench.pair.options import PairOptions
 from bench.shapes import SHAPES, with_layers
 from deploy.checks import check_config, resolve_config
 from deploy.devices import visible_devices
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from router.model import load_served_model
 from router.text.detokenizer import Detokenizer
 from runtime.config import ModelSection
@@ -22,7 +22,7 @@ from runtime.errors import ConfigError
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 def test_a_written_shape_is_read_back(shape: str) -> None:
     config = SHAPES[shape]
-    assert ModelConfig.from_hf(hf_config(config)) == config
+    assert DeepseekV3Config.from_hf(hf_config(config)) == config
 
 
 def test_the_router_serves_the_folder(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 from bench.shapes import DEEPSEEK_V3, TINY
 from bench.tuner.products import RowCounts, model_products
 from engine.formats.triton_gemm.tiles import RowLayout
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.layers.matrix import Matrix
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from runtime.errors import ConfigError
@@ -16,12 +16,12 @@ ROWS = RowCounts(plain=(16, 4096), aligned=(128, 300), masked=(8,))
 
 def test_they_are_those_of_the_layers() -> None:
     model = DeepseekV3ForCausalLM(
-        TINY, dtype=torch.bfloat16, device="meta", kernels=PortableKernels(has_fp8=True)
+        TINY, dtype=torch.bfloat16, device="meta", kernels=portable_kernels(has_fp8=True)
     )
     held = {
         tuple(module.weight.shape)
         for module in model.modules()
-        if isinstance(module, Matrix) and module.is_fp8
+        if isinstance(module, Matrix) and module.takes_quantized
     }
     products = model_products(TINY, tp=1, ep=1, rows=ROWS)
     named = {

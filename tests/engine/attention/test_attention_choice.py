@@ -8,10 +8,11 @@ from torch import Tensor
 
 from engine.attention import flash_attention
 from engine.attention.attention_choice import AttentionChoice
+from engine.attention.create import choose_heads
 from engine.attention.flash_attention import HEADS, FlashAttention
+from engine.attention.kernels import VarlenLengths
 from engine.attention.torch_attention import TorchAttention
-from engine.kernels import create, reference
-from engine.kernels.base import VarlenLengths
+from engine.kernels import reference
 
 
 class Narrow(TorchAttention):
@@ -77,7 +78,7 @@ def test_a_slower_path_is_said_once_for_each_kind_of_heads(
 def test_without_the_wheel_pytorch_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attention, "is_available", lambda: False)
     q, k, v, seqs = draw(64)
-    choice = create.choose_attention()
+    choice = choose_heads()
     assert choice.describe(q, v) == "PyTorch, one sequence after another"
     expected = reference.varlen_attention(q, k, v, seqs.lengths, 0.3)
     torch.testing.assert_close(choice.varlen_attention(q, k, v, seqs, 0.3), expected)

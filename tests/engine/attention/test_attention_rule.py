@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bench.shapes import DEEPSEEK_V3
 from engine.attention.attention_rule import ABSORBED_BYTES, AttentionRule
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 
 FULL = AttentionRule.of(DEEPSEEK_V3)
 RULES = st.builds(
@@ -58,4 +58,4 @@ def test_at_full_size_nothing_is_too_small_to_be_worth_a_call() -> None:
 
 def test_heads_are_those_of_a_rank() -> None:
     assert AttentionRule.of(DEEPSEEK_V3, tp=8).heads == 16
-    assert isinstance(DEEPSEEK_V3, ModelConfig)
+    assert isinstance(DEEPSEEK_V3, DeepseekV3Config)

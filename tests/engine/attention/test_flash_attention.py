@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.flash_attention import MAX_SEQUENCES, MIN_QUERIES, FlashAttention
+from engine.attention.kernels import VarlenLengths
 from engine.kernels import reference
-from engine.kernels.base import VarlenLengths
 
 HEADS, QK, V = 2, 6, 4
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.attention import flash_mla
 from engine.attention.latent_storage import to_storage
-from engine.attention.paged_queries import PagedQueries
+from engine.attention.paged_queries import PagedQueries, QueryCounts
 from engine.attention.paged_reference import paged_attention
 from engine.attention.schedule_reference import count_pages, even_schedule, tabulate
 from tests.engine.relative_error import relative_error
@@ -105,3 +105,46 @@ def test_a_captured_step_follows_lengths_and_tables(
         for actual, scale in zip(captured, (1.0, 0.5), strict=True):
             expected = paged_attention(q_SHL.float() * scale, cache, queries, RANK, SCALE)
             assert relative_error(actual, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "counts", "contexts"),
+    [
+        (16, [4, 4, 4], [4000, 100, 64]),
+        (16, [64], [4096]),
+        (16, [4, 1, 4, 2, 0, 0], [2000, 1, 4, 3, 1, 1]),
+        (16, [3] * 40, [300] * 40),
+        (64, [1, 1, 1], [1, 700, 65]),
+        (128, [2, 2], [2, 640]),
+    ],
+)
+@pytest.mark.parametrize("is_known", [True, False])
+def test_several_queries_a_sequence_against_the_reference(
+    kernel: flash_mla.FlashMLA,
+    num_heads: int,
+    counts: list[int],
+    contexts: list[int],
+    is_known: bool,
+) -> None:
+    """The queries are a sequence's last positions; those that fill the rectangle are nobody's."""
+    _, cache, tables, seq_lens = draw_case(contexts, torch.bfloat16, num_heads, width=80)
+    starts = torch.tensor([0, *counts]).cumsum(0).int().cuda()
+    total = sum(counts)
+    q_THL = 0.3 * torch.randn(total, num_heads, LATENT, device="cuda").bfloat16()
+    lengths = list(zip(counts, contexts, strict=True)) if is_known else []
+    queries = PagedQueries(
+        block_tables_SB=tables,
+        seq_lens_S=seq_lens,
+        counts=QueryCounts(cu_seqlens_q=starts, most=max(counts), lengths=lengths, total=total),
+    )
+    if is_known and len(set(counts)) > 1:
+        assert not kernel.takes_queries(queries, cache.dtype)
+        return
+    assert kernel.takes_queries(queries, cache.dtype)
+    assert not kernel.takes_queries(queries, torch.float8_e4m3fn)
+    planned = kernel.plan(queries, num_heads, cache.dtype)
+    assert planned.schedule is not None
+    actual = kernel.paged_attention(q_THL, cache, planned, planned.schedule, SCALE)
+    expected = paged_attention(q_THL.float(), cache, queries, RANK, SCALE)
+    assert actual.shape == expected.shape
+    assert relative_error(actual, expected) < TOLERANCE[torch.bfloat16]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from engine.attention.kernels import VarlenLengths
 from engine.attention.torch_attention import TorchAttention
 from engine.kernels import reference
-from engine.kernels.base import VarlenLengths
 
 
 @pytest.mark.parametrize(

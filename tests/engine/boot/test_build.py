@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.boot.build import LoadFormat, build_kv_pool, build_model
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups
 from runtime.errors import ConfigError
@@ -28,7 +28,7 @@ def test_dummy_needs_no_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     from_dir = build_model(tmp_path, load_format="dummy")
     from_config = build_model(
-        ModelConfig.from_hf(tiny_config()), load_format=LoadFormat.DUMMY, dtype=torch.bfloat16
+        DeepseekV3Config.from_hf(tiny_config()), load_format=LoadFormat.DUMMY, dtype=torch.bfloat16
     )
     expected = from_dir.lm_head.weight.bfloat16()
     assert torch.equal(from_config.lm_head.weight, expected)
@@ -36,7 +36,7 @@ def test_dummy_needs_no_weights(tmp_path: Path) -> None:
 
 def test_nothing_to_load_from() -> None:
     with pytest.raises(ConfigError, match=r"model\.path"):
-        build_model(ModelConfig.from_hf(tiny_config()))
+        build_model(DeepseekV3Config.from_hf(tiny_config()))
 
 
 def test_unknown_format(tmp_path: Path) -> None:
@@ -48,18 +48,20 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     groups = ProcessGroups(dims=ParallelDims(tp=4))
     with pytest.raises(ConfigError, match="2 cuda device") as caught:
-        build_model(ModelConfig.from_hf(tiny_config()), groups, device="cuda", load_format="dummy")
+        build_model(
+            DeepseekV3Config.from_hf(tiny_config()), groups, device="cuda", load_format="dummy"
+        )
     assert caught.value.path == "tp"
 
 
 def test_axes_that_do_not_divide() -> None:
     groups = ProcessGroups(dims=ParallelDims(tp=3))
     with pytest.raises(ConfigError, match="use 2"):
-        build_model(ModelConfig.from_hf(tiny_config()), groups, load_format="dummy")
+        build_model(DeepseekV3Config.from_hf(tiny_config()), groups, load_format="dummy")
 
 
 def test_kv_pool_fits_the_model() -> None:
-    config = ModelConfig.from_hf(tiny_config())
+    config = DeepseekV3Config.from_hf(tiny_config())
     plain = build_kv_pool(build_model(config, load_format="dummy"), 5)
     assert plain.data.shape == (5, 3, 64, 40)
     assert plain.dtype == torch.float32

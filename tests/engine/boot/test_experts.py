@@ -8,8 +8,8 @@ import torch
 
 from bench.shapes import TINY
 from engine.boot.experts import open_dispatcher, place_experts
-from engine.config import ModelConfig
-from engine.kernels.portable import PortableKernels
+from engine.config import DeepseekV3Config
+from engine.kernels.portable import portable_kernels
 from engine.options import ChunkSteps, DispatcherKind, EngineOptions, TokenSteps
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.choose_dispatcher import RankExperts
@@ -23,7 +23,7 @@ from tests.engine.parallel.fake_ranks import SilentGroup
 CPU = torch.device("cpu")
 DIMS = ParallelDims(dp=6, ep=6)
 GROUPS = ProcessGroups(dims=ParallelDims(dp=4, ep=4), ep_group=SilentGroup(size=4))
-FP8 = PortableKernels(has_fp8=True)
+FP8 = portable_kernels(has_fp8=True)
 CHUNKS = EngineOptions(steps=ChunkSteps())
 TOKENS = EngineOptions(steps=TokenSteps())
 FEW_TOKENS = EngineOptions(
@@ -33,7 +33,7 @@ FEW_TOKENS = EngineOptions(
 
 def open_with(
     options: EngineOptions,
-    config: ModelConfig = TINY,
+    config: DeepseekV3Config = TINY,
     groups: ProcessGroups = GROUPS,
 ) -> object:
     experts = RankExperts(

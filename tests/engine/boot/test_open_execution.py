@@ -11,7 +11,7 @@ from engine.boot.open_execution import (
     open_execution,
     overlap_of,
 )
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.options import ChunkSteps, EngineOptions, Switch, TokenSteps
 from engine.parallel.dims import ParallelDims
 from engine.parallel.expert_placement import ExpertPlacement
@@ -36,7 +36,7 @@ def open_with(
         EngineOptions(steps=steps, device=device.type),
         TINY,
         ProcessGroups(dims=ParallelDims(dp=dp, ep=dp), ep_group=SilentGroup(size=dp)),
-        kernels=PortableKernels(has_fp8=has_fp8),
+        kernels=portable_kernels(has_fp8=has_fp8),
         placement=ExpertPlacement.identity(64),
         device=device,
         played_ranks=played_ranks,

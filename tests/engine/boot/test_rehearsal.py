@@ -28,7 +28,7 @@ from engine.boot.rehearsal import (
     sampled_prefill,
     smaller_prefills,
 )
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.graphs.capture_errors import CaptureError
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.options import ChunkSteps, EngineOptions, KVOptions, Switch, TokenSteps
@@ -44,7 +44,7 @@ BLOCK_SIZE, MAX_MODEL_LEN = 8, 60
 
 @pytest.fixture(scope="module")
 def model() -> DeepseekV3ForCausalLM:
-    return build_model(ModelConfig.from_hf(tiny_config()), load_format="dummy")
+    return build_model(DeepseekV3Config.from_hf(tiny_config()), load_format="dummy")
 
 
 def test_the_largest_prefill_fills_the_budget_at_the_end_of_a_context() -> None:

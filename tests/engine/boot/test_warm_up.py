@@ -22,10 +22,10 @@ from engine.boot.warm_up import (
     row_counts,
     warm_up,
 )
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.execution import Execution
 from engine.kernels.alignment import max_aligned_rows, row_steps
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.layers.matrix import Matrix
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.dims import ParallelDims
@@ -43,8 +43,8 @@ LIBRARY_VARIABLES = (
 
 
 def make_model(*, fp8: bool, execution: Execution | None = None) -> DeepseekV3ForCausalLM:
-    config = ModelConfig.from_hf(CONFIG)
-    kernels = PortableKernels(has_fp8=fp8)
+    config = DeepseekV3Config.from_hf(CONFIG)
+    kernels = portable_kernels(has_fp8=fp8)
     model = DeepseekV3ForCausalLM(
         config, dtype=torch.bfloat16, kernels=kernels, execution=execution
     )
@@ -82,7 +82,7 @@ def test_whoever_knows_the_rows_names_them() -> None:
 
 def test_every_weight_shape_is_run_once() -> None:
     model = make_model(fp8=True)
-    found = products(model, model.kernels, 32)
+    found = products(model, 32)
     names = [product.name for product in found]
     assert len(names) == len(set(names))
     experts = model.config.n_routed_experts
@@ -91,7 +91,7 @@ def test_every_weight_shape_is_run_once() -> None:
     assert rows == row_steps(most)
     shapes = {name.split(" x ")[0] for name in names if name.startswith("linear")}
     matrices = [m for m in model.modules() if isinstance(m, Matrix) and m.weight.dim() == 2]
-    assert shapes == {f"linear {tuple(m.weight.shape)}" for m in matrices if m.is_fp8}
+    assert shapes == {f"linear {tuple(m.weight.shape)}" for m in matrices if m.takes_quantized}
     for product in found:
         out = product.run()
         assert isinstance(out, torch.Tensor)
@@ -99,11 +99,11 @@ def test_every_weight_shape_is_run_once() -> None:
 
 
 def test_masked_products_are_run_for_every_size_that_comes() -> None:
-    kernels = PortableKernels(has_fp8=True)
-    experts = ModelConfig.from_hf(CONFIG).n_routed_experts
+    kernels = portable_kernels(has_fp8=True)
+    experts = DeepseekV3Config.from_hf(CONFIG).n_routed_experts
     loopback = LoopbackMaskedDispatcher(kernels, experts, num_ranks=8)
     model = make_model(fp8=True, execution=Execution(dispatcher=loopback))
-    found = products(model, kernels, 64, rows=(1, 16, 64))
+    found = products(model, 64, rows=(1, 16, 64))
     masked = [product for product in found if product.name.startswith("experts")]
     sizes = [product.name.split(" x ")[1] for product in masked]
     assert sizes == ["1 of 128", "16 of 128", "64 of 512"]
@@ -116,7 +116,7 @@ def test_masked_products_are_run_for_every_size_that_comes() -> None:
 
 def test_attention_is_run_as_the_layers_run_it() -> None:
     model = make_model(fp8=True)
-    found = attention_products(model, model.kernels)
+    found = attention_products(model)
     assert [product.name for product in found] == [
         "attention whole",
         "attention own part",
@@ -126,12 +126,12 @@ def test_attention_is_run_as_the_layers_run_it() -> None:
         out = product.run()
         assert isinstance(out, torch.Tensor)
         assert out.shape[1:] == (model.config.num_attention_heads, model.config.v_head_dim)
-    assert attention_products(torch.nn.Linear(2, 2), model.kernels) == []
+    assert attention_products(torch.nn.Linear(2, 2)) == []
 
 
 def test_nothing_to_do_without_fp8() -> None:
     model = make_model(fp8=False)
-    assert products(model, model.kernels, 32) == []
+    assert products(model, 32) == []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

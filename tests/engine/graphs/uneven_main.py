@@ -19,13 +19,13 @@ import torch
 
 from bench.shapes import DEEPSEEK_V3
 from engine.boot.build import LoadFormat, build_kv_pool, build_model
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.execution import Execution
 from engine.graphs.graph_runner import GraphRunner
 from engine.graphs.step_graphs import StepGraphs
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.options import DispatcherKind
@@ -170,12 +170,14 @@ def load(
 ) -> Iterator[tuple[DeepseekV3ForCausalLM, CountingDispatcher]]:
     """Yield the model with a dispatcher of fixed shapes, or, if not in FP8, of the axes."""
     dtype = torch.bfloat16 if is_fp8 else torch.float32
-    kernels: Kernels = PortableKernels(has_fp8=is_fp8)
-    source: Path | ModelConfig = checkpoint
+    kernels: Kernels = portable_kernels(has_fp8=is_fp8)
+    source: Path | DeepseekV3Config = checkpoint
     if device == "cuda":
         kernels, source = create_kernels("cuda", dtype), NARROW
     if is_fp8:
-        config = source if isinstance(source, ModelConfig) else ModelConfig.from_dir(source)
+        config = (
+            source if isinstance(source, DeepseekV3Config) else DeepseekV3Config.from_dir(source)
+        )
         experts = RankExperts(
             config=config, groups=groups, kernels=kernels, device=torch.device(device)
         )

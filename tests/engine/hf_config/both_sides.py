@@ -11,7 +11,7 @@ from torch import Tensor
 from bench.parity import LOGIT_TOLERANCE, load_theirs
 from engine.batch import pack_forward_batch
 from engine.boot.build import build_kv_pool, build_model
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from runtime.errors import ConfigError
 from tests.engine.tiny import random_tensors, tiny_config, write_checkpoint
 
@@ -25,10 +25,10 @@ BASE: Mapping[str, Any] = {
 """A small model that says each field of its routing."""
 
 
-def read(fields: Mapping[str, Any]) -> ModelConfig | ConfigError:
+def read(fields: Mapping[str, Any]) -> DeepseekV3Config | ConfigError:
     """Return what we make of a config.json: a model or a refusal."""
     try:
-        return ModelConfig.from_hf(fields)
+        return DeepseekV3Config.from_hf(fields)
     except ConfigError as error:
         return error
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import DeepseekV3Config, GenerationConfig
+from transformers import DeepseekV3Config as TheirConfig
+from transformers import GenerationConfig
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.hf_config.known import ALIASES, READ, SERVED_VALUES, WITHOUT_EFFECT
 from runtime.errors import ConfigError
 from tests.engine.hf_config.both_sides import (
@@ -28,7 +29,7 @@ from tests.engine.hf_config.both_sides import (
 )
 from tests.engine.tiny import YARN
 
-OF_THE_CLASS = {field.name for field in dataclasses.fields(DeepseekV3Config)}
+OF_THE_CLASS = {field.name for field in dataclasses.fields(TheirConfig)}
 # What its base classes take out of the file beside the fields that they declare.
 OF_OLD_FILES = {
     "rope_scaling",
@@ -54,8 +55,8 @@ OF_MASKS_AND_CACHES = {
 }
 EVERY_FIELD = sorted(
     OF_THE_CLASS
-    | set(DeepseekV3Config.attribute_map)
-    | set(DeepseekV3Config.attribute_map.values())
+    | set(TheirConfig.attribute_map)
+    | set(TheirConfig.attribute_map.values())
     | {"head_dim", "qk_head_dim"}  # made in its `__post_init__`, and overwritten by the file
     | OF_OLD_FILES
     | OF_MASKS_AND_CACHES
@@ -172,13 +173,13 @@ def test_what_the_model_s_code_reads_is_read_or_refused() -> None:
     names = set(re.findall(r"config\.(\w+)", inspect.getsource(modeling_deepseek_v3)))
     without_effect = {"attention_dropout", "initializer_range", "pad_token_id"}
     assert without_effect <= WITHOUT_EFFECT.keys()
-    mapped = {DeepseekV3Config.attribute_map.get(name, name) for name in names}
+    mapped = {TheirConfig.attribute_map.get(name, name) for name in names}
     ours = READ | SERVED_VALUES.keys() | without_effect
     assert mapped - ours == {"_attn_implementation"}
 
 
 def test_aliases_are_those_of_transformers() -> None:
-    assert dict(ALIASES) == DeepseekV3Config.attribute_map
+    assert dict(ALIASES) == TheirConfig.attribute_map
 
 
 @pytest.mark.parametrize(("name", "value"), values_of(set(READ)))
@@ -214,7 +215,7 @@ def test_what_is_without_effect_changes_nothing(
 ) -> None:
     fields = changed(name, value)
     config = read(fields)
-    assert isinstance(config, ModelConfig)
+    assert isinstance(config, DeepseekV3Config)
     assert config == read(BASE)
     assert config.remarks == ()
     assert error_between(their_logits(write(tmp_path, fields, BASE)), base_logits) < 1e-5
@@ -244,9 +245,9 @@ def test_null_is_refused_or_means_what_it_means_in_transformers(tmp_path: Path, 
 @pytest.mark.parametrize("name", sorted(BASE.keys() - NOT_OF_THE_MODEL))
 def test_absent_is_refused_or_means_transformers_default(name: str) -> None:
     absent = {key: value for key, value in BASE.items() if key != name}
-    default = getattr(DeepseekV3Config(), name, None)
+    default = getattr(TheirConfig(), name, None)
     config, expected = read(absent), read({**absent, name: default})
-    if isinstance(config, ModelConfig):
+    if isinstance(config, DeepseekV3Config):
         assert config == expected
     elif config.problem.startswith("is absent"):
         assert (config.path, config.value) == (name, None)
@@ -274,7 +275,7 @@ def test_generation_defaults_are_not_the_model_s() -> None:
 
 def test_what_nobody_knows_is_told() -> None:
     config = read({**BASE, "llama_4_scaling": 2, "mystery": None})
-    assert isinstance(config, ModelConfig)
+    assert isinstance(config, DeepseekV3Config)
     assert len(config.remarks) == 1
     assert "llama_4_scaling, mystery" in config.remarks[0]
 
@@ -282,7 +283,7 @@ def test_what_nobody_knows_is_told() -> None:
 def test_what_is_left_out_is_told() -> None:
     fields = {key: value for key, value in BASE.items() if key != "routed_scaling_factor"}
     config = read(fields)
-    assert isinstance(config, ModelConfig)
+    assert isinstance(config, DeepseekV3Config)
     assert config.remarks == (
         "config.json leaves out routed_scaling_factor = 2.5: transformers' defaults",
     )

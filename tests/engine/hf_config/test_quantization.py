@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.hf_config.quantization import ModulePatterns
 from engine.weights.expert_format import experts_are_quantized
 from runtime.errors import ConfigError
@@ -49,7 +49,7 @@ PATTERNS = st.sampled_from(
 )
 
 
-def quantized(**settings: Any) -> ModelConfig | ConfigError:
+def quantized(**settings: Any) -> DeepseekV3Config | ConfigError:
     return read({**BASE, "quantization_config": {**FP8, **settings}})
 
 
@@ -61,7 +61,7 @@ def test_patterns_mean_what_they_mean_in_transformers(name: str, patterns: list[
 @pytest.mark.parametrize("settings", [{}, {"weight_block_size": [64, 64]}, {"scale_fmt": "ue8m0"}])
 def test_block_fp8_is_read(settings: dict[str, Any]) -> None:
     config = quantized(activation_scheme="dynamic", fmt="e4m3", **settings)
-    assert isinstance(config, ModelConfig)
+    assert isinstance(config, DeepseekV3Config)
     assert config.fp8_block_size == settings.get("weight_block_size", [128])[0]
     assert config.unquantized_modules == ()
     assert config.remarks == ()
@@ -74,7 +74,7 @@ def test_an_absent_block_size_is_that_of_transformers() -> None:
 @pytest.mark.parametrize("name", ["modules_to_not_convert", "ignored_layers"])
 def test_modules_that_are_not_quantised_are_read(name: str) -> None:
     config = quantized(**{name: ["lm_head", f"{LAYER}.self_attn"]})
-    assert isinstance(config, ModelConfig)
+    assert isinstance(config, DeepseekV3Config)
     assert config.unquantized_modules == ("lm_head", f"{LAYER}.self_attn")
 
 
@@ -117,12 +117,12 @@ def test_a_method_has_to_be_named() -> None:
 
 def test_what_nobody_knows_is_told() -> None:
     config = quantized(kv_cache_scheme="fp8")
-    assert isinstance(config, ModelConfig)
+    assert isinstance(config, DeepseekV3Config)
     assert "says quantization_config.kv_cache_scheme" in config.remarks[0]
 
 
-def experts(patterns: list[str], **changes: Any) -> ModelConfig:
-    return ModelConfig.from_hf(
+def experts(patterns: list[str], **changes: Any) -> DeepseekV3Config:
+    return DeepseekV3Config.from_hf(
         tiny_config(
             quantization_config={**FP8, "modules_to_not_convert": patterns},
             num_nextn_predict_layers=1,
@@ -164,4 +164,4 @@ def test_the_layer_for_drafts_counts_where_it_is_served() -> None:
 
 
 def test_an_unquantised_checkpoint_has_none() -> None:
-    assert not experts_are_quantized(ModelConfig.from_hf(tiny_config()))
+    assert not experts_are_quantized(DeepseekV3Config.from_hf(tiny_config()))

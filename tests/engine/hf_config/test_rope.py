@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from transformers import DeepseekV3Config
+from transformers import DeepseekV3Config as TheirConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3Attention,
     DeepseekV3RotaryEmbedding,
 )
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.layers.rotary import RotaryEmbedding, softmax_scale
 from runtime.errors import ConfigError
 from tests.engine.hf_config.both_sides import BASE, read
@@ -43,8 +43,8 @@ TYPES = st.sampled_from(
 
 def angles_of_both(fields: Mapping[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return cos, sin and the factor of attention scores, ours and theirs."""
-    config = ModelConfig.from_hf(fields)
-    theirs = DeepseekV3Config.from_dict(_copy(fields))
+    config = DeepseekV3Config.from_hf(fields)
+    theirs = TheirConfig.from_dict(_copy(fields))
     cos, sin = RotaryEmbedding.of(config, torch.device("cpu"))(POSITIONS)
     their_cos, their_sin = DeepseekV3RotaryEmbedding(theirs)(torch.zeros(1), POSITIONS[None])
     their_scale = DeepseekV3Attention(theirs, 0).scaling
@@ -160,6 +160,6 @@ def test_what_is_not_served_is_refused_by_name(rope: dict[str, Any], path: str) 
 
 def test_settings_without_effect_are_told() -> None:
     config = read(with_rope(rope_scaling={"factor": 4.0, "mscale": 1.0}))
-    assert isinstance(config, ModelConfig)
+    assert isinstance(config, DeepseekV3Config)
     assert config.yarn is None
     assert "says rope_scaling.factor, rope_scaling.mscale" in config.remarks[-1]

@@ -7,6 +7,8 @@ from engine.attention.latent_storage import take_blocks
 from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels import reference
 from engine.kernels.rotation import Rotation
+from engine.ops.latents import SPLIT_LATENTS, STORE_LATENTS, apply_rotary
+from engine.ops.norm import RMS_NORM
 
 TOKENS, HEADS, ROPE, RANK = 5, 3, 8, 256
 
@@ -19,7 +21,7 @@ def rotation() -> Rotation:
 def test_queries_are_carried_into_the_latent_space() -> None:
     weight, turn = torch.randn(HEADS, 16, RANK), rotation()
     q = torch.randn(TOKENS, HEADS, 16 + ROPE)
-    rotated = reference.apply_rotary(q[..., 16:], turn.cos, turn.sin)
+    rotated = apply_rotary(q[..., 16:], turn.cos, turn.sin)
     expected = torch.einsum("thn,hnc->thc", q[..., :16], weight)
     actual = absorb_reference.absorb_queries(q, weight, turn, torch.empty(0))
     torch.testing.assert_close(actual, torch.cat((expected, rotated), dim=-1))
@@ -41,12 +43,12 @@ def test_a_projection_is_split_into_queries_and_what_is_stored() -> None:
     source, turn = torch.randn(TOKENS, q_rank + RANK + ROPE), rotation()
     pools = [torch.zeros(2, 4, RANK + ROPE) for _ in range(2)]
     slots = torch.tensor([6, 1, 7, 0, 3])
-    rows = absorb_reference.split_latents(
+    rows = SPLIT_LATENTS.reference(
         source, q_weight, weight, 1e-6, turn, cache=pools[0], slots_T=slots
     )
-    normed = reference.rms_norm(source[:, :q_rank], q_weight, 1e-6)
+    normed = RMS_NORM.reference(source[:, :q_rank], q_weight, 1e-6)
     assert torch.equal(rows.dequantize(), reference.quantize_rows(normed).dequantize())
-    reference.store_latents(source[:, q_rank:], weight, 1e-6, turn, cache=pools[1], slots_T=slots)
+    STORE_LATENTS.reference(source[:, q_rank:], weight, 1e-6, turn, cache=pools[1], slots_T=slots)
     assert torch.equal(pools[0], pools[1])
     stored = take_blocks(pools[0], torch.tensor([0, 1])).flatten(0, 1)[slots]
     assert (stored.abs().sum(dim=1) > 0).all()

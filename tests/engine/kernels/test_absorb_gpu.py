@@ -15,7 +15,8 @@ from engine.attention.latent_storage import to_storage
 from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels import reference
 from engine.kernels.rotation import Rotation
-from engine.kernels.routing import RoutingRule
+from engine.ops.gate import RoutingRule
+from engine.ops.latents import SPLIT_LATENTS
 from tests.engine.relative_error import relative_error
 from tests.engine.triton_device import DEVICE, IS_INTERPRETED
 
@@ -37,8 +38,8 @@ E4M3 = 0.15 if IS_INTERPRETED else 0.07
 """Half a step of 3 bits is 6 %; the interpreter cuts, and in the scale of a step."""
 
 
-def fused(name: str) -> Any:
-    return importlib.import_module(f"engine.kernels.fused.{name}")
+def load(name: str) -> Any:
+    return importlib.import_module(f"engine.{name}")
 
 
 def draw(*shape: int) -> Tensor:
@@ -63,13 +64,13 @@ def test_absorb_queries(num_tokens: int, interleave: bool) -> None:
     q, weight = draw(num_tokens, HEADS, NOPE + ROPE), draw_weight()
     rotation, cache = draw_rotation(num_tokens, interleave=interleave), torch.empty(0)
     exact = absorb_reference.absorb_queries(q.float(), weight.float(), rotation, cache)
-    actual = fused("absorb").absorb_queries(q, weight, rotation, DTYPE)
+    actual = load("kernels.fused.absorb").absorb_queries(q, weight, rotation, DTYPE)
     assert actual.dtype == DTYPE
     assert relative_error(actual, exact) < (1e-2 if IS_INTERPRETED else 4e-3)
     torch.testing.assert_close(
         actual[..., RANK:], exact[..., RANK:].to(DTYPE), rtol=BF16, atol=1e-2
     )
-    rounded = fused("absorb").absorb_queries(q, weight, rotation, torch.float8_e4m3fn)
+    rounded = load("kernels.fused.absorb").absorb_queries(q, weight, rotation, torch.float8_e4m3fn)
     assert rounded.dtype == torch.float8_e4m3fn
     assert relative_error(rounded, exact) < E4M3
     if not IS_INTERPRETED:
@@ -81,7 +82,11 @@ def test_queries_saturate_and_keep_nan() -> None:
     q[0] *= 3e3
     q[1, :, 5], q[1, :, -1] = float("nan"), float("nan")
     rotation = draw_rotation(2, interleave=True)
-    rounded = fused("absorb").absorb_queries(q, weight, rotation, torch.float8_e4m3fn).float()
+    rounded = (
+        load("kernels.fused.absorb")
+        .absorb_queries(q, weight, rotation, torch.float8_e4m3fn)
+        .float()
+    )
     assert rounded[0].abs().max() == 448.0
     assert not rounded[0].isnan().any()
     if not IS_INTERPRETED:  # which knows no NaN of e4m3
@@ -94,10 +99,10 @@ def test_queries_saturate_and_keep_nan() -> None:
 def test_expand_values(num_tokens: int) -> None:
     latents, weight = draw(num_tokens, HEADS, RANK), draw_weight()
     exact = absorb_reference.expand(latents.float(), weight.float())
-    plain = fused("absorb").expand_values(latents, weight, fp8=False)
+    plain = load("kernels.fused.absorb").expand_values(latents, weight, fp8=False)
     assert plain.shape == (num_tokens, HEADS * 128)
     assert relative_error(plain, exact) < (1e-2 if IS_INTERPRETED else 4e-3)
-    rows = fused("absorb").expand_values(latents, weight, fp8=True)
+    rows = load("kernels.fused.absorb").expand_values(latents, weight, fp8=True)
     assert isinstance(rows, Fp8Rows)
     expected = reference.quantize_rows(plain)
     torch.testing.assert_close(rows.scale_TG, expected.scale_TG, rtol=0, atol=0)
@@ -121,7 +126,7 @@ def test_split_latents(num_tokens: int, interleave: bool, q_rank: int, dtype: to
     rows, expected = (
         split(source, q_weight, weight, 1e-6, rotation, cache=pool[:, 1], slots_T=slots)
         for split, pool in zip(
-            (fused("latents").split_latents, absorb_reference.split_latents), pools, strict=True
+            (load("ops.latents_kernel").split_latents, SPLIT_LATENTS.reference), pools, strict=True
         )
     )
     torch.testing.assert_close(rows.scale_TG, expected.scale_TG, rtol=BF16, atol=0)
@@ -141,7 +146,7 @@ def test_split_latents(num_tokens: int, interleave: bool, q_rank: int, dtype: to
 def test_experts_are_scored_in_parts(num_tokens: int, num_experts: int, size: int) -> None:
     if IS_INTERPRETED and size > 2000:
         pytest.skip("slow in the interpreter")
-    routing = fused("routing")
+    routing = load("ops.gate_kernel")
     hidden, weight = draw(num_tokens, size + 64)[:, :size], draw(num_experts, size)
     assert IS_INTERPRETED or routing.takes(hidden, weight)
     parts = routing.score_in_parts(hidden, weight)

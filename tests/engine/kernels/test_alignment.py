@@ -16,6 +16,8 @@ from engine.kernels.alignment import (
     row_steps,
     stepped_rows,
 )
+from engine.ops.norm import ADD_RMS_NORM_FP8, RMS_NORM
+from engine.ops.permute import COUNT_ROWS, MOE_ALIGN_BLOCK_SIZE, PERMUTE_ROWS, UNPERMUTE_ROWS
 
 
 @st.composite
@@ -32,7 +34,7 @@ def routings(draw: st.DrawFn) -> tuple[torch.Tensor, int, int]:
 @given(routings())
 def test_each_local_pair_has_a_row_of_its_expert(case: tuple[torch.Tensor, int, int]) -> None:
     ids, first, num_local = case
-    alignment = aligned_reference.moe_align_block_size(ids, first, num_local)
+    alignment = MOE_ALIGN_BLOCK_SIZE.reference(ids, first, num_local)
     assert len(alignment.expert_M) == max_aligned_rows(ids.numel(), num_local)
     assert len(alignment.expert_M) % ROW_BLOCK == 0
     rows, experts = alignment.rows_TK.flatten().long(), ids.flatten() - first
@@ -52,8 +54,8 @@ def test_every_row_is_before_or_behind_the_capacity(
 ) -> None:
     ids, first, num_local = case
     capacity, num_tokens = num_blocks * ROW_BLOCK, len(ids)
-    whole = aligned_reference.moe_align_block_size(ids, first, num_local)
-    cut = aligned_reference.moe_align_block_size(ids, first, num_local, capacity)
+    whole = MOE_ALIGN_BLOCK_SIZE.reference(ids, first, num_local)
+    cut = MOE_ALIGN_BLOCK_SIZE.reference(ids, first, num_local, capacity)
     most = len(whole.expert_M)
     assert torch.equal(cut.rows_TK, whole.rows_TK)
     assert torch.equal(cut.expert_M[:most], whole.expert_M)
@@ -61,7 +63,7 @@ def test_every_row_is_before_or_behind_the_capacity(
     assert cut.capacity == capacity
     assert len(cut.expert_M) == max(most, capacity)
     hidden = reference.quantize_rows(torch.randn(num_tokens, 128))
-    spread = aligned_reference.permute_rows(hidden, cut)
+    spread = PERMUTE_ROWS.reference(hidden, cut)
     overflow = None if cut.overflow is None else Overflow(source=hidden, places=cut.overflow)
     assert spread.num_rows == capacity
     both = aligned_reference.with_overflow(spread, overflow)
@@ -70,7 +72,7 @@ def test_every_row_is_before_or_behind_the_capacity(
     used = pairs[pairs >= 0]
     assert torch.equal(both.dequantize()[used], hidden.dequantize()[tokens])
     if cut.overflow is not None:
-        counts = aligned_reference.count_rows(ids, first, num_local)
+        counts = COUNT_ROWS.reference(ids, first, num_local)
         assert torch.equal(cut.overflow.ends_E, counts.ends_E)
 
 
@@ -109,9 +111,9 @@ def test_the_capacity_of_known_layouts() -> None:
 @given(routings())
 def test_the_counted_number_of_rows_is_enough(case: tuple[torch.Tensor, int, int]) -> None:
     ids, first, num_local = case
-    counts = aligned_reference.count_rows(ids, first, num_local)
+    counts = COUNT_ROWS.reference(ids, first, num_local)
     exact = counts.lay_out(int(counts.num_rows))
-    bound = aligned_reference.moe_align_block_size(ids, first, num_local)
+    bound = MOE_ALIGN_BLOCK_SIZE.reference(ids, first, num_local)
     assert torch.equal(exact.rows_TK, bound.rows_TK)
     assert torch.equal(exact.expert_M, bound.expert_M[: len(exact.expert_M)])
     assert (exact.expert_M >= 0).all(), "every block belongs to an expert"
@@ -121,7 +123,7 @@ def test_the_counted_number_of_rows_is_enough(case: tuple[torch.Tensor, int, int
 @given(routings())
 def test_rows_are_laid_out_in_steps_that_have_room(case: tuple[torch.Tensor, int, int]) -> None:
     ids, first, num_local = case
-    counts = aligned_reference.count_rows(ids, first, num_local)
+    counts = COUNT_ROWS.reference(ids, first, num_local)
     used, most = int(counts.num_rows), max_aligned_rows(ids.numel(), num_local)
     chosen = counts.rows_to_lay_out(used)
     assert used <= chosen <= most
@@ -141,13 +143,13 @@ def test_a_step_is_the_next_one_and_not_far(num_blocks: int) -> None:
 
 def test_without_local_pairs_there_are_no_rows() -> None:
     ids = torch.tensor([[0, 1], [1, 0]])
-    counts = aligned_reference.count_rows(ids, 4, 2)
+    counts = COUNT_ROWS.reference(ids, 4, 2)
     assert int(counts.num_rows) == 0
     alignment = counts.lay_out(0)
-    spread = aligned_reference.permute_rows(reference.quantize_rows(torch.randn(2, 128)), alignment)
+    spread = PERMUTE_ROWS.reference(reference.quantize_rows(torch.randn(2, 128)), alignment)
     assert spread.num_rows == 0
     own = torch.randn(2, 128)
-    home = aligned_reference.unpermute_rows(spread.dequantize(), alignment, torch.rand(2, 2), own)
+    home = UNPERMUTE_ROWS.reference(spread.dequantize(), alignment, torch.rand(2, 2), own)
     assert torch.equal(home, own)
 
 
@@ -160,10 +162,10 @@ def test_rows_come_home_weighted(case: tuple[torch.Tensor, int, int], is_packed:
     if is_packed:
         out = Fp8Rows.packed(torch.empty(num_tokens, packed_row_bytes(128), dtype=torch.uint8), 128)
     quantized = reference.quantize_rows(hidden, out)
-    alignment = aligned_reference.moe_align_block_size(ids, first, num_local)
-    spread = aligned_reference.permute_rows(quantized, alignment).dequantize()
+    alignment = MOE_ALIGN_BLOCK_SIZE.reference(ids, first, num_local)
+    spread = PERMUTE_ROWS.reference(quantized, alignment).dequantize()
     weights = torch.rand(num_tokens, top_k)
-    home = aligned_reference.unpermute_rows(spread, alignment, weights, hidden)
+    home = UNPERMUTE_ROWS.reference(spread, alignment, weights, hidden)
     is_local = (ids >= first) & (ids < first + num_local)
     expected = hidden + quantized.dequantize() * (weights * is_local).sum(1, keepdim=True)
     torch.testing.assert_close(home, expected)
@@ -200,12 +202,12 @@ def test_packed_rows_hold_what_other_rows_hold(num_rows: int, num_columns: int) 
 def test_add_norm_and_quantise_are_their_steps(with_delta: bool, with_plain: bool) -> None:
     x, delta, weight = torch.randn(5, 256), torch.randn(5, 256), torch.randn(256)
     out = Fp8Rows.packed(torch.empty(5, packed_row_bytes(256), dtype=torch.uint8), 256)
-    total, normed, rows = reference.add_rms_norm_fp8(
+    total, normed, rows = ADD_RMS_NORM_FP8.reference(
         x, delta if with_delta else None, weight, 1e-6, with_plain=with_plain, out=out
     )
     assert rows is out
     assert torch.equal(total, x + delta) if with_delta else total is x
-    expected = reference.rms_norm(total, weight, 1e-6)
+    expected = RMS_NORM.reference(total, weight, 1e-6)
     assert torch.equal(rows.dequantize(), reference.quantize_rows(expected).dequantize())
     assert (normed is not None) == with_plain
     if normed is not None:

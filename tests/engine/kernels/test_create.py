@@ -11,7 +11,8 @@ from engine.formats import deep_gemm
 from engine.formats.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from engine.kernels import create
 from engine.kernels.create import KernelSet, create_kernels
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
+from engine.ops.op import Target
 from runtime.errors import ConfigError
 
 TURING = DeviceLimits(sm=75, shared_memory=64 * 1024, num_sms=40)
@@ -20,8 +21,9 @@ BLACKWELL = DeviceLimits(sm=100, shared_memory=227 * 1024, num_sms=148)
 
 def test_a_cpu_gets_the_reference(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert isinstance(create_kernels("cpu"), PortableKernels)
-    assert "name=portable device=cpu fp8=False" in caplog.text
+        kernels = create_kernels("cpu")
+    assert (kernels.name, kernels.ops.target) == ("portable", Target.PORTABLE)
+    assert "name=portable device=cpu formats=none" in caplog.text
     assert "not triton: no CUDA device" in caplog.text
 
 
@@ -58,9 +60,9 @@ class FakeHost:
         )
         self._patch.setattr(create, "_build", self._build)
 
-    def _build(self, kind: KernelSet, device: torch.device) -> PortableKernels:
+    def _build(self, kind: KernelSet, device: torch.device) -> portable_kernels:
         self.built.append(kind)
-        return PortableKernels()
+        return portable_kernels()
 
 
 @pytest.fixture

@@ -42,22 +42,23 @@ def bf16(*shape: int) -> Tensor:
 
 def run_kernels() -> None:
     """One launch each of kernels of several shapes of code."""
-    fused = {
-        name: importlib.import_module(f"engine.kernels.fused.{name}")
-        for name in ("norm", "quant", "permute", "routing", "masked")
+    quant = importlib.import_module("engine.kernels.fused.quant")
+    ops = {
+        name: importlib.import_module(f"engine.ops.{name}_kernel")
+        for name in ("norm", "activation", "permute", "gate", "masked")
     }
-    rule = importlib.import_module("engine.kernels.routing").RoutingRule(
+    rule = importlib.import_module("engine.ops.gate").RoutingRule(
         top_k=2, n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0
     )
-    fused["norm"].add_rms_norm_fp8(bf16(4, 256), bf16(4, 256), bf16(256), 1e-6, with_plain=True)
-    fused["quant"].silu_and_mul_fp8(bf16(4, 512), torch.zeros(4, dtype=torch.int32))
-    rows = fused["quant"].quantize_rows(bf16(4, 256))
+    ops["norm"].add_rms_norm_fp8(bf16(4, 256), bf16(4, 256), bf16(256), 1e-6, with_plain=True)
+    ops["activation"].silu_and_mul_fp8(bf16(4, 512), torch.zeros(4, dtype=torch.int32))
+    rows = quant.quantize_rows(bf16(4, 256))
     ids = torch.zeros(4, 2, dtype=torch.int64)
-    places = fused["masked"].moe_align_masked(ids, 0, 2, 128)
-    masked = fused["masked"].permute_masked_rows(rows, places)
-    fused["masked"].masked_silu_and_mul_fp8(bf16(2, 128, 512), masked)
-    fused["permute"].unpermute_rows(bf16(256, 256), places, torch.zeros(4, 2), None)
-    fused["routing"].group_limited_topk(torch.zeros(4, 16), torch.zeros(16), rule)
+    places = ops["masked"].moe_align_masked(ids, 0, 2, 128)
+    masked = ops["masked"].permute_masked_rows(rows, places)
+    ops["masked"].masked_silu_and_mul_fp8(bf16(2, 128, 512), masked)
+    ops["permute"].unpermute_rows(bf16(256, 256), places, torch.zeros(4, 2), None)
+    ops["gate"].group_limited_topk(torch.zeros(4, 16), torch.zeros(16), rule)
 
 
 def test_every_kernel_waits_before_it_touches_memory(compiled: list[Any]) -> None:
@@ -82,14 +83,14 @@ def test_otherwise_no_kernel_waits(compiled: list[Any]) -> None:
 
 def make_chain(rows: Tensor, weight: Tensor) -> Callable[[], Tensor]:
     """Many short kernels, each of which reads what the one before has written."""
-    norm = importlib.import_module("engine.kernels.fused.norm")
-    quant = importlib.import_module("engine.kernels.fused.quant")
+    norm = importlib.import_module("engine.ops.norm_kernel")
+    activation = importlib.import_module("engine.ops.activation_kernel")
 
     def run() -> Tensor:
         x, delta = rows, None
         for _ in range(20):
             x, plain, _ = norm.add_rms_norm_fp8(x, delta, weight, 1e-6, with_plain=True)
-            quantized = quant.silu_and_mul_fp8(plain)
+            quantized = activation.silu_and_mul_fp8(plain)
             half = quantized.data_TK.bfloat16()
             delta = torch.cat((half, half), dim=1)
             x = x + 0.5 * delta

@@ -8,17 +8,23 @@ import torch
 from torch import Tensor
 
 from engine.attention.attention_rule import AttentionRule
+from engine.attention.kernels import VarlenLengths
 from engine.boot.build import build_kv_pool, build_model
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.formats import deep_gemm
+from engine.formats.expert_rows import AlignedRows
+from engine.formats.stored_weight import StoredWeight
 from engine.generate import generate
 from engine.kernels import reference
-from engine.kernels.base import Kernels, VarlenLengths
+from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.kernels.masked_rows import max_masked_rows
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from engine.parallel.expert_rows import AlignedRows
+from engine.ops.gate import GATE_LOGITS
+from engine.ops.latents import JOIN_KEYS
+from engine.ops.masked import MOE_ALIGN_MASKED, PERMUTE_MASKED_ROWS
+from engine.ops.permute import MOE_ALIGN_BLOCK_SIZE, UNPERMUTE_ROWS
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
@@ -26,6 +32,7 @@ from engine.weights.fp8 import quantize_block
 from engine.weights.loader import load_weights
 from runtime.sampling import SamplingParams
 from tests.engine.agreement import BUNDLED, SAMPLING, Answer, compare, read_texts
+from tests.engine.formats.fp8 import fp8_of, quantize
 from tests.engine.relative_error import relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -70,9 +77,9 @@ def draw_experts(num_experts: int, hidden: int, width: int) -> list[tuple[Tensor
 @pytest.mark.parametrize("num_tokens", [0, 1, 77, 513])
 @pytest.mark.parametrize(("rows", "columns"), [(2112, 7168), (1536, 512), (832, 256), (7168, 2048)])
 def test_fp8_linear(kernels: Kernels, num_tokens: int, rows: int, columns: int) -> None:
-    x = kernels.quantize_rows(draw(num_tokens, columns))
+    x = quantize(kernels, draw(num_tokens, columns))
     weight = draw_weight(rows, columns)
-    actual = kernels.fp8_linear(x, *weight)
+    actual = fp8_of(kernels).linear(x, StoredWeight(*weight))
     assert actual.shape == (num_tokens, rows)
     if num_tokens:
         assert relative_error(actual, reference.fp8_linear(x, *weight)) < SAME_INPUTS
@@ -90,11 +97,11 @@ def test_experts(
     ids = torch.rand(num_tokens, 8, device="cuda").topk(3).indices
     weights = torch.rand(num_tokens, 3, device="cuda")
     outs = []
-    for k in (kernels, PortableKernels(has_fp8=True)):
-        alignment = k.moe_align_block_size(ids, first, num_local, capacity)
-        rows = AlignedRows.permute(k, k.quantize_rows(hidden), alignment)
-        out = k.grouped_fp8_mlp(rows.rows, rows.expert_M, w13, w2, rows.overflow)
-        outs.append(k.unpermute_rows(out, alignment, weights, None))
+    for k in (kernels, portable_kernels(has_fp8=True)):
+        alignment = k.ops[MOE_ALIGN_BLOCK_SIZE](ids, first, num_local, capacity)
+        rows = AlignedRows.permute(k.ops, quantize(k, hidden), alignment)
+        out = fp8_of(k).grouped_mlp(rows, StoredWeight(*w13), StoredWeight(*w2))
+        outs.append(k.ops[UNPERMUTE_ROWS](out, alignment, weights, None))
     # Hidden activations are rounded to e4m3 twice from slightly different sums.
     assert relative_error(outs[0], outs[1]) < 2e-2
 
@@ -107,13 +114,13 @@ def test_masked_experts(kernels: Kernels, num_tokens: int, first: int, num_local
     ids = torch.rand(num_tokens, 8, device="cuda").topk(3).indices
     weights = torch.rand(num_tokens, 3, device="cuda")
     outs = []
-    for k in (kernels, PortableKernels(has_fp8=True)):
-        places = k.moe_align_masked(ids, first, num_local, max_masked_rows(num_tokens))
-        rows = k.permute_masked_rows(k.quantize_rows(hidden), places)
-        out = k.masked_fp8_mlp(rows, w13, w2)
+    for k in (kernels, portable_kernels(has_fp8=True)):
+        places = k.ops[MOE_ALIGN_MASKED](ids, first, num_local, max_masked_rows(num_tokens))
+        rows = k.ops[PERMUTE_MASKED_ROWS](quantize(k, hidden), places)
+        out = fp8_of(k).masked_mlp(rows, StoredWeight(*w13), StoredWeight(*w2))
         used = torch.arange(out.shape[1], device="cuda") < places.num_rows_L.unsqueeze(1)
         out[~used] = float("nan")  # nobody reads what is not in use
-        outs.append(k.unpermute_rows(out.flatten(0, 1), places, weights, None))
+        outs.append(k.ops[UNPERMUTE_ROWS](out.flatten(0, 1), places, weights, None))
     assert outs[0].shape == (num_tokens, 1024)
     if num_tokens:
         assert relative_error(outs[0], outs[1]) < MASKED
@@ -123,14 +130,16 @@ def test_masked_experts(kernels: Kernels, num_tokens: int, first: int, num_local
 def test_every_row_of_every_expert_in_use(kernels: Kernels, expected_rows: int) -> None:
     """Tiles of one expert must not reach into the next, whatever tile the guess leads to."""
     w13, w2 = draw_experts(4, 1024, 512)
-    tokens = kernels.quantize_rows(draw(256, 1024))
+    tokens = quantize(kernels, draw(256, 1024))
     ids = torch.arange(4, device="cuda").expand(256, 4)
     weights = torch.rand(256, 4, device="cuda")
     outs = []
-    for k in (kernels, PortableKernels(has_fp8=True)):
-        places = k.moe_align_masked(ids, 0, 4, 256, expected_rows=expected_rows)
-        out = k.masked_fp8_mlp(k.permute_masked_rows(tokens, places), w13, w2)
-        outs.append(k.unpermute_rows(out.flatten(0, 1), places, weights, None))
+    for k in (kernels, portable_kernels(has_fp8=True)):
+        places = k.ops[MOE_ALIGN_MASKED](ids, 0, 4, 256, expected_rows=expected_rows)
+        out = fp8_of(k).masked_mlp(
+            k.ops[PERMUTE_MASKED_ROWS](tokens, places), StoredWeight(*w13), StoredWeight(*w2)
+        )
+        outs.append(k.ops[UNPERMUTE_ROWS](out.flatten(0, 1), places, weights, None))
     assert relative_error(outs[0], outs[1]) < MASKED
 
 
@@ -141,10 +150,10 @@ def test_masked_experts_in_a_graph(kernels: Kernels) -> None:
     weights = torch.rand(96, 4, device="cuda")
 
     def step(k: Kernels) -> Tensor:
-        places = k.moe_align_masked(ids, 4, 8, 128, expected_rows=24)
-        rows = k.permute_masked_rows(k.quantize_rows(hidden), places)
-        out = k.masked_fp8_mlp(rows, w13, w2)
-        return k.unpermute_rows(out.flatten(0, 1), places, weights, hidden)
+        places = k.ops[MOE_ALIGN_MASKED](ids, 4, 8, 128, expected_rows=24)
+        rows = k.ops[PERMUTE_MASKED_ROWS](quantize(k, hidden), places)
+        out = fp8_of(k).masked_mlp(rows, StoredWeight(*w13), StoredWeight(*w2))
+        return k.ops[UNPERMUTE_ROWS](out.flatten(0, 1), places, weights, hidden)
 
     step(kernels)
     graph = torch.cuda.CUDAGraph()
@@ -157,7 +166,7 @@ def test_masked_experts_in_a_graph(kernels: Kernels) -> None:
         ids.copy_(scores.topk(4).indices)
         captured.fill_(float("nan"))
         graph.replay()
-        assert relative_error(captured, step(PortableKernels(has_fp8=True))) < MASKED
+        assert relative_error(captured, step(portable_kernels(has_fp8=True))) < MASKED
 
 
 @pytest.mark.parametrize(
@@ -174,10 +183,10 @@ def test_varlen_attention(kernels: Kernels, lengths: list[tuple[int, int]], num_
     num_queries, num_positions = (sum(pair[i] for pair in lengths) for i in (0, 1))
     q = draw(num_queries, num_heads, 192)
     expanded = draw(num_positions, num_heads, 256)
-    k = kernels.join_keys(expanded[..., :128], draw(num_positions, 64))
+    k = kernels.ops[JOIN_KEYS](expanded[..., :128], draw(num_positions, 64))
     v = expanded[..., 128:]  # a strided view, as the layer has it
     seqs = lengths_on_device(lengths)
-    actual = kernels.varlen_attention(q, k, v, seqs, 0.1352)
+    actual = kernels.attention.varlen_attention(q, k, v, seqs, 0.1352)
     expected = reference.varlen_attention(q.float(), k.float(), v.float(), lengths, 0.1352)
     assert relative_error(actual, expected) < 1e-2  # bfloat16 probabilities
 
@@ -201,7 +210,7 @@ def test_varlen_attention_in_parts(kernels: Kernels, num_heads: int, cuts: list[
     running: tuple[Tensor, Tensor] | None = None
     for start, end in reversed([*pairwise(edges)]):
         piece = [(num_queries, end - start)]
-        part = kernels.varlen_attention_part(
+        part = kernels.attention.varlen_attention_part(
             q, k[start:end], v[start:end], lengths_on_device(piece), 0.1352,
             is_causal=end == num_positions,
         )  # fmt: skip
@@ -210,7 +219,7 @@ def test_varlen_attention_in_parts(kernels: Kernels, num_heads: int, cuts: list[
             is_causal=end == num_positions,
         )[1]  # fmt: skip
         torch.testing.assert_close(part[1], expected_lse, rtol=1e-3, atol=1e-2)
-        running = kernels.merge_attention(*running, *part) if running else part
+        running = kernels.attention.merge_attention(*running, *part) if running else part
     assert running is not None
     lengths = [(num_queries, num_positions)]
     expected = reference.varlen_attention(q.float(), k.float(), v.float(), lengths, 0.1352)
@@ -220,7 +229,7 @@ def test_varlen_attention_in_parts(kernels: Kernels, num_heads: int, cuts: list[
 def test_gate_logits_lose_nothing(kernels: Kernels) -> None:
     hidden, weight = draw(333, 7168), draw(256, 7168)
     expected = hidden.double() @ weight.double().t()
-    assert relative_error(kernels.gate_logits(hidden, weight), expected) < 1e-5
+    assert relative_error(kernels.ops[GATE_LOGITS](hidden, weight), expected) < 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +242,7 @@ def texts() -> list[list[int]]:
 def test_the_bundled_model_agrees_with_the_cpu(kernels: Kernels, texts: list[list[int]]) -> None:
     bf16 = torch.bfloat16
     on_gpu = build_model(BUNDLED, dtype=bf16, device="cuda", kernels=kernels)
-    assert on_gpu.kernels.has_fp8
+    assert on_gpu.number_format is fp8_of(on_gpu.kernels)
     actual = generate(on_gpu, texts, SAMPLING, kv_dtype=bf16, device="cuda")
     expected = generate(build_model(BUNDLED), texts, SAMPLING)
     agreement = compare(*([Answer.of(output) for output in side] for side in (actual, expected)))
@@ -245,7 +254,7 @@ def test_the_bundled_model_agrees_with_the_cpu(kernels: Kernels, texts: list[lis
 def test_chunks_with_a_prefix_agree_with_the_whole_prompt(
     kernels: Kernels, texts: list[list[int]], absorbed_cost: float
 ) -> None:
-    config = ModelConfig.from_dir(BUNDLED)
+    config = DeepseekV3Config.from_dir(BUNDLED)
     model = DeepseekV3ForCausalLM(
         config,
         dtype=torch.bfloat16,

@@ -5,11 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.formats.expert_rows import AlignedRows
 from engine.formats.fp8_rows import Fp8Rows, packed_row_bytes
-from engine.kernels import aligned_reference, masked_reference, reference
+from engine.formats.stored_weight import StoredWeight
+from engine.kernels import reference
 from engine.kernels.masked_rows import MASKED_BLOCK, guess_rows, max_masked_rows
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
+from engine.ops.masked import MOE_ALIGN_MASKED, PERMUTE_MASKED_ROWS
+from engine.ops.permute import MOE_ALIGN_BLOCK_SIZE, UNPERMUTE_ROWS
 from engine.weights.fp8 import quantize_block
+from tests.engine.formats.fp8 import fp8_of, quantize
 
 
 @st.composite
@@ -27,7 +32,7 @@ def routings(draw: st.DrawFn) -> tuple[torch.Tensor, int, int]:
 def test_each_local_pair_has_a_row_of_its_expert(case: tuple[torch.Tensor, int, int]) -> None:
     ids, first, num_local = case
     max_rows = max_masked_rows(len(ids))
-    places = masked_reference.moe_align_masked(ids, first, num_local, max_rows)
+    places = MOE_ALIGN_MASKED.reference(ids, first, num_local, max_rows)
     assert places.rows_TK.dtype == places.num_rows_L.dtype == torch.int32
     rows, experts = places.rows_TK.flatten(), ids.flatten() - first
     is_local = (experts >= 0) & (experts < num_local)
@@ -48,21 +53,21 @@ def test_rows_come_home_weighted(case: tuple[torch.Tensor, int, int], is_packed:
     if is_packed:
         out = Fp8Rows.packed(torch.empty(num_tokens, packed_row_bytes(256), dtype=torch.uint8), 256)
     quantized = reference.quantize_rows(hidden, out)
-    places = masked_reference.moe_align_masked(ids, first, num_local, max_masked_rows(num_tokens))
-    masked = masked_reference.permute_masked_rows(quantized, places)
+    places = MOE_ALIGN_MASKED.reference(ids, first, num_local, max_masked_rows(num_tokens))
+    masked = PERMUTE_MASKED_ROWS.reference(quantized, places)
     max_rows = places.max_rows
     assert masked.data_LMD.shape == (num_local, max_rows, 256)
     assert masked.scale_LMG.stride() == (2 * max_rows, 1, max_rows)
     rows = Fp8Rows(data_TK=masked.data_LMD.flatten(0, 1), scale_TG=masked.scale_LMG.flatten(0, 1))
     weights = torch.rand(num_tokens, top_k)
-    home = aligned_reference.unpermute_rows(rows.dequantize(), places, weights, hidden)
+    home = UNPERMUTE_ROWS.reference(rows.dequantize(), places, weights, hidden)
     is_local = (ids >= first) & (ids < first + num_local)
     expected = hidden + quantized.dequantize() * (weights * is_local).sum(1, keepdim=True)
     torch.testing.assert_close(home, expected)
 
 
 def test_experts_agree_with_the_contiguous_layout() -> None:
-    kernels = PortableKernels(has_fp8=True)
+    kernels = portable_kernels(has_fp8=True)
     num_tokens, first, num_local = 40, 2, 5
     ids = torch.rand(num_tokens, 8).topk(3).indices
     weights = torch.rand(num_tokens, 3)
@@ -71,18 +76,18 @@ def test_experts_agree_with_the_contiguous_layout() -> None:
         for rows, columns in ((512, 128), (128, 256))
     ]
     w13, w2 = (
-        (torch.stack([w for w, _ in part]), torch.stack([s for _, s in part])) for part in pairs
+        StoredWeight(torch.stack([w for w, _ in part]), torch.stack([s for _, s in part]))
+        for part in pairs
     )
-    rows = kernels.quantize_rows(torch.randn(num_tokens, 128))
-    alignment = kernels.moe_align_block_size(ids, first, num_local)
-    out = kernels.grouped_fp8_mlp(
-        kernels.permute_rows(rows, alignment), alignment.expert_M, w13, w2
-    )
-    expected = kernels.unpermute_rows(out, alignment, weights, None)
-    places = kernels.moe_align_masked(ids, first, num_local, 128)
-    masked = kernels.masked_fp8_mlp(kernels.permute_masked_rows(rows, places), w13, w2)
+    rows = quantize(kernels, torch.randn(num_tokens, 128))
+    alignment = kernels.ops[MOE_ALIGN_BLOCK_SIZE](ids, first, num_local)
+    aligned = AlignedRows.permute(kernels.ops, rows, alignment)
+    out = fp8_of(kernels).grouped_mlp(aligned, w13, w2)
+    expected = kernels.ops[UNPERMUTE_ROWS](out, alignment, weights, None)
+    places = kernels.ops[MOE_ALIGN_MASKED](ids, first, num_local, 128)
+    masked = fp8_of(kernels).masked_mlp(kernels.ops[PERMUTE_MASKED_ROWS](rows, places), w13, w2)
     assert masked.shape == (num_local, 128, 128)
-    actual = kernels.unpermute_rows(masked.flatten(0, 1), places, weights, None)
+    actual = kernels.ops[UNPERMUTE_ROWS](masked.flatten(0, 1), places, weights, None)
     torch.testing.assert_close(actual, expected)
 
 
@@ -96,6 +101,6 @@ def test_the_guess_is_the_mean_of_even_routing() -> None:
     assert guess_rows(256, 8, 256) == 8
     assert guess_rows(1, 8, 256) == guess_rows(0, 8, 256) == 1
     ids = torch.rand(6, 8).topk(2).indices
-    assert masked_reference.moe_align_masked(ids, 0, 4, 128).expected_rows == 3
-    chosen = masked_reference.moe_align_masked(ids, 0, 4, 128, expected_rows=2)
+    assert MOE_ALIGN_MASKED.reference(ids, 0, 4, 128).expected_rows == 3
+    chosen = MOE_ALIGN_MASKED.reference(ids, 0, 4, 128, expected_rows=2)
     assert chosen.expected_rows == 2

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.kernels import reference
-from engine.kernels.routing import RoutingRule
+from engine.ops.activation import SILU_AND_MUL
+from engine.ops.gate import GROUP_LIMITED_TOPK, RoutingRule
+from engine.ops.latents import apply_rotary
+from engine.ops.norm import RMS_NORM
 
 SEEDS = st.integers(0, 2**31)
 
@@ -22,21 +25,21 @@ def _randn(seed: int, *shape: int) -> Tensor:
 def test_rms_norm_is_its_definition() -> None:
     x, weight = _randn(0, 5, 12), _randn(1, 12)
     expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * weight
-    torch.testing.assert_close(reference.rms_norm(x, weight, 1e-3), expected)
+    torch.testing.assert_close(RMS_NORM.reference(x, weight, 1e-3), expected)
 
 
 def test_rms_norm_computes_in_float32() -> None:
     x = _randn(0, 4, 256).bfloat16() * 300
-    out = reference.rms_norm(x, torch.ones(256, dtype=torch.bfloat16), 1e-6)
+    out = RMS_NORM.reference(x, torch.ones(256, dtype=torch.bfloat16), 1e-6)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(
-        out.float(), reference.rms_norm(x.float(), torch.ones(256), 1e-6), rtol=1e-2, atol=1e-2
+        out.float(), RMS_NORM.reference(x.float(), torch.ones(256), 1e-6), rtol=1e-2, atol=1e-2
     )
 
 
 def test_silu_and_mul() -> None:
     gate, up = _randn(0, 3, 4), _randn(1, 3, 4)
-    out = reference.silu_and_mul(torch.cat((gate, up), -1))
+    out = SILU_AND_MUL.reference(torch.cat((gate, up), -1))
     torch.testing.assert_close(out, gate / (1 + torch.exp(-gate)) * up)
 
 
@@ -51,8 +54,8 @@ def test_rotation_depends_on_distance_only(
     def score(q_position: int, k_position: int) -> Tensor:
         angles = torch.tensor([[q_position], [k_position]]) * frequencies
         cos, sin = angles.cos().float(), angles.sin().float()
-        q_rot = reference.apply_rotary(q, cos[:1], sin[:1], interleave=interleave)
-        k_rot = reference.apply_rotary(k, cos[1:], sin[1:], interleave=interleave)
+        q_rot = apply_rotary(q, cos[:1], sin[:1], interleave=interleave)
+        k_rot = apply_rotary(k, cos[1:], sin[1:], interleave=interleave)
         return (q_rot * k_rot).sum(-1)
 
     here, there = score(first + 3, first), score(first + shift + 3, first + shift)
@@ -62,8 +65,8 @@ def test_rotation_depends_on_distance_only(
 def test_rotary_layouts_are_permutations_of_each_other() -> None:
     x, angles = _randn(0, 4, 6), _randn(1, 4, 3)
     halves = torch.cat((x[:, 0::2], x[:, 1::2]), -1)
-    interleaved = reference.apply_rotary(x, angles.cos(), angles.sin())
-    split = reference.apply_rotary(halves, angles.cos(), angles.sin(), interleave=False)
+    interleaved = apply_rotary(x, angles.cos(), angles.sin())
+    split = apply_rotary(halves, angles.cos(), angles.sin(), interleave=False)
     torch.testing.assert_close(torch.cat((interleaved[:, 0::2], interleaved[:, 1::2]), -1), split)
 
 
@@ -83,7 +86,7 @@ def test_routing_is_its_definition(seed: int, n_group: int, data: st.DataObject)
     topk_group = data.draw(st.integers(1, n_group))
     top_k = data.draw(st.integers(1, topk_group * 8 // n_group))
     logits, bias = _randn(seed, 5, 8).double(), _randn(seed + 1, 8).double()
-    ids, weights = reference.group_limited_topk(
+    ids, weights = GROUP_LIMITED_TOPK.reference(
         logits,
         bias,
         RoutingRule(
@@ -114,8 +117,8 @@ def test_padding_chooses_no_expert(num_rows: int) -> None:
         top_k=2, n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5
     )
     logits, bias = _randn(0, 5, 8), _randn(1, 8)
-    ids, weights = reference.group_limited_topk(logits, bias, rule, torch.tensor([num_rows]))
-    plain_ids, plain_weights = reference.group_limited_topk(logits, bias, rule)
+    ids, weights = GROUP_LIMITED_TOPK.reference(logits, bias, rule, torch.tensor([num_rows]))
+    plain_ids, plain_weights = GROUP_LIMITED_TOPK.reference(logits, bias, rule)
     real = max(num_rows, 0)
     assert ids[:real].equal(plain_ids[:real])
     assert ids[real:].eq(-1).all()
@@ -124,7 +127,7 @@ def test_padding_chooses_no_expert(num_rows: int) -> None:
 
 def test_weights_without_normalisation_are_scores() -> None:
     logits = _randn(0, 3, 4)
-    ids, weights = reference.group_limited_topk(
+    ids, weights = GROUP_LIMITED_TOPK.reference(
         logits,
         torch.zeros(4),
         RoutingRule(

@@ -17,7 +17,7 @@ from engine.formats.fp8_rows import Fp8Rows
 from engine.formats.triton_gemm.limits import HOPPER
 from engine.kernels.alignment import Alignment
 from engine.kernels.rotation import Rotation
-from engine.kernels.routing import RoutingRule
+from engine.ops.gate import RoutingRule
 from engine.weights.fp8 import quantize_block
 from tests.engine.triton_device import DEVICE, IS_INTERPRETED
 
@@ -60,7 +60,9 @@ def quantize(x: Tensor) -> Rows:
 
 
 def activate(x: Tensor) -> Rows:
-    return parts_of(load("kernels.fused.quant").silu_and_mul_fp8(torch.cat((x, x.flip(1)), dim=1)))
+    return parts_of(
+        load("ops.activation_kernel").silu_and_mul_fp8(torch.cat((x, x.flip(1)), dim=1))
+    )
 
 
 def quantize_by_hand(x: Tensor) -> Rows:
@@ -69,10 +71,10 @@ def quantize_by_hand(x: Tensor) -> Rows:
 
 def norm(x: Tensor) -> Rows:
     weight, delta = draw(WIDTH).bfloat16(), x.flip(1)
-    total, plain, rows = load("kernels.fused.norm").add_rms_norm_fp8(
+    total, plain, rows = load("ops.norm_kernel").add_rms_norm_fp8(
         x, delta, weight, 1e-6, with_plain=True
     )
-    return [total, plain, *parts_of(rows), load("kernels.fused.norm").rms_norm(x, weight, 1e-6)]
+    return [total, plain, *parts_of(rows), load("ops.norm_kernel").rms_norm(x, weight, 1e-6)]
 
 
 def merge(x: Tensor) -> Rows:
@@ -83,14 +85,14 @@ def merge(x: Tensor) -> Rows:
 
 def rotate(x: Tensor) -> Rows:
     q = x[:, : HEADS * 192].reshape(len(x), HEADS, 192).clone()
-    return [load("kernels.fused.latents").rotate_queries(q, rotation(len(x)))]
+    return [load("ops.latents_kernel").rotate_queries(q, rotation(len(x)))]
 
 
 def store(x: Tensor) -> Rows:
     rank = 192
     cache = torch.zeros(NUM_ROWS, 3, rank + ROPE, dtype=x.dtype, device=DEVICE)
     slots = torch.arange(len(x), device=DEVICE) * 3 + 1
-    load("kernels.fused.latents").store_latents(
+    load("ops.latents_kernel").store_latents(
         x[:, : rank + ROPE], draw(rank).to(x.dtype), 1e-6, rotation(len(x)),
         cache=cache, slots_T=slots,
     )  # fmt: skip
@@ -101,7 +103,7 @@ def store(x: Tensor) -> Rows:
 def split(x: Tensor) -> Rows:
     rank, wide = 192, torch.cat((x, x[:, : 192 + ROPE]), dim=1)
     cache = torch.zeros(NUM_ROWS, 1, rank + ROPE, dtype=x.dtype, device=DEVICE)
-    rows = load("kernels.fused.latents").split_latents(
+    rows = load("ops.latents_kernel").split_latents(
         wide, draw(WIDTH).to(x.dtype), draw(rank).to(x.dtype), 1e-6, rotation(len(x)),
         cache=cache, slots_T=torch.arange(len(x), device=DEVICE),
     )  # fmt: skip
@@ -110,7 +112,7 @@ def split(x: Tensor) -> Rows:
 
 def join(x: Tensor) -> Rows:
     k = x[:, : HEADS * 256].reshape(len(x), HEADS, 256)[..., :128]
-    return [load("kernels.fused.latents").join_keys(k, x[:, -ROPE:])]
+    return [load("ops.latents_kernel").join_keys(k, x[:, -ROPE:])]
 
 
 def choose(x: Tensor) -> Rows:
@@ -118,7 +120,7 @@ def choose(x: Tensor) -> Rows:
         top_k=3, n_group=4, topk_group=2, norm_topk_prob=True, routed_scaling_factor=1.5
     )
     logits, bias = x[:, :32].float().contiguous(), torch.zeros(32, device=DEVICE)
-    return [*load("kernels.fused.routing").group_limited_topk(logits, bias, rule)]
+    return [*load("ops.gate_kernel").group_limited_topk(logits, bias, rule)]
 
 
 def gather(x: Tensor) -> Rows:
@@ -128,12 +130,12 @@ def gather(x: Tensor) -> Rows:
     places = Alignment(rows_TK=rows, expert_M=rows.new_zeros(2 * count))
     source = x.repeat_interleave(2, dim=0)
     weights = torch.full((count, 2), 0.5, device=DEVICE)
-    return [load("kernels.fused.permute").unpermute_rows(source, places, weights, x.flip(1))]
+    return [load("ops.permute_kernel").unpermute_rows(source, places, weights, x.flip(1))]
 
 
 def score(x: Tensor) -> Rows:
     weight = draw(16, WIDTH).to(DOT) / WIDTH**0.5
-    return [load("kernels.fused.routing").score_in_parts(x.to(DOT), weight).sum(0)]
+    return [load("ops.gate_kernel").score_in_parts(x.to(DOT), weight).sum(0)]
 
 
 def absorb(x: Tensor) -> Rows:

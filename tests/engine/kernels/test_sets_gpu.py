@@ -12,14 +12,22 @@ import torch
 from torch import Tensor
 
 from engine.attention import flash_attention
+from engine.attention.create import choose_heads
+from engine.attention.kernels import VarlenAttention, VarlenLengths
 from engine.attention.torch_attention import TorchAttention
+from engine.formats.base import Formats
 from engine.formats.expert_stream.tiles import MEASURED
+from engine.formats.fp8_block import Fp8Block
+from engine.formats.plain import PLAIN
+from engine.formats.stored_weight import StoredWeight
 from engine.formats.triton_gemm.limits import AMPERE, HOPPER, DeviceLimits
 from engine.kernels import masked_reference, reference
-from engine.kernels.base import VarlenLengths
-from engine.kernels.create import choose_attention
+from engine.kernels.base import Kernels
 from engine.kernels.masked_rows import MaskedRows
+from engine.ops.op import Target
+from engine.ops.table import resolve_ops
 from engine.weights.fp8 import quantize_block
+from tests.engine.formats.fp8 import fp8_of
 from tests.engine.relative_error import relative_error
 from tests.engine.triton_device import DEVICE, IS_INTERPRETED
 
@@ -44,23 +52,41 @@ def gemm_of(limits: DeviceLimits) -> Any:
     return load("formats.triton_gemm.gemm").TritonGemm(limits)
 
 
-def hopper() -> Any:
+def formats_of(products: Any) -> Formats:
+    return Formats(plain=PLAIN, quantized=(Fp8Block(products),))
+
+
+def attention_of(heads: VarlenAttention, *, fuses_absorption: bool = True) -> Any:
+    module = load("attention.gpu_kernels")
+    return module.GpuAttention(heads=heads, fuses_absorption=fuses_absorption)
+
+
+def hopper() -> Kernels:
     """The set of Hopper, with our own products in place of the library's."""
     if not IS_INTERPRETED and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    return load("kernels.hopper").HopperKernels(
+    products = load("formats.fp8_products").GemmProducts(
         gemm=gemm_of(HOPPER),
+        quantizers=load("formats.fp8_triton").IN_HARDWARE,
         overflow=load("formats.triton_gemm.overflow").OverflowExperts(HOPPER),
-        attention=choose_attention(),
         experts=load("formats.expert_stream.mlp").ExpertStream(
             MEASURED, 3 if IS_INTERPRETED else 132
         ),
     )
+    return Kernels(
+        name="hopper",
+        formats=formats_of(products),
+        attention=attention_of(choose_heads()),
+        ops=resolve_ops(Target.HOPPER),
+    )
 
 
-def ampere() -> Any:
-    return load("kernels.triton_kernels").TritonKernels(
-        gemm=gemm_of(AMPERE), attention=TorchAttention()
+def ampere() -> Kernels:
+    return Kernels(
+        name="ampere",
+        formats=formats_of(load("formats.fp8_triton").of_gemm(gemm_of(AMPERE))),
+        attention=attention_of(TorchAttention(), fuses_absorption=False),
+        ops=resolve_ops(Target.NO_E4M3),
     )
 
 
@@ -96,7 +122,7 @@ def test_experts_of_any_width_are_served(make: Any, width: int, counts: list[int
     rows = draw_rows(counts, hidden_size)
     w13 = draw_experts(number, 2 * width, hidden_size)
     w2 = draw_experts(number, hidden_size, width)
-    out = kernels.masked_fp8_mlp(rows, w13, w2)
+    out = fp8_of(kernels).masked_mlp(rows, StoredWeight(*w13), StoredWeight(*w2))
     expected = masked_reference.masked_fp8_mlp(rows, w13, w2)
     for expert, count in enumerate(counts):
         if count:
@@ -129,10 +155,10 @@ def test_heads_of_any_width_are_served(
         cu_seqlens_q=ends[:, 0].contiguous(),
         cu_seqlens_k=ends[:, 1].contiguous(),
     )
-    kernels, is_alone = make(), make is ampere
+    attention, is_alone = make().attention, make is ampere
     with caplog.at_level(logging.INFO):
-        actual = kernels.varlen_attention(q, k, v, seqs, 0.2)
-        part, lse = kernels.varlen_attention_part(q, k, v, seqs, 0.2, is_causal=False)
+        actual = attention.varlen_attention(q, k, v, seqs, 0.2)
+        part, lse = attention.varlen_attention_part(q, k, v, seqs, 0.2, is_causal=False)
     assert caplog.text.count("is by PyTorch") == (0 if is_alone else 1)
     exact = (q.float(), k.float(), v.float(), lengths, 0.2)
     assert relative_error(actual, reference.varlen_attention(*exact)) < 2e-2

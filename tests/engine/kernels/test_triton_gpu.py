@@ -10,18 +10,31 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.attention.kernels import VarlenLengths
 from engine.boot.build import build_model
+from engine.formats.base import Formats
+from engine.formats.expert_rows import AlignedRows
+from engine.formats.fp8_block import Fp8Block
 from engine.formats.fp8_rows import Fp8Rows, packed_row_bytes
+from engine.formats.plain import PLAIN
+from engine.formats.stored_weight import StoredWeight
 from engine.formats.triton_gemm.limits import AMPERE, DeviceLimits
 from engine.generate import GenerateOutput, generate
 from engine.kernels import reference
-from engine.kernels.base import Kernels, VarlenLengths
+from engine.kernels.base import Kernels
 from engine.kernels.create import KernelSet, create_kernels
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.kernels.rotation import Rotation
-from engine.parallel.expert_rows import AlignedRows
+from engine.ops.activation import SILU_AND_MUL, SILU_AND_MUL_FP8
+from engine.ops.latents import STORE_LATENTS
+from engine.ops.masked import MOE_ALIGN_MASKED, PERMUTE_MASKED_ROWS
+from engine.ops.norm import ADD_RMS_NORM_FP8, RMS_NORM
+from engine.ops.op import Target
+from engine.ops.permute import MOE_ALIGN_BLOCK_SIZE, UNPERMUTE_ROWS
+from engine.ops.table import resolve_ops
 from engine.weights.fp8 import quantize_block
 from runtime.sampling import SamplingParams
+from tests.engine.formats.fp8 import fp8_of, quantize
 from tests.engine.relative_error import relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -39,13 +52,20 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
         chosen = create_kernels("cuda", kernels=KernelSet.TRITON)
         assert chosen.name == f"triton on sm{DeviceLimits.of('cuda').sm}"
         return chosen
+    from engine.attention.gpu_kernels import GpuAttention
     from engine.attention.paged_mla.attention import PagedMLA
     from engine.attention.torch_attention import TorchAttention
+    from engine.formats import fp8_triton
     from engine.formats.triton_gemm.gemm import TritonGemm
-    from engine.kernels.triton_kernels import TritonKernels
 
-    return TritonKernels(
-        gemm=TritonGemm(AMPERE), attention=TorchAttention(), pages=PagedMLA(AMPERE)
+    fp8 = Fp8Block(fp8_triton.of_gemm(TritonGemm(AMPERE)))
+    return Kernels(
+        name="ampere",
+        formats=Formats(plain=PLAIN, quantized=(fp8,)),
+        attention=GpuAttention(
+            heads=TorchAttention(), pages=PagedMLA(AMPERE), fuses_absorption=False
+        ),
+        ops=resolve_ops(Target.NO_E4M3),
     )
 
 
@@ -66,9 +86,10 @@ def aligned_experts(
     weights: Tensor,
     pair: tuple[tuple[Tensor, Tensor], ...],
 ) -> Tensor:
-    places = k.moe_align_block_size(ids, 2, 4)
-    rows = k.permute_rows(k.quantize_rows(hidden), places)
-    return k.unpermute_rows(k.grouped_fp8_mlp(rows, places.expert_M, *pair), places, weights, None)
+    places = k.ops[MOE_ALIGN_BLOCK_SIZE](ids, 2, 4)
+    rows = AlignedRows.permute(k.ops, quantize(k, hidden), places)
+    out = fp8_of(k).grouped_mlp(rows, *(StoredWeight(*one) for one in pair))
+    return k.ops[UNPERMUTE_ROWS](out, places, weights, None)
 
 
 def overflowing_experts(
@@ -79,10 +100,10 @@ def overflowing_experts(
     pair: tuple[tuple[Tensor, Tensor], ...],
 ) -> Tensor:
     """Most of the rows are behind the capacity."""
-    places = k.moe_align_block_size(ids, 2, 4, 128)
-    rows = AlignedRows.permute(k, k.quantize_rows(hidden), places)
-    out = k.grouped_fp8_mlp(rows.rows, rows.expert_M, *pair, overflow=rows.overflow)
-    return k.unpermute_rows(out, places, weights, None)
+    places = k.ops[MOE_ALIGN_BLOCK_SIZE](ids, 2, 4, 128)
+    rows = AlignedRows.permute(k.ops, quantize(k, hidden), places)
+    out = fp8_of(k).grouped_mlp(rows, *(StoredWeight(*one) for one in pair))
+    return k.ops[UNPERMUTE_ROWS](out, places, weights, None)
 
 
 def masked_experts(
@@ -92,9 +113,10 @@ def masked_experts(
     weights: Tensor,
     pair: tuple[tuple[Tensor, Tensor], ...],
 ) -> Tensor:
-    places = k.moe_align_masked(ids, 2, 4, 384)
-    rows = k.permute_masked_rows(k.quantize_rows(hidden), places)
-    return k.unpermute_rows(k.masked_fp8_mlp(rows, *pair).flatten(0, 1), places, weights, None)
+    places = k.ops[MOE_ALIGN_MASKED](ids, 2, 4, 384)
+    rows = k.ops[PERMUTE_MASKED_ROWS](quantize(k, hidden), places)
+    out = fp8_of(k).masked_mlp(rows, *(StoredWeight(*one) for one in pair))
+    return k.ops[UNPERMUTE_ROWS](out.flatten(0, 1), places, weights, None)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 300])
@@ -105,7 +127,7 @@ def test_experts(kernels: Kernels, num_tokens: int, run: Callable[..., Tensor]) 
     ids = torch.rand(num_tokens, 8, device="cuda").topk(3).indices
     weights = torch.rand(num_tokens, 3, device="cuda")
     actual, expected = (
-        run(k, hidden, ids, weights, pair) for k in (kernels, PortableKernels(has_fp8=True))
+        run(k, hidden, ids, weights, pair) for k in (kernels, portable_kernels(has_fp8=True))
     )
     # Hidden activations are rounded to e4m3 twice from slightly different sums.
     assert relative_error(actual, expected) < 2e-2
@@ -116,19 +138,21 @@ def test_norms_and_activation(kernels: Kernels, num_tokens: int) -> None:
     x, delta, weight = draw(num_tokens, 7168), draw(num_tokens, 7168), draw(7168)
     buffer = torch.zeros(num_tokens, packed_row_bytes(7168), dtype=torch.uint8, device="cuda")
     out = Fp8Rows.packed(buffer, 7168)
-    total, plain, rows = kernels.add_rms_norm_fp8(x, delta, weight, 1e-6, with_plain=True, out=out)
+    total, plain, rows = kernels.ops[ADD_RMS_NORM_FP8](
+        x, delta, weight, 1e-6, with_plain=True, out=out
+    )
     assert torch.equal(total, x + delta)
-    expected = reference.rms_norm(x + delta, weight, 1e-6)
+    expected = RMS_NORM.reference(x + delta, weight, 1e-6)
     assert plain is not None
     assert relative_error(plain, expected) < 5e-3
     for found in (rows, out):
         assert relative_error(found.dequantize(), expected) < 4e-2  # 3 bits of mantissa
-    first, absent, _ = kernels.add_rms_norm_fp8(x, None, weight, 1e-6, with_plain=False)
+    first, absent, _ = kernels.ops[ADD_RMS_NORM_FP8](x, None, weight, 1e-6, with_plain=False)
     assert torch.equal(first, x)
     assert absent is None
     gate_up = draw(num_tokens, 4096)
-    activated = kernels.silu_and_mul_fp8(gate_up).dequantize()
-    assert relative_error(activated, reference.silu_and_mul(gate_up.float())) < 4e-2
+    activated = kernels.ops[SILU_AND_MUL_FP8](gate_up).dequantize()
+    assert relative_error(activated, SILU_AND_MUL.reference(gate_up.float())) < 4e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -137,8 +161,8 @@ def test_latents_are_stored_as_the_pool_is(kernels: Kernels, dtype: torch.dtype)
     angles = torch.rand(5, 32, device="cuda") * 6
     pools = [torch.zeros(2, 64, 576, device="cuda").to(dtype) for _ in range(2)]
     rotation = Rotation(cos=angles.cos(), sin=angles.sin())
-    for k, cache in zip((kernels, PortableKernels()), pools, strict=True):
-        k.store_latents(latents, weight, 1e-6, rotation, cache=cache, slots_T=slots)
+    for k, cache in zip((kernels, portable_kernels()), pools, strict=True):
+        k.ops[STORE_LATENTS](latents, weight, 1e-6, rotation, cache=cache, slots_T=slots)
     own, expected = (pool.float().flatten(0, 1) for pool in pools)
     assert relative_error(own[slots], expected[slots]) < (5e-3 if dtype.itemsize == 2 else 2e-2)
     own[slots] = 0.0
@@ -158,11 +182,13 @@ def test_varlen_attention(kernels: Kernels, lengths: list[tuple[int, int]]) -> N
         cu_seqlens_q=ends[:, 0].contiguous(),
         cu_seqlens_k=ends[:, 1].contiguous(),
     )
-    actual = kernels.varlen_attention(q, k, v, seqs, 0.1352)
+    actual = kernels.attention.varlen_attention(q, k, v, seqs, 0.1352)
     expected = reference.varlen_attention(q.float(), k.float(), v.float(), lengths, 0.1352)
     assert relative_error(actual, expected) < 1e-2  # bfloat16 probabilities
     for is_causal in (True, False):
-        out, lse = kernels.varlen_attention_part(q, k, v, seqs, 0.1352, is_causal=is_causal)
+        out, lse = kernels.attention.varlen_attention_part(
+            q, k, v, seqs, 0.1352, is_causal=is_causal
+        )
         whole, weight = reference.varlen_attention_part(
             q.float(), k.float(), v.float(), lengths, 0.1352, is_causal=is_causal
         )
@@ -202,7 +228,7 @@ def test_the_bundled_model_agrees_with_float32(kernels: Kernels) -> None:
     pairs = [
         (a, b)
         for left, right in zip(
-            run(torch.bfloat16, kernels), run(torch.float32, PortableKernels()), strict=True
+            run(torch.bfloat16, kernels), run(torch.float32, portable_kernels()), strict=True
         )
         for a, b in zip(left.prompt_logprobs, right.prompt_logprobs, strict=True)
     ]

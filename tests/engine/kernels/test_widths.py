@@ -7,11 +7,14 @@ import torch
 
 from engine.attention import absorb_reference
 from engine.formats.fp8_rows import Fp8Rows
-from engine.kernels import aligned_reference, masked_reference, reference
+from engine.kernels import masked_reference, reference
 from engine.kernels.alignment import Alignment
 from engine.kernels.masked_rows import MaskedPlaces
 from engine.kernels.rotation import Rotation
 from engine.kernels.widths import check_latents, check_permute, check_queries, check_unpermute
+from engine.ops.latents import SPLIT_LATENTS, STORE_LATENTS
+from engine.ops.masked import MOE_ALIGN_MASKED
+from engine.ops.permute import COUNT_ROWS, MOE_ALIGN_BLOCK_SIZE, UNPERMUTE_ROWS
 from runtime.errors import InternalError
 
 TOKENS, RANK, ROPE = 3, 128, 8
@@ -22,14 +25,14 @@ def rotation(num_tokens: int = TOKENS, half: int = ROPE // 2) -> Rotation:
 
 
 def store(width: int = RANK + ROPE, layer: int = RANK + ROPE, slots: int = TOKENS) -> None:
-    reference.store_latents(
+    STORE_LATENTS.reference(
         torch.randn(TOKENS, width), torch.ones(RANK), 1e-6, rotation(),
         cache=torch.zeros(2, 4, layer), slots_T=torch.arange(slots),
     )  # fmt: skip
 
 
 def split(width: int) -> None:
-    absorb_reference.split_latents(
+    SPLIT_LATENTS.reference(
         torch.randn(TOKENS, width), torch.ones(256), torch.ones(RANK), 1e-6, rotation(),
         cache=torch.zeros(2, 4, RANK + ROPE), slots_T=torch.arange(TOKENS),
     )  # fmt: skip
@@ -87,8 +90,8 @@ def test_values_of_other_widths_are_refused(shape: tuple[int, int]) -> None:
 def places_of(kind: str) -> Alignment | MaskedPlaces:
     ids = torch.tensor([[0, 1], [1, -1], [0, 2]])
     if kind == "aligned":
-        return aligned_reference.moe_align_block_size(ids, 0, 3)
-    return masked_reference.moe_align_masked(ids, 0, 3, 128)
+        return MOE_ALIGN_BLOCK_SIZE.reference(ids, 0, 3)
+    return MOE_ALIGN_MASKED.reference(ids, 0, 3, 128)
 
 
 @pytest.mark.parametrize("kind", ["aligned", "masked"])
@@ -100,11 +103,11 @@ def test_rows_are_summed_from_as_many_as_were_laid_out(kind: str) -> None:
     check_unpermute(source, places, weights, torch.ones(TOKENS, 16))
     for other in (source[:-1], torch.randn(num_rows, 32)[:, :16]):
         with pytest.raises(InternalError, match=f"{num_rows} contiguous rows are wanted"):
-            aligned_reference.unpermute_rows(other, places, weights, None)
+            UNPERMUTE_ROWS.reference(other, places, weights, None)
     with pytest.raises(InternalError, match=r"weights: \(3, 1\)"):
-        aligned_reference.unpermute_rows(source, places, weights[:, :1], None)
+        UNPERMUTE_ROWS.reference(source, places, weights[:, :1], None)
     with pytest.raises(InternalError, match="own term"):
-        aligned_reference.unpermute_rows(source, places, weights, torch.ones(TOKENS, 15))
+        UNPERMUTE_ROWS.reference(source, places, weights, torch.ones(TOKENS, 15))
 
 
 def test_rows_are_spread_over_room_of_their_width() -> None:
@@ -132,9 +135,9 @@ def test_formats_have_whole_groups() -> None:
 
 
 def test_places_fit_what_is_laid_out() -> None:
-    counts = aligned_reference.count_rows(torch.tensor([[0], [1]]), 0, 2)
+    counts = COUNT_ROWS.reference(torch.tensor([[0], [1]]), 0, 2)
     for num_rows in (100, 384):
         with pytest.raises(InternalError, match="a multiple of 128 up to 256 is wanted"):
             counts.lay_out(num_rows)
     with pytest.raises(InternalError, match="tokens: 5 was given; there is room for 4"):
-        masked_reference.moe_align_masked(torch.zeros(5, 1, dtype=torch.int64), 0, 2, 4)
+        MOE_ALIGN_MASKED.reference(torch.zeros(5, 1, dtype=torch.int64), 0, 2, 4)

@@ -14,11 +14,12 @@ from engine.attention.attention_rule import ABSORBED_BYTES, AttentionRule
 from engine.attention.kv_spec import KVSpec
 from engine.attention.latent import LatentAttention
 from engine.attention.paged_queries import PagedQueries
+from engine.attention.reference_kernels import ReferenceAttention
 from engine.attention.scratch import Scratch
 from engine.batch import pack_forward_batch
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.kernels import reference
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.layers.context import LayerContext
 from engine.layers.mla import MLA
 from engine.layers.rotary import RotaryEmbedding
@@ -31,7 +32,7 @@ NUM_BLOCKS = 24
 DECOMPRESSED, ABSORBED = float("inf"), 0.0
 
 
-class RecordingKernels(PortableKernels):
+class RecordingAttention(ReferenceAttention):
     """Notes how much absorbed attention does at a time."""
 
     def __init__(self) -> None:
@@ -65,8 +66,9 @@ class Bench:
         **changes: object,
     ) -> None:
         self.max_positions = max_positions
-        self.config = ModelConfig.from_hf(tiny_config(**changes))
-        self.kernels = RecordingKernels()
+        self.config = DeepseekV3Config.from_hf(tiny_config(**changes))
+        self.attention = RecordingAttention()
+        self.kernels = replace(portable_kernels(), attention=self.attention)
         self.reads_pages = reads_pages
         device = torch.device("cpu")
         backend = LatentAttention(self.config, self.kernels, device, AttentionRule.of(self.config))
@@ -102,7 +104,7 @@ class Bench:
         )
         cos, sin = self.rotary(batch.positions)
         plan_pages = partial(
-            self.kernels.plan_paged, cache=self.pool.layer(1), num_heads=self.rule.heads
+            self.kernels.attention.plan_paged, cache=self.pool.layer(1), num_heads=self.rule.heads
         )
         step = AttentionStep(
             plan=plan_attention(
@@ -182,11 +184,11 @@ def test_little_room_changes_nothing_but_how_much_is_done_at_a_time(
             start += chunk
         torch.testing.assert_close(torch.cat(outs), expected, rtol=1e-4, atol=1e-5)
     if reads_pages:
-        assert max(roomy.kernels.num_tokens) == max(chunks)
-        assert max(narrow.kernels.num_tokens) == 5
+        assert max(roomy.attention.num_tokens) == max(chunks)
+        assert max(narrow.attention.num_tokens) == 5
     else:
-        assert max(roomy.kernels.num_scores) == max(chunks) * heads * 40
-        assert 8 * max(narrow.kernels.num_scores) <= room
+        assert max(roomy.attention.num_scores) == max(chunks) * heads * 40
+        assert 8 * max(narrow.attention.num_scores) <= room
 
 
 def test_groups_of_pages_stand_beside_prompts() -> None:
@@ -205,8 +207,8 @@ def test_groups_of_pages_stand_beside_prompts() -> None:
     ):
         for expected, actual in zip(plain.run(parts), paged.run(parts), strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    assert paged.kernels.num_tokens
-    assert not paged.kernels.num_scores
+    assert paged.attention.num_tokens
+    assert not paged.attention.num_scores
 
 
 def test_company_changes_nothing() -> None:

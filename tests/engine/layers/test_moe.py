@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.layers.context import LayerContext
 from engine.layers.moe import Experts, MoE, create_expert_dispatcher
 from engine.layers.norm import Normed
@@ -17,7 +17,7 @@ from tests.engine.layers.test_linear import fill
 from tests.engine.parallel.fake_ranks import rank_context
 from tests.engine.tiny import tiny_config
 
-CONFIG = ModelConfig.from_hf(tiny_config(hidden_size=16, moe_intermediate_size=8))
+CONFIG = DeepseekV3Config.from_hf(tiny_config(hidden_size=16, moe_intermediate_size=8))
 IDENTITY = ExpertPlacement.identity(8)
 
 
@@ -25,7 +25,7 @@ def build(
     tensors: dict[str, Tensor],
     ctx: LayerContext | None = None,
     *,
-    config: ModelConfig = CONFIG,
+    config: DeepseekV3Config = CONFIG,
     placement: ExpertPlacement = IDENTITY,
 ) -> MoE:
     ctx = ctx or LayerContext()
@@ -130,7 +130,7 @@ def test_the_shared_expert_leaves_memory_to_the_routed_ones() -> None:
 
 
 def test_no_shared_expert() -> None:
-    config = ModelConfig.from_hf(
+    config = DeepseekV3Config.from_hf(
         tiny_config(hidden_size=16, moe_intermediate_size=8, n_shared_experts=0)
     )
     tensors: dict[str, Tensor] = {}

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from transformers import DeepseekV3Config
+from transformers import DeepseekV3Config as TheirConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3Attention,
     DeepseekV3RotaryEmbedding,
 )
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.layers.rotary import RotaryEmbedding, softmax_scale
 from tests.engine.tiny import YARN, tiny_config
 
@@ -31,8 +31,8 @@ SCALINGS = [None, dict(YARN), DEEPSEEK_V3, WITHOUT_MSCALE]
 @pytest.mark.parametrize("dim", [4, 64])
 def test_same_as_transformers(scaling: dict[str, object] | None, dim: int) -> None:
     fields = tiny_config(qk_rope_head_dim=dim, rope_scaling=scaling)
-    config = ModelConfig.from_hf(fields)
-    theirs = DeepseekV3Config.from_dict(dict(fields))
+    config = DeepseekV3Config.from_hf(fields)
+    theirs = TheirConfig.from_dict(dict(fields))
     positions = torch.tensor([0, 1, 17, 400, 5000])
     cos, sin = RotaryEmbedding.of(config, torch.device("cpu"))(positions)
     their_cos, their_sin = DeepseekV3RotaryEmbedding(theirs)(torch.zeros(1), positions[None])
@@ -42,9 +42,9 @@ def test_same_as_transformers(scaling: dict[str, object] | None, dim: int) -> No
 
 
 def test_deepseek_v3_temperature() -> None:
-    config = ModelConfig.from_hf(
+    config = DeepseekV3Config.from_hf(
         tiny_config(qk_nope_head_dim=128, qk_rope_head_dim=64, rope_scaling=DEEPSEEK_V3)
     )
     expected = 192**-0.5 * (0.1 * math.log(40) + 1) ** 2
     assert softmax_scale(config) == pytest.approx(expected)
-    assert softmax_scale(ModelConfig.from_hf(tiny_config())) == pytest.approx(24**-0.5)
+    assert softmax_scale(DeepseekV3Config.from_hf(tiny_config())) == pytest.approx(24**-0.5)

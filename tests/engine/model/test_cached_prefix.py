@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.batch import pack_forward_batch
 from engine.boot.build import build_kv_pool, build_model
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from tests.engine.relative_error import relative_error
@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(checkpoint: Path, *, reads_pages: bool, dtype: torch.dtype) -> DeepseekV3ForCausalLM:
-    kernels = PortableKernels(has_paged_attention=reads_pages)
+    kernels = portable_kernels(has_paged_attention=reads_pages)
     return build_model(checkpoint, kernels=kernels, dtype=dtype)
 
 

@@ -9,7 +9,7 @@ import torch
 from engine.attention.attention_rule import AttentionRule
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.boot.build import build_kv_pool, build_model
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.weights.dummy import fill_with_dummy_weights
@@ -97,7 +97,7 @@ def test_bfloat16_is_near_float32(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("cost", [0.0, float("inf")])
 def test_both_forms_of_attention_agree(checkpoint: Path, cost: float) -> None:
-    config = ModelConfig.from_dir(checkpoint)
+    config = DeepseekV3Config.from_dir(checkpoint)
     rule = AttentionRule.of(config, absorbed_cost=cost)
     model = DeepseekV3ForCausalLM(config, attention_rule=rule)
     load_weights(model, checkpoint)
@@ -106,7 +106,7 @@ def test_both_forms_of_attention_agree(checkpoint: Path, cost: float) -> None:
 
 
 def test_redundant_experts_change_nothing(checkpoint: Path) -> None:
-    config = ModelConfig.from_dir(checkpoint)
+    config = DeepseekV3Config.from_dir(checkpoint)
     placement = ExpertPlacement.from_physical([7, 6, 5, 4, 3, 2, 1, 0, 3, 3], 8)
     model = DeepseekV3ForCausalLM(config, placement=placement)
     load_weights(model, checkpoint)
@@ -123,7 +123,7 @@ def test_tied_embeddings(tmp_path: Path) -> None:
 
 
 def test_dummy_weights_give_sane_activations() -> None:
-    model = DeepseekV3ForCausalLM(ModelConfig.from_hf(tiny_config()))
+    model = DeepseekV3ForCausalLM(DeepseekV3Config.from_hf(tiny_config()))
     fill_with_dummy_weights(model)
     logits = logits_of(model)
     assert logits.isfinite().all()

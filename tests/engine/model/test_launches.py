@@ -11,7 +11,7 @@ from engine.boot.build import build_model
 from engine.execution import Execution
 from engine.generate import generate
 from engine.kernels.launches import Launches
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from runtime.sampling import SamplingParams
 from tests.engine.tiny import tiny_config, write_checkpoint
@@ -41,7 +41,7 @@ class Recorder:
 
 def build(tmp_path: Path, execution: Execution) -> DeepseekV3ForCausalLM:
     checkpoint = write_checkpoint(tmp_path, tiny_config(), seed=1)
-    kernels = PortableKernels(has_paged_attention=True)
+    kernels = portable_kernels(has_paged_attention=True)
     return build_model(checkpoint, kernels=kernels, execution=execution)
 
 

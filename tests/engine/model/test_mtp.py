@@ -9,11 +9,11 @@ from torch import Tensor
 
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.boot.build import build_kv_pool, build_model
-from engine.kernels import reference
 from engine.layers.norm import FeedFormat, Normed, Residual
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.operations import run
+from engine.ops.norm import RMS_NORM
 from runtime.errors import ConfigError
 from tests.engine.tiny import random_tensors, tiny_config, write_checkpoint
 
@@ -83,7 +83,7 @@ def test_is_the_formula(tmp_path: Path) -> None:
         return weights[f"model.layers.3.{name}.weight"]
 
     def norm(x: Tensor, name: str, eps: float = 1e-5) -> Tensor:
-        return reference.rms_norm(x, weight(name), eps)
+        return RMS_NORM.reference(x, weight(name), eps)
 
     embedded = norm(weights["model.embed_tokens.weight"][77], "enorm")
     x = weight("eh_proj") @ torch.cat((embedded, norm(hidden[0], "hnorm")))

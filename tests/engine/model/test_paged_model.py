@@ -9,7 +9,7 @@ import torch
 from engine.batch import ForwardBatch
 from engine.boot.build import build_kv_pool, build_model
 from engine.generate import generate
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from runtime.sampling import SamplingParams
 from tests.engine.tiny import random_config, tiny_config, write_checkpoint
 
@@ -24,7 +24,7 @@ def test_paged_steps_sample_the_same_tokens(
 ) -> None:
     checkpoint = write_checkpoint(tmp_path, random_config(seed), seed=seed)
     grouped = build_model(checkpoint)
-    paged = build_model(checkpoint, kernels=PortableKernels(has_paged_attention=True))
+    paged = build_model(checkpoint, kernels=portable_kernels(has_paged_attention=True))
     outputs = [
         [item.token_ids for item in generate(model, PROMPTS, SAMPLING, kv_dtype=kv_dtype)]
         for model in (grouped, paged)
@@ -64,7 +64,7 @@ def test_paged_steps_in_fp8_sample_the_same_tokens(tmp_path: Path, size: int) ->
     checkpoint = write_checkpoint(tmp_path, config, fp8=True)
     outputs = []
     for is_paged in (False, True):
-        kernels = PortableKernels(has_fp8=True, has_paged_attention=is_paged)
+        kernels = portable_kernels(has_fp8=True, has_paged_attention=is_paged)
         model = build_model(checkpoint, dtype=torch.bfloat16, kernels=kernels)
         outputs.append([item.token_ids for item in generate(model, PROMPTS, SAMPLING)])
     assert outputs[0] == outputs[1]
@@ -98,7 +98,7 @@ def test_with_pages_nothing_is_asked_of_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build_model(
-        write_checkpoint(tmp_path), kernels=PortableKernels(has_paged_attention=True)
+        write_checkpoint(tmp_path), kernels=portable_kernels(has_paged_attention=True)
     )
     batch, pool = fixed_shape([9, 3, 17], 1000), build_kv_pool(model, 2)
     for name in ("tolist", "item", "cpu"):

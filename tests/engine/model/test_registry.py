@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.boot.build import build_model
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.model.registry import MODEL_SPECS, find_spec, read_config, spec_of
 from engine.model.spec import ModelSpec
@@ -23,7 +23,7 @@ def test_each_is_found_by_its_architecture_or_its_type() -> None:
 
 def test_a_folder_is_read_by_the_spec_that_it_names(tmp_path: Path) -> None:
     config = read_config(write_checkpoint(tmp_path))
-    assert config == ModelConfig.from_hf(tiny_config())
+    assert config == DeepseekV3Config.from_hf(tiny_config())
     assert spec_of(config) is MODEL_SPECS["DeepseekV3ForCausalLM"]
     assert isinstance(build_model(tmp_path), DeepseekV3ForCausalLM)
 

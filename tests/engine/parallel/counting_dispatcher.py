@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
+from engine.formats.expert_rows import ExpertRows, Rows
 from engine.kernels.masked_rows import MaskedRows
-from engine.parallel.expert_rows import ExpertRows, Rows
 from engine.parallel.groups import RankGroup
 from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.pending import Pending, Then
@@ -23,7 +23,7 @@ class CountingDispatcher:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self.takes_fp8 = inner.takes_fp8
+        self.takes_quantized = inner.takes_quantized
         self.num_rows = 0
         self.is_counting = True
 

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.kernels.reference import quantize_rows
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import init_process_groups
@@ -33,7 +33,7 @@ def main() -> None:
     num_tokens = [(5 * number) % 7 for number in range(size)]
     world = World(num_ranks=size, slots=spread_slots(288), num_tokens=num_tokens)
     dispatcher = MaskedGatheredDispatcher(
-        PortableKernels(has_fp8=True),
+        portable_kernels(has_fp8=True),
         world.share,
         groups.ep_group,
         max_tokens_per_rank=world.max_tokens,

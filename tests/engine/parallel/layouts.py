@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.boot.build import build_kv_pool
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.execution import Execution
 from engine.kernels.create import create_kernels
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.layers.moe import MoE
 from engine.layers.norm import Normed
 from engine.micro_batches import OverlapRule
@@ -26,6 +26,7 @@ from engine.operations import run
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.token_sharding import ScatteredTokens
 from engine.weights.loader import load_weights
+from tests.engine.formats.fp8 import quantize
 
 STEPS = (((37, 0),), ((1, 37),), ((1, 38), (2, 0)), ((19, 39), (5, 2), (8, 0)))
 """Tokens of each sequence in each step, and tokens before: counts that no tp divides, and fewer
@@ -57,7 +58,7 @@ class Trial:
         """Return the model on other axes, or on these."""
         dtype = torch.bfloat16 if self.fp8 else torch.float32
         is_gpu = self.device != "cpu"
-        config = ModelConfig.from_dir(self.checkpoint)
+        config = DeepseekV3Config.from_dir(self.checkpoint)
         model = DeepseekV3ForCausalLM(
             config,
             groups or self.groups,
@@ -66,7 +67,7 @@ class Trial:
             with_mtp=config.num_nextn_predict_layers > 0,
             kernels=create_kernels(self.device, dtype)
             if is_gpu
-            else PortableKernels(has_fp8=self.fp8),
+            else portable_kernels(has_fp8=self.fp8),
             execution=execution,
         )
         load_weights(model, self.checkpoint)
@@ -164,8 +165,8 @@ def make_step(
 def _run_experts(model: DeepseekV3ForCausalLM, rows_TD: Tensor) -> Tensor:
     layer: nn.Module = model.model.layers[1].mlp
     assert isinstance(layer, MoE)
-    assert layer.experts.is_fp8
-    normed = Normed(plain_TD=rows_TD, fp8_TD=model.kernels.quantize_rows(rows_TD))
+    assert layer.experts.takes_quantized
+    normed = Normed(plain_TD=rows_TD, fp8_TD=quantize(model.kernels, rows_TD))
     return run(layer(normed))
 
 

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from engine.formats.fp8_rows import Fp8Rows
-from engine.kernels.create import create_kernels
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import RankGroup, init_process_groups
 from engine.parallel.lost_peer import as_lost_peer
@@ -94,7 +93,7 @@ class Rank:
     ) -> None:
         self.group, self.shape = group, shape
         self.buffer = open_nvlink_buffer(group, shape, wait_seconds=wait_seconds)
-        self.dispatcher = NvlinkDispatcher(create_kernels("cuda"), self.buffer)
+        self.dispatcher = NvlinkDispatcher(self.buffer)
         self.matrix = torch.randn(2048, 2048, device="cuda").bfloat16()
         self.graphs: dict[int, tuple[Any, Batch, Tensor]] = {}
         for size in sizes:

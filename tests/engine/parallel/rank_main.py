@@ -18,11 +18,11 @@ import torch
 from engine.batch import ForwardBatch
 from engine.boot.build import build_kv_pool, build_model
 from engine.execution import Execution
+from engine.formats.expert_rows import ExpertRows
 from engine.generate import generate
 from engine.micro_batches import OverlapRule
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.dims import ParallelDims
-from engine.parallel.expert_rows import ExpertRows
 from engine.parallel.groups import ProcessGroups, init_process_groups
 from engine.parallel.row_formats import ExpertShare, PlainRows
 from engine.request import Request, ScheduledRequest

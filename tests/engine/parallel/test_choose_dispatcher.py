@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.shapes import DEEPSEEK_V3, TINY
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.options import DispatcherKind
 from engine.parallel import deep_ep
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
@@ -42,7 +42,7 @@ def experts(size: int = 8, **changes: Any) -> RankExperts:
     groups = ProcessGroups(dims=ParallelDims(dp=size, ep=size), ep_group=SilentGroup(size=size))
     values = {
         "config": DEEPSEEK_V3,
-        "kernels": PortableKernels(has_fp8=True),
+        "kernels": portable_kernels(has_fp8=True),
         "groups": groups,
         "device": GPU,
     }
@@ -100,23 +100,23 @@ def test_collectives_fit_the_axes(dims: ParallelDims, kind: type, has_fp8: bool)
         tp_group=SilentGroup(size=dims.tp),
         ep_group=SilentGroup(rank=dims.ep_rank, size=dims.ep),
     )
-    parts = experts(groups=groups, kernels=PortableKernels(has_fp8=has_fp8))
+    parts = experts(groups=groups, kernels=portable_kernels(has_fp8=has_fp8))
     scattered = replace(parts, scatter_tokens=True)
     for wanted in (COLLECTIVES, AUTO):
         own = choose_dispatcher(parts, wanted).dispatcher
         assert type(own) is kind
         assert type(choose_dispatcher(scattered, wanted).dispatcher) is GatheredDispatcher
-        assert own.takes_fp8 == has_fp8
+        assert own.takes_quantized == has_fp8
     on_cpu = replace(parts, device=torch.device("cpu"))
     assert type(decode(AUTO, on_cpu).dispatcher) is kind
 
 
 def test_slices_of_an_expert_in_fp8_are_whole_blocks() -> None:
     """What tp cuts out of 2048 columns is no multiple of 128 on 32 ranks."""
-    for tp, are_fp8 in (16, True), (32, False):
+    for tp, are_quantized in (16, True), (32, False):
         groups = ProcessGroups(dims=ParallelDims(tp=tp), tp_group=SilentGroup(size=tp))
-        assert experts(groups=groups).are_fp8 == are_fp8
-        assert choose_dispatcher(experts(groups=groups)).dispatcher.takes_fp8 == are_fp8
+        assert experts(groups=groups).are_quantized == are_quantized
+        assert choose_dispatcher(experts(groups=groups)).dispatcher.takes_quantized == are_quantized
 
 
 def test_the_experts_of_a_rank() -> None:
@@ -135,7 +135,7 @@ def test_what_was_chosen_is_told_with_its_reason(caplog: pytest.LogCaptureFixtur
             lambda: choose_dispatcher(experts(), COLLECTIVES),
             "AllToAllDispatcher wanted=collectives",
         ),
-        (lambda: decode(AUTO, experts(kernels=PortableKernels())), "weights are not FP8"),
+        (lambda: decode(AUTO, experts(kernels=portable_kernels())), "weights are not FP8"),
         (lambda: decode(AUTO, experts(device=torch.device("cpu"))), "the device is a CPU"),
         (lambda: decode(AUTO, experts(1)), "the rank is alone"),
         (lambda: decode(GATHERED, experts()), "MaskedGatheredDispatcher wanted=gathered"),
@@ -228,7 +228,7 @@ def test_a_measurement_plays_one_of_many(device: torch.device) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_experts_that_are_not_fp8() -> None:
-    parts = experts(kernels=PortableKernels())
+    parts = experts(kernels=portable_kernels())
     for opened in (decode(AUTO, parts), choose_dispatcher(parts)):
         assert isinstance(opened.dispatcher, AllToAllDispatcher)
     with pytest.raises(ConfigError, match="FP8"):

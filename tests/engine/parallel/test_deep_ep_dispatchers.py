@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.formats.fp8_rows import Activation
 from engine.kernels.alignment import stepped_rows
 from engine.kernels.masked_rows import MaskedRows
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.kernels.reference import quantize_rows
 from engine.parallel.deep_ep_buffers import LowLatencyBuffer, NormalBuffer, NormalConfigs
 from engine.parallel.deep_ep_low_latency_dispatcher import DeepEPLowLatencyDispatcher
@@ -31,7 +32,7 @@ from tests.engine.parallel.expert_world import (
 from tests.engine.parallel.fake_deep_ep import FakeLibraryBuffer
 from tests.engine.parallel.thread_ranks import Meetings, ThreadGroup, run_ranks
 
-KERNELS = PortableKernels(has_fp8=True)
+KERNELS = portable_kernels(has_fp8=True)
 
 
 Make = Callable[[World, int, Meetings], Any]
@@ -66,16 +67,19 @@ def make_gathered(world: World, rank: int, meetings: Meetings) -> MaskedGathered
     )
 
 
-def compare(world: World, make: Make, *, num_steps: int = 2, fp8: bool | None = None) -> None:
+def feed(dispatcher: Any, hidden: Tensor) -> Activation:
+    """Return rows as the dispatcher takes them."""
+    return quantize_rows(hidden) if dispatcher.takes_quantized else hidden
+
+
+def compare(world: World, make: Make, *, num_steps: int = 2) -> None:
     def body(rank: int, meetings: Meetings) -> tuple[float, int]:
         dispatcher = make(world, rank, meetings)
         worst, num_rows = 0.0, 0
         for step in range(num_steps):
             hidden, ids, weights, own = world.tokens(rank, step)
-            use_fp8 = dispatcher.takes_fp8 if fp8 is None else fp8
-            feed = quantize_rows(hidden) if use_fp8 else hidden
             kept = own.clone()
-            rows, handle = dispatcher.start_dispatch(feed, ids, weights).wait()
+            rows, handle = dispatcher.start_dispatch(feed(dispatcher, hidden), ids, weights).wait()
             result = run_experts(rows, world, rank)
             out = dispatcher.start_combine(result, handle, Ready(own)).wait()
             if isinstance(rows, MaskedRows):
@@ -117,11 +121,6 @@ def test_padding_goes_nowhere_and_gets_the_rank_s_own_term(
     compare(World(num_ranks=8, slots=spread_slots(288), num_tokens=num_tokens, padded_to=16), make)
 
 
-@pytest.mark.parametrize("make", [make_gathered, make_normal])
-def test_rows_in_the_compute_dtype_are_quantised(make: Make) -> None:
-    compare(WIDTHS[1].values[0], make, fp8=False)
-
-
 @pytest.mark.parametrize("make", MAKERS)
 def test_nobody_has_a_token(make: Make) -> None:
     compare(World(num_ranks=4, slots=spread_slots(256), num_tokens=[0] * 4, max_tokens=32), make)
@@ -152,16 +151,14 @@ class Padded(World):
 
 
 @pytest.mark.parametrize("make", MAKERS)
-@pytest.mark.parametrize("fp8", [None, False])
-def test_padding_goes_nowhere_and_comes_back_as_zero(make: Make, fp8: bool | None) -> None:
+def test_padding_goes_nowhere_and_comes_back_as_zero(make: Make) -> None:
     counts = [9, 0, 4, 16]
     world = Padded(num_ranks=4, slots=spread_slots(256), num_tokens=counts, max_tokens=32)
 
     def body(rank: int, meetings: Meetings) -> tuple[float, int]:
         dispatcher = make(world, rank, meetings)
         hidden, ids, weights, own = world.tokens(rank)
-        feed = quantize_rows(hidden) if dispatcher.takes_fp8 and fp8 is None else hidden
-        rows, handle = dispatcher.start_dispatch(feed, ids, weights).wait()
+        rows, handle = dispatcher.start_dispatch(feed(dispatcher, hidden), ids, weights).wait()
         result = run_experts(rows, world, rank)
         out = dispatcher.start_combine(result, handle, Ready(own)).wait()
         num_rows = int(rows.num_rows_L.sum()) if isinstance(rows, MaskedRows) else 0
@@ -179,7 +176,7 @@ def test_without_a_term_of_ones_own() -> None:
     def body(make: Make, rank: int, meetings: Meetings) -> tuple[Tensor, Tensor]:
         dispatcher = make(world, rank, meetings)
         hidden, ids, weights, own = world.tokens(rank)
-        rows, handle = dispatcher.start_dispatch(hidden, ids, weights).wait()
+        rows, handle = dispatcher.start_dispatch(feed(dispatcher, hidden), ids, weights).wait()
         out = dispatcher.start_combine(run_experts(rows, world, rank), handle, None).wait()
         return out.float(), world.expected(rank) - own.float()
 
@@ -194,9 +191,8 @@ def test_too_many_tokens(make: Make) -> None:
     world = World(num_ranks=2, slots=spread_slots(256), num_tokens=[65, 0], max_tokens=64)
     hidden, ids, weights, _ = world.tokens(0)
     dispatcher = make(world, 0, Meetings(2))
-    feed = quantize_rows(hidden) if dispatcher.takes_fp8 else hidden
     with pytest.raises(InternalError, match="tokens of a rank: 65 was given; there is room for 64"):
-        dispatcher.start_dispatch(feed, ids, weights)
+        dispatcher.start_dispatch(feed(dispatcher, hidden), ids, weights)
 
 
 def test_low_latency_transfers_follow_one_another() -> None:
@@ -223,8 +219,10 @@ def test_normal_dispatch_waits_late() -> None:
     buffer = NormalBuffer(library, shape, NormalConfigs(dispatch=None, combine=None))
     dispatcher = DeepEPNormalDispatcher(KERNELS, buffer)
     assert dispatcher.comm_sms == 24
-    first = dispatcher.start_dispatch(*world.tokens(0)[:3])
-    second = dispatcher.start_dispatch(*world.tokens(0, 1)[:3])
+    first, second = (
+        dispatcher.start_dispatch(quantize_rows(hidden), ids, weights)
+        for hidden, ids, weights, _ in (world.tokens(0), world.tokens(0, 1))
+    )
     assert library.log == ["layout", "layout"]
     for step, pending in enumerate((first, second)):
         rows, handle = pending.wait()

@@ -2,12 +2,12 @@
 
 import pytest
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.parallel.dims import ParallelDims
 from runtime.errors import ConfigError
 from tests.engine.tiny import tiny_config
 
-CONFIG = ModelConfig.from_hf(tiny_config())
+CONFIG = DeepseekV3Config.from_hf(tiny_config())
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_models_that_cannot_be_split(
     changes: dict[str, int], dims: ParallelDims, axis: str, fix: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        dims.check_model(ModelConfig.from_hf(tiny_config(**changes)))
+        dims.check_model(DeepseekV3Config.from_hf(tiny_config(**changes)))
     assert (caught.value.path, caught.value.fix) == (axis, fix)
 
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.formats.expert_rows import AlignedRows, ExpertRows
 from engine.kernels.aligned_reference import with_overflow
 from engine.kernels.alignment import max_aligned_rows, stepped_rows
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
-from engine.parallel.expert_rows import AlignedRows, ExpertRows
 from engine.parallel.gathered_dispatcher import (
     GatheredDispatcher,
     pack_routing,
@@ -21,17 +21,19 @@ from engine.parallel.gathered_dispatcher import (
 from engine.parallel.groups import RankGroup
 from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.pending import Ready
-from engine.parallel.row_formats import AlignedFp8, ExpertShare, PlainRows, RowFormat
+from engine.parallel.row_formats import AlignedQuantized, ExpertShare, PlainRows, RowFormat
 from engine.parallel.token_dispatcher import TokenDispatcher
+from tests.engine.formats.fp8 import fp8_of, quantize
 from tests.engine.parallel.fake_ranks import SilentGroup
 
 NUM_EXPERTS = 8
 
 
 Routing: TypeAlias = tuple[Tensor, Tensor, Tensor]
-KERNELS = PortableKernels(has_fp8=True)
+KERNELS = portable_kernels(has_fp8=True)
+CODEC: Any = fp8_of(KERNELS).rows
 ALL = ExpertShare(first=0, num_local=NUM_EXPERTS, num_ranks=1)
-PLAIN, FP8 = PlainRows(ALL), AlignedFp8(KERNELS, ALL)
+PLAIN, FP8 = PlainRows(ALL), AlignedQuantized(KERNELS.ops, CODEC, ALL)
 
 
 def one_rank(rows: RowFormat[Any]) -> list[TokenDispatcher[Any]]:
@@ -96,7 +98,7 @@ def test_tokens_without_an_expert_go_nowhere(seed: int, lost: set[int]) -> None:
 def run_fp8(dispatcher: TokenDispatcher[Any], routing: Routing, own: Tensor | None) -> Tensor:
     """The same with rows in FP8, in the aligned layout."""
     hidden, ids, weights = routing
-    rows, handle = dispatcher.start_dispatch(KERNELS.quantize_rows(hidden), ids, weights).wait()
+    rows, handle = dispatcher.start_dispatch(quantize(KERNELS, hidden), ids, weights).wait()
     assert isinstance(rows, AlignedRows)
     used = sum(-(-n // 128) * 128 for n in ids[ids >= 0].bincount().tolist())
     most = max_aligned_rows(ids.numel(), NUM_EXPERTS)
@@ -109,10 +111,10 @@ def run_fp8(dispatcher: TokenDispatcher[Any], routing: Routing, own: Tensor | No
 @given(seed=st.integers(0, 1000), num_tokens=st.integers(0, 20))
 def test_one_rank_in_fp8(seed: int, num_tokens: int) -> None:
     routing = draw_routing(seed, num_tokens, size=256)
-    hidden = KERNELS.quantize_rows(routing[0]).dequantize()
+    hidden = quantize(KERNELS, routing[0]).dequantize()
     own = torch.ones(num_tokens, 256, dtype=torch.bfloat16)
     for dispatcher in one_rank(FP8):
-        assert dispatcher.takes_fp8
+        assert dispatcher.takes_quantized
         for term in (None, own):
             actual = run_fp8(dispatcher, routing, term)
             assert actual.dtype == torch.bfloat16
@@ -126,8 +128,8 @@ def test_one_rank_in_fp8(seed: int, num_tokens: int) -> None:
 def test_rows_beyond_an_even_share_are_not_lost(kind: type, num_ranks: int) -> None:
     routing = draw_routing(5, 900, size=256)
     share = ExpertShare(first=0, num_local=NUM_EXPERTS, num_ranks=num_ranks)
-    dispatcher = kind(AlignedFp8(KERNELS, share), RankGroup())
-    hidden = KERNELS.quantize_rows(routing[0])
+    dispatcher = kind(AlignedQuantized(KERNELS.ops, CODEC, share), RankGroup())
+    hidden = quantize(KERNELS, routing[0])
     rows, _ = dispatcher.start_dispatch(hidden, *routing[1:]).wait()
     assert (rows.overflow is None) == (num_ranks == 1)
     actual = run_fp8(dispatcher, routing, None)

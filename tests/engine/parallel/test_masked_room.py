@@ -3,13 +3,13 @@
 import pytest
 
 from engine.kernels.masked_rows import MaskedRoom
-from engine.kernels.portable import PortableKernels
+from engine.kernels.portable import portable_kernels
 from engine.parallel.groups import RankGroup
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.parallel.token_dispatcher import MaskingDispatcher
 
-KERNELS = PortableKernels(has_fp8=True)
+KERNELS = portable_kernels(has_fp8=True)
 DISPATCHERS: dict[str, MaskingDispatcher] = {
     "loopback": LoopbackMaskedDispatcher(KERNELS, 32, num_ranks=8),
     "gathered": MaskedGatheredDispatcher(

@@ -6,13 +6,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.formats.fp8_rows import Fp8Rows, packed_row_bytes
-from engine.kernels.portable import PortableKernels
+from engine.formats.packed_rows import empty_packed, packed_bytes
+from engine.kernels.portable import portable_kernels
 from engine.parallel.groups import RankGroup
-from engine.parallel.packed_rows import empty_packed, packed_bytes
 from engine.parallel.pending import Pending, Ready, Then
 from engine.parallel.token_sharding import ReplicatedTokens, ScatteredTokens
+from tests.engine.formats.fp8 import quantize
 
-KERNELS = PortableKernels(has_fp8=True)
+KERNELS = portable_kernels(has_fp8=True)
 
 
 class ScriptedGroup:
@@ -50,6 +51,21 @@ def test_shares_put_together_are_the_tokens(num_tokens: int, size: int) -> None:
     assert reduced.equal(shares)
 
 
+@given(num_tokens=st.integers(1, 20), size=st.integers(1, 8), data=st.data())
+def test_rows_that_are_no_padding_are_counted_by_rank(
+    num_tokens: int, size: int, data: st.DataObject
+) -> None:
+    num_rows = data.draw(st.integers(0, num_tokens))
+    is_real = torch.arange(num_tokens) < num_rows
+    for rank in range(size):
+        sharding = ScatteredTokens(ScriptedGroup(rank, size))
+        own = sharding.take(is_real)
+        count = sharding.count(torch.tensor([num_rows]), num_tokens)
+        assert count is not None
+        assert own.tolist() == [row < int(count) for row in range(len(own))]
+        assert sharding.count(None, num_tokens) is None
+
+
 def test_one_rank_keeps_what_it_has() -> None:
     x = torch.randn(5, 3)
     for sharding in (ReplicatedTokens(RankGroup()), ScatteredTokens(RankGroup())):
@@ -58,13 +74,16 @@ def test_one_rank_keeps_what_it_has() -> None:
         assert sharding.start_gather(x, 5).wait().equal(x)
         assert sharding.start_gather_padded(x).wait() is x
         assert sharding.start_reduce(x).wait() is x
+        count = sharding.count(torch.tensor([3]), 5)
+        assert count is not None
+        assert count.tolist() == [3]
 
 
 @given(num_rows=st.integers(0, 5), num_groups=st.integers(1, 7))
 def test_packed_rows_keep_every_bit(num_rows: int, num_groups: int) -> None:
     size = 128 * num_groups
     x = torch.randn(num_rows, size)
-    rows = KERNELS.quantize_rows(x)
+    rows = quantize(KERNELS, x)
     packed = packed_bytes(rows)
     assert packed.shape == (num_rows, packed_row_bytes(size))
     back = Fp8Rows.packed(packed, size)
@@ -74,7 +93,7 @@ def test_packed_rows_keep_every_bit(num_rows: int, num_groups: int) -> None:
 
 def test_rows_that_are_packed_are_not_copied() -> None:
     out = empty_packed(3, 256, torch.device("cpu"))
-    rows = KERNELS.quantize_rows(torch.randn(3, 256), out)
+    rows = quantize(KERNELS, torch.randn(3, 256), out)
     assert packed_bytes(rows).data_ptr() == out.data_TK.data_ptr()
     # Rows in the middle of a packed buffer too.
     part = Fp8Rows(data_TK=rows.data_TK[1:], scale_TG=rows.scale_TG[1:])
@@ -83,7 +102,7 @@ def test_rows_that_are_packed_are_not_copied() -> None:
 
 
 def test_fp8_rows_are_gathered_as_bytes() -> None:
-    mine, other = (KERNELS.quantize_rows(torch.randn(2, 128)) for _ in range(2))
+    mine, other = (quantize(KERNELS, torch.randn(2, 128)) for _ in range(2))
     group = ScriptedGroup(0, 2, torch.cat((packed_bytes(mine), packed_bytes(other))))
     gathered = ScatteredTokens(group).start_gather_padded(mine).wait()
     assert isinstance(gathered, Fp8Rows)

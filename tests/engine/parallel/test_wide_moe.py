@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.kernels.portable import PortableKernels
+from engine.config import DeepseekV3Config
+from engine.kernels.portable import portable_kernels
 from engine.kernels.reference import quantize_rows
 from engine.layers.context import LayerContext
 from engine.layers.moe import MoE, create_expert_dispatcher
@@ -26,13 +26,14 @@ from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.weights.fp8 import quantize_block
+from tests.engine.formats.fp8 import fp8_of
 from tests.engine.parallel.fake_deep_ep import FakeLibraryBuffer
 from tests.engine.parallel.thread_ranks import Meetings, run_ranks, thread_groups
 from tests.engine.relative_error import relative_error
 from tests.engine.tiny import tiny_config
 
 HIDDEN, WIDTH, NUM_EXPERTS, NUM_SLOTS, MAX_TOKENS = 128, 128, 256, 288, 16
-CONFIG = ModelConfig.from_hf(
+CONFIG = DeepseekV3Config.from_hf(
     tiny_config(
         hidden_size=HIDDEN,
         moe_intermediate_size=WIDTH,
@@ -44,13 +45,15 @@ CONFIG = ModelConfig.from_hf(
         quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
     )
 )
-KERNELS = PortableKernels(has_fp8=True)
+KERNELS = portable_kernels(has_fp8=True)
 
 Make = Callable[[ProcessGroups, Meetings], Any]
 
 
 def context(groups: ProcessGroups) -> LayerContext:
-    return LayerContext(dtype=torch.bfloat16, groups=groups, kernels=KERNELS, fp8=True)
+    return LayerContext(
+        dtype=torch.bfloat16, groups=groups, kernels=KERNELS, number_format=fp8_of(KERNELS)
+    )
 
 
 @pytest.fixture(scope="module")

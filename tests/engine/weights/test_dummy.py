@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.layers.moe import Experts
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.expert_placement import ExpertPlacement
@@ -10,7 +10,7 @@ from engine.weights.dummy import fill_with_dummy_weights
 from tests.engine.parallel.fake_ranks import rank_context
 from tests.engine.tiny import tiny_config
 
-CONFIG = ModelConfig.from_hf(tiny_config())
+CONFIG = DeepseekV3Config.from_hf(tiny_config())
 
 
 def test_shards_are_parts_of_the_same_model() -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.config import DeepseekV3Config
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.weights.checkpoint import INDEX, Checkpoint
 from engine.weights.errors import CheckpointError
@@ -24,7 +24,7 @@ EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
 
 
 def build(**axes: int) -> DeepseekV3ForCausalLM:
-    config = ModelConfig.from_hf(tiny_config())
+    config = DeepseekV3Config.from_hf(tiny_config())
     rank = axes.pop("rank", 0)
     return DeepseekV3ForCausalLM(config, rank_context(rank, **axes).groups)
 
@@ -89,7 +89,7 @@ def test_fp8_is_dequantised(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, config, tensors=random_tensors(config), fp8=True)
     for rank in range(4):  # no shard border is a multiple of 128
         groups = rank_context(rank, tp=4).groups
-        model = DeepseekV3ForCausalLM(ModelConfig.from_dir(tmp_path), groups)
+        model = DeepseekV3ForCausalLM(DeepseekV3Config.from_dir(tmp_path), groups)
         load_weights(model, tmp_path)
         assert_holds(model, expected)
 

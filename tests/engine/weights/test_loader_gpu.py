@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import ModelConfig
-from engine.kernels.portable import PortableKernels
+from engine.config import DeepseekV3Config
+from engine.kernels.portable import portable_kernels
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.loader import load_weights
@@ -40,10 +40,10 @@ def test_a_sharded_checkpoint_streams_to_the_gpu(tmp_path: Path) -> None:
         pytest.skip("needs a CUDA device")
     folder = write_checkpoint(tmp_path, CONFIG, fp8=True, num_files=4)
     model = DeepseekV3ForCausalLM(
-        ModelConfig.from_dir(folder),
+        DeepseekV3Config.from_dir(folder),
         dtype=torch.bfloat16,
         device="cuda",
-        kernels=PortableKernels(has_fp8=True),
+        kernels=portable_kernels(has_fp8=True),
     )
     torch.cuda.synchronize()
     before, most, start = own_bytes(), 0, time.perf_counter()

@@ -22,13 +22,10 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL]}, "tools"),
     ({"tools": [TOOL], "tool_choice": "auto"}, "tools"),
     ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
-    ({"tools": [{"type": "nonsense"}], "tool_choice": "none"}, "tools"),
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"tools": [{"type": "function", "function": {"name": 3}}]}, "tools"),
-    ({"tools": {"a": 1}}, "tools"),
     ({"functions": [{"name": "f"}]}, "functions"),
-    ({"messages": [USER, {"role": "tool", "content": "4"}]}, "messages[1].role"),
     ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, "messages[1].tool_calls"),
+    ({"messages": [USER, {"role": "function", "name": "f", "content": "4"}]}, "messages[1].role"),
+    ({"max_reasoning_tokens": 10}, "max_reasoning_tokens"),
     ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"enable_thinking": False}, "enable_thinking"),
     ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs.thinking"),
@@ -67,7 +64,7 @@ async def test_what_would_be_lost_in_silence_is_refused_by_name(
             answer = await response.json()
         assert response.status == 400, (body, answer)
         assert answer["error"]["param"] == param, answer
-        assert "Fix: " in answer["error"]["message"] or param == "tools", answer
+        assert "Fix: " in answer["error"]["message"], answer
     assert cluster.decode.seen == []
 
 

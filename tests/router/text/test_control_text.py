@@ -20,9 +20,13 @@ def test_spellings_are_cut_and_nothing_is_lost() -> None:
     control = ControlText(TOKENS)
     assert control.parts(control.mark("x<a>y<ab>")) == ["x<", "a>y<", "ab>"]
     assert control.parts(control.mark("plain < text >")) == ["plain < text >"]
-    assert control.mark({"k": ["v", 1, None, {"<a>": True}]}) == {
-        "k": ["v", 1, None, {"<a>": True}]
-    }
+    assert control.mark({"k": ["v", 1, None, {"b": True}]}) == {"k": ["v", 1, None, {"b": True}]}
+
+
+def test_names_of_fields_are_marked_too() -> None:
+    control = ControlText(TOKENS)
+    (name,) = control.mark([{"x<a>y": 1}])[0]
+    assert control.parts(name) == ["x<", "a>y"]
 
 
 def test_a_token_is_not_completed_by_the_next_text() -> None:

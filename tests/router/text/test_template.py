@@ -66,7 +66,19 @@ def test_where_templates_are_found(tmp_path) -> None:
     template = load_chat_template(tmp_path)
     assert template is not None
     assert template.render([USER]) == "D"
+    assert load_chat_template(tmp_path, "tool_use") is None
+    settings["chat_template"].append({"name": "tool_use", "template": "T"})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tool_use = load_chat_template(tmp_path, "tool_use")
+    assert tool_use is not None
+    assert tool_use.render([USER]) == "T"
     (tmp_path / "chat_template.jinja").write_text("F")
+    assert load_chat_template(tmp_path, "tool_use") is None
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("A")
+    tool_use = load_chat_template(tmp_path, "tool_use")
+    assert tool_use is not None
+    assert tool_use.render([USER]) == "A"
     template = load_chat_template(tmp_path)
     assert template is not None
     assert template.render([USER]) == "F"

@@ -5,10 +5,15 @@ happens as late as it is allowed to, and at once spoils what nobody may use any 
 its buffer with NaN when it begins and with latents when it is waited for; a product reads its
 operands when it is waited for. So a buffer that is given back too early, a barrier's wrong phase, a
 wait that never ends and a tile that is not there show as errors or NaN. What threads of a program
-see of one another is not modelled: fences and barriers among them do nothing here.
+see of one another is not modelled: fences and barriers among them do nothing here. Groups of warps
+that do different things run in turns, drawn anew where one waits or has told another something.
 """
 
+import random
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -79,11 +84,18 @@ class Shared:
 
 @dataclass
 class Barrier:
-    """Of loads: phases that have ended, and what the present one waits for."""
+    """Of loads or arrivals: phases that have ended, and what the present one waits for."""
 
+    count: int = 1
+    num_arrived: int = 0
     num_ended: int = 0
     expected: int = 0
     loads: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def arrive(self) -> None:
+        self.num_arrived += 1
+        if self.num_arrived == self.count:
+            self.num_ended, self.num_arrived = self.num_ended + 1, 0
 
     def expect(self, num_bytes: int) -> None:
         assert not self.expected, "a phase began before the last one had ended"
@@ -94,26 +106,93 @@ class Barrier:
         target.view(torch.uint8).fill_(0xFF)
         self.loads.append((source, target))
 
-    def wait(self, parity: int) -> None:
+    def try_wait(self, parity: int) -> bool:
         if self.expected:
             sizes = sum(source.numel() * source.itemsize for source, _ in self.loads)
             assert sizes == self.expected, "the phase never ends"
             for source, target in self.loads:
                 target.copy_(source)
             self.num_ended, self.expected, self.loads = self.num_ended + 1, 0, []
-        assert self.num_ended & 1 != parity, "a wait that never ends"
+        return self.num_ended & 1 != parity
+
+
+class Turns:
+    """Groups of warps, each a thread, of which one runs at a time; who goes on is drawn."""
+
+    def __init__(self, seed: int) -> None:
+        self._changed = threading.Condition()
+        self._random = random.Random(seed)
+        self._groups: set[int] = set()
+        self._waiting: set[int] = set()
+        self._running = -1
+        self._errors: list[BaseException] = []
+
+    def run(self, groups: list[Callable[[], None]]) -> None:
+        """Run all of them to their ends."""
+        self._groups = set(range(len(groups)))
+        self._running = len(groups) - 1
+        threads = [
+            threading.Thread(target=self._run_one, args=(number, group))
+            for number, group in enumerate(groups)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+    def wait(self, is_over: Callable[[], bool]) -> None:
+        """Let others run until something is over."""
+        me = self._running
+        while not is_over():
+            self._waiting.add(me)
+            assert self._groups - self._waiting, "a wait that never ends"
+            self._choose(me)
+        self._waiting.clear()
+
+    def tell(self) -> None:
+        """Let others see what has changed, if it is their turn."""
+        self._waiting.clear()
+        if self._groups:
+            self._choose(self._running)
+
+    def _choose(self, me: int) -> None:
+        with self._changed:
+            self._running = self._random.choice(sorted(self._groups - self._waiting))
+            self._await_turn(me)
+
+    def _await_turn(self, me: int) -> None:
+        self._changed.notify_all()
+        self._changed.wait_for(lambda: self._errors or self._running == me)
+        assert not self._errors, "another group has failed"
+
+    def _run_one(self, number: int, group: Callable[[], None]) -> None:
+        try:
+            with self._changed:
+                self._await_turn(number)
+            group()
+        except BaseException as error:
+            self._errors.append(error)
+        with self._changed:
+            self._groups.remove(number)
+            self._waiting.clear()
+            if self._groups:
+                self._running = self._random.choice(sorted(self._groups))
+            self._changed.notify_all()
 
 
 @dataclass(eq=False)
 class Product:
     """A product that was started."""
 
-    operands: tuple[Shared, Shared]
+    operands: tuple[Any, Shared]
     sums: Any
     value: Tensor | None = None
 
     def end(self) -> None:
-        a, b = (operand.data.float() for operand in self.operands)
+        a, b = (getattr(operand, "data", operand) for operand in self.operands)
+        a, b = a.float(), b.float()
         before = self.sums.value if isinstance(self.sums, Product) else self.sums
         assert before is not None
         self.value = before + a @ b
@@ -124,7 +203,9 @@ class Program:
 
     def __init__(self, place: tuple[int, int], grid: tuple[int, int]) -> None:
         self._place, self._grid = place, grid
-        self._started: list[Product] = []
+        # By thread: each group of warps waits for its own.
+        self._started: dict[int, list[Product]] = {}
+        self._turns = Turns(1000 * place[0] + place[1])
         self.barriers: list[Barrier] = []
 
     def language(self) -> SimpleNamespace:
@@ -141,6 +222,7 @@ class Program:
             load=_load, store=_store, allocate_shared_memory=self._allocate,
             program_id=lambda axis: torch.tensor(self._place[axis], dtype=torch.int32),
             num_programs=lambda axis: self._grid[axis],
+            warp_specialize=self._specialize,
         )  # fmt: skip
 
     def hopper(self) -> SimpleNamespace:
@@ -157,10 +239,18 @@ class Program:
 
         def wait(bar: Barrier, phase: Any, pred: Any) -> None:
             if pred:
-                bar.wait(int(phase))
+                self._turns.wait(lambda: bar.try_wait(int(phase)))
+
+        def init(bar: Barrier, count: int) -> None:
+            bar.count = count
+
+        def arrive(bar: Barrier, *, count: int) -> None:
+            assert count == 1
+            bar.arrive()
+            self._turns.tell()
 
         return SimpleNamespace(
-            MBarrierLayout=lambda: None, init=lambda bar, count: None, expect=expect, wait=wait
+            MBarrierLayout=lambda: None, init=init, expect=expect, wait=wait, arrive=arrive
         )
 
     def tma(self) -> SimpleNamespace:
@@ -181,19 +271,26 @@ class Program:
         data.view(torch.uint8).fill_(0xFF)
         return Shared(data)
 
+    def _specialize(
+        self, groups: list[tuple[Any, tuple[Any, ...]]], num_warps: list[int], registers: list[int]
+    ) -> None:
+        assert len(groups) - 1 == len(num_warps) == len(registers)
+        self._turns.run([partial(group, *arguments) for group, arguments in groups])
+
     def _start(
-        self, a: Shared, b: Shared, sums: Any, *, use_acc: bool = True, is_async: bool
+        self, a: Any, b: Shared, sums: Any, *, use_acc: bool = True, is_async: bool
     ) -> Product:
         assert is_async
         product = Product((a, b), sums if use_acc else torch.zeros_like(sums))
-        self._started.append(product)
+        self._started.setdefault(threading.get_ident(), []).append(product)
         return product
 
     def _wait(self, num_outstanding: int, deps: tuple[Product]) -> Tensor:
-        cut = len(self._started) - num_outstanding
-        for product in self._started[:cut]:
+        started = self._started[threading.get_ident()]
+        cut = len(started) - num_outstanding
+        for product in started[:cut]:
             product.end()
-        self._started = self._started[cut:]
+        del started[:cut]
         (wanted,) = deps
         assert wanted.value is not None, "a result was taken before it was waited for"
         return wanted.value
@@ -251,12 +348,12 @@ def _pairwise(function: Any) -> Any:
     return lambda a, b: function(torch.as_tensor(a), torch.as_tensor(b))
 
 
-def _load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Tensor:
+def _load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Any:
     at = torch.as_tensor(pointer.at)
     mask = torch.as_tensor(True if mask is None else mask).expand(at.shape)
     out = torch.full(at.shape, other, dtype=pointer.flat.dtype)
     out[mask] = pointer.flat[at[mask].long()]
-    return out
+    return Bytes(out) if out.dtype == torch.uint8 else out
 
 
 def _store(pointer: Pointer, values: Tensor, mask: Tensor) -> None:

@@ -23,6 +23,7 @@ CASES = {
     "edges": [(1, 64), (1, 65), (1, 63), (1, 128), (1, 129)],
     "empty": [(1, 0), (1, 200), (1, 0)],
     "long": [(1, 700), (1, 5)],
+    "many": [(1, 70), (1, 0), (1, 1), (1, 0)] * 4,
     "several": [(3, 3), (17, 150), (1, 70), (2, 128)],
 }
 
@@ -32,22 +33,40 @@ def modules(*names: str) -> list[Any]:
     return [importlib.import_module(f"engine.attention.paged_mla.{name}") for name in names]
 
 
-def attend(case: PagedCase, num_places: int) -> Tensor:
+VARIANTS = [
+    ("", torch.float16),
+    ("", torch.float8_e4m3fn),
+    ("seesaw", torch.float16),
+    ("halves", torch.float16),
+    ("direct", torch.float8_e4m3fn),
+    ("seesaw_e4m3", torch.float8_e4m3fn),
+]
+"""Kernels and what they read."""
+
+
+def attend(case: PagedCase, num_places: int, variant: str) -> Tensor:
     """Attend in as many parts as a GPU of so many multiprocessors would; merge by hand."""
     is_fp8 = case.cache.dtype == torch.float8_e4m3fn
-    found = modules("hopper_kernel", *(["hopper_e4m3"] if is_fp8 else []))
+    mine = f"hopper_{variant or ('e4m3' if is_fp8 else 'kernel')}"
+    before = ["hopper_kernel", *(["hopper_seesaw"] if variant in ("halves", "seesaw_e4m3") else [])]
+    found = modules(*(name for name in before if name != mine), mine)
     num_heads = case.q_THL.shape[1]
     tiles = [-(-queries * num_heads // TILE) for queries, _ in case.lengths]
     table, _ = parts_on_host(case.lengths, tiles, num_places)
     grid, max_rows = (max(tiles), len(table)), max(tiles) * TILE
     (launcher,) = modules("hopper_attention")
     rows = launcher.as_rows(case.cache)
+    widths = (getattr(found[-1], "WIDTH", RANK), ROPE)
+    first = [Described(rows, (TILE, width)) for width in widths]
+    if hasattr(found[-1], "READS_ROWS"):
+        padded = torch.cat([rows.view(-1), rows.new_full((RANK,), 0)])
+        first = [padded, rows.stride(0)]
     out = torch.full((len(case.q_THL), num_heads, RANK), float("nan"), dtype=torch.float16)
     pieces = torch.full((2 * len(table) * max_rows, RANK), float("nan"))
     logs = torch.full((2 * len(table) * max_rows,), float("nan"))
     run(
         found, grid,
-        *(Described(rows, (TILE, width)) for width in (RANK, ROPE)),
+        *first,
         case.q_THL, case.block_tables, case.seq_lens, case.cu_seqlens_q, torch.from_numpy(table),
         out, pieces, logs, num_heads, SCALE * LOG2_E, case.cache.stride(0) // (RANK + ROPE),
         case.block_tables.shape[1],
@@ -75,10 +94,14 @@ def merge(
 
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("num_heads", [16, 128])
-@pytest.mark.parametrize("pool_dtype", [torch.float16, torch.float8_e4m3fn], ids=["16", "e4m3"])
+@pytest.mark.parametrize(("variant", "pool_dtype"), VARIANTS, ids=str)
 @pytest.mark.parametrize("block_size", [64, 128])
 def test_every_tile_is_there_when_it_is_used(
-    lengths: list[tuple[int, int]], num_heads: int, pool_dtype: torch.dtype, block_size: int
+    lengths: list[tuple[int, int]],
+    num_heads: int,
+    variant: str,
+    pool_dtype: torch.dtype,
+    block_size: int,
 ) -> None:
     case = draw_case(
         lengths,
@@ -92,4 +115,4 @@ def test_every_tile_is_there_when_it_is_used(
     )
     expected = attend_exactly(case, RANK, SCALE)
     for num_places in (1, 13):
-        assert relative_error(attend(case, num_places), expected) < 2e-3
+        assert relative_error(attend(case, num_places, variant), expected) < 2e-3

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.latent_storage import put_rows, to_storage
+from engine.attention.paged_mla.tiles import HOPPER_TILE, VARIANTS
 from engine.attention.paged_queries import PagedQueries, QueryCounts
 from engine.formats.triton_gemm.limits import AMPERE, HOPPER, DeviceLimits
 from tests.engine.attention.paged_mla.cases import PagedCase, attend_exactly, draw_case
@@ -101,6 +102,30 @@ def test_one_query_a_sequence(lengths: list[int], num_heads: int, kind: str) -> 
     check(case, actual)
     empty = [row for row, length in enumerate(lengths) if length == 0]
     assert not actual[empty].any(), "nothing is seen"
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("lengths", [*DECODES, [70, 0, 1, 0] * 4, [129] * 5])
+@pytest.mark.parametrize("kind", ["plain", "e4m3"])
+def test_all_kernels_for_hopper(kind: str, lengths: list[int], num_heads: int) -> None:
+    if IS_INTERPRETED or DeviceLimits.of(DEVICE).sm != 90:
+        pytest.skip("for Hopper")
+    case = draw([(1, length) for length in lengths], kind, num_heads)
+    for tile in [HOPPER_TILE, *VARIANTS[kind == "e4m3"]]:
+        for num_sms in (2, 13, 132):
+            check(case, attend(paged(kind, tile, num_sms), case))
+
+
+@pytest.mark.parametrize("lengths", EXTENDS)
+@pytest.mark.parametrize("kind", ["plain", "e4m3"])
+def test_all_kernels_for_hopper_see_positions_up_to_their_own(
+    kind: str, lengths: list[tuple[int, int]]
+) -> None:
+    if IS_INTERPRETED or DeviceLimits.of(DEVICE).sm != 90:
+        pytest.skip("for Hopper")
+    case = draw(lengths, kind, 16, block=128)
+    for tile in VARIANTS[kind == "e4m3"]:
+        check(case, attend(paged(kind, tile), case, on_host=True))
 
 
 @pytest.mark.parametrize(("kind", "num_heads"), FEW_HEADS)

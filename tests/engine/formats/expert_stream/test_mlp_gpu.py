@@ -23,6 +23,7 @@ from engine.formats.triton_gemm.limits import HOPPER
 from engine.kernels import masked_reference, reference
 from engine.kernels.fused.dependent import dependent_launches
 from engine.kernels.masked_rows import MaskedRows
+from engine.ops.activation import SILU_AND_MUL
 from engine.weights.fp8 import dequantize_block, quantize_block
 from runtime.errors import InternalError
 from tests.engine.formats.triton_gemm.test_compile_gpu import Elsewhere, driver
@@ -113,7 +114,7 @@ def test_gate_and_up_are_activated_and_quantised(
         assert out.scale_LMG[expert, count:].isnan().all()  # never touched
         if count:
             exact = rows_of(rows, expert, count) @ weight_of(w13, expert).T
-            exact = reference.silu_and_mul(exact)
+            exact = SILU_AND_MUL.reference(exact)
             own = relative_error(reference.quantize_rows(exact).dequantize(), exact)
             assert relative_error(rows_of(out, expert, count), exact) < ROUNDING * own + CUT
 

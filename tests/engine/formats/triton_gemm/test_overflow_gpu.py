@@ -15,6 +15,7 @@ from engine.formats.fp8_rows import Fp8Rows, packed_row_bytes
 from engine.formats.triton_gemm.limits import AMPERE, HOPPER, DeviceLimits
 from engine.kernels import aligned_reference, reference
 from engine.kernels.alignment import ROW_BLOCK, Alignment, Overflow
+from engine.ops.permute import MOE_ALIGN_BLOCK_SIZE, PERMUTE_ROWS
 from engine.weights.fp8 import quantize_block
 from tests.engine.relative_error import relative_error
 from tests.engine.triton_device import DEVICE, IS_INTERPRETED
@@ -84,14 +85,14 @@ def test_rows_behind_the_capacity_are_computed(
 ) -> None:
     rows = draw_rows(NUM_TOKENS, is_packed=is_packed)
     ids = draw_routing(NUM_TOKENS, is_skewed=is_skewed)
-    alignment = aligned_reference.moe_align_block_size(ids, FIRST, NUM_LOCAL, capacity)
+    alignment = MOE_ALIGN_BLOCK_SIZE.reference(ids, FIRST, NUM_LOCAL, capacity)
     places = alignment.overflow
     assert places is not None
     w13, w2 = draw_experts()
     out = torch.empty((len(places.token_V), HIDDEN), dtype=torch.bfloat16, device=DEVICE)
     overflow, expert_V = Overflow(source=rows, places=places), alignment.expert_M[capacity:]
     overflow_experts(limits).run(overflow, expert_V, w13, w2, out)
-    before = aligned_reference.permute_rows(rows, alignment)
+    before = PERMUTE_ROWS.reference(rows, alignment)
     expected = aligned_reference.grouped_fp8_mlp(before, alignment.expert_M, w13, w2, overflow)
     used = places_behind(alignment)
     assert len(used) > 0
@@ -104,9 +105,9 @@ def test_rows_behind_the_capacity_are_computed(
 def test_nothing_behind_the_capacity_is_nothing_to_do(limits: DeviceLimits) -> None:
     rows = draw_rows(NUM_TOKENS, is_packed=True)
     ids = torch.full((NUM_TOKENS, 1), FIRST, device=DEVICE)
-    most = aligned_reference.moe_align_block_size(ids, FIRST, NUM_LOCAL).expert_M
+    most = MOE_ALIGN_BLOCK_SIZE.reference(ids, FIRST, NUM_LOCAL).expert_M
     for capacity in range(len(most) - ROW_BLOCK, 0, -ROW_BLOCK):
-        alignment = aligned_reference.moe_align_block_size(ids, FIRST, NUM_LOCAL, capacity)
+        alignment = MOE_ALIGN_BLOCK_SIZE.reference(ids, FIRST, NUM_LOCAL, capacity)
         places = alignment.overflow
         assert places is not None
         if int(places.ends_E[-1]) > capacity:
@@ -123,7 +124,7 @@ def test_not_a_number_stays_with_its_token(limits: DeviceLimits) -> None:
     rows = draw_rows(NUM_TOKENS, is_packed=False)
     rows.scale_TG[7] = float("nan")
     ids = draw_routing(NUM_TOKENS, is_skewed=True)
-    alignment = aligned_reference.moe_align_block_size(ids, FIRST, NUM_LOCAL, 0)
+    alignment = MOE_ALIGN_BLOCK_SIZE.reference(ids, FIRST, NUM_LOCAL, 0)
     assert alignment.overflow is not None
     out = torch.zeros((len(alignment.expert_M), HIDDEN), dtype=torch.bfloat16, device=DEVICE)
     overflow = Overflow(source=rows, places=alignment.overflow)

@@ -19,6 +19,7 @@ from engine.formats.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from engine.formats.triton_gemm.tiles import ProductShape, RowLayout, TileConfig
 from engine.kernels import masked_reference, reference
 from engine.kernels.masked_rows import MaskedRows
+from engine.ops.activation import SILU_AND_MUL
 from engine.weights.fp8 import quantize_block
 from tests.engine.relative_error import relative_error
 from tests.engine.triton_device import DEVICE, IS_INTERPRETED
@@ -221,7 +222,7 @@ def test_activation_skips_blocks_of_no_expert() -> None:
     experts = torch.tensor([3] * 128 + [-1] * 128, dtype=torch.int32, device=DEVICE)
     out = byte_quant().silu_and_mul_fp8(x, experts)
     assert out.scale_TG[128:].isnan().all()
-    expected = reference.quantize_rows(reference.silu_and_mul(x[:128].float()))
+    expected = reference.quantize_rows(SILU_AND_MUL.reference(x[:128].float()))
     part = Fp8Rows(data_TK=out.data_TK[:128], scale_TG=out.scale_TG[:128])
     assert_close(part.dequantize(), expected.dequantize(), 2e-2)
 
@@ -233,7 +234,7 @@ def test_activation_of_masked_rows() -> None:
     out = byte_quant().masked_silu_and_mul_fp8(gate_up, like)
     for expert, count in ((0, 2), (2, 64)):
         part = Fp8Rows(data_TK=out.data_LMD[expert, :count], scale_TG=out.scale_LMG[expert, :count])
-        values = reference.silu_and_mul(gate_up[expert, :count].float())
+        values = SILU_AND_MUL.reference(gate_up[expert, :count].float())
         expected = reference.quantize_rows(values).dequantize()
         assert_close(part.dequantize(), expected, 2e-2)
     assert out.scale_LMG[1].isnan().all()

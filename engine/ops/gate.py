@@ -1,0 +1,119 @@
+"""The router gate: scores of all experts, and the group-limited choice among them.
+
+Legend: T tokens, D hidden size, E experts, K experts per token, S parts of a sum.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.config import DeepseekV3Config
+from engine.ops.late import late
+from engine.ops.op import Op, Target, Work, moved_bytes
+
+if TYPE_CHECKING:
+    from engine.ops import gate_kernel
+else:
+    gate_kernel = late("engine.ops.gate_kernel")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRule:
+    """See `group_limited_topk` for what each field does."""
+
+    top_k: int
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+
+    @classmethod
+    def of(cls, config: DeepseekV3Config) -> "RoutingRule":
+        """Return the rule of a model."""
+        return cls(
+            top_k=config.num_experts_per_tok,
+            n_group=config.n_group,
+            topk_group=config.topk_group,
+            norm_topk_prob=config.norm_topk_prob,
+            routed_scaling_factor=config.routed_scaling_factor,
+        )
+
+
+def gate_logits(hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """Return the scores of all experts, [T, E] float32; or [S, T, E], parts that sum to them."""
+    return F.linear(hidden_TD.float(), weight_ED.float())
+
+
+def _in_parts_if_better(hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """Cut few tokens' products into parts for more programs."""
+    if gate_kernel.is_better_in_parts(hidden_TD, weight_ED):
+        return gate_kernel.score_in_parts(hidden_TD, weight_ED)
+    return gate_kernel.score(hidden_TD, weight_ED)
+
+
+def _product(logits: Tensor, hidden_TD: Tensor, weight_ED: Tensor) -> Work:
+    operations = 2.0 * hidden_TD.shape[0] * weight_ED.numel()
+    return Work(moved_bytes(logits, hidden_TD, weight_ED), bf16_operations=operations)
+
+
+GATE_LOGITS: Final = (
+    Op(reference=gate_logits, work=_product)
+    .on(Target.TRITON, lambda: gate_kernel.score)
+    .on(Target.HOPPER, lambda: _in_parts_if_better)
+)
+
+
+def group_limited_topk(
+    logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Choose experts as DeepSeek-V3 does (report, section 2.1.2).
+
+    The choice is made by sigmoid score plus bias: first `topk_group` groups by the sum of their
+    two best experts, then `top_k` experts inside them. The weight is the score without the bias,
+    normalised over the chosen, times the scaling factor (here, and nowhere else).
+
+    Args:
+        logits_TE: [T, E] float32. What runs beside a `gate_logits` that returns parts also takes
+            those, [S, T, E].
+        bias_E: [E] float32, `e_score_correction_bias`.
+        rule: K = `top_k`; `n_group` groups of neighbouring experts, of which a token may use
+            `topk_group`; whether weights are divided by their sum; the factor of all weights.
+        num_rows: [1] int64, from which token on there is padding; None where there is none.
+
+    Returns:
+        topk_ids [T, K] int64, -1 for padding, and topk_weights [T, K] float32.
+    """
+    scores_TE = logits_TE.sigmoid()
+    choice_TE = scores_TE + bias_E
+    if rule.topk_group < rule.n_group:
+        grouped = choice_TE.view(len(choice_TE), rule.n_group, choice_TE.shape[1] // rule.n_group)
+        group_score = grouped.topk(2, dim=-1).values.sum(dim=-1)
+        chosen = group_score.topk(rule.topk_group, dim=-1).indices
+        left_out = torch.ones_like(group_score, dtype=torch.bool).scatter_(1, chosen, False)
+        choice_TE = grouped.masked_fill(left_out.unsqueeze(-1), float("-inf")).flatten(1)
+    topk_ids_TK = choice_TE.topk(rule.top_k, dim=-1).indices
+    topk_weights_TK = scores_TE.gather(1, topk_ids_TK)
+    if rule.norm_topk_prob:
+        topk_weights_TK = topk_weights_TK / (topk_weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+    if num_rows is not None:
+        tokens_T1 = torch.arange(len(topk_ids_TK), device=topk_ids_TK.device).unsqueeze(1)
+        topk_ids_TK = topk_ids_TK.masked_fill(tokens_T1 >= num_rows, -1)
+    return topk_ids_TK, topk_weights_TK * rule.routed_scaling_factor
+
+
+def _choose_in_tiles(
+    logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Leave what does not fit the kernel's tiles to the reference."""
+    if gate_kernel.is_supported(logits_TE.shape[-1], rule):
+        return gate_kernel.group_limited_topk(logits_TE, bias_E, rule, num_rows)
+    logits_TE = logits_TE if logits_TE.dim() == 2 else logits_TE.sum(0)
+    return group_limited_topk(logits_TE, bias_E, rule, num_rows)
+
+
+GROUP_LIMITED_TOPK: Final = Op(reference=group_limited_topk).on(
+    Target.TRITON, lambda: _choose_in_tiles
+)

@@ -1,0 +1,122 @@
+"""Between a chat request and the model's formats: what the template gets, what reads the answer.
+
+Pure; after the request was checked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from router.errors import RequestError
+from router.http.response import Prompt
+from router.http.schema import ChatRequest
+from router.model import ServedModel
+from router.text.call_history import CallHistory
+from router.text.marks import text_of
+from router.text.message import MessageReader
+from router.text.reasoning import ReasoningParser, Start
+from router.text.template import ChatTemplate
+
+
+def offered_tools(body: ChatRequest) -> list[dict[str, Any]]:
+    """The tools that the model may call."""
+    return [] if body.tool_choice == "none" else body.tools or []
+
+
+def template_for(body: ChatRequest, model: ServedModel) -> ChatTemplate | None:
+    """What writes the prompt."""
+    return model.tool_template if offered_tools(body) else model.chat_template
+
+
+def template_messages(body: ChatRequest, history: CallHistory | None) -> list[dict[str, Any]]:
+    """The messages as the chat template takes them.
+
+    Raises:
+        RequestError: a call's arguments are no object, and the template wants one.
+    """
+    return [
+        _with_calls(index, message, history) if history and message.get("tool_calls") else message
+        for index, message in enumerate(body.messages)
+    ]
+
+
+def _with_calls(index: int, message: dict[str, Any], history: CallHistory) -> dict[str, Any]:
+    content = message["content"] if history.takes_both else None
+    message = {**message, "content": content or history.no_content}
+    if not history.wants_objects:
+        return message
+    calls = []
+    for number, call in enumerate(message["tool_calls"]):
+        path = f"messages[{index}].tool_calls[{number}].function.arguments"
+        arguments = _object(path, call["function"]["arguments"])
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
+
+
+def _object(path: str, text: str) -> dict[str, Any]:
+    try:
+        value = orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise RequestError(
+            f"{path} = {text[:80]!r} is no JSON object, and the model's chat template reads "
+            "no other arguments. Fix: send an object",
+            param=path,
+        )
+    return value
+
+
+def start_of_answer(body: ChatRequest, model: ServedModel, prompt: str) -> Start:
+    """What ``prompt``, as the template wrote it, says of the reasoning."""
+    reasoning = model.formats.reasoning
+    if reasoning is None or body.separate_reasoning is False:
+        return Start.CLOSED
+    final = body.messages[-1]
+    return reasoning.start_of(prompt, final["content"] if body.continues_final else None)
+
+
+def prompted_call(body: ChatRequest, model: ServedModel, start: Start) -> str:
+    """What is put behind the template's text so that the named tool is called.
+
+    The model then writes the arguments, without a thought before: ``start`` is where the template
+    leaves the reasoning.
+    """
+    formats, name = model.formats, body.named_tool
+    if name is None or formats.calls is None:
+        return ""
+    end = ""
+    if formats.reasoning is not None and start is Start.OPEN:
+        end = f"\n{formats.reasoning.closing}\n\n"
+    return end + "".join(map(text_of, formats.calls.opening_of(name)))
+
+
+def tells_reasoning(body: ChatRequest, model: ServedModel) -> bool:
+    """Whether messages have the fields of reasoning, whether there is any or not."""
+    is_wanted = body.separate_reasoning is not False and body.include_reasoning is not False
+    return model.formats.reasoning is not None and is_wanted
+
+
+def new_reader(body: ChatRequest, model: ServedModel, prompt: Prompt) -> MessageReader | None:
+    """What reads one choice's output; None where all of it is the answer."""
+    formats, tools = model.formats, offered_tools(body)
+    reasoning = calls = None
+    if formats.reasoning is not None and prompt.start is not Start.CLOSED:
+        reasoning = ReasoningParser(formats.reasoning, prompt.start)
+    if tools and formats.calls is not None:
+        functions = [tool["function"] for tool in tools]
+        calls = formats.calls.new_parser({f["name"]: f.get("parameters") or {} for f in functions})
+    if reasoning is None and calls is None:
+        return None
+    name = body.named_tool
+    opening = [] if name is None or formats.calls is None else formats.calls.opening_of(name)
+    return MessageReader(
+        formats.marks,
+        reasoning,
+        calls,
+        hides_reasoning=body.include_reasoning is False,
+        one_call=body.parallel_tool_calls is False or name is not None,
+        prompted=opening,
+    )

@@ -1,0 +1,99 @@
+"""What clients say of tools: those offered, the calls of earlier turns and their results.
+
+The checks raise ValueError with the place of what is wrong, relative to their field.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def checked_tools(value: object) -> list[dict[str, Any]] | None:
+    """``tools``: null, or a list of functions with names of their own."""
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise ValueError("must be a list of tools")
+    names: set[str] = set()
+    for index, tool in enumerate(value):
+        name = _checked_tool(index, tool)
+        if name in names:
+            raise ValueError(
+                f"[{index}].function.name is {name!r} a second time; name it otherwise"
+            )
+        names.add(name)
+    return value
+
+
+def _checked_tool(index: int, tool: object) -> str:
+    """The tool's name."""
+    if not isinstance(tool, dict):
+        raise ValueError(f'[{index}] must be an object of type "function"')
+    if tool.get("type") != "function":
+        raise ValueError(f'[{index}].type is {tool.get("type")!r}; it must be "function"')
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise ValueError(f"[{index}].function must be an object with a name")
+    name = _checked_name(f"[{index}].function.name", function.get("name"))
+    if not isinstance(function.get("description"), str | None):
+        raise ValueError(f"[{index}].function.description must be a string")
+    if not isinstance(function.get("parameters"), dict | None):
+        raise ValueError(f"[{index}].function.parameters must be an object")
+    if not isinstance(function.get("strict"), bool | None):
+        raise ValueError(f"[{index}].function.strict must be true or false")
+    return name
+
+
+def _checked_name(where: str, name: object) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{where} is {name!r}; it must be 1 to 64 letters, digits, dots, dashes and underscores"
+        )
+    return name
+
+
+def checked_calls(where: str, value: object) -> list[dict[str, Any]]:
+    """``tool_calls`` of a message, none where it is null."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise ValueError(f"{where} must be a list of calls")
+    for index, call in enumerate(value):
+        _check_call(f"{where}[{index}]", call)
+    return value
+
+
+def _check_call(where: str, call: object) -> None:
+    if not isinstance(call, dict):
+        raise ValueError(f'{where} must be an object of type "function"')
+    if not isinstance(call.get("id"), str):
+        raise ValueError(f"{where}.id must be a string")
+    if call.get("type") != "function":
+        raise ValueError(f'{where}.type is {call.get("type")!r}; it must be "function"')
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise ValueError(f"{where}.function must be an object with name and arguments")
+    _checked_name(f"{where}.function.name", function.get("name"))
+    if not isinstance(function.get("arguments"), str):
+        raise ValueError(f"{where}.function.arguments must be a string of JSON")
+
+
+def check_results(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Each message of a tool answers a call of an earlier message."""
+    known: set[str] = set()
+    for index, message in enumerate(messages):
+        known.update(call["id"] for call in message.get("tool_calls", ()))
+        if message["role"] != "tool":
+            continue
+        call_id = message.get("tool_call_id")
+        if not isinstance(call_id, str):
+            raise ValueError(f"[{index}].tool_call_id must be a string: the id of the call")
+        if call_id not in known:
+            raise ValueError(
+                f"[{index}].tool_call_id is {call_id!r}, which no earlier message calls; "
+                "send the assistant's message with the call before it"
+            )

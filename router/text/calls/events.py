@@ -1,0 +1,49 @@
+"""What a parser of calls says. Text that it has taken comes out in one of these, or is syntax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from router.text.marks import Item
+
+
+class Content(NamedTuple):
+    """Text of the answer."""
+
+    text: str
+
+
+class CallBegin(NamedTuple):
+    """A call of an offered tool begins."""
+
+    name: str
+
+
+class Arguments(NamedTuple):
+    """A piece of the arguments of the call that began last."""
+
+    text: str
+
+
+class CallEnd(NamedTuple):
+    """The call that began last is whole."""
+
+
+CallEvent = Content | CallBegin | Arguments | CallEnd
+
+Offered = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of each offered tool's arguments, by the tool's name."""
+
+
+class CallParser(Protocol):
+    """The output of one choice, behind its reasoning. Not fed after ``flush``."""
+
+    def feed(self, item: Item) -> Iterator[CallEvent]:
+        """What is sure now; to be read to the end before the next call."""
+
+    def flush(self) -> Iterator[CallEvent]:
+        """What was held back, at the end of the output."""
+
+
+NewCallParser = Callable[[Offered], CallParser]

@@ -1,0 +1,92 @@
+"""The ways in which models write calls, by name, and how a chat template's own way is recognised.
+
+A template writes the calls of earlier turns as the model was trained to write its own, so "auto"
+renders a conversation with a call and looks at what stands there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from router.text.calls.deepseek import (
+    CALL_BEGIN,
+    CALLS_BEGIN,
+    DEEPSEEK_MARKS,
+    SEPARATOR,
+    DeepSeekCalls,
+)
+from router.text.calls.events import NewCallParser
+from router.text.calls.glm import GLM_MARKS, KEY, GlmCalls
+from router.text.calls.json_call import HERMES_MARKS, LLAMA_MARKS, HermesCalls, LlamaCalls
+from router.text.marks import Item, Mark
+
+PROBE_NAME = "probe_of_calls"
+_NAME = "NAME"
+_REGION = (Mark(CALLS_BEGIN), Mark(CALL_BEGIN))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFormat:
+    """One way to write calls."""
+
+    marks: tuple[str, ...]
+    new_parser: NewCallParser
+    looks_like: tuple[str, ...]
+    """What a rendered call of ``PROBE_NAME`` holds, white space left out."""
+    opening: tuple[Item, ...]
+    """How a call begins, up to its arguments, with ``_NAME`` for the name."""
+
+    def opening_of(self, name: str) -> list[Item]:
+        """How a call of ``name`` begins: behind it a model can but write arguments."""
+        return [
+            item if isinstance(item, Mark) else item.replace(_NAME, name) for item in self.opening
+        ]
+
+
+CALL_FORMATS: Mapping[str, CallFormat] = {
+    "deepseek-v3": CallFormat(
+        marks=DEEPSEEK_MARKS,
+        new_parser=partial(DeepSeekCalls, names_first=False),
+        looks_like=(f"{CALL_BEGIN}function{SEPARATOR}{PROBE_NAME}",),
+        opening=(*_REGION, "function", Mark(SEPARATOR), "NAME\n```json\n{"),
+    ),
+    "deepseek-v3.1": CallFormat(
+        marks=DEEPSEEK_MARKS,
+        new_parser=partial(DeepSeekCalls, names_first=True),
+        looks_like=(f"{CALL_BEGIN}{PROBE_NAME}{SEPARATOR}",),
+        opening=(*_REGION, "NAME", Mark(SEPARATOR), "{"),
+    ),
+    "glm-4.5": CallFormat(
+        marks=GLM_MARKS,
+        new_parser=GlmCalls,
+        looks_like=(f"{GLM_MARKS[0]}{PROBE_NAME}{KEY}",),
+        opening=(Mark(GLM_MARKS[0]), "NAME\n"),
+    ),
+    "hermes": CallFormat(
+        marks=HERMES_MARKS,
+        new_parser=HermesCalls,
+        looks_like=(
+            f'{HERMES_MARKS[0]}{{"name":"{PROBE_NAME}","arguments":{{',
+            f'{HERMES_MARKS[0]}{{"arguments":{{',
+        ),
+        opening=(Mark(HERMES_MARKS[0]), '\n{"name": "NAME", "arguments": {'),
+    ),
+    "llama3-json": CallFormat(
+        marks=LLAMA_MARKS,
+        new_parser=LlamaCalls,
+        looks_like=(f'{{"name":"{PROBE_NAME}","parameters":{{',),
+        opening=('{"name": "NAME", "parameters": {',),
+    ),
+}
+"""By the names that ``router.tool_parser`` may have besides "auto" and "none"."""
+
+
+def recognised(rendered: str) -> CallFormat | None:
+    """The format in which ``rendered`` holds a call of ``PROBE_NAME``."""
+    text = "".join(rendered.split())
+    for call_format in CALL_FORMATS.values():
+        if any(looks in text for looks in call_format.looks_like):
+            return call_format
+    return None
