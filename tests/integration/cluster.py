@@ -330,7 +330,7 @@ def _marked(mark: bytes) -> Iterator[int]:
 
 
 def _served_at(host: str, config: ClusterConfig) -> ClusterConfig:
-    """``config`` at ``host``; on a cable of its own nobody but the test gets as far as the router."""
+    """``config`` at ``host``; on a cable of its own nobody but the test gets to the router."""
     cluster = dataclasses.replace(config.cluster, host=host)
     router = dataclasses.replace(config.router, allow_anonymous=not config.router.keys_file)
     return dataclasses.replace(config, cluster=cluster, router=router)
