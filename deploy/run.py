@@ -35,7 +35,7 @@ from deploy.ray_connection import RaySettings
 from deploy.ray_launcher import RayLauncher
 from deploy.state import ClusterState, Phase, ProcessState, RunDir
 from deploy.sweep import clean_up
-from router.keys.source import KEYS_VARIABLE, key_source
+from router.keys.source import KEYS_VARIABLE, asks_for_keys, key_source
 from runtime.config import ClusterConfig
 from runtime.config_file import SECRET_VARIABLE, cluster_credentials, dump_config
 from runtime.errors import ConfigError
@@ -150,6 +150,7 @@ class _Run:
             further_endpoints=self._context.endpoints[1:],
             control_address=self._context.control_address,
             ca=config.tls.ca,
+            asks_for_keys=asks_for_keys(config),
             model=config.model.name,
             started=time.time(),
             log_dir=str(run_dir.log_dir),
