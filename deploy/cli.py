@@ -22,6 +22,7 @@ from deploy.commands import (
     drain,
     events,
     generate,
+    keys,
     logs,
     model,
     restart,
@@ -77,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     running = (status, logs, events, generate, chat, scale, drain, restart, apply, down)
     by_hand = (worker, router, certificates)
-    for group in (up, *running, validate, doctor, model, bench, *by_hand, completion):
+    for group in (up, *running, validate, keys, doctor, model, bench, *by_hand, completion):
         group.add_parser(commands)
     return parser
 

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 
 import orjson
 from aiohttp import web
@@ -44,10 +44,15 @@ def create_app(
     """The application of one router process; run it with ``handler_cancellation=True``.
 
     A handler is then cancelled when its client goes away, which frees the request in the workers.
-    ``routes`` are served beside those of the API and of operations.
+    ``routes`` are served beside those of the API and of operations, and as those to whoever asks:
+    API keys are for all else.
     """
+    operations = Operations(serving)
+    routes = [*operations.routes(), *routes]
+    open_paths = frozenset(route.path for route in routes)
     cross_origin = CrossOrigin(serving.section.allowed_origins)
-    app = web.Application(middlewares=[_answer_failures(serving, connections, cross_origin)])
+    answering = _answer_failures(serving, connections, cross_origin, open_paths)
+    app = web.Application(middlewares=[answering])
     app.on_response_prepare.append(cross_origin.mark)
     endpoints = OpenAIEndpoints(serving)
     app.router.add_post("/v1/chat/completions", endpoints.chat_completions)
@@ -63,12 +68,6 @@ def create_app(
     tokenizer = TokenizerEndpoints(serving)
     app.router.add_post("/tokenize", tokenizer.tokenize)
     app.router.add_post("/detokenize", tokenizer.detokenize)
-    operations = Operations(serving)
-    app.router.add_get("/health", operations.health)
-    app.router.add_get("/ready", operations.ready)
-    app.router.add_get("/metrics", operations.metrics)
-    app.router.add_get("/status", operations.status)
-    app.router.add_get("/targets", operations.targets)
     app.router.add_routes(routes)
     return app
 
@@ -79,6 +78,16 @@ class Operations:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._started = time.monotonic()
+
+    def routes(self) -> list[web.RouteDef]:
+        """For the application."""
+        return [
+            web.get("/health", self.health),
+            web.get("/ready", self.ready),
+            web.get("/metrics", self.metrics),
+            web.get("/status", self.status),
+            web.get("/targets", self.targets),
+        ]
 
     async def health(self, request: web.Request) -> web.Response:
         """200 while the process lives."""
@@ -173,7 +182,10 @@ def missing_parts(serving: Serving) -> list[str]:
 
 
 def _answer_failures(
-    serving: Serving, connections: Connections, cross_origin: CrossOrigin
+    serving: Serving,
+    connections: Connections,
+    cross_origin: CrossOrigin,
+    open_paths: Collection[str],
 ) -> Callable[..., Awaitable[web.StreamResponse]]:
     metrics = serving.metrics
     metrics.expect(GENERATION, (200, *STATUSES), LABELS)
@@ -185,9 +197,12 @@ def _answer_failures(
         set_trace(_trace_of(request))  # anew for each request of a connection
         endpoint = request.path if request.method == "POST" else ""
         status = CLIENT_CLOSED
+        asked = cross_origin.preflight(request)  # which browsers send without a key
+        needs_key = asked is None and request.path not in open_paths
         connections.began(request.protocol)
         try:
-            asked = cross_origin.preflight(request)
+            if needs_key:
+                serving.gate.open(request)
             response = await handler(request) if asked is None else asked
             status = response.status
         except (asyncio.CancelledError, ConnectionError):
@@ -203,6 +218,8 @@ def _answer_failures(
             connections.ended(request.protocol)
             if endpoint in GENERATION:
                 metrics.count_request(endpoint, status)
+            if needs_key:
+                serving.gate.audit(request, request_id, status)
         if not response.prepared:
             response.headers["x-request-id"] = request_id
         return response

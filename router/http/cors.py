@@ -17,7 +17,12 @@ MAX_AGE_S = 600
 """Browsers ask again after so long."""
 _METHODS = "GET, HEAD, POST, OPTIONS"
 _EXPOSED = ", ".join(
-    ("x-request-id", "x-tandem-ignored-fields", "x-tandem-timings", "Retry-After", "x-should-retry")
+    (
+        *("x-request-id", "x-tandem-ignored-fields", "x-tandem-timings"),
+        *("Retry-After", "x-should-retry"),
+        *(f"x-ratelimit-{what}-requests" for what in ("limit", "remaining", "reset")),
+        *(f"x-ratelimit-{what}-tokens" for what in ("limit", "remaining", "reset")),
+    )
 )
 """Headers of answers that scripts may read beside those that they may anyway."""
 

@@ -23,12 +23,20 @@ from router.http.completions import CompletionBody, CompletionStream, Completion
 from router.http.console.finished import FinishedRequests
 from router.http.conversation import new_reader, tells_reasoning
 from router.http.dialect import OPENAI, Dialect
+from router.http.gate import (
+    Gate,
+    cache_salt_of,
+    count_output,
+    count_prompt,
+    limit_headers,
+)
 from router.http.params import (
     choices_per_prompt,
     for_choice,
     for_prompt,
     num_choices,
     sampling_from,
+    tokens_asked_for,
 )
 from router.http.prompts import chat_prompt, check_chat, check_completion, completion_prompts
 from router.http.responder import TIMINGS_HEADER, Responder
@@ -72,6 +80,7 @@ class Serving:
     lanes: Lanes
     metrics: RouterMetrics
     recent: Callable[[], Recent]
+    gate: Gate
     finished: FinishedRequests = field(default_factory=FinishedRequests)
 
     def limits(self) -> ModelLimits:
@@ -186,6 +195,7 @@ class OpenAIEndpoints:
         received = asyncio.get_running_loop().time()
         serving = self._serving
         section, limits = serving.section, serving.limits()
+        serving.gate.check_model(request, serving.model.name)
         with serving.admission.body() as held:
             raw = await read_body(
                 request, held, max_bytes=section.max_body_bytes, timeout_s=section.body_timeout_s
@@ -212,7 +222,9 @@ class OpenAIEndpoints:
             if not serving.readiness.was_ready:
                 missing = ", ".join(serving.readiness.missing())
                 raise NotReadyError(f"the cluster is starting: {missing}. Fix: retry in a moment")
-            yield call
+            num_tokens = tokens_asked_for(call.body, len(raw), call.num_choices)
+            async with serving.gate.admit(request, num_tokens):
+                yield call
 
     async def _answer(
         self,
@@ -245,6 +257,7 @@ class OpenAIEndpoints:
             for prompt in prompts:
                 serving.metrics.prompt_lengths.observe(len(prompt.token_ids))
                 serving.metrics.prompt_tokens.inc(len(prompt.token_ids))
+                count_prompt(call.request, len(prompt.token_ids))
             generations = [choice.generation for choice in info.choices]
             run = RequestRun(serving.pipeline, mailbox, generations, on_ended=place.give_back)
             form = form_of(body, info)
@@ -282,6 +295,7 @@ class OpenAIEndpoints:
             _cut_off(call, "it did not take its answer within router.request_timeout_s")
             raise ConnectionAbortedError("the client was too slow") from error
         finally:
+            count_output(call.request, sum(each.generation.num_tokens for each in info.choices))
             serving.finished.add(info.choices[0].generation, time.time())
 
     def _add_choices(
@@ -294,6 +308,7 @@ class OpenAIEndpoints:
     ) -> None:
         """Prompt i's choice j is number ``i * n + j``."""
         body, limits = call.body, self._serving.limits()
+        salt = cache_salt_of(call.request, body.cache_salt)
         # Another id than the client's: two clients may send the same, and workers know it alone.
         unique = f"{call.request_id}.{secrets.token_hex(4)}"
         for prompt in prompts:
@@ -312,7 +327,7 @@ class OpenAIEndpoints:
                     index=index,
                     prompt_token_ids=prompt.token_ids,
                     sampling=for_choice(capped, number),
-                    cache_salt=body.cache_salt or "",
+                    cache_salt=salt,
                     mailbox=mailbox,
                     received=call.received,
                 )
@@ -350,11 +365,12 @@ class _Call(Generic[RequestT]):
 
 def _headers_of(call: _Call[RequestT]) -> dict[str, str]:
     """What the answer says of the request."""
+    headers = limit_headers(call.request)
     ignored = ignored_fields(call.body)
     if not ignored:
-        return {}
+        return headers
     logger.debug("ignored fields request_id=%s fields=%s", call.request_id, ignored)
-    return {IGNORED_HEADER: ", ".join(ignored)}
+    return {**headers, IGNORED_HEADER: ", ".join(ignored)}
 
 
 def _cut_off_reader(call: _Call[RequestT]) -> None:

@@ -6,6 +6,7 @@ from aiohttp import web
 
 from router.errors import RequestError
 from router.http.endpoints import Serving, check_model
+from router.http.gate import may_use
 from router.http.params import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS
 from router.pool.members import Role
 from runtime.version import installed_version
@@ -23,12 +24,15 @@ class ModelEndpoints:
 
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: nothing until it can be served."""
-        cards = [self._model_card()] if self._serving.readiness.was_ready else []
+        serving = self._serving
+        is_there = serving.readiness.was_ready and may_use(request, serving.model.name)
+        cards = [self._model_card()] if is_there else []
         return web.json_response({"object": "list", "data": cards})
 
     async def model(self, request: web.Request) -> web.Response:
         """``GET /v1/models/{id}``; ids contain slashes."""
         check_model(self._serving, request.match_info["model"])
+        self._serving.gate.check_model(request, self._serving.model.name)
         if not self._serving.readiness.was_ready:
             raise RequestError(
                 f"the model {self._serving.model.name!r} is not served yet: "
@@ -46,6 +50,7 @@ class ModelEndpoints:
     async def server_info(self, request: web.Request) -> web.Response:
         """``GET /server_info``: what clients may ask for, and how much of it."""
         serving = self._serving
+        serving.gate.check_model(request, serving.model.name)
         section = serving.section
         body = {
             "version": self._version,

@@ -81,6 +81,7 @@ class TokenizerEndpoints:
     ) -> web.Response:
         serving = self._serving
         section = serving.section
+        serving.gate.check_model(request, serving.model.name)
         with serving.admission.body() as held:
             raw = await read_body(
                 request, held, max_bytes=section.max_body_bytes, timeout_s=section.body_timeout_s

@@ -17,6 +17,11 @@ class RouterSection:
 
     host: str = ""
     """Interface of HTTP alone; empty: ``cluster.host``."""
+    keys_file: str = ""
+    """TOML file of API keys (`tandem keys add`), followed while the router runs; empty: the keys in
+    TANDEM_API_KEYS, and without those none is asked for."""
+    allow_anonymous: bool = False
+    """Let HTTP listen beyond this machine though it asks nobody for a key."""
     port: int = 8000
     """OpenAI-compatible HTTP; 0: any free port."""
     control_port: int = 8100
@@ -77,6 +82,9 @@ class RouterSection:
     template knows </think>."""
 
     def __post_init__(self) -> None:
+        if self.keys_file and self.allow_anonymous:
+            problem = "router.keys_file is set: every request needs a key"
+            raise ConfigError("router.allow_anonymous", True, problem, "one of the two")
         check_port("router.port", self.port)
         check_port("router.control_port", self.control_port)
         at_least("router.instances", self.instances, 1)
