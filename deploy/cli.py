@@ -10,7 +10,6 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 
 from deploy.commands import (
     apply,
@@ -23,6 +22,7 @@ from deploy.commands import (
     drain,
     events,
     generate,
+    keys,
     logs,
     model,
     restart,
@@ -35,6 +35,7 @@ from deploy.commands import (
 )
 from deploy.errors import ClusterError, RefusedError, WrongArgumentError
 from runtime.errors import ConfigError
+from runtime.version import installed_version
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -77,16 +78,13 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     running = (status, logs, events, generate, chat, scale, drain, restart, apply, down)
     by_hand = (worker, router, certificates)
-    for group in (up, *running, validate, doctor, model, bench, *by_hand, completion):
+    for group in (up, *running, validate, keys, doctor, model, bench, *by_hand, completion):
         group.add_parser(commands)
     return parser
 
 
 def _version() -> str:
-    try:
-        return metadata.version("tandem-serve")
-    except metadata.PackageNotFoundError:
-        return "of a source tree that is not installed"
+    return installed_version() or "of a source tree that is not installed"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -150,6 +150,8 @@ def ready_message(state: ClusterState, choice: str = "") -> str:
     """
     body = f'{{"model": "{state.model}", "prompt": "def fibonacci(n):", "max_tokens": 64}}'
     curl = f"curl --cacert {shlex.quote(state.ca)}" if state.ca else "curl"
+    if state.asks_for_keys:
+        curl += ' -H "Authorization: Bearer $TANDEM_API_KEY"'
     return (
         f"Ready in {state.ready_s:.1f} s: {state.model} at {state.where}\n\n"
         f"  {curl} {state.endpoint}/completions -H 'Content-Type: application/json' -d '{body}'\n"

@@ -10,7 +10,7 @@ import json
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -36,6 +36,8 @@ class Server:
     """The OpenAI-compatible base address."""
     context: ssl.SSLContext | None = None
     """For https; None: the authorities that this machine believes."""
+    api_key: str = field(default="", repr=False)
+    """Empty: none is shown."""
 
     def served_model(self) -> str:
         """The name of the model.
@@ -91,6 +93,8 @@ class Server:
         connection = connect_http(endpoint, self.context, timeout_s=_TIMEOUT_S)
         method = "POST" if body else "GET"
         headers = {"Content-Type": "application/json"} if body else {}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
         with closing(connection):
             try:
                 connection.request(method, parts.path + path, body=body, headers=headers)
@@ -102,7 +106,7 @@ class Server:
             yield response
 
 
-def server_at(url: str, ca: str | None) -> Server:
+def server_at(url: str, ca: str | None, *, api_key: str = "") -> Server:
     """The server at an ``http://`` or ``https://`` address, whose certificate ``ca`` signed.
 
     Raises:
@@ -112,7 +116,7 @@ def server_at(url: str, ca: str | None) -> Server:
         context = ssl.create_default_context(cafile=ca)
     except OSError as error:
         raise ClusterError(f"--ca {ca}: no certificates in PEM ({error})") from error
-    return Server(endpoint=url.rstrip("/"), context=context)
+    return Server(endpoint=url.rstrip("/"), context=context, api_key=api_key)
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[bytes]:

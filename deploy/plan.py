@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploy.places import Place, Places
 from deploy.rank_command import rank_command
+from router.keys.source import KEYS_VARIABLE
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 from runtime.config.cluster import LOCAL_RAY
 from runtime.config_file import dump_config, secret_variables
@@ -107,6 +108,8 @@ class RunContext:
     log_dir: Path
     credentials: Credentials
     entrypoints: Mapping[Role, tuple[str, ...]]
+    api_keys: str = field(default="", repr=False)
+    """As the environment's TANDEM_API_KEYS has them; for routers."""
     tls_pem: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Contents of the files of ``config.tls`` by field, for hosts that do not have them."""
     authority: Authority | None = field(default=None, repr=False)
@@ -280,7 +283,10 @@ def _command(plan: InstancePlan, rank: int, context: RunContext, places: Places)
 
 def _environment(plan: InstancePlan, context: RunContext, place: Place) -> dict[str, str]:
     threads = str(plan.num_threads)
+    # Where Ray was there before us, its processes do not have our environment.
+    keys = {KEYS_VARIABLE: context.api_keys} if context.api_keys else {}
     return {
+        **(keys if plan.role is Role.ROUTER else {}),
         **secret_variables(context.credentials),
         RUN_ID_VARIABLE: context.run_id,
         "LOCAL_RANK": str(place.local_rank),

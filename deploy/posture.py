@@ -50,20 +50,27 @@ class Port:
         return not is_loopback(self.host) and self.protection.startswith(_NOTHING)
 
 
-def posture_of(config: ClusterConfig) -> tuple[Port, ...]:
-    """All ports of the cluster that ``config``, resolved, describes."""
-    return tuple(_ports(config))
+def posture_of(config: ClusterConfig, *, has_keys: bool = False) -> tuple[Port, ...]:
+    """All ports of the cluster that ``config``, resolved, describes; ``has_keys``: API keys."""
+    return (_http_port(config, has_keys), *_ports(config))
+
+
+def _http_port(config: ClusterConfig, has_keys: bool) -> Port:
+    protection = _http_protection(config)
+    if has_keys:
+        # Where certificates are asked for, too, they are the first that a stranger lacks.
+        protection = protection.replace(_NOTHING, "an API key for /v1")
+    return Port(
+        name="HTTP",
+        where=_in_a_row(config, config.http_host, config.router.port),
+        host=config.http_host,
+        protection=protection,
+        remedy=_encrypt_http(config) if has_keys else "router.keys_file, or tls.http_mutual",
+    )
 
 
 def _ports(config: ClusterConfig) -> Iterator[Port]:
     host, router = config.cluster.host, config.router
-    yield Port(
-        name="HTTP",
-        where=_in_a_row(config, config.http_host, router.port),
-        host=config.http_host,
-        protection=_http_protection(config),
-        remedy='router.host = "127.0.0.1" and a gateway, or tls.http_mutual',
-    )
     yield Port(
         name="control (gRPC)",
         where=_in_a_row(config, host, router.control_port),
@@ -189,6 +196,10 @@ def _with_certificates(proof: str, config: ClusterConfig) -> str:
     if config.tls.mode == "off":
         return f"{proof}; plain text"
     return f"{proof} and a certificate; TLS" if config.tls.mutual else f"{proof}; TLS"
+
+
+def _encrypt_http(config: ClusterConfig) -> str:
+    return 'tls.mode = "auto" or "files"' if config.tls.mode == "off" else "none needed"
 
 
 def _encrypt(config: ClusterConfig) -> str:

@@ -35,6 +35,7 @@ from deploy.ray_connection import RaySettings
 from deploy.ray_launcher import RayLauncher
 from deploy.state import ClusterState, Phase, ProcessState, RunDir
 from deploy.sweep import clean_up
+from router.keys.source import KEYS_VARIABLE, asks_for_keys, key_source
 from runtime.config import ClusterConfig
 from runtime.config_file import SECRET_VARIABLE, cluster_credentials, dump_config
 from runtime.errors import ConfigError
@@ -67,6 +68,7 @@ def prepare(config: ClusterConfig, run_dir: RunDir) -> ClusterConfig:
             return former.config
     resolved = resolve_config(config)
     check_config(resolved, num_devices=count_devices_for(resolved))
+    key_source(resolved)
     run_dir.create()
     with run_dir.locked():
         end_former_run(run_dir)
@@ -132,6 +134,7 @@ class _Run:
             log_dir=run_dir.log_dir,
             credentials=_credentials_of(config, former),
             entrypoints=entrypoints,
+            api_keys=os.environ.get(KEYS_VARIABLE, ""),
             tls_pem={} if signs else _tls_pem(config),
             authority=authority if signs else None,
         )
@@ -147,6 +150,7 @@ class _Run:
             further_endpoints=self._context.endpoints[1:],
             control_address=self._context.control_address,
             ca=config.tls.ca,
+            asks_for_keys=asks_for_keys(config),
             model=config.model.name,
             started=time.time(),
             log_dir=str(run_dir.log_dir),

@@ -79,6 +79,8 @@ class ClusterState:
     """Of a Ray that a later controller finds it by; empty: Ray ends with the controller."""
     ca: str = ""
     """File of the authority that signed the HTTP side's certificate; empty: plain text."""
+    asks_for_keys: bool = False
+    """Whether HTTP needs an API key."""
     processes: tuple[ProcessState, ...] = field(default=())
     further_endpoints: tuple[str, ...] = ()
     """Of the routers beside the first."""

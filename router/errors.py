@@ -22,16 +22,52 @@ class RequestError(InvalidRequestError):
         code: str | None = None,
         status: int = HTTPStatus.BAD_REQUEST,
         headers: Mapping[str, str] | None = None,
+        type: str = "invalid_request_error",
     ) -> None:
         super().__init__(message)
+        self.type = type
         self.headers = dict(headers or {})
         self.param = param
         self.error_code = code
         self.status = int(status)
 
 
+class AuthenticationError(RequestError):
+    """The request has no API key, or one that is nobody's (401)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            message,
+            code="invalid_api_key",
+            status=HTTPStatus.UNAUTHORIZED,
+            headers={"WWW-Authenticate": "Bearer"},
+            type="authentication_error",
+        )
+
+
+class ForbiddenError(RequestError):
+    """The request's API key is known, and may not do this (403)."""
+
+    def __init__(self, message: str, *, param: str, code: str) -> None:
+        super().__init__(
+            message,
+            param=param,
+            code=code,
+            status=HTTPStatus.FORBIDDEN,
+            type="permission_error",
+        )
+
+
 class TooManyRequestsError(OverloadedError):
     """The router itself is full (429); a worker that is full is another matter (503)."""
+
+
+class RateLimitError(TooManyRequestsError):
+    """The request's API key has used up one of its limits (429)."""
+
+    def __init__(self, message: str, *, headers: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.headers = dict(headers)
 
 
 class NotReadyError(OverloadedError):

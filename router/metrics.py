@@ -30,6 +30,10 @@ STAGES = (
     "kv_transfer",
     "decode_admission",
 )
+_OF_KEYS = ("key", "outcome")
+MAX_KEY_LABELS = 2000
+"""Names of keys that metrics tell apart in the life of a process."""
+OTHER_KEYS = "other keys"
 _BEFORE_INFERENCE = ("router_s", "reserve_s", "prefill_queue_s")
 
 
@@ -88,6 +92,7 @@ class RouterMetrics:
         self._stage = {name: self._stages.labels(name) for name in STAGES}
         self._add_lengths()
         self._add_gauges()
+        self._add_keys()
 
     def _add_lengths(self) -> None:
         self.prompt_lengths = self._histogram(
@@ -121,6 +126,19 @@ class RouterMetrics:
             registry=self.registry,
             multiprocess_mode="livemax",
         )
+
+    def _add_keys(self) -> None:
+        self._key_requests = self._counter(
+            "pd_router_key_requests", "Requests by API key, and why they were refused", *_OF_KEYS
+        )
+        self._key_tokens = self._counter(
+            "pd_router_key_tokens", "Tokens of prompts and outputs by API key", "key", "kind"
+        )
+        self._keys = self._gauge("pd_router_keys", "API keys in force", "livemax")
+        self._keys_stale = self._gauge(
+            "pd_router_keys_stale", "1 while the file of API keys cannot be used", "livemax"
+        )
+        self._named_keys: set[str] = set()
 
     def text(self) -> bytes:
         """All metrics in the text format; with a shared folder, the sums over all processes."""
@@ -178,6 +196,29 @@ class RouterMetrics:
     def count_migration(self, reason: ErrorCode) -> None:
         """One more attempt of a request."""
         self._migrations.labels(reason.name.lower()).inc()
+
+    def set_keys(self, number: int, *, is_stale: bool) -> None:
+        """How many keys are in force, and whether they are those of the file as it is now."""
+        self._keys.set(number)
+        self._keys_stale.set(is_stale)
+
+    def count_key_request(self, key: str, outcome: str) -> None:
+        """One request of a key, by its name; "" where it is nobody's."""
+        self._key_requests.labels(self._label_of_key(key), outcome).inc()
+
+    def count_key_tokens(self, key: str, num_prompt: int, num_output: int) -> None:
+        """What one request has used, at its end."""
+        label = self._label_of_key(key)
+        self._key_tokens.labels(label, "prompt").inc(num_prompt)
+        self._key_tokens.labels(label, "output").inc(num_output)
+
+    def _label_of_key(self, key: str) -> str:
+        """The name itself for the first that come: files change, and series are never forgotten."""
+        if key not in self._named_keys:
+            if len(self._named_keys) >= MAX_KEY_LABELS:
+                return OTHER_KEYS
+            self._named_keys.add(key)
+        return key
 
     def choice_finished(
         self, reason: str, split: Mapping[str, float], *, num_tokens: int, max_tokens: int

@@ -15,13 +15,18 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import grpc.aio
 from prometheus_client.multiprocess import mark_process_dead
 
+from router.http.gate import holder_of
 from router.http.server import HttpServer, bind_http, port_of
+from router.keys.ledger import KeyLedger
+from router.keys.service import KeysService, RemoteLedger
+from router.keys.source import key_source
 from router.metrics import RouterMetrics
 from router.model import ServedModel, load_served_model
 from router.pool.registry import Registry
@@ -30,7 +35,7 @@ from runtime.config import ClusterConfig, RouterSection
 from runtime.config_file import cluster_credentials, secret_variables
 from runtime.logging import get_logger
 from runtime.net import Credentials, Listen, join_address
-from runtime.pb import registry_pb2_grpc
+from runtime.pb import keys_pb2_grpc, registry_pb2_grpc
 from runtime.process import dying_with_us
 from runtime.rpc import CONTROL_LIMITS, bind_port, create_server
 
@@ -66,9 +71,15 @@ class RouterService:
     """The control process."""
 
     def __init__(self, config: ClusterConfig, config_path: Path) -> None:
-        """``config_path`` is handed to HTTP children."""
+        """``config_path`` is handed to HTTP children.
+
+        Raises:
+            ConfigError: the model or the keys cannot be served with; or strangers could ask, and
+                ``router.allow_anonymous`` does not say so.
+        """
         self._config = config
         self._config_path = config_path
+        self._keys = key_source(config)
         self._model = _load_model(config)
         self._credentials = cluster_credentials(config)
         self._server: grpc.aio.Server | None = None
@@ -93,15 +104,18 @@ class RouterService:
         self.control_port = control_port
         control = listen.address(control_port)
         if section.http_processes == 1:
-            self._http = HttpServer(section, self._model, self._credentials)
+            self._http = HttpServer(section, self._model, self._credentials, keys=self._keys)
             self._registry = RegistryService(registry, self._http.update)
             await self._http.start(listener)
         else:
             listener.close()  # it only found out that nobody else has the port
             self._registry = RegistryService(registry)
             shared = bind_http(host, port, shared=True)
+            ledger = KeyLedger(loop.time)
+            keys_pb2_grpc.add_KeysServicer_to_server(KeysService(ledger), server)
             self._children = HttpChildren(
-                self._config_path, control, self._credentials, shared, section.http_processes
+                *(self._config_path, control, self._credentials, shared, section.http_processes),
+                on_ended=lambda pid: ledger.forget(holder_of(pid)),
             )
             self._children.start()
         registry_pb2_grpc.add_RegistryServicer_to_server(self._registry, server)
@@ -152,18 +166,23 @@ class HttpWorkerService:
         self._config = config
         self._control = control
         self._port = port
+        self._keys = key_source(config)
         self._model = _load_model(config)
         self._credentials = cluster_credentials(config)
         self._http: HttpServer | None = None
+        self._ledger: RemoteLedger | None = None
 
     async def startup(self) -> None:
         """Join the shared port."""
         section = self._config.router
+        self._ledger = RemoteLedger(self._control, self._credentials)
         self._http = HttpServer(
             share_of_process(section),
             self._model,
             self._credentials,
             metrics=RouterMetrics(os.environ.get(METRICS_DIR_VARIABLE)),
+            keys=self._keys,
+            ledger=self._ledger,
         )
         listener = bind_http(self._config.http_host, self._port, shared=True)
         await self._http.start(listener)
@@ -188,6 +207,8 @@ class HttpWorkerService:
         """Release everything."""
         if self._http is not None:
             await self._http.close()
+        if self._ledger is not None:
+            await self._ledger.close()
 
 
 class HttpChildren:
@@ -200,8 +221,14 @@ class HttpChildren:
         credentials: Credentials,
         shared: socket.socket,
         number: int,
+        *,
+        on_ended: Callable[[int], None] = lambda pid: None,
     ) -> None:
-        """``shared`` holds the port for the children, who bind it too; it never listens."""
+        """``shared`` holds the port for the children, who bind it too; it never listens.
+
+        ``on_ended`` is called with the pid of a child that has ended.
+        """
+        self._on_ended = on_ended
         self._shared = shared
         self._number = number
         self._metrics_dir = tempfile.mkdtemp(prefix="tandem-metrics-")
@@ -254,6 +281,7 @@ class HttpChildren:
             self._processes[index] = process
             status = await process.wait()
             del self._processes[index]
+            self._on_ended(process.pid)
             mark_process_dead(process.pid, self._metrics_dir)  # type: ignore[no-untyped-call]
             if not self._stopping:
                 logger.error("an HTTP process ended pid=%d status=%d", process.pid, status)

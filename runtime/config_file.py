@@ -15,7 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from runtime.config import ClusterConfig, ClusterSection, ModelSection, TlsSection
+from runtime.config import (
+    ClusterConfig,
+    ClusterSection,
+    ModelSection,
+    RouterSection,
+    TlsSection,
+)
 from runtime.errors import ConfigError
 from runtime.net import Credentials
 from runtime.network import own_address
@@ -23,14 +29,14 @@ from runtime.network import own_address
 SECRET_VARIABLE = "TANDEM_SECRET"
 PREVIOUS_SECRET_VARIABLE = "TANDEM_PREVIOUS_SECRET"
 _SECRETS = {("cluster", "secret"), ("cluster", "previous_secret")}
-_PATHS = {"cluster.run_dir", "model.path", "tls.cert", "tls.key", "tls.ca"}
+_PATHS = {"cluster.run_dir", "model.path", "router.keys_file", "tls.cert", "tls.key", "tls.ca"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _REMOVED = {
     "prefill.collectives": "leave it out: rows move between GPUs by NCCL, which was the faster way",
     "decode.two_batch_overlap": "leave it out: a step of two halves took 1.5 times as long",
 }
 """Fields that an older file may have, each with what to do."""
-_Section = TypeVar("_Section", ClusterSection, ModelSection, TlsSection)
+_Section = TypeVar("_Section", ClusterSection, ModelSection, RouterSection, TlsSection)
 
 
 def load_config(path: Path | None) -> ClusterConfig:
@@ -93,6 +99,7 @@ def parse_config(table: Mapping[str, object], *, base: Path | None = None) -> Cl
         config,
         cluster=_with_base(config.cluster, ("run_dir",), base),
         model=_with_base(config.model, ("path",), base),
+        router=_with_base(config.router, ("keys_file",), base),
         tls=_with_base(config.tls, ("cert", "key", "ca"), base),
     )
 

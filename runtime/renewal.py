@@ -1,6 +1,7 @@
-"""What is made of the files of TLS, made anew when they change: no process has to be restarted.
+"""What is made of files, made anew when they change: no process has to be restarted.
 
-Whoever shakes hands asks, so nothing runs by itself. Connections that stand go on as they are.
+Whoever uses it asks, so nothing runs by itself: for the files of TLS whoever shakes hands, and
+connections that stand go on as they are.
 """
 
 from __future__ import annotations
@@ -29,14 +30,26 @@ class Renewed(Generic[T]):
         paths: Sequence[str],
         make: Callable[[], T],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        what: str = "certificate",
     ) -> None:
-        """``make`` raises ConfigError where the files cannot be used, here too."""
+        """``make`` raises ConfigError where the files cannot be used, here too.
+
+        ``what`` they hold is said in the log.
+        """
+        self._what = what
         self._paths = paths
         self._make = make
         self._clock = clock
         self._seen = self._stamps()
         self._value = make()
+        self._refused: list[tuple[int, ...]] = []
         self._check_at = clock() + CHECK_S
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the files have changed since, and cannot be used."""
+        return bool(self._refused)
 
     def current(self) -> T:
         """Of the files as they are now, or were a moment ago.
@@ -49,14 +62,17 @@ class Renewed(Generic[T]):
         self._check_at = now + CHECK_S
         seen = self._stamps()
         if seen == self._seen:
+            self._refused = []
             return self._value
         try:
             self._value = self._make()
         except ConfigError as error:
-            logger.warning("the former certificate stays in use: %s", error)
+            if seen != self._refused:
+                logger.warning("the former %s stays in use: %s", self._what, error)
+            self._refused = seen
         else:
-            self._seen = seen
-            logger.info("new connections are shown the certificate of %s", self._paths[0])
+            self._seen, self._refused = seen, []
+            logger.info("the %s of %s is in use from now on", self._what, self._paths[0])
         return self._value
 
     def _stamps(self) -> list[tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from deploy.openai_client import Server, server_at
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
 
+API_KEY_VARIABLE = "TANDEM_API_KEY"
 _EXAMPLES = """
 tandem generate "def fibonacci(n):" --max-tokens 64
 cat prompt.txt | tandem generate - --temperature 0.8 --seed 1
@@ -32,7 +34,8 @@ def add_parser(commands: Subparsers) -> None:
         commands,
         "generate",
         help="complete a text with a running cluster",
-        description="Print PROMPT, and what the model goes on with, as it comes.",
+        description="Print PROMPT, and what the model goes on with, as it comes. The environment's "
+        f"{API_KEY_VARIABLE} is the API key, where the server asks for one.",
         examples=_EXAMPLES,
     )
     parser.add_argument(
@@ -121,11 +124,14 @@ def chosen_server(arguments: argparse.Namespace) -> Server:
     Raises:
         ClusterError: none runs.
     """
+    # Never on a command line, which everybody on the machine can read.
+    key = os.environ.get(API_KEY_VARIABLE, "").strip()
     if arguments.url:
-        return server_at(arguments.url, arguments.ca and str(arguments.ca))
+        return server_at(arguments.url, arguments.ca and str(arguments.ca), api_key=key)
     run_dir = chosen_run_dir(arguments)
     endpoint = running_state(run_dir).endpoint
-    return Server(endpoint=endpoint, context=run_credentials(run_dir).client_ssl_context())
+    context = run_credentials(run_dir).client_ssl_context()
+    return Server(endpoint=endpoint, context=context, api_key=key)
 
 
 def say(text: str) -> None:

@@ -166,9 +166,11 @@ def _run_detached(run_dir: RunDir, arguments: argparse.Namespace) -> int:
 
 def _print_posture(console: Console, config: ClusterConfig) -> None:
     from deploy.posture import posture_of
+    from router.keys.source import asks_for_keys
 
     console.print()
-    console.print(posture_table(posture_of(config)), highlight=False)
+    ports = posture_of(config, has_keys=asks_for_keys(config))
+    console.print(posture_table(ports), highlight=False)
 
 
 def _wait_until_settled(

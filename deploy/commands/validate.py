@@ -48,10 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
     from deploy.decode_memory import describe_decode_memory, plan_decode_memory
     from deploy.plan import num_devices_needed, plan_instances
     from deploy.posture import posture_of
+    from router.keys.source import key_source
 
     config = resolve_config(chosen_config(arguments))
     num_devices = count_devices_for(config) if arguments.devices is None else arguments.devices
     check_config(config, num_devices=num_devices)
+    keys = key_source(config)
     plans = plan_instances(config)
     for plan in plans:
         ranks = "1 rank" if plan.num_ranks == 1 else f"{plan.num_ranks} ranks"
@@ -59,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"model        {config.model.name} ({config.model.path})")
     print(f"computes in  {config.compute_dtype}")
     print(f"devices      {num_devices_needed(plans)} of {num_devices} CUDA devices")
+    if keys is not None:
+        print(f"API keys     {len(keys.current())}")
     model = read_model(config)
     for remark in (*model.remarks, *remarks_of(config)):
         print(f"note         {remark}")
@@ -67,5 +71,5 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(describe_decode_memory(budget)))
     print(f"{arguments.config or 'the configuration'} is valid")
     print()
-    Console().print(posture_table(posture_of(config)), highlight=False)
+    Console().print(posture_table(posture_of(config, has_keys=keys is not None)), highlight=False)
     return 0

@@ -6,15 +6,21 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 
 import orjson
 from aiohttp import web
 
 from router.errors import RequestError, as_tandem_error
 from router.http.connections import Connections
+from router.http.cors import CrossOrigin
+from router.http.dialect import OPENAI, Dialect
 from router.http.endpoints import REQUEST_ID_KEY, OpenAIEndpoints, Serving, request_id_of
 from router.http.errors import CLIENT_CLOSED, LABELS, STATUSES, Failure, failure_from
+from router.http.foreign import ForeignEndpoints
+from router.http.messages import ANTHROPIC
+from router.http.models import ModelEndpoints
+from router.http.tokenizer_endpoints import TokenizerEndpoints
 from router.pool.members import Member
 from runtime.errors import TandemError
 from runtime.logging import get_logger
@@ -25,7 +31,9 @@ logger = get_logger(__name__)
 
 NOT_OF_REQUESTS = frozenset({"unknown_url", "method_not_allowed", "too_many_viewers"})
 """Codes of what was never a request to a model: any scanner of ports makes these."""
-GENERATION = ("/v1/chat/completions", "/v1/completions")
+GENERATION = ("/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages")
+DIALECTS = {"/v1/messages": ANTHROPIC}
+"""By path; all else is told as OpenAI's API does."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
@@ -36,20 +44,30 @@ def create_app(
     """The application of one router process; run it with ``handler_cancellation=True``.
 
     A handler is then cancelled when its client goes away, which frees the request in the workers.
-    ``routes`` are served beside those of the API and of operations.
+    ``routes`` are served beside those of the API and of operations, and as those to whoever asks:
+    API keys are for all else.
     """
-    app = web.Application(middlewares=[_answer_failures(serving, connections)])
+    operations = Operations(serving)
+    routes = [*operations.routes(), *routes]
+    open_paths = frozenset(route.path for route in routes)
+    cross_origin = CrossOrigin(serving.section.allowed_origins)
+    answering = _answer_failures(serving, connections, cross_origin, open_paths)
+    app = web.Application(middlewares=[answering])
+    app.on_response_prepare.append(cross_origin.mark)
     endpoints = OpenAIEndpoints(serving)
     app.router.add_post("/v1/chat/completions", endpoints.chat_completions)
     app.router.add_post("/v1/completions", endpoints.completions)
-    app.router.add_get("/v1/models", endpoints.models)
-    app.router.add_get("/v1/models/{model:.+}", endpoints.model)
-    operations = Operations(serving)
-    app.router.add_get("/health", operations.health)
-    app.router.add_get("/ready", operations.ready)
-    app.router.add_get("/metrics", operations.metrics)
-    app.router.add_get("/status", operations.status)
-    app.router.add_get("/targets", operations.targets)
+    foreign = ForeignEndpoints(endpoints)
+    app.router.add_post("/generate", foreign.generate)
+    app.router.add_post("/v1/messages", foreign.messages)
+    models = ModelEndpoints(serving)
+    app.router.add_get("/v1/models", models.models)
+    app.router.add_get("/v1/models/{model:.+}", models.model)
+    app.router.add_get("/version", models.version)
+    app.router.add_get("/server_info", models.server_info)
+    tokenizer = TokenizerEndpoints(serving)
+    app.router.add_post("/tokenize", tokenizer.tokenize)
+    app.router.add_post("/detokenize", tokenizer.detokenize)
     app.router.add_routes(routes)
     return app
 
@@ -60,6 +78,16 @@ class Operations:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._started = time.monotonic()
+
+    def routes(self) -> list[web.RouteDef]:
+        """For the application."""
+        return [
+            web.get("/health", self.health),
+            web.get("/ready", self.ready),
+            web.get("/metrics", self.metrics),
+            web.get("/status", self.status),
+            web.get("/targets", self.targets),
+        ]
 
     async def health(self, request: web.Request) -> web.Response:
         """200 while the process lives."""
@@ -154,7 +182,10 @@ def missing_parts(serving: Serving) -> list[str]:
 
 
 def _answer_failures(
-    serving: Serving, connections: Connections
+    serving: Serving,
+    connections: Connections,
+    cross_origin: CrossOrigin,
+    open_paths: Collection[str],
 ) -> Callable[..., Awaitable[web.StreamResponse]]:
     metrics = serving.metrics
     metrics.expect(GENERATION, (200, *STATUSES), LABELS)
@@ -166,16 +197,20 @@ def _answer_failures(
         set_trace(_trace_of(request))  # anew for each request of a connection
         endpoint = request.path if request.method == "POST" else ""
         status = CLIENT_CLOSED
+        asked = cross_origin.preflight(request)  # which browsers send without a key
+        needs_key = asked is None and request.path not in open_paths
         connections.began(request.protocol)
         try:
-            response = await handler(request)
+            if needs_key:
+                serving.gate.open(request)
+            response = await handler(request) if asked is None else asked
             status = response.status
         except (asyncio.CancelledError, ConnectionError):
             logger.info("the client went away request_id=%s path=%s", request_id, request.path)
             raise
         except Exception as error:
             failure = failure_from(_as_error(error, request))
-            response = _failed(failure, request_id)
+            response = _failed(failure, request_id, DIALECTS.get(request.path, OPENAI))
             status = response.status
             if failure.label not in NOT_OF_REQUESTS:
                 metrics.count_error(failure.label)
@@ -183,6 +218,8 @@ def _answer_failures(
             connections.ended(request.protocol)
             if endpoint in GENERATION:
                 metrics.count_request(endpoint, status)
+            if needs_key:
+                serving.gate.audit(request, request_id, status)
         if not response.prepared:
             response.headers["x-request-id"] = request_id
         return response
@@ -241,11 +278,11 @@ def _unknown_url(request: web.Request) -> RequestError:
     )
 
 
-def _failed(failure: Failure, request_id: str) -> web.Response:
+def _failed(failure: Failure, request_id: str, dialect: Dialect) -> web.Response:
     if failure.status >= 500:
         logger.warning("request failed request_id=%s error=%r", request_id, failure.message)
     return web.Response(
-        body=orjson.dumps(failure.body(request_id)),
+        body=orjson.dumps(dialect.failure(failure, request_id)),
         status=failure.status,
         content_type="application/json",
         headers=failure.headers,

@@ -22,15 +22,24 @@ from router.http.chat import ChatBody, ChatStream
 from router.http.completions import CompletionBody, CompletionStream, CompletionText
 from router.http.console.finished import FinishedRequests
 from router.http.conversation import new_reader, tells_reasoning
+from router.http.dialect import OPENAI, Dialect
+from router.http.gate import (
+    Gate,
+    cache_salt_of,
+    count_output,
+    count_prompt,
+    limit_headers,
+)
 from router.http.params import (
     choices_per_prompt,
     for_choice,
     for_prompt,
     num_choices,
     sampling_from,
+    tokens_asked_for,
 )
 from router.http.prompts import chat_prompt, check_chat, check_completion, completion_prompts
-from router.http.responder import KEEP_ALIVE_S, TIMINGS_HEADER, Responder
+from router.http.responder import TIMINGS_HEADER, Responder
 from router.http.response import Choice, Prompt, ResponseFormat, ResponseInfo
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
 from router.http.unsupported import IGNORED_HEADER, ignored_fields, refuse_unsupported
@@ -71,114 +80,113 @@ class Serving:
     lanes: Lanes
     metrics: RouterMetrics
     recent: Callable[[], Recent]
+    gate: Gate
     finished: FinishedRequests = field(default_factory=FinishedRequests)
-    keep_alive_s: float = KEEP_ALIVE_S
 
     def limits(self) -> ModelLimits:
         """Of the model and of the workers that are there."""
         return self.model.limits_with(self.pool.members())
 
 
-FormOf = Callable[[ResponseInfo], ResponseFormat]
+def check_model(serving: Serving, name: str | None) -> None:
+    """Raise RequestError unless ``name`` is the served model's, or not given."""
+    served = serving.model.name
+    if name is not None and name != served:
+        raise RequestError(
+            f"model = {name!r} does not exist here. Fix: send model = {served!r}",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
+
+
 ReaderOf = Callable[[Prompt], MessageReader | None]
 RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
+FormOf = Callable[[RequestT, ResponseInfo], ResponseFormat]
 
 
 class OpenAIEndpoints:
-    """Handlers of ``/v1``."""
+    """Handlers of ``/v1``; those of other APIs translate their bodies and answers for them."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/chat/completions``."""
+        model = self._serving.model
+
+        def form(body: ChatRequest, info: ResponseInfo) -> ResponseFormat:
+            if body.stream:
+                return ChatStream(info)
+            return ChatBody(info, tells_reasoning=tells_reasoning(body, model))
+
+        return await self.serve_chat(request, lambda raw: parse_body(raw, ChatRequest), form)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """``POST /v1/completions``."""
+
+        def form(body: CompletionRequest, info: ResponseInfo) -> ResponseFormat:
+            skip = body.skip_special_tokens is not False
+            text = CompletionText(info, echo=bool(body.echo), skip_special_tokens=skip)
+            return CompletionStream(info, text) if body.stream else CompletionBody(info, text)
+
+        return await self.serve_completion(
+            request, lambda raw: parse_body(raw, CompletionRequest), form
+        )
+
+    async def serve_chat(
+        self,
+        request: web.Request,
+        parse: Callable[[bytes], ChatRequest],
+        form_of: FormOf[ChatRequest],
+        dialect: Dialect = OPENAI,
+    ) -> web.StreamResponse:
+        """Answer the conversation that ``parse`` finds in the body, as ``form_of`` writes it."""
         model, limits = self._serving.model, self._serving.limits()
 
         def check(body: ChatRequest) -> int:
             check_chat(body, model, limits)
             return 1
 
-        async with self._receive(request, ChatRequest, check) as call:
+        async with self._receive(request, parse, check) as call:
             body = call.body
-
-            def form(info: ResponseInfo) -> ResponseFormat:
-                if body.stream:
-                    return ChatStream(info)
-                return ChatBody(info, tells_reasoning=tells_reasoning(body, model))
-
             return await self._answer(
                 call,
                 lambda is_abandoned: [chat_prompt(body, model, limits, is_abandoned)],
-                form,
                 lambda prompt: new_reader(body, model, prompt),
-                wants_logprobs=bool(body.logprobs),
+                form_of,
+                dialect,
             )
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        """``POST /v1/completions``."""
+    async def serve_completion(
+        self,
+        request: web.Request,
+        parse: Callable[[bytes], CompletionRequest],
+        form_of: FormOf[CompletionRequest],
+    ) -> web.StreamResponse:
+        """Complete the prompts that ``parse`` finds in the body, as ``form_of`` writes it."""
         model, limits = self._serving.model, self._serving.limits()
 
         def check(body: CompletionRequest) -> int:
             check_completion(body, model, limits)
             return len(body.prompt)
 
-        async with self._receive(request, CompletionRequest, check) as call:
+        async with self._receive(request, parse, check) as call:
             body = call.body
-
-            def form(info: ResponseInfo) -> ResponseFormat:
-                skip = body.skip_special_tokens is not False
-                text = CompletionText(info, echo=bool(body.echo), skip_special_tokens=skip)
-                return CompletionStream(info, text) if body.stream else CompletionBody(info, text)
-
             return await self._answer(
                 call,
                 lambda is_abandoned: completion_prompts(body, model, limits, is_abandoned),
-                form,
                 lambda _: None,
-                wants_logprobs=body.logprobs is not None,
-            )
-
-    async def models(self, request: web.Request) -> web.Response:
-        """``GET /v1/models``: nothing until it can be served."""
-        cards = [self._model_card()] if self._serving.readiness.was_ready else []
-        return web.json_response({"object": "list", "data": cards})
-
-    async def model(self, request: web.Request) -> web.Response:
-        """``GET /v1/models/{id}``; ids contain slashes."""
-        self._check_model(request.match_info["model"])
-        if not self._serving.readiness.was_ready:
-            raise RequestError(
-                f"the model {self._serving.model.name!r} is not served yet: "
-                f"{', '.join(self._serving.readiness.missing())}. Fix: retry in a moment",
-                param="model",
-                code="server_not_ready",
-                status=404,
-            )
-        return web.json_response(self._model_card())
-
-    def _model_card(self) -> dict[str, object]:
-        serving = self._serving
-        return {
-            "id": serving.model.name,
-            "object": "model",
-            "created": serving.model.created,
-            "owned_by": "tandem",
-            "max_model_len": serving.limits().max_model_len,
-        }
-
-    def _check_model(self, name: str | None) -> None:
-        served = self._serving.model.name
-        if name is not None and name != served:
-            raise RequestError(
-                f"model = {name!r} does not exist here. Fix: send model = {served!r}",
-                param="model",
-                code="model_not_found",
-                status=404,
+                form_of,
+                OPENAI,
             )
 
     @contextlib.asynccontextmanager
     async def _receive(
-        self, request: web.Request, request_type: type[RequestT], check: Callable[[RequestT], int]
+        self,
+        request: web.Request,
+        parse: Callable[[bytes], RequestT],
+        check: Callable[[RequestT], int],
     ) -> AsyncIterator[_Call[RequestT]]:
         """The body of ``request``, read and checked; ``check`` says how many prompts it holds.
 
@@ -187,14 +195,15 @@ class OpenAIEndpoints:
         received = asyncio.get_running_loop().time()
         serving = self._serving
         section, limits = serving.section, serving.limits()
+        serving.gate.check_model(request, serving.model.name)
         with serving.admission.body() as held:
             raw = await read_body(
                 request, held, max_bytes=section.max_body_bytes, timeout_s=section.body_timeout_s
             )
 
             def checked(_: object) -> _Call[RequestT]:
-                body = parse_body(raw, request_type)
-                self._check_model(body.model)
+                body = parse(raw)
+                check_model(serving, body.model)
                 refuse_unsupported(body)
                 sampling = sampling_from(body, limits)
                 most = section.max_choices_per_request
@@ -213,16 +222,17 @@ class OpenAIEndpoints:
             if not serving.readiness.was_ready:
                 missing = ", ".join(serving.readiness.missing())
                 raise NotReadyError(f"the cluster is starting: {missing}. Fix: retry in a moment")
-            yield call
+            num_tokens = tokens_asked_for(call.body, len(raw), call.num_choices)
+            async with serving.gate.admit(request, num_tokens):
+                yield call
 
     async def _answer(
         self,
         call: _Call[RequestT],
         prompts_of: Work[list[Prompt]],
-        form_of: FormOf,
         reader_of: ReaderOf,
-        *,
-        wants_logprobs: bool,
+        form_of: FormOf[RequestT],
+        dialect: Dialect,
     ) -> web.StreamResponse:
         """Wait for a place, make tokens, run."""
         serving, body = self._serving, call.body
@@ -237,7 +247,7 @@ class OpenAIEndpoints:
                 vocabulary=serving.model.tokenizer.vocabulary,
                 includes_usage=body.includes_usage,
                 continuous_usage=body.continuous_usage,
-                wants_logprobs=wants_logprobs,
+                wants_logprobs=body.logprobs is not None and body.logprobs is not False,
                 wants_token_ids=bool(body.return_token_ids),
                 wants_timings=bool(body.timings) or call.request.headers.get(TIMINGS_HEADER) == "1",
                 choices_per_prompt=choices_per_prompt(body),
@@ -247,9 +257,13 @@ class OpenAIEndpoints:
             for prompt in prompts:
                 serving.metrics.prompt_lengths.observe(len(prompt.token_ids))
                 serving.metrics.prompt_tokens.inc(len(prompt.token_ids))
+                count_prompt(call.request, len(prompt.token_ids))
             generations = [choice.generation for choice in info.choices]
             run = RequestRun(serving.pipeline, mailbox, generations, on_ended=place.give_back)
-            return await self._respond(call, run, form_of(info), info, limits[0].until)
+            form = form_of(body, info)
+            return await self._respond(
+                call, run, form, info, dialect=dialect, deadline=limits[0].until
+            )
 
     async def _respond(
         self,
@@ -257,6 +271,8 @@ class OpenAIEndpoints:
         run: RequestRun,
         form: ResponseFormat,
         info: ResponseInfo,
+        *,
+        dialect: Dialect,
         deadline: float,
     ) -> web.StreamResponse:
         """The answer; who takes longer for it than the request may is cut off."""
@@ -268,7 +284,8 @@ class OpenAIEndpoints:
                     info,
                     form,
                     serving.metrics,
-                    keep_alive_s=serving.keep_alive_s,
+                    dialect=dialect,
+                    keep_alive_s=serving.section.keep_alive_s,
                     headers=_headers_of(call),
                 )
                 if call.body.stream:
@@ -278,6 +295,7 @@ class OpenAIEndpoints:
             _cut_off(call, "it did not take its answer within router.request_timeout_s")
             raise ConnectionAbortedError("the client was too slow") from error
         finally:
+            count_output(call.request, sum(each.generation.num_tokens for each in info.choices))
             serving.finished.add(info.choices[0].generation, time.time())
 
     def _add_choices(
@@ -290,6 +308,7 @@ class OpenAIEndpoints:
     ) -> None:
         """Prompt i's choice j is number ``i * n + j``."""
         body, limits = call.body, self._serving.limits()
+        salt = cache_salt_of(call.request, body.cache_salt)
         # Another id than the client's: two clients may send the same, and workers know it alone.
         unique = f"{call.request_id}.{secrets.token_hex(4)}"
         for prompt in prompts:
@@ -308,7 +327,7 @@ class OpenAIEndpoints:
                     index=index,
                     prompt_token_ids=prompt.token_ids,
                     sampling=for_choice(capped, number),
-                    cache_salt=body.cache_salt or "",
+                    cache_salt=salt,
                     mailbox=mailbox,
                     received=call.received,
                 )
@@ -346,11 +365,12 @@ class _Call(Generic[RequestT]):
 
 def _headers_of(call: _Call[RequestT]) -> dict[str, str]:
     """What the answer says of the request."""
+    headers = limit_headers(call.request)
     ignored = ignored_fields(call.body)
     if not ignored:
-        return {}
+        return headers
     logger.debug("ignored fields request_id=%s fields=%s", call.request_id, ignored)
-    return {IGNORED_HEADER: ", ".join(ignored)}
+    return {**headers, IGNORED_HEADER: ", ".join(ignored)}
 
 
 def _cut_off_reader(call: _Call[RequestT]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.errors import NotReadyError, RequestError, TooManyRequestsError
+from router.errors import NotReadyError, RateLimitError, RequestError, TooManyRequestsError
 from runtime.errors import ErrorCode, TandemError
 
 CLIENT_CLOSED = 499
@@ -39,6 +39,7 @@ _ANSWERS: dict[ErrorCode, _Answer] = {
 }
 _SPECIAL: dict[type[TandemError], _Answer] = {
     TooManyRequestsError: _Answer(429, "rate_limit_error", "rate_limit_exceeded", 1),
+    RateLimitError: _Answer(429, "rate_limit_error", "rate_limit_exceeded"),
     NotReadyError: _Answer(503, "server_error", "server_not_ready", 1),
 }
 
@@ -86,13 +87,13 @@ def failure_from(error: TandemError) -> Failure:
         return Failure(
             status=error.status,
             message=error.message,
-            type="invalid_request_error",
+            type=error.type,
             code=error.error_code,
             param=error.param,
             headers=error.headers,
         )
     answer = _SPECIAL.get(type(error)) or _ANSWERS[error.code]
-    headers = {}
+    headers = dict(error.headers) if isinstance(error, RateLimitError) else {}
     if answer.retry_after_s:
         headers["Retry-After"] = str(answer.retry_after_s)
     if not answer.should_retry:

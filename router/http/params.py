@@ -20,6 +20,7 @@ MAX_CHOICES = 128
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
+BYTES_PER_TOKEN = 4
 COMPLETION_MAX_TOKENS = 16
 _SEEDS = 2**64
 
@@ -127,6 +128,20 @@ def check_token_ids(ids: Sequence[int], limits: ModelLimits, *, param: str) -> N
             f"Fix: send ids from 0 to {limits.vocab_size - 1}",
             param=param,
         )
+
+
+def tokens_asked_for(request: GenerationRequest, num_bytes: int, num_choices: int) -> int:
+    """What a limit of tokens takes ``request`` for until it has ended.
+
+    The most output that it asks for, if it says so, and a token of prompt for every four of the
+    ``num_bytes`` of its body, as prompts are counted only when it has been let in.
+    """
+    asked = request.max_tokens
+    if isinstance(request, ChatRequest):
+        asked = asked if request.max_completion_tokens is None else request.max_completion_tokens
+    elif asked is None:
+        asked = COMPLETION_MAX_TOKENS
+    return num_bytes // BYTES_PER_TOKEN + num_choices * (asked or 0)
 
 
 def _max_tokens(request: GenerationRequest, limits: ModelLimits) -> int:

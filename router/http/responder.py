@@ -15,6 +15,7 @@ from aiohttp import web
 
 from router.errors import as_tandem_error
 from router.http import sse
+from router.http.dialect import Dialect
 from router.http.errors import failure_from
 from router.http.response import Choice, ResponseFormat, ResponseInfo
 from router.metrics import RouterMetrics
@@ -25,7 +26,6 @@ from runtime.logging import get_logger
 
 logger = get_logger(__name__)
 
-KEEP_ALIVE_S = 10.0
 COUNT_S = 0.5
 """Output tokens reach the counter so late at most: adding them one by one costs a lock each."""
 TIMINGS_HEADER = "x-tandem-timings"
@@ -41,15 +41,17 @@ class Responder:
         form: ResponseFormat,
         metrics: RouterMetrics,
         *,
-        keep_alive_s: float = KEEP_ALIVE_S,
+        dialect: Dialect,
+        keep_alive_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """``headers`` go with the answer, in either form."""
+        """A comment is sent in a stream every ``keep_alive_s``; ``headers`` go with either form."""
         self._headers = dict(headers or {})
         self._run = run
         self._info = info
         self._form = form
         self._metrics = metrics
+        self._dialect = dialect
         self._keep_alive_s = keep_alive_s
         self._loop = asyncio.get_running_loop()
         self._error: TandemError | None = None
@@ -101,7 +103,7 @@ class Responder:
                 raise
             except Exception as error:
                 data = self._failure(error, request_id)
-            await response.write(data + sse.DONE)
+            await response.write(data + self._dialect.done)
             await response.write_eof()
         finally:
             self._timer.cancel()
@@ -129,7 +131,7 @@ class Responder:
         failure = failure_from(tandem_error)
         self._metrics.count_error(failure.label)
         logger.warning("stream ended by error request_id=%s error=%r", request_id, failure.message)
-        return sse.event(failure.body(request_id))
+        return self._dialect.event_of(failure, request_id)
 
     def _absorb(self, outputs: Sequence[Output]) -> bytes:
         """Take in ``outputs`` up to a failure among them, and return what to send."""

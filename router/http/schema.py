@@ -223,7 +223,7 @@ class ChatRequest(GenerationRequest):
         return bool(self.continue_final_message or self.messages[-1].get("prefix"))
 
 
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
+RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
 def parse_body(body: bytes, request_type: type[RequestT]) -> RequestT:
@@ -245,6 +245,15 @@ def parse_body(body: bytes, request_type: type[RequestT]) -> RequestT:
     for name, value in fields.items():
         if name != "prompt":  # which has a shape of its own, and perhaps a million ids
             _check_depth(name, value)
+    return validated(fields, request_type)
+
+
+def validated(fields: Mapping[str, object], request_type: type[RequestT]) -> RequestT:
+    """The request that ``fields`` are.
+
+    Raises:
+        RequestError: a field is missing, of the wrong type, or none of the endpoint.
+    """
     try:
         return request_type.model_validate(fields)
     except ValidationError as error:
@@ -308,6 +317,11 @@ def _first_problem(error: ValidationError, fields: Mapping[str, object]) -> Requ
     kind = problem["type"]
     if kind == "missing":
         return RequestError(f"{param} is missing. Fix: send it", param=param)
+    if kind in ("none_required", "extra_forbidden"):
+        is_known = kind == "none_required"
+        why = "is not supported by this server" if is_known else "is no field of this endpoint"
+        code = "unsupported_value" if is_known else "unknown_field"
+        return RequestError(f"{param} {why}. Fix: leave it out", param=param, code=code)
     if kind == "value_error":
         text = problem["msg"].removeprefix("Value error, ")
         place = re.match(r"[^ ]*[^ :]", text) if text.startswith("[") else None
@@ -321,11 +335,14 @@ def _first_problem(error: ValidationError, fields: Mapping[str, object]) -> Requ
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """``("stop_token_ids", 1)`` as ``stop_token_ids[1]``; names of union branches are left out."""
+    """``("stop_token_ids", 1)`` as ``stop_token_ids[1]``; names of union branches are left out.
+
+    Such a name is that of a type, as "str" or "list[int]", and never the first part.
+    """
     path = ""
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part not in ("str", "dict[str,any]"):
+        elif not path or not (part == "str" or "[" in part):
             path += f".{part}" if path else part
     return path

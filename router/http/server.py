@@ -14,6 +14,9 @@ from router.http.app import create_app
 from router.http.connections import ConnectionLimits, Connections
 from router.http.console.console import Console
 from router.http.endpoints import Serving
+from router.http.gate import Gate
+from router.keys.ledger import KeyLedger, Ledger
+from router.keys.source import KeySource
 from router.metrics import RouterMetrics
 from router.model import ServedModel
 from router.pool.journal import PoolJournal
@@ -47,8 +50,13 @@ class HttpServer:
         credentials: Credentials,
         *,
         metrics: RouterMetrics | None = None,
+        keys: KeySource | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
-        """``section`` has this process's share of what is the whole router's."""
+        """``section`` has this process's share of what is the whole router's.
+
+        Without ``keys`` nobody is asked for one; ``ledger`` is where other processes count, too.
+        """
         self._tls = credentials.http_ssl_context()
         loop = asyncio.get_running_loop()
         router_id = f"router-{secrets.token_hex(6)}"
@@ -62,11 +70,7 @@ class HttpServer:
         self._workers = Workers(self.pool, clients, frames, router_id, self.metrics)
         self.pool.on_change(self._workers.follow_pool)
         self._section = section
-        self._admission = Admission(
-            section.max_concurrent_requests or REQUESTS_OF_SILENT_RANK,
-            queue_timeout_s=section.queue_timeout_s,
-            max_queue_bytes=section.max_queue_bytes,
-        )
+        self._admission = _admission_of(section)
         self._lanes = Lanes()
         self._connections = Connections(_limits_of(section), loop.time)
         policy = PairingPolicy(section.policy)
@@ -74,6 +78,7 @@ class HttpServer:
         pipeline = Pipeline(self._workers, policy, section, readiness)
         self._recent = RecentWindow(lambda: Totals.of(self.metrics.sums().collect()), loop.time)
         self._load_lines = LoadLines(lambda: Totals.of(self.metrics.registry.collect()), loop.time)
+        self._gate = Gate(keys, ledger or KeyLedger(loop.time), self.metrics)
         serving = Serving(
             section=section,
             model=model,
@@ -84,6 +89,7 @@ class HttpServer:
             lanes=self._lanes,
             metrics=self.metrics,
             recent=self._recent.recent,
+            gate=self._gate,
         )
         self._journal = PoolJournal(time.time)
         self.pool.on_failure(self._journal.note_failure)
@@ -135,6 +141,7 @@ class HttpServer:
             self.metrics.requests_waiting.set(self._admission.num_waiting)
             self.metrics.connections.set(len(self._connections))
             self.metrics.texts_pending.set(self._lanes.num_pending)
+            self._gate.follow()
             self._recent.tick()
             self._load_lines.tick(self._admission.num_in_flight, self._admission.num_waiting)
             self._workers.follow_pool()
@@ -156,6 +163,14 @@ class HttpServer:
         await self._runner.cleanup()
         self._lanes.close()
         await self._workers.close()
+
+
+def _admission_of(section: RouterSection) -> Admission:
+    return Admission(
+        section.max_concurrent_requests or REQUESTS_OF_SILENT_RANK,
+        queue_timeout_s=section.queue_timeout_s,
+        max_queue_bytes=section.max_queue_bytes,
+    )
 
 
 def _limits_of(section: RouterSection) -> ConnectionLimits:

@@ -107,13 +107,23 @@ def refuse_unsupported(request: GenerationRequest) -> None:
             raise _unsupported(name, "a constraint", "leave it out")
     for name, neutral in _NEUTRAL.items():
         value = unknown.get(name)
-        if value is not None and value not in neutral:
+        if value is not None and value not in neutral and not _is_implied(request, name, value):
             raise _unsupported(name, _short(value), "leave it out")
     if isinstance(request, CompletionRequest):
         _refuse_of_completion(request)
     elif isinstance(request, ChatRequest):
         _refuse_of_chat(request)
     _refuse_misspelt(request)
+
+
+def _is_implied(request: GenerationRequest, name: str, value: object) -> bool:
+    """Whether ``value`` only says once more what another field does; vLLM wants both."""
+    return (
+        name == "add_generation_prompt"
+        and value is False
+        and isinstance(request, ChatRequest)
+        and bool(request.continue_final_message)
+    )
 
 
 def refuse_switches(request: ChatRequest, read_by_template: frozenset[str]) -> None:

@@ -62,6 +62,7 @@ class ChoiceText:
         "_stops",
         "finished",
         "num_tokens",
+        "stopped_by",
     )
 
     def __init__(
@@ -84,6 +85,8 @@ class ChoiceText:
         self._num_reasoning_tokens = 0
         self.num_tokens = 0
         """Output tokens so far, stop tokens included."""
+        self.stopped_by: str | None = None
+        """The stop string that ended the output, once one did."""
         self.finished = False
 
     def feed(
@@ -143,6 +146,7 @@ class ChoiceText:
         if self.num_tokens <= self._options.min_tokens:
             return text, False
         result = self._stops.feed(text)
+        self.stopped_by = result.stopped
         return result.text, result.stopped is not None
 
     def _reason(self, finish: FinishReason | None) -> str:

@@ -8,6 +8,7 @@ know).
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,6 +66,8 @@ class ChatTemplate:
             raise ConfigError("model.path", source[:40], problem, "mend the template") from error
         self.source = source
         self._special_tokens = dict(special_tokens)
+        self._end_mark = f"\ufdd2{secrets.token_hex(8)}\ufdd3"
+        """Stands behind the content that an answer goes on from; no client can guess it."""
         self.variables = frozenset(names)
         """What the template reads."""
 
@@ -88,6 +91,8 @@ class ChatTemplate:
             RequestError: the template refuses the messages.
         """
         variables = {**self._special_tokens, **(extra or {})}
+        if continue_final_message:
+            messages = _with_end_mark(messages, self._end_mark)
         try:
             text = self._template.render(
                 messages=messages,
@@ -108,20 +113,35 @@ class ChatTemplate:
                 "Fix: use the roles and the order that the model knows",
                 param="messages",
             ) from error
-        return _cut_after_final(text, messages) if continue_final_message else text
+        return _cut_at(text, self._end_mark) if continue_final_message else text
 
 
-def _cut_after_final(text: str, messages: Sequence[Message]) -> str:
-    """``text`` without what the template put after the content of the last message."""
-    content = str(messages[-1].get("content") or "").strip()
-    end = text.rfind(content)
-    if not content or end < 0:
-        raise RequestError(
-            "messages: the last message has no content to continue. "
-            "Fix: give it content, or leave out continue_final_message and prefix",
-            param="messages",
-        )
-    return text[: end + len(content)]
+def _with_end_mark(messages: Sequence[Message], mark: str) -> list[Message]:
+    """``messages`` with ``mark`` behind the last content, of which spaces at its end are left out.
+
+    The content alone would not do: what the template puts behind it may spell it once more.
+    """
+    final = messages[-1]
+    content = str(final.get("content") or "").rstrip()
+    if not content:
+        raise _nothing_to_continue("has no content to continue")
+    return [*messages[:-1], {**final, "content": content + mark}]
+
+
+def _cut_at(text: str, mark: str) -> str:
+    """``text`` up to the last ``mark``."""
+    before, found, _ = text.rpartition(mark)
+    if not found:
+        raise _nothing_to_continue("is not written by the model's chat template")
+    return before.replace(mark, "")
+
+
+def _nothing_to_continue(problem: str) -> RequestError:
+    return RequestError(
+        f"messages: the last message {problem}. "
+        "Fix: give it content, or leave out continue_final_message and prefix",
+        param="messages",
+    )
 
 
 def load_chat_template(folder: Path, name: str = "default") -> ChatTemplate | None:

@@ -159,6 +159,11 @@ class Tokenizer:
                     ids.insert(0, self._bos_id)
         return results
 
+    def entry(self, token_id: int) -> str | None:
+        """One vocabulary entry as tokenizer.json spells it; None beyond the tokenizer's ids."""
+        found: str | None = self._backend.id_to_token(token_id)
+        return found
+
     def token_id(self, token: str) -> int | None:
         """The id of one vocabulary entry."""
         found: int | None = self._backend.token_to_id(token)

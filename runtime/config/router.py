@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from runtime.config.checks import at_least, check_port, one_of
+from runtime.config.checks import at_least, check_origin, check_port, one_of
 from runtime.errors import ConfigError
 
 TOOL_PARSERS = ("auto", "none", "deepseek-v3", "deepseek-v3.1", "glm-4.5", "hermes", "llama3-json")
@@ -17,6 +17,11 @@ class RouterSection:
 
     host: str = ""
     """Interface of HTTP alone; empty: ``cluster.host``."""
+    keys_file: str = ""
+    """TOML file of API keys (`tandem keys add`), followed while the router runs; empty: the keys in
+    TANDEM_API_KEYS, and without those none is asked for."""
+    allow_anonymous: bool = False
+    """Let HTTP listen beyond this machine though it asks nobody for a key."""
     port: int = 8000
     """OpenAI-compatible HTTP; 0: any free port."""
     control_port: int = 8100
@@ -57,6 +62,11 @@ class RouterSection:
     """For the body of a request, from its headers on."""
     client_stall_timeout_s: float = 60.0
     """A client that takes no byte of its answer for so long is cut off."""
+    keep_alive_s: float = 10.0
+    """A stream with nothing to send gets a comment so often: silence is taken for a dead line."""
+    cors_origins: str = ""
+    """Origins whose pages may call this server from a browser, as "https://chat.example", separated
+    by commas, or "*" for all; empty: none."""
     max_mailbox_bytes: int = 16 * 2**20
     """Output of one request that its client has not taken; beyond, it is cut off."""
     policy: str = "least-loaded"
@@ -72,6 +82,9 @@ class RouterSection:
     template knows </think>."""
 
     def __post_init__(self) -> None:
+        if self.keys_file and self.allow_anonymous:
+            problem = "router.keys_file is set: every request needs a key"
+            raise ConfigError("router.allow_anonymous", True, problem, "one of the two")
         check_port("router.port", self.port)
         check_port("router.control_port", self.control_port)
         at_least("router.instances", self.instances, 1)
@@ -92,11 +105,20 @@ class RouterSection:
         at_least("router.header_timeout_s", self.header_timeout_s, 0.001)
         at_least("router.body_timeout_s", self.body_timeout_s, 0.001)
         at_least("router.client_stall_timeout_s", self.client_stall_timeout_s, 0.001)
+        at_least("router.keep_alive_s", self.keep_alive_s, 0.01)
+        for origin in self.allowed_origins:
+            check_origin("router.cors_origins", origin)
         at_least("router.max_mailbox_bytes", self.max_mailbox_bytes, 1024)
         one_of("router.policy", self.policy, ("least-loaded", "round-robin"))
         at_least("router.lease_ttl_s", self.lease_ttl_s, 0.1)
         one_of("router.tool_parser", self.tool_parser, TOOL_PARSERS)
         one_of("router.reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
+
+    @property
+    def allowed_origins(self) -> tuple[str, ...]:
+        """Those in ``cors_origins``."""
+        origins = (origin.strip() for origin in self.cors_origins.split(","))
+        return tuple(origin for origin in origins if origin)
 
     def numbered(self, index: int) -> RouterSection:
         """Of router ``index`` of several, from 0."""

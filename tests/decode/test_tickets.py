@@ -179,6 +179,18 @@ def test_a_settled_ticket_keeps_nothing_of_its_request() -> None:
     assert bench.desk.writer_of(ticket.nonce) == WRITER
 
 
+@pytest.mark.parametrize(("salt", "num_cached"), [("alice\0", 4), ("bob\0", 0), ("", 0)])
+def test_a_cached_prefix_is_shared_by_requests_of_one_salt_only(salt: str, num_cached: int) -> None:
+    bench, request = Bench(), make_request(0, 8)
+    request.request.cache_salt = "alice\0"
+    ticket = bench.desk.open(request, 60.0)
+    assert bench.arrive(ticket.nonce) is request
+    bench.pool.commit(request.request.block_table[:2], request.request.block_hashes[:2])
+    twin = make_request(0, 8)
+    twin.request.cache_salt = salt
+    assert bench.desk.open(twin, 60.0).num_cached_tokens == num_cached
+
+
 def test_a_context_that_ends_in_output_is_received_as_a_whole() -> None:
     bench = Bench()
     request = make_request(0, 5, num_output=4)

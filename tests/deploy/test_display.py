@@ -95,6 +95,12 @@ def test_the_command_is_told_so_that_it_can_be_typed(
     assert own_command() == "tandem"
 
 
+def test_the_curl_line_shows_a_key_where_one_is_asked_for() -> None:
+    shown = 'Authorization: Bearer $TANDEM_API_KEY"'
+    assert shown not in ready_message(STATE)
+    assert shown in ready_message(dataclasses.replace(STATE, asks_for_keys=True))
+
+
 def test_the_ready_message_has_a_curl_line_of_its_own() -> None:
     (curl,) = [line for line in ready_message(STATE).splitlines() if "curl" in line]
     assert curl.strip().startswith("curl http://127.0.0.1:8000/v1/completions -H ")

@@ -22,12 +22,19 @@ async def no_models(_: web.Request) -> web.Response:
     return web.json_response({"object": "list", "data": []})
 
 
+async def guarded(request: web.Request) -> web.StreamResponse:
+    if request.headers.get("Authorization") != "Bearer sk-of-tests":
+        return web.json_response({"error": {"message": "a key is needed"}}, status=401)
+    return await complete(request)
+
+
 @pytest.fixture
 def url() -> Iterator[str]:
     """A server in a thread of its own: the command under test blocks."""
     loop = asyncio.new_event_loop()
     app = web.Application()
     app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", complete)])
+    app.add_routes([web.post("/guarded/v1/completions", guarded)])
     app.add_routes([web.get("/starting/v1/models", no_models)])
     runner = web.AppRunner(app)
 
@@ -44,6 +51,17 @@ def url() -> Iterator[str]:
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+def test_the_key_of_the_environment_is_shown(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [f"{url.removesuffix('/v1')}/guarded/v1", "--model", "fake-model"]
+    assert main(["generate", "def f(n):", "--url", *asked]) == 1
+    assert "a key is needed" in capsys.readouterr().err
+    monkeypatch.setenv("TANDEM_API_KEY", "sk-of-tests")
+    assert main(["generate", "def f(n):", "--url", *asked]) == 0
+    assert capsys.readouterr().out == "def f(n):<def><f(n):>\n"
 
 
 def test_prompt_and_completion_are_printed(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,14 +65,18 @@ def nested(path: str, value: object) -> dict[str, Any]:
 def render(
     values: Values | None = None, *, name: str = "demo", namespace: str = "serving"
 ) -> Rendered:
-    """What `helm install NAME` would make; a refused value is a HelmError."""
+    """What `helm install NAME` would make; a refused value is a HelmError.
+
+    Where values say nothing of keys, the chart is told that this is meant.
+    """
     return render_chart(CHART, values or {}, name=name, namespace=namespace)
 
 
 def render_chart(chart: Path, values: Values, *, name: str, namespace: str) -> Rendered:
     """The same of another chart."""
     with Chart.load(chart) as loaded:
-        files = loaded.render(dict(values), name=name, namespace=namespace)
+        told = {"keys": {"allowAnonymous": True}, **values}
+        files = loaded.render(told, name=name, namespace=namespace)
     notes, manifests, hooks = "", [], []
     for path, text in files.items():
         if path.endswith("NOTES.txt"):

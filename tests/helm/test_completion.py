@@ -24,9 +24,14 @@ ANSWER: dict[str, Any] = {
 
 @contextmanager
 def router(
-    *, answer: object = ANSWER, status: int = 200, timings: object = TIMINGS, not_ready: int = 0
+    *,
+    answer: object = ANSWER,
+    status: int = 200,
+    timings: object = TIMINGS,
+    not_ready: int = 0,
+    key: str = "",
 ) -> Iterator[str]:
-    """A router's HTTP with these answers; yields its address."""
+    """A router's HTTP with these answers, which asks for ``key``; yields its address."""
     left = [not_ready]
 
     class Handler(BaseHTTPRequestHandler):
@@ -34,13 +39,19 @@ def router(
             if self.path == "/ready" and left[0] > 0:
                 left[0] -= 1
                 self.reply(503, {"status": "not ready", "missing": ["decode"]})
+            elif key and self.path != "/ready" and not self.shows(key):
+                self.reply(401, {"error": {"message": "a key is needed"}})
             else:
                 self.reply(200, {"data": [{"id": "model-x"}]})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             assert body["model"] == "model-x"
+            assert not key or self.shows(key)
             self.reply(status, answer)
+
+        def shows(self, key: str) -> bool:
+            return self.headers["authorization"] == f"Bearer {key}"
 
         def reply(self, status: int, body: object) -> None:
             data = json.dumps(body).encode()
@@ -100,3 +111,14 @@ def test_a_cluster_that_is_never_ready_ends_the_wait(capsys: pytest.CaptureFixtu
     with router(not_ready=10**9) as endpoint:
         assert run(endpoint, timeout_s=0.05) == 1
     assert "not ready after 0.05 s" in capsys.readouterr().err
+
+
+def test_a_key_is_shown_where_one_is_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with router(key="sk-of-tests") as endpoint:
+        assert run(endpoint) == 1
+        assert "a key is needed" in capsys.readouterr().err
+        # Of a file that ends in a newline, as a shell writes it.
+        monkeypatch.setenv("TANDEM_API_KEY", "sk-of-tests\n")
+        assert run(endpoint) == 0

@@ -109,6 +109,7 @@ COMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "source": "hostPath", "existingClaim": "", "hostPath": "/data/models"}}),
     "secrets that exist": ("cpu-demo", {
         "secret": {"existing": "mine"}, "tls": {"enabled": True, "existingSecret": "pem"}}),
+    "ray with keys": ("kuberay", {"keys": {"existingSecret": "tenants", "allowAnonymous": False}}),
     "little of it": ("cpu-demo", {
         "serviceAccount": {"create": False}, "networkPolicy": {"enabled": False},
         "router": {"pdb": {"enabled": False}}, "prefill": {"pdb": {"enabled": False}},

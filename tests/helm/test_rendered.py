@@ -86,7 +86,8 @@ def test_profiles_are_the_configurations_of_the_same_name(name: str) -> None:
     assert config.model == file.model
     assert config.decode == file.decode
     assert config.prefill == dataclasses.replace(file.prefill, instances=1)
-    assert config.router == file.router
+    keys_file = "/etc/tandem-keys/keys.toml"
+    assert config.router == dataclasses.replace(file.router, keys_file=keys_file)
     prefill = rendered.get("StatefulSet", "demo-tandem-prefill")
     assert prefill["spec"]["replicas"] == file.prefill.instances
     groups = rendered.get("LeaderWorkerSet", "demo-tandem-decode")["spec"]
@@ -400,3 +401,44 @@ def test_the_head_of_a_ray_cluster_runs_tandem_up() -> None:
     toml = rendered.get("ConfigMap", "demo-tandem-config")["data"]["config.toml"]
     assert tomllib.loads(toml)["cluster"]["ray_address"] == "auto"
     assert spec["workerGroupSpecs"][0]["replicas"] == 2
+
+
+def folders_of(pod: Manifest) -> dict[str, str]:
+    """Where a pod's only container finds each of its volumes."""
+    (container,) = pod["spec"]["containers"]
+    return {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "head"), [("cpu-demo", "demo-tandem-router"), ("kuberay", "demo-tandem-ray-head")]
+)
+def test_keys_are_where_routers_look_for_them_and_nowhere_else(name: str, head: str) -> None:
+    keys = {"existingSecret": "tenants", "file": "api.toml", "testKey": "one"}
+    rendered = render(merged(profile(name), {"keys": {**keys, "allowAnonymous": False}}))
+    router = config_of(rendered).router
+    assert router.keys_file == "/etc/tandem-keys/api.toml"
+    assert not router.allow_anonymous
+    pods = pod_templates(rendered)
+    has_keys = [part for part, pod in pods.items() if "keys" in folders_of(pod)]
+    is_head = re.compile(rf"{head}|demo-tandem-head")
+    assert len(has_keys) == 1
+    assert is_head.fullmatch(has_keys[0])
+    pod = pods[has_keys[0]]
+    assert folders_of(pod)["keys"] == str(Path(router.keys_file).parent)
+    (volume,) = [each for each in pod["spec"]["volumes"] if each["name"] == "keys"]
+    assert volume["secret"]["secretName"] == "tenants"
+    assert volume["secret"]["items"] == [{"key": "api.toml", "path": "api.toml"}]
+    (container,) = rendered.get("Pod", "demo-tandem-test")["spec"]["containers"]
+    (variable,) = container["env"]
+    assert variable["name"] == "TANDEM_API_KEY"
+    assert variable["valueFrom"]["secretKeyRef"] == {
+        "name": "tenants", "key": "one", "optional": True,
+    }  # fmt: skip
+    assert "needs a key" in rendered.notes
+
+
+def test_a_release_without_keys_says_so() -> None:
+    rendered = release("cpu-demo")
+    assert config_of(rendered).router.allow_anonymous
+    assert "asks for no key" in rendered.notes
+    assert not any("keys" in folders_of(pod) for pod in pod_templates(rendered).values())

@@ -27,6 +27,7 @@ pytestmark = [
 
 CONFIG = """\
 [router]
+allow_anonymous = true
 lease_ttl_s = 3.0
 worker_wait_s = 150.0
 [decode]

@@ -129,6 +129,8 @@ mode = "files"
 cert = "{folder}/cert.pem"
 key = "{folder}/key.pem"
 ca = "{folder}/ca.pem"
+[router]
+allow_anonymous = true
 [kv_transfer]
 transport = "loopback"
 """

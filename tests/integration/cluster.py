@@ -122,8 +122,7 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         self._folder.mkdir(parents=True, exist_ok=True)
-        cluster = dataclasses.replace(self.config.cluster, host=self.address_of("router"))
-        self._file.write_text(dump_config(dataclasses.replace(self.config, cluster=cluster)))
+        self._file.write_text(dump_config(_served_at(self.address_of("router"), self.config)))
         try:
             for index in range(self.config.router.instances):
                 self.start_router(index)
@@ -328,3 +327,10 @@ def _marked(mark: bytes) -> Iterator[int]:
             continue
         if state != "Z" and mark in environment.split(b"\0"):
             yield int(entry.name)
+
+
+def _served_at(host: str, config: ClusterConfig) -> ClusterConfig:
+    """``config`` at ``host``; on a cable of its own nobody but the test gets to the router."""
+    cluster = dataclasses.replace(config.cluster, host=host)
+    router = dataclasses.replace(config.router, allow_anonymous=not config.router.keys_file)
+    return dataclasses.replace(config, cluster=cluster, router=router)

@@ -42,6 +42,7 @@ SMALL = {"device": "cpu", "max_num_seqs": 8, "num_blocks": 96}
 POD = {"startupSeconds": 300, "rdma": {"resource": "", "count": 0}, "drainSeconds": 5}
 VALUES: Values = {
     "model": {"source": "bundled", "path": ""},
+    "keys": {"existingSecret": "", "allowAnonymous": True},
     "config": {
         "model": {"dtype": "auto", "max_model_len": 2048},
         "router": {"http_processes": 1, "worker_wait_s": 150.0},

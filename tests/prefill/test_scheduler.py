@@ -211,6 +211,26 @@ def test_requests_that_came_together_compute_the_prefix_that_they_share_once() -
     scheduler.check_integrity()
 
 
+@pytest.mark.parametrize(("salt", "num_cached"), [("alice\0", 8), ("bob\0", 0), ("", 0)])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_prefix_is_shared_by_requests_of_one_salt_only(
+    salt: str, num_cached: int, together: bool
+) -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=12)
+    prefix = list(range(10))
+    first, second = make_item(1, 12, prefix=prefix), make_item(2, 15, prefix=prefix)
+    first.request.cache_salt, second.request.cache_salt = "alice\0", salt
+    scheduler.add(first)
+    if not together:
+        run_step(scheduler)
+    scheduler.add(second)
+    while 2 not in scheduler.sending:
+        assert run_step(scheduler)
+    assert second.request.num_cached_tokens == num_cached
+    shared = set(first.request.block_table) & set(second.request.block_table)
+    assert bool(shared) == bool(num_cached)
+
+
 def test_a_prompt_that_is_cached_as_a_whole_still_computes_its_last_block() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=100)
     prefix = list(range(8))

@@ -2,13 +2,14 @@
 
     python completion.py ENDPOINT [--timeout S] [--ca FILE]
 
-Needs nothing but the standard library. Ends with 0, or with 1 and what is wrong.
+Needs nothing but the standard library. TANDEM_API_KEY is the API key, where one is asked for. Ends with 0, or with 1 and what is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import ssl
 import sys
 import time
@@ -32,12 +33,15 @@ class Endpoint:
 
     def __init__(self, address: str, ca: str | None) -> None:
         self._address = address.rstrip("/")
+        self._key = os.environ.get("TANDEM_API_KEY", "").strip()
         self._context = ssl.create_default_context(cafile=ca) if ca else None
 
     def call(self, path: str, body: object = None) -> tuple[dict[str, object], str]:
         """The JSON that ``path`` answers, and its header of timings."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json", "x-tandem-timings": "1"}
+        if self._key:
+            headers["authorization"] = f"Bearer {self._key}"
         request = urllib.request.Request(self._address + path, data, headers)
         with urllib.request.urlopen(
             request, timeout=CALL_TIMEOUT_S, context=self._context
@@ -67,7 +71,10 @@ def wait_ready(endpoint: Endpoint, timeout_s: float) -> None:
 
 def prove(endpoint: Endpoint) -> str:
     """Ask for a completion, check it, and tell what it shows."""
-    models, _ = endpoint.call("/v1/models")
+    try:
+        models, _ = endpoint.call("/v1/models")
+    except urllib.error.HTTPError as error:
+        raise NotProvenError(f"{error}: {error.read().decode(errors='replace')}") from error
     model = models["data"][0]["id"]  # type: ignore[index]
     body = {
         "model": model,

@@ -25,6 +25,11 @@ router:
   {{- if eq .Values.mode "ray" }}
   host: {{ .Values.listen | quote }}
   {{- end }}
+  {{- if .Values.keys.existingSecret }}
+  keys_file: /etc/tandem-keys/{{ .Values.keys.file }}
+  {{- else }}
+  allow_anonymous: true
+  {{- end }}
   port: {{ .Values.router.ports.http }}
   control_port: {{ .Values.router.ports.control }}
 {{- if .Values.tls.enabled }}
@@ -99,6 +104,12 @@ decode:
 {{- end -}}
 {{- if and (eq $values.model.source "hostPath") (not $values.model.hostPath) -}}
 {{- fail "model.hostPath = \"\": model.source is hostPath. Fix: a folder of the nodes" -}}
+{{- end -}}
+{{- if and (not $values.keys.existingSecret) (not $values.keys.allowAnonymous) -}}
+{{- fail "keys.existingSecret = \"\": whoever reaches HTTP could ask. Fix: a Secret with a file of `tandem keys add`, or keys.allowAnonymous" -}}
+{{- end -}}
+{{- if and $values.keys.existingSecret $values.keys.allowAnonymous -}}
+{{- fail "keys.allowAnonymous = true: every request needs a key of keys.existingSecret. Fix: one of the two" -}}
 {{- end -}}
 {{- if and $values.tls.enabled (not $values.tls.existingSecret) (not $values.tls.certManager.enabled) -}}
 {{- fail "tls.existingSecret = \"\": nobody makes the certificate. Fix: a Secret's name, or tls.certManager.enabled" -}}

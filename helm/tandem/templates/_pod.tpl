@@ -135,6 +135,26 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
+{{/* The file of API keys, for routers. A whole folder: a single file in it would not follow the Secret. */}}
+{{- define "tandem.keysMount" -}}
+{{- if .Values.keys.existingSecret -}}
+- name: keys
+  mountPath: /etc/tandem-keys
+  readOnly: true
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.keysVolume" -}}
+{{- if .Values.keys.existingSecret -}}
+- name: keys
+  secret:
+    secretName: {{ .Values.keys.existingSecret }}
+    defaultMode: 0440
+    items:
+      - {key: {{ .Values.keys.file | quote }}, path: {{ .Values.keys.file | quote }}}
+{{- end -}}
+{{- end -}}
+
 {{/* Folders of a pod that computes: (dict "values" the role's). */}}
 {{- define "tandem.computeMounts" -}}
 - name: shm

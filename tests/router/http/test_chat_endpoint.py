@@ -211,6 +211,13 @@ async def test_token_ids_on_request(client, cluster: Cluster) -> None:
     expected = cluster.tokenizer.encode(ANSWER, add_special_tokens=False)
     assert answer.choices[0].token_ids == [*expected, cluster.eos]
     assert answer.prompt_token_ids == list(cluster.prefill.seen[0].context_token_ids)
+    stream = await chat(client, stream=True, extra_body={"return_token_ids": True})
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].prompt_token_ids == answer.prompt_token_ids
+    choices = [chunk.choices[0] for chunk in chunks]
+    streamed = [i for choice in choices for i in getattr(choice, "token_ids", [])]
+    assert streamed == answer.choices[0].token_ids
+    assert "".join(choice.delta.content or "" for choice in choices) == ANSWER
 
 
 async def test_decode_may_speak_before_prefill_answered(client, cluster: Cluster) -> None:

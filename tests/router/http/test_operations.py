@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.http.server import bind_http, port_of
+from router.keys.file import add_to_file
+from router.keys.record import KeyLimits, KeyRecord, hash_key, new_key
 from runtime.config import ClusterConfig, ModelSection, RouterSection
 from runtime.config_file import dump_config
 from runtime.errors import ConfigError
@@ -136,7 +139,7 @@ def test_a_taken_port_is_a_config_error() -> None:
             bind_http("127.0.0.1", port_of(taken))
 
 
-def write_config(folder: Path, model_dir: Path, **section: int) -> tuple[Path, int, int]:
+def write_config(folder: Path, model_dir: Path, **section: object) -> tuple[Path, int, int]:
     ports = []
     for _ in range(2):
         with bind_http("127.0.0.1", 0) as free:
@@ -253,6 +256,93 @@ async def test_several_http_processes_share_port_pool_and_metrics(
         for pid in pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def pids_of(url: str, number: int) -> set[int]:
+    """The HTTP processes behind a port; one connection each: the kernel spreads them."""
+    pids: set[int] = set()
+    async with asyncio.timeout(60):
+        while len(pids) < number:
+            async with aiohttp.ClientSession(url) as http:
+                await wait_ready(http)
+                async with http.get("/status") as response:
+                    pids.add((await response.json())["pid"])
+    return pids
+
+
+@pytest.mark.slow
+async def test_several_http_processes_count_a_key_together(tmp_path, model_dir, workers) -> None:
+    most, key, keys_file = 6, new_key(), tmp_path / "keys.toml"
+    limits = KeyLimits(requests_per_minute=most)
+    add_to_file(keys_file, KeyRecord(name="alice", sha256=hash_key(key), limits=limits))
+    options = {"http_processes": 2, "keys_file": str(keys_file)}
+    path, port, control_port = write_config(tmp_path, model_dir, **options)
+    process = start(path)
+    url, headers = f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {key}"}
+    try:
+        for worker in workers:
+            await worker.start(f"127.0.0.1:{control_port}")
+        await pids_of(url, 2)
+        statuses, began = [], time.monotonic()
+        for _ in range(4 * most):  # one connection each: the kernel spreads them
+            async with (
+                aiohttp.ClientSession(url, headers=headers) as http,
+                http.post("/v1/completions", json=BODY) as response,
+            ):
+                statuses.append(response.status)
+        flowed_in = (time.monotonic() - began) * most / 60
+        assert set(statuses) == {200, 429}
+        assert most <= statuses.count(200) <= most + flowed_in + 1
+        async with aiohttp.ClientSession(url) as http:
+            values = await metric_values(http)
+        admitted = values["pd_router_key_requests_total{key=alice,outcome=admitted}"]
+        assert admitted == statuses.count(200)
+        assert values["pd_router_keys"] == 1
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+async def test_requests_of_an_http_process_that_died_hold_no_place_of_their_key(
+    tmp_path, model_dir, workers
+) -> None:
+    key, keys_file = new_key(), tmp_path / "keys.toml"
+    limits = KeyLimits(max_concurrent_requests=1)
+    add_to_file(keys_file, KeyRecord(name="alice", sha256=hash_key(key), limits=limits))
+    options = {"http_processes": 2, "keys_file": str(keys_file)}
+    path, port, control_port = write_config(tmp_path, model_dir, **options)
+    process = start(path)
+    url, headers = f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {key}"}
+
+    async def ask() -> int:
+        async with (
+            aiohttp.ClientSession(url, headers=headers) as http,
+            http.post("/v1/completions", json=BODY) as response,
+        ):
+            return response.status
+
+    try:
+        for worker in workers:
+            await worker.start(f"127.0.0.1:{control_port}")
+        pids = await pids_of(url, 2)
+        prefill = workers[0]
+        prefill.holds_runs = True
+        held = asyncio.create_task(ask())
+        async with asyncio.timeout(60):
+            while not prefill.seen:
+                await asyncio.sleep(0.01)
+        assert await ask() == 429
+        prefill.holds_runs = False
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(aiohttp.ClientError):
+            await held
+        assert not await pids_of(url, 2) & pids
+        assert await ask() == 200
     finally:
         process.kill()
         process.communicate()

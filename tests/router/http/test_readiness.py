@@ -8,7 +8,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.router.conftest import MODEL, Cluster, StartRouter
-from tests.router.fakes import FakeDecode
+from tests.router.fakes import MAX_MODEL_LEN, SECRET, FakeDecode
 
 COMPLETION = {"model": MODEL, "prompt": "hi", "max_tokens": 8}
 
@@ -168,7 +168,27 @@ async def test_a_wrong_method_or_url_says_what_is_right(
     async with http.post("/v1/v1/chat/completions", json={}) as response:
         assert response.status == 404
         assert "/v1/chat/completions: the client adds /v1" in await response.text()
-    async with http.get("/version") as response:
+    async with http.get("/v1/embeddings") as response:
         message = (await response.json())["error"]["message"]
         assert "/v1/completions" in message
         assert "/health" in message
+
+
+async def test_what_is_served_is_told(http: aiohttp.ClientSession, cluster: Cluster) -> None:
+    async with http.get("/version") as response:
+        version = (await response.json())["version"]
+        assert version[0].isdigit()
+    async with http.get(f"/v1/models/{MODEL}") as response:
+        card = await response.json()
+    assert card["max_model_len"] == MAX_MODEL_LEN
+    assert {"chat", "completions", "return_token_ids"} <= set(card["features"])
+    async with http.get("/server_info") as response:
+        text = await response.text()
+        info = await response.json()
+    assert info["version"] == version
+    assert info["model"] == card
+    assert info["ready"] is True
+    assert info["workers"] == {"prefill": 1, "decode": 1}
+    assert info["limits"]["max_body_bytes"] == 8 * 2**20
+    assert SECRET not in text
+    assert "127.0.0.1" not in text  # workers' addresses are not for clients

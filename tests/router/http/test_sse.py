@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import aiohttp
+import openai
 import orjson
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http import responder, sse
-from tests.router.conftest import ANSWER, MODEL, Cluster
+from router.http import sse
+from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
 
 BODY = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": 100}
 
@@ -54,22 +54,27 @@ async def test_tokens_that_come_together_are_one_write(http, cluster: Cluster) -
     assert len(writes) <= 2
 
 
-async def test_a_long_wait_is_filled_with_comments(
-    http, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = responder.Responder.__init__
-
-    def impatient(self, *args, **kwargs):
-        original(self, *args, **{**kwargs, "keep_alive_s": 0.05})
-
-    monkeypatch.setattr(responder.Responder, "__init__", impatient)
+async def test_a_long_wait_is_filled_with_comments(start_router: StartRouter) -> None:
+    """Which no client takes for anything: the SDK's events are those of the answer alone."""
+    cluster = await start_router(keep_alive_s=0.05)
+    await cluster.add_prefill()
+    await cluster.add_decode()
+    await cluster.until(lambda: cluster.decode.num_streams > 0)
     cluster.prefill.run_s = 0.3
-    async with http.post("/v1/completions", json=BODY) as response:
+    async with (
+        aiohttp.ClientSession(cluster.url) as http,
+        http.post("/v1/completions", json=BODY) as response,
+    ):
         raw = await response.read()
-    num_comments = raw.count(b": keep-alive\n\n")
-    assert num_comments >= 3
+    assert raw.count(b": keep-alive\n\n") >= 3
     events = payloads(raw.replace(b": keep-alive\n\n", b""))
     assert "".join(event["choices"][0]["text"] for event in events) == ANSWER
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
+        messages = [{"role": "user", "content": "hi"}]
+        stream = await client.chat.completions.create(model=MODEL, messages=messages, stream=True)
+        chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))

@@ -366,6 +366,30 @@ async def test_a_message_goes_on_at_another_worker(
     assert sum(len(decode.seen) for decode in cluster.decodes) == seen + 2
 
 
+async def test_other_apis_read_the_same_model(http, cluster: Cluster) -> None:
+    """Text alone of what it writes; the tokens of what it reads; what it can."""
+    cluster.answer = "<think>\nlet me see\n</think>\n\nIt is 4."
+    messages = [{"role": "user", "content": "say hello"}]
+    body = {"messages": messages, "max_tokens": 100}
+    async with http.post("/v1/messages", json=body) as response:
+        answer = await response.json()
+    assert answer["content"] == [{"type": "text", "text": "It is 4."}]
+    assert answer["usage"]["output_tokens"] == cluster.num_answer_tokens
+    async with http.post("/v1/messages", json={**body, "stream": True}) as response:
+        raw = await response.text()
+    assert "let me see" not in raw
+    assert raw.count("event: message_stop") == 1
+    offered = {"messages": messages, "tools": [WEATHER]}
+    async with http.post("/tokenize", json=offered) as response:
+        tokens = (await response.json())["tokens"]
+    async with http.post("/v1/chat/completions", json={**offered, "max_tokens": 1}) as response:
+        assert response.status == 200
+    assert tokens == list(cluster.prefill.seen[-1].context_token_ids)
+    async with http.get("/v1/models") as response:
+        (card,) = (await response.json())["data"]
+    assert {"tools", "reasoning"} <= set(card["features"])
+
+
 BAD_TOOLS = [
     ([{"type": "nonsense"}], "tools[0].type"),
     ([WEATHER, {"type": "function"}], "tools[1].function"),

@@ -27,6 +27,21 @@ def test_messages_are_rendered() -> None:
         template.render([USER, {"role": "assistant", "content": ""}], continue_final_message=True)
 
 
+@pytest.mark.parametrize("content", ["e", "eos", ">", "assistant", "<eos>"])
+def test_a_continued_message_ends_where_its_content_does(content: str) -> None:
+    """Also where the template writes the same letters behind it."""
+    template = ChatTemplate(TEMPLATE, TOKENS)
+    tail = {"role": "assistant", "content": content}
+    text = template.render([USER, tail], continue_final_message=True)
+    assert text == f"<bos><user>hi<assistant>{content}"
+
+
+def test_a_final_message_that_the_template_leaves_out_is_refused() -> None:
+    template = ChatTemplate("{% for m in messages[:-1] %}{{ m.content }}{% endfor %}", TOKENS)
+    with pytest.raises(RequestError, match="not written"):
+        template.render([USER, {"role": "assistant", "content": "x"}], continue_final_message=True)
+
+
 def test_extra_variables_and_filters() -> None:
     template = ChatTemplate(
         "{% for m in messages %}{% if m.content == 'x' %}{% continue %}{% endif %}"
