@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.multiprocess import MultiProcessCollector
 
 from router.pool.members import Member, Role
+from router.shared_metrics import SharedMetrics
 from runtime.errors import ErrorCode
 from runtime.metrics import (
     ITL_BUCKETS_S,
@@ -149,7 +149,7 @@ class RouterMetrics:
         if self._shared_dir is None:
             return self.registry
         registry = CollectorRegistry()
-        MultiProcessCollector(registry, self._shared_dir)  # type: ignore[no-untyped-call]
+        registry.register(SharedMetrics(self._shared_dir))
         return registry
 
     def introduce(self, model: str) -> None:

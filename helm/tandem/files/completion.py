@@ -2,7 +2,8 @@
 
     python completion.py ENDPOINT [--timeout S] [--ca FILE]
 
-Needs nothing but the standard library. TANDEM_API_KEY is the API key, where one is asked for. Ends with 0, or with 1 and what is wrong.
+Needs nothing but the standard library. TANDEM_API_KEY is the API key, where one is asked for.
+Ends with 0, or with 1 and what is wrong.
 """
 
 from __future__ import annotations
