@@ -214,9 +214,9 @@ class ShortSteps:
                 batch, kv_pool, on_layer_done=on_layer_done, meanwhile=meanwhile
             )
         hidden = self._graphs.run(batch)
-        for index in range(self._num_layers if on_layer_done is not None else 0):
-            assert on_layer_done is not None
-            on_layer_done(index)
+        if on_layer_done is not None:
+            for index in range(self._num_layers):
+                on_layer_done(index)
         meanwhile()
         return hidden
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import orjson
-
 from router.http import sse
 from router.http.errors import Failure
 
@@ -27,8 +25,7 @@ class Dialect:
     def event_of(self, failure: Failure, request_id: str) -> bytes:
         """``failure`` in a stream."""
         name = f"event: {self.failure_event}\n" if self.failure_event else ""
-        data = orjson.dumps(self.failure(failure, request_id))
-        return name.encode() + b"data: " + data + b"\n\n"
+        return name.encode() + sse.event(self.failure(failure, request_id))
 
 
 OPENAI = Dialect(failure=Failure.body)

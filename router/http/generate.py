@@ -1,7 +1,7 @@
 """``/generate`` in SGLang's shape: from its body to a completion, and its answers. Pure.
 
 What is asked for is translated into a request of ``/v1/completions``, which is then served like any
-other; ``NAMES`` says under which name a client knows each field of that.
+other; ``names_of`` says under which name a client knows each field of that.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Annotated
 
 import orjson
-from pydantic import BaseModel, ConfigDict, PlainValidator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict
 
 from router.errors import RequestError
 from router.http.response import Choice, Json, ResponseInfo
-from router.http.schema import CompletionRequest, validated
+from router.http.schema import CompletionRequest, neutral, validated
 from router.http.sse import event
 from router.text.output import Piece
 from runtime.pb import prefill_pb2
@@ -38,13 +37,7 @@ _SAMPLING = {
 """Fields of a completion by their names among the sampling parameters."""
 
 
-def _neutral(value: object) -> None:
-    """A field that is not supported may say so itself."""
-    if value not in (None, False, 0, -1, "", [], {}):
-        raise PydanticCustomError("none_required", "not supported")
-
-
-_Unsupported = Annotated[None, PlainValidator(_neutral)]
+_Unsupported = Annotated[None, neutral(False, 0, -1, "", [], {})]
 
 
 class SamplingFields(BaseModel):

@@ -12,12 +12,11 @@ from typing import Annotated, Any
 
 import orjson
 from pydantic import BaseModel, ConfigDict, PlainValidator
-from pydantic_core import PydanticCustomError
 
 from router.http.dialect import Dialect
 from router.http.errors import Failure
 from router.http.response import Choice, Json, ResponseInfo, sum_texts
-from router.http.schema import ChatRequest, validated
+from router.http.schema import ChatRequest, neutral, validated
 from router.http.sse import TextEvent, event
 from router.text.output import Piece
 from runtime.pb import prefill_pb2
@@ -82,12 +81,7 @@ def _turn(path: str, turn: object) -> dict[str, str]:
     return {"role": role, "content": _text(f"{path}.content", turn.get("content"))}
 
 
-def _neutral(value: object) -> None:
-    if value not in (None, [], {}, {"type": "none"}, {"type": "disabled"}):
-        raise PydanticCustomError("none_required", "not supported")
-
-
-_Unsupported = Annotated[None, PlainValidator(_neutral)]
+_Unsupported = Annotated[None, neutral([], {}, {"type": "none"}, {"type": "disabled"})]
 
 
 class MessagesRequest(BaseModel):

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
+from pydantic_core import PydanticCustomError
 
 from router.errors import RequestError
 from router.http.tools import check_results, checked_calls, checked_tools
@@ -21,6 +22,16 @@ MAX_DEPTH = 100
 MAX_PARTS = 2**18
 MAX_VALUES = 2**21
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def neutral(*values: object) -> PlainValidator:
+    """Refuse a field by name, but for null and ``values``, which change no answer."""
+
+    def check(value: object) -> None:
+        if value is not None and value not in values:
+            raise PydanticCustomError("none_required", "not supported")
+
+    return PlainValidator(check)
 
 
 def _strings(value: object) -> list[str]:

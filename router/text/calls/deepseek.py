@@ -18,6 +18,7 @@ from enum import Enum, auto
 import orjson
 
 from router.text.calls.events import (
+    NO_ARGUMENTS,
     Arguments,
     CallBegin,
     CallEnd,
@@ -33,7 +34,6 @@ SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 CALL_END = "<\uff5ctool\u2581call\u2581end\uff5c>"
 CALLS_END = "<\uff5ctool\u2581calls\u2581end\uff5c>"
 DEEPSEEK_MARKS = (CALLS_BEGIN, CALL_BEGIN, SEPARATOR, CALL_END, CALLS_END)
-NO_ARGUMENTS = "{}"
 _FENCE = "```json"
 _TAIL = " \t\r\n`"
 """What may stand behind the arguments: line breaks and the closing fence."""

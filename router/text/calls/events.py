@@ -20,6 +20,10 @@ class CallBegin(NamedTuple):
     name: str
 
 
+NO_ARGUMENTS = "{}"
+"""What a call without arguments is given as them."""
+
+
 class Arguments(NamedTuple):
     """A piece of the arguments of the call that began last."""
 

@@ -20,6 +20,7 @@ from typing import Any
 import orjson
 
 from router.text.calls.events import (
+    NO_ARGUMENTS,
     Arguments,
     CallBegin,
     CallEnd,
@@ -176,7 +177,7 @@ class GlmCalls:
             self._key = self._part
         yield from self._end_key()
         self._place = _Place.TEXT
-        yield Arguments("}" if self._num_fields else "{}")
+        yield Arguments("}" if self._num_fields else NO_ARGUMENTS)
         yield CallEnd()
 
 

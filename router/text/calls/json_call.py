@@ -18,6 +18,7 @@ from enum import Enum, auto
 import orjson
 
 from router.text.calls.events import (
+    NO_ARGUMENTS,
     Arguments,
     CallBegin,
     CallEnd,
@@ -40,7 +41,6 @@ HERMES_MARKS = ("<tool_call>", "</tool_call>")
 LLAMA_MARKS = ("<|python_tag|>",)
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = ("name", "type", "id", *_ARGUMENTS)
-NO_ARGUMENTS = "{}"
 
 
 class Status(Enum):
