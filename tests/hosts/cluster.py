@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,28 @@ def until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
         assert time.monotonic() - began < timeout_s, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.1)
     return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def serving(
+    hosts: Hosts,
+    folder: Path,
+    num_cpus: Mapping[str, int],
+    *,
+    sections: str = "",
+    cluster: str = "",
+    has_tls: bool = False,
+) -> Iterator[HostedCluster]:
+    """A cluster that serves: Ray on each host of ``num_cpus``, the head first, then ``up``."""
+    hosted = HostedCluster(hosts, folder, has_tls=has_tls)
+    try:
+        for host, count in num_cpus.items():
+            hosted.start_ray(host, count)
+        hosted.configure(sections, cluster)
+        hosted.up()
+        yield hosted
+    finally:
+        hosted.clean_up()
 
 
 class HostedCluster:

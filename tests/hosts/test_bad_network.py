@@ -15,10 +15,9 @@ import psutil
 import pytest
 
 from deploy.sweep import is_alive
-from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from tests.hosts.cluster import HostedCluster, until
+from tests.hosts.cluster import HostedCluster, serving, until
 from tests.hosts.hosts import Hosts, why_no_hosts
-from tests.hosts.load import Expected, Load, expect
+from tests.hosts.load import Expected, Load
 
 pytestmark = [
     pytest.mark.cluster,
@@ -29,21 +28,16 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostedCluster]:
-    with Hosts("abc") as hosts:
-        cluster = HostedCluster(hosts, tmp_path_factory.mktemp("hosted"))
-        try:
-            for host, num_cpus in {"a": 0, "b": 1, "c": 1}.items():
-                cluster.start_ray(host, num_cpus)
-            cluster.configure("", 'on_controller_loss = "keep"\n')
-            cluster.up()
-            yield cluster
-        finally:
-            cluster.clean_up()
-
-
-@pytest.fixture(scope="module")
-def expected(oracle: DeepseekV3ForCausalLM) -> Expected:
-    return expect(oracle)
+    with (
+        Hosts("abc") as hosts,
+        serving(
+            hosts,
+            tmp_path_factory.mktemp("hosted"),
+            {"a": 0, "b": 1, "c": 1},
+            cluster='on_controller_loss = "keep"\n',
+        ) as cluster,
+    ):
+        yield cluster
 
 
 def pids_of(cluster: HostedCluster) -> dict[str, int]:

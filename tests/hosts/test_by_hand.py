@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from tests.hosts.by_hand import ByHand, Command
 from tests.hosts.cluster import until
 from tests.hosts.hosts import Hosts, why_no_hosts
-from tests.hosts.load import Expected, Load, expect
+from tests.hosts.load import Expected, Load
 
 pytestmark = [
     pytest.mark.cluster,
@@ -69,11 +68,6 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         story.start_decode("b", "c")
         by_hand.wait_ready("a", "b", "c")
         yield story
-
-
-@pytest.fixture(scope="module")
-def expected(oracle: DeepseekV3ForCausalLM) -> Expected:
-    return expect(oracle)
 
 
 def some_more(load: Load, count: int = 2) -> None:

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from deploy.sweep import is_alive
-from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from tests.hosts.cluster import HostedCluster, until
+from tests.hosts.cluster import HostedCluster, serving, until
 from tests.hosts.hosts import Hosts, why_no_hosts
-from tests.hosts.load import Expected, Load, expect
+from tests.hosts.load import Expected, Load
 
 pytestmark = [
     pytest.mark.cluster,
@@ -40,21 +39,16 @@ ranks_per_host = 1
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostedCluster]:
     """A cluster that serves; "e" is a host without Ray yet."""
-    with Hosts("abcde") as hosts:
-        cluster = HostedCluster(hosts, tmp_path_factory.mktemp("hosted"))
-        try:
-            for host, num_cpus in {"a": 0, "b": 2, "c": 1, "d": 1}.items():
-                cluster.start_ray(host, num_cpus)
-            cluster.configure(SECTIONS)
-            cluster.up()
-            yield cluster
-        finally:
-            cluster.clean_up()
-
-
-@pytest.fixture(scope="module")
-def expected(oracle: DeepseekV3ForCausalLM) -> Expected:
-    return expect(oracle)
+    with (
+        Hosts("abcde") as hosts,
+        serving(
+            hosts,
+            tmp_path_factory.mktemp("hosted"),
+            {"a": 0, "b": 2, "c": 1, "d": 1},
+            sections=SECTIONS,
+        ) as cluster,
+    ):
+        yield cluster
 
 
 def hosts_of(cluster: HostedCluster) -> dict[str, str]:

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from tests.hosts.cluster import HostedCluster, until
+from tests.hosts.cluster import HostedCluster, serving, until
 from tests.hosts.hosts import Hosts, why_no_hosts
-from tests.hosts.load import Expected, Load, expect
+from tests.hosts.load import Expected, Load
 
 pytestmark = [
     pytest.mark.cluster,
@@ -33,21 +32,17 @@ lease_ttl_s = 3.0
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostedCluster]:
-    with Hosts("abcd") as hosts:
-        cluster = HostedCluster(hosts, tmp_path_factory.mktemp("routers"))
-        try:
-            for host, num_cpus in {"a": 0, "b": 0, "c": 1, "d": 1}.items():
-                cluster.start_ray(host, num_cpus)
-            cluster.configure(SECTIONS, 'on_controller_loss = "keep"\n')
-            cluster.up()
-            yield cluster
-        finally:
-            cluster.clean_up()
-
-
-@pytest.fixture(scope="module")
-def expected(oracle: DeepseekV3ForCausalLM) -> Expected:
-    return expect(oracle)
+    with (
+        Hosts("abcd") as hosts,
+        serving(
+            hosts,
+            tmp_path_factory.mktemp("routers"),
+            {"a": 0, "b": 0, "c": 1, "d": 1},
+            sections=SECTIONS,
+            cluster='on_controller_loss = "keep"\n',
+        ) as cluster,
+    ):
+        yield cluster
 
 
 def url_of(cluster: HostedCluster, host: str) -> str:

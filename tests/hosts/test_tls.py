@@ -18,11 +18,10 @@ import pytest
 
 from deploy.cli import main
 from deploy.sweep import is_alive
-from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from tests.hosts.by_hand import ByHand
-from tests.hosts.cluster import HostedCluster, until
+from tests.hosts.cluster import HostedCluster, serving, until
 from tests.hosts.hosts import Hosts, why_no_hosts
-from tests.hosts.load import Expected, Load, expect
+from tests.hosts.load import Expected, Load
 
 pytestmark = [
     pytest.mark.cluster,
@@ -41,21 +40,18 @@ worker_wait_s = 150.0
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostedCluster]:
-    with Hosts("abc") as hosts:
-        cluster = HostedCluster(hosts, tmp_path_factory.mktemp("tls"), has_tls=True)
-        try:
-            for host, num_cpus in {"a": 0, "b": 1, "c": 1}.items():
-                cluster.start_ray(host, num_cpus)
-            cluster.configure(SECTIONS, 'on_controller_loss = "keep"\n')
-            cluster.up()
-            yield cluster
-        finally:
-            cluster.clean_up()
-
-
-@pytest.fixture(scope="module")
-def expected(oracle: DeepseekV3ForCausalLM) -> Expected:
-    return expect(oracle)
+    with (
+        Hosts("abc") as hosts,
+        serving(
+            hosts,
+            tmp_path_factory.mktemp("tls"),
+            {"a": 0, "b": 1, "c": 1},
+            sections=SECTIONS,
+            cluster='on_controller_loss = "keep"\n',
+            has_tls=True,
+        ) as cluster,
+    ):
+        yield cluster
 
 
 def folders_of(cluster: HostedCluster) -> dict[str, Path]:
