@@ -18,7 +18,7 @@ from router.http.dialect import OPENAI, Dialect
 from router.http.endpoints import REQUEST_ID_KEY, OpenAIEndpoints, Serving, request_id_of
 from router.http.errors import CLIENT_CLOSED, LABELS, STATUSES, Failure, failure_from
 from router.http.foreign import ForeignEndpoints
-from router.http.messages import ANTHROPIC
+from router.http.messages.answer import ANTHROPIC
 from router.http.models import ModelEndpoints
 from router.http.tokenizer_endpoints import TokenizerEndpoints
 from router.pool.members import Member

@@ -23,14 +23,8 @@ from router.http.generate import (
     as_completion,
     names_of,
 )
-from router.http.messages import (
-    ANTHROPIC,
-    NAMES,
-    MessageBody,
-    MessagesRequest,
-    MessageStream,
-    as_chat,
-)
+from router.http.messages.answer import ANTHROPIC, MessageBody, MessageStream
+from router.http.messages.request import NAMES, MessagesRequest, as_chat
 from router.http.response import ResponseFormat, ResponseInfo
 from router.http.responses.answer import Answer, ResponseBody
 from router.http.responses.request import ResponsesRequest

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from router.errors import NotReadyError, RequestError, TooManyRequestsError
 from router.http.errors import failure_from
-from router.http.messages import ANTHROPIC, MessagesRequest, as_chat
+from router.http.messages.answer import ANTHROPIC
+from router.http.messages.request import MessagesRequest, as_chat
 from router.http.schema import validated
 from runtime.errors import ERRORS_BY_CODE, PeerLostError
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
