@@ -35,7 +35,7 @@ GENERATION = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
     *("/generate", "/v1/messages"),
 )
-DIALECTS = {"/v1/messages": ANTHROPIC}
+DIALECTS = {"/v1/messages": ANTHROPIC, "/v1/messages/count_tokens": ANTHROPIC}
 """By path; all else is told as OpenAI's API does."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
@@ -60,7 +60,7 @@ def create_app(
     endpoints = OpenAIEndpoints(serving)
     app.router.add_post("/v1/chat/completions", endpoints.chat_completions)
     app.router.add_post("/v1/completions", endpoints.completions)
-    foreign = ForeignEndpoints(endpoints)
+    foreign = ForeignEndpoints(endpoints, serving.model)
     app.router.add_post("/generate", foreign.generate)
     app.router.add_post("/v1/messages", foreign.messages)
     app.router.add_post("/v1/responses", foreign.responses)
@@ -72,6 +72,8 @@ def create_app(
     tokenizer = TokenizerEndpoints(serving)
     app.router.add_post("/tokenize", tokenizer.tokenize)
     app.router.add_post("/detokenize", tokenizer.detokenize)
+    app.router.add_post("/v1/messages/count_tokens", tokenizer.count_of_messages)
+    app.router.add_post("/v1/responses/input_tokens", tokenizer.count_of_responses)
     app.router.add_routes(routes)
     return app
 

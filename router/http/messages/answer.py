@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import orjson
+from pydantic_core import from_json
 
+from router.http.blocks import Begin, Block, BlockKind, Blocks, Delta, News
 from router.http.dialect import Dialect
 from router.http.errors import Failure
-from router.http.response import Choice, Json, ResponseInfo, sum_texts
+from router.http.response import Choice, Json, ResponseInfo
 from router.http.sse import TextEvent, event
 from router.text.output import Piece
 from runtime.pb import prefill_pb2
@@ -46,22 +48,22 @@ def _usage(choice: Choice) -> Json:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": num_cached,
         "output_tokens": choice.text.num_tokens,
+        "output_tokens_details": {"thinking_tokens": choice.text.num_reasoning_tokens},
     }
 
 
-def _end(choice: Choice, finish_reason: str) -> Json:
+def _end(choice: Choice, finish_reason: str | None) -> Json:
     """Why an answer ended, in the two fields that tell it."""
     stopped_by = choice.text.stopped_by
-    if finish_reason == "length":
-        reason = "max_tokens"
-    else:
+    reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(finish_reason or "")
+    if reason is None:
         reason = "end_turn" if stopped_by is None else "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": stopped_by}
 
 
 def _message(info: ResponseInfo, choice: Choice, content: list[Json], end: Json) -> Json:
     return {
-        "id": f"msg_{info.response_id.removeprefix('chatcmpl-')}",
+        "id": f"msg_{_base_id(info)}",
         "type": "message",
         "role": "assistant",
         "model": info.model,
@@ -71,37 +73,84 @@ def _message(info: ResponseInfo, choice: Choice, content: list[Json], end: Json)
     }
 
 
+def _base_id(info: ResponseInfo) -> str:
+    return info.response_id.removeprefix("chatcmpl-")
+
+
+def _content(info: ResponseInfo, block: Block) -> Json:
+    """A block with all that it holds so far."""
+    if block.kind is BlockKind.TEXT:
+        return {"type": "text", "text": block.text}
+    if block.kind is BlockKind.REASONING:
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    use = {"type": "tool_use", "id": f"toolu_{_base_id(info)}.{block.index}", "name": block.name}
+    return {**use, "input": arguments_of(block.text)}
+
+
+def arguments_of(text: str) -> Json:
+    """A call's arguments as the object that clients expect, cut off or not.
+
+    What is no object is given as the text that it is.
+    """
+    try:
+        found = from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"invalid_arguments": text}
+
+
 def _named(kind: str, payload: Mapping[str, object]) -> bytes:
     return f"event: {kind}\n".encode() + event({"type": kind, **payload})
 
 
+_DELTAS = {
+    BlockKind.TEXT: ("text_delta", "text"),
+    BlockKind.REASONING: ("thinking_delta", "thinking"),
+    BlockKind.CALL: ("input_json_delta", "partial_json"),
+}
+
+
 class MessageStream:
-    """A ``ResponseFormat`` of Anthropic's events: one message with one block of text."""
+    """A ``ResponseFormat`` of Anthropic's events: one message of blocks."""
 
     def __init__(self, info: ResponseInfo) -> None:
         self._info = info
-        hole = {"type": "text_delta", "text": TextEvent.HOLE}
-        self._delta = TextEvent({"type": "content_block_delta", "index": 0, "delta": hole})
+        self._blocks = Blocks()
+        self._delta: TextEvent | None = None
+        """Of the open block."""
 
     def opening(self, choice: Choice, first: prefill_pb2.FirstToken) -> bytes:
-        """The message without its text, and the block's beginning."""
+        """The message without its content."""
         message = _message(self._info, choice, [], {"stop_reason": None, "stop_sequence": None})
-        block = {"index": 0, "content_block": {"type": "text", "text": ""}}
-        return _named("message_start", {"message": message}) + _named("content_block_start", block)
+        return _named("message_start", {"message": message})
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:
-        """Text, and the end."""
-        data = b""
-        if piece.text:
-            data = b"event: content_block_delta\n" + self._delta.fill(piece.text)
+        """What became of the blocks, and the end."""
+        if self._delta is not None and self._blocks.is_plain_text(piece):
+            return b"event: content_block_delta\n" + self._delta.fill(piece.text)
+        data = b"".join(map(self._told, self._blocks.add(piece)))
         if piece.finish_reason is not None:
             end = {"delta": _end(choice, piece.finish_reason), "usage": _usage(choice)}
-            data += _named("content_block_stop", {"index": 0}) + _named("message_delta", end)
+            data += _named("message_delta", end)
         return data
 
     def closing(self) -> bytes:
         """The last event."""
         return _named("message_stop", {})
+
+    def _told(self, news: News) -> bytes:
+        block = news.block
+        if isinstance(news, Delta):
+            assert self._delta is not None  # since the block began
+            return b"event: content_block_delta\n" + self._delta.fill(news.text)
+        if isinstance(news, Begin):
+            kind, name = _DELTAS[block.kind]
+            delta = {"type": kind, name: TextEvent.HOLE}
+            payload = {"type": "content_block_delta", "index": block.index, "delta": delta}
+            self._delta = TextEvent(payload)
+            start = {"index": block.index, "content_block": _content(self._info, block)}
+            return _named("content_block_start", start)
+        return _named("content_block_stop", {"index": block.index})
 
 
 class MessageBody:
@@ -109,7 +158,7 @@ class MessageBody:
 
     def __init__(self, info: ResponseInfo) -> None:
         self._info = info
-        self._pieces: list[Piece] = []
+        self._blocks = Blocks()
 
     def opening(self, choice: Choice, first: prefill_pb2.FirstToken) -> bytes:
         """Nothing yet."""
@@ -117,13 +166,13 @@ class MessageBody:
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:
         """Nothing yet."""
-        self._pieces.append(piece)
+        for _ in self._blocks.add(piece):
+            pass
         return b""
 
     def closing(self) -> bytes:
         """The message."""
-        choice = self._info.choices[0]
-        text = sum_texts(self._pieces)
-        end = _end(choice, self._pieces[-1].finish_reason or "stop")
-        content: list[Json] = [{"type": "text", "text": text}] if text else []
+        choice, blocks = self._info.choices[0], self._blocks
+        content = [_content(self._info, block) for block in blocks.found]
+        end = _end(choice, blocks.finish_reason)
         return orjson.dumps(_message(self._info, choice, content, end))
