@@ -78,7 +78,9 @@ class HttpServer:
         pipeline = Pipeline(self._workers, policy, section, readiness)
         self._recent = RecentWindow(lambda: Totals.of(self.metrics.sums().collect()), loop.time)
         self._load_lines = LoadLines(lambda: Totals.of(self.metrics.registry.collect()), loop.time)
-        self._gate = Gate(keys, ledger or KeyLedger(loop.time), self.metrics)
+        are_open = section.metrics_access == "open"
+        ledger = ledger or KeyLedger(loop.time)
+        self._gate = Gate(keys, ledger, self.metrics, credentials, metrics_are_open=are_open)
         serving = Serving(
             section=section,
             model=model,
