@@ -98,9 +98,9 @@ class MessagesRequest(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    service_tier: str | None = None
     # Harmless: they change no answer here.
     metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
     cache_control: dict[str, Any] | None = None
     tools: _Unsupported = None
     tool_choice: _Unsupported = None
@@ -110,6 +110,9 @@ class MessagesRequest(BaseModel):
     mcp_servers: _Unsupported = None
     output_config: _Unsupported = None
     output_format: _Unsupported = None
+
+
+_TIER_NAMES = {"standard_only": "default"}
 
 
 def as_chat(request: MessagesRequest) -> ChatRequest:
@@ -124,6 +127,8 @@ def as_chat(request: MessagesRequest) -> ChatRequest:
         "temperature": request.temperature,
         "top_p": request.top_p,
         "top_k": request.top_k,
+        # "standard_only" is Anthropic's word against its priority tier.
+        "service_tier": _TIER_NAMES.get(request.service_tier or "", request.service_tier),
         "continue_final_message": request.messages[-1]["role"] == "assistant",
     }
     return validated(fields, ChatRequest)

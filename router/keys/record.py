@@ -50,6 +50,10 @@ class KeyRecord:
     """Names of models that it may use; empty: all."""
     cache_salt: str = ""
     """Keys with the same one share cached prefixes; empty: the key's own name."""
+    tiers: tuple[str, ...] = ()
+    """Names of tiers of service that it may have; empty: all."""
+    tier: str = ""
+    """Of its requests that name none; empty: the cluster's default, or the last of ``tiers``."""
     limits: KeyLimits = field(default_factory=KeyLimits)
 
     def __post_init__(self) -> None:
@@ -62,6 +66,11 @@ class KeyRecord:
             raise ConfigError(f"{where}.sha256", "...", problem, fix)
         if self.cache_salt and not _NAME.fullmatch(self.cache_salt):
             raise _bad_name(f"{where}.cache_salt", self.cache_salt)
+        if self.tier and not self.may_have(self.tier):
+            problem = f"is none of {where}.tiers"
+            raise ConfigError(
+                f"{where}.tier", self.tier, problem, f"one of {', '.join(self.tiers)}"
+            )
         for name in ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests"):
             value = getattr(self.limits, name)
             if value < 0:
@@ -75,6 +84,10 @@ class KeyRecord:
     def may_use(self, model: str) -> bool:
         """Whether requests of this key may name ``model``."""
         return not self.models or model in self.models
+
+    def may_have(self, tier: str) -> bool:
+        """Whether requests of this key may be of ``tier``."""
+        return not self.tiers or tier in self.tiers
 
 
 def check_name(name: str, path: str = "keys") -> None:

@@ -10,6 +10,7 @@ cancelled. See docs/adr/0010-claims.md.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -37,7 +38,7 @@ from runtime.errors import (
 from runtime.logging import get_logger
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2
 from runtime.rpc import map_rpc_errors
-from runtime.wire import error_from_proto, sampling_to_proto
+from runtime.wire import error_from_proto, sampling_to_proto, standing_to_proto
 
 logger = get_logger(__name__)
 
@@ -185,6 +186,7 @@ class Attempt:
             prefill_address=pair.prefill.address,
             num_prefill_ranks=pair.prefill.num_parts,
             cache_salt=generation.cache_salt,
+            standing=self._standing(),
         )
         stub = self._workers.clients.decode(pair.decode)
         num_breaks = stream.num_breaks
@@ -222,6 +224,7 @@ class Attempt:
             reservation=reservation,
             timeout_s=self._time_left(),
             cache_salt=generation.cache_salt,
+            standing=self._standing(),
             waited_s=now - self.queued_since,
         )
         call = self._workers.clients.prefill(prefill).Run(request)
@@ -254,6 +257,13 @@ class Attempt:
 
     def _time_left(self) -> float:
         return max(0.001, self._budget.left(asyncio.get_running_loop().time()))
+
+    def _standing(self) -> common_pb2.Standing | None:
+        """With what is left of its target; nothing is, once the client has its first token."""
+        generation = self._generation
+        now = asyncio.get_running_loop().time()
+        waited_s = math.inf if generation.num_tokens else now - generation.timings.received
+        return standing_to_proto(generation.standing.with_ttft_left(waited_s))
 
     def _sampling(self) -> common_pb2.SamplingParams:
         sampling = self._generation.sampling

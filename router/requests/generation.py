@@ -16,6 +16,7 @@ from router.pool.members import WorkerKey
 from runtime.errors import TandemError
 from runtime.pb import common_pb2, prefill_pb2
 from runtime.sampling import FinishReason, SamplingParams, finish_reason_after
+from runtime.tiers import NO_TIER, Standing
 
 
 class Output(NamedTuple):
@@ -156,6 +157,7 @@ class Generation:
         cache_salt: str,
         mailbox: Mailbox,
         received: float,
+        standing: Standing = NO_TIER,
     ) -> None:
         """``request_id`` is unique in the cluster: workers know the choice by it."""
         self.request_id = request_id
@@ -163,6 +165,8 @@ class Generation:
         self.prompt_token_ids = prompt_token_ids
         self.sampling = sampling
         self.cache_salt = cache_salt
+        self.standing = standing
+        """As it was when the request was received."""
         self.timings = RequestTimings(received)
         self.phase = "waiting for a worker"
         self.workers: tuple[WorkerKey, WorkerKey] | None = None

@@ -22,7 +22,7 @@ class TierSection:
     """One ``[[tiers]]`` table."""
 
     name: str = ""
-    """As ``service_tier`` of a request, ``tiers`` of an API key and the labels of metrics say it."""
+    """As ``service_tier`` of a request, ``tiers`` of a key and the labels of metrics say it."""
     order: int = 0
     """The tier with the lowest goes first."""
     ttft_ms: float = 0.0

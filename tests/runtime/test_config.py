@@ -113,7 +113,11 @@ def test_tiers_round_trip() -> None:
         (TWO_TIERS.format("max", 1, 0.1), "tiers.name", "two names"),
         (TWO_TIERS.format("base", 0, 0.1), "tiers.base.order", "one for each tier"),
         (TWO_TIERS.format("base", 1, 0.6), "tiers.base.share", "1 or less together"),
-        (TWO_TIERS.format("base", 1, 0.1) + "\ndefault = true", "tiers.base.default", "one default"),
+        (
+            TWO_TIERS.format("base", 1, 0.1) + "\ndefault = true",
+            "tiers.base.default",
+            "one default",
+        ),
         (
             TWO_TIERS.format("base", 1, 0.1) + "\n[prefill]\nmax_num_seqs = 1",
             "tiers",
