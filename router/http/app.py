@@ -32,7 +32,10 @@ logger = get_logger(__name__)
 
 NOT_OF_REQUESTS = frozenset({"unknown_url", "method_not_allowed", "too_many_viewers"})
 """Codes of what was never a request to a model: any scanner of ports makes these."""
-GENERATION = ("/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages")
+GENERATION = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
+    *("/generate", "/v1/messages"),
+)
 DIALECTS = {"/v1/messages": ANTHROPIC}
 """By path; all else is told as OpenAI's API does."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -61,6 +64,7 @@ def create_app(
     foreign = ForeignEndpoints(endpoints)
     app.router.add_post("/generate", foreign.generate)
     app.router.add_post("/v1/messages", foreign.messages)
+    app.router.add_post("/v1/responses", foreign.responses)
     models = ModelEndpoints(serving)
     app.router.add_get("/v1/models", models.models)
     app.router.add_get("/v1/models/{model:.+}", models.model)

@@ -1,4 +1,4 @@
-"""Endpoints of other servers' APIs, each of which is one of ours in other words.
+"""Endpoints of other APIs, each of which is one of ours in other words.
 
 They translate bodies and answers; everything between is the way of every request.
 """
@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from aiohttp import web
 
 from router.errors import RequestError
+from router.http.dialect import Dialect
 from router.http.endpoints import OpenAIEndpoints
+from router.http.errors import Failure
 from router.http.generate import (
     GenerateBody,
     GenerateRequest,
@@ -30,32 +32,38 @@ from router.http.messages import (
     as_chat,
 )
 from router.http.response import ResponseFormat, ResponseInfo
+from router.http.responses.answer import Answer, ResponseBody
+from router.http.responses.request import ResponsesRequest
+from router.http.responses.request import as_chat as as_chat_of_responses
+from router.http.responses.request import names_of as names_of_responses
+from router.http.responses.stream import ResponseEvents
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
 
-_ROOT = re.compile(r"[^.\[]*")
+_ROOT = re.compile(r"([^.\[]*)(\[\d+\])?")
 
 
 @contextlib.contextmanager
 def told_under(names_of: Callable[[], Mapping[str, str]]) -> Iterator[None]:
     """Let a refusal name the field that the client sent instead of what it was translated to.
 
-    ``names_of`` gives the client's names by ours, of whole fields.
+    ``names_of`` gives the client's names by ours, of whole fields and of items of lists.
     """
     try:
         yield
     except RequestError as error:
-        ours = _ROOT.match(error.param or "")
-        root = ours.group() if ours is not None else ""
-        theirs = names_of().get(root)
+        found, names = _ROOT.match(error.param or ""), names_of()
+        assert found is not None  # the pattern may match nothing, and that it always does
+        ours = found.group() if found.group() in names else found.group(1)
+        theirs = names.get(ours)
         if theirs is not None and error.param is not None:
-            error.param = theirs + error.param.removeprefix(root)
-            if error.message.startswith(root):
-                error.message = theirs + error.message.removeprefix(root)
+            error.param = theirs + error.param.removeprefix(ours)
+            if error.message.startswith(ours):
+                error.message = theirs + error.message.removeprefix(ours)
         raise
 
 
 class ForeignEndpoints:
-    """Handlers of ``/generate`` and ``/v1/messages``."""
+    """Handlers of ``/generate``, ``/v1/messages`` and ``/v1/responses``."""
 
     def __init__(self, endpoints: OpenAIEndpoints) -> None:
         self._endpoints = endpoints
@@ -87,3 +95,29 @@ class ForeignEndpoints:
 
         with told_under(lambda: NAMES):
             return await self._endpoints.serve_chat(request, parse, form, ANTHROPIC)
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        """``POST /v1/responses``, as OpenAI has it."""
+        asked: ResponsesRequest | None = None
+        answer: ResponseEvents | None = None
+
+        def parse(raw: bytes) -> ChatRequest:
+            nonlocal asked
+            asked = parse_body(raw, ResponsesRequest)
+            return as_chat_of_responses(asked)
+
+        def form(body: ChatRequest, info: ResponseInfo) -> ResponseFormat:
+            nonlocal answer
+            assert asked is not None
+            if not body.stream:
+                return ResponseBody(Answer(asked, info))
+            answer = ResponseEvents(Answer(asked, info))
+            return answer
+
+        def event_of(failure: Failure, request_id: str) -> bytes:
+            assert answer is not None
+            return answer.failed(failure, request_id)
+
+        dialect = Dialect(failure=Failure.body, event_of=event_of, done=b"")
+        with told_under(lambda: names_of_responses(asked)):
+            return await self._endpoints.serve_chat(request, parse, form, dialect)

@@ -141,7 +141,11 @@ def _failure(failure: Failure, request_id: str) -> Json:
     return {"type": "error", "error": error, "request_id": request_id}
 
 
-ANTHROPIC = Dialect(failure=_failure, failure_event="error", done=b"")
+ANTHROPIC = Dialect(
+    failure=_failure,
+    event_of=lambda failure, request_id: b"event: error\n" + event(_failure(failure, request_id)),
+    done=b"",
+)
 
 
 def _usage(choice: Choice) -> Json:
