@@ -11,9 +11,10 @@ What tier i is owed, in the unit of costs, after a grant of cost c, while somebo
     owed_i := max(0, owed_i + share_i * c - (c if the grant was of tier i else 0))
 
 and 0 as soon as nobody of it waits, so that nothing is hoarded. With shares of 1 at most together
-and n tiers, no tier is ever owed (n + 1) * C or more, where C is the largest cost: a grant by rule 1
-adds nothing to the sum of all that is owed; rule 2 needs every tier below C, so the sum below n * C,
-and adds C at most. So over any stretch in which tier i waits and W is given out in all, it gets
+and n tiers, no tier is ever owed (n + 1) * C or more, where C is the largest cost: a grant by rule
+1 adds nothing to the sum of all that is owed; rule 2 needs every tier below C, so the sum below
+n * C, and adds C at most. So over any stretch in which tier i waits and W is given out in all, it
+gets
 
     S_i > share_i * W - (n + 1) * C
 

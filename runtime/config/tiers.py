@@ -30,8 +30,8 @@ class TierSection:
     tpot_ms: float = 0.0
     """Target for each further token, in the mean of a request; 0: none."""
     share: float = 0.0
-    """Of capacity, what the tier gets at least while requests of it wait, whoever else does; what it
-    does not use is free to others. All shares together are 1 at most."""
+    """Of capacity, what the tier gets at least while requests of it wait, whoever else does; what
+    it does not use is free to others. All shares together are 1 at most."""
     default: bool = False
     """Requests that name no tier, and whose key names none, are of this one; without any such tier
     of the last in order."""

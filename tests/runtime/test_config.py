@@ -22,7 +22,6 @@ from runtime.config import (
 from runtime.config_file import cluster_credentials, dump_config, load_config, parse_config
 from runtime.errors import ConfigError
 
-
 TWO_TIERS = (
     '[[tiers]]\nname = "max"\nshare = 0.5\ndefault = true\n'
     '[[tiers]]\nname = "{}"\norder = {}\nshare = {}'

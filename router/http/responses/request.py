@@ -194,6 +194,7 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         "response_format": _response_format(request),
         "logprobs": LOGPROBS in request.include or None,
         "top_logprobs": request.top_logprobs,
+        "service_tier": request.service_tier,
     }
     if request.reasoning is not None and request.reasoning.effort is not None:
         fields["reasoning_effort"] = request.reasoning.effort
