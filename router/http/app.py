@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 import orjson
 from aiohttp import web
@@ -48,14 +48,13 @@ def create_app(
     """The application of one router process; run it with ``handler_cancellation=True``.
 
     A handler is then cancelled when its client goes away, which frees the request in the workers.
-    ``routes`` are served beside those of the API and of operations, and as those to whoever asks:
-    API keys are for all else.
+    ``routes`` are served beside those of the API and of operations; `access` says what a key must
+    be good for at each.
     """
     operations = Operations(serving)
     routes = [*operations.routes(), *routes]
-    open_paths = frozenset(route.path for route in routes)
     cross_origin = CrossOrigin(serving.section.allowed_origins)
-    answering = _answer_failures(serving, connections, cross_origin, open_paths)
+    answering = _answer_failures(serving, connections, cross_origin)
     app = web.Application(middlewares=[answering])
     app.on_response_prepare.append(cross_origin.mark)
     endpoints = OpenAIEndpoints(serving)
@@ -187,10 +186,7 @@ def missing_parts(serving: Serving) -> list[str]:
 
 
 def _answer_failures(
-    serving: Serving,
-    connections: Connections,
-    cross_origin: CrossOrigin,
-    open_paths: Collection[str],
+    serving: Serving, connections: Connections, cross_origin: CrossOrigin
 ) -> Callable[..., Awaitable[web.StreamResponse]]:
     metrics = serving.metrics
     metrics.expect(GENERATION, (200, *STATUSES), LABELS)
@@ -203,11 +199,11 @@ def _answer_failures(
         endpoint = request.path if request.method == "POST" else ""
         status = CLIENT_CLOSED
         asked = cross_origin.preflight(request)  # which browsers send without a key
-        needs_key = asked is None and request.path not in open_paths
+        right = serving.gate.right_for(request) if asked is None else None
         connections.began(request.protocol)
         try:
-            if needs_key:
-                serving.gate.open(request)
+            if right is not None:
+                serving.gate.open(request, right)
             response = await handler(request) if asked is None else asked
             status = response.status
         except (asyncio.CancelledError, ConnectionError):
@@ -223,8 +219,8 @@ def _answer_failures(
             connections.ended(request.protocol)
             if endpoint in GENERATION:
                 metrics.count_request(endpoint, status)
-            if needs_key:
-                serving.gate.audit(request, request_id, status)
+            if right is not None:
+                serving.gate.audit(request, right, request_id, status)
         if not response.prepared:
             response.headers["x-request-id"] = request_id
         return response

@@ -22,7 +22,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from router.keys.record import MAX_KEYS, KeyLimits, KeyRecord, check_name
+from router.keys.record import MAX_KEYS, KeyLimits, KeyRecord, Right, check_name, parse_right
 from runtime.errors import ConfigError
 
 FIELD = "router.keys_file"
@@ -30,6 +30,7 @@ _LIMITS = tuple(item.name for item in dataclasses.fields(KeyLimits))
 _TYPES: dict[str, type] = {
     "sha256": str,
     "models": list,
+    "rights": list,
     "cache_salt": str,
     "tiers": list,
     "tier": str,
@@ -143,9 +144,11 @@ def _record(name: str, fields: object) -> KeyRecord:
             if not isinstance(item, str) or not item:
                 fix = f"names of {field}, as strings"
                 raise ConfigError(f"{where}.{field}", item, "is no name", fix)
+    rights = fields.get("rights", [Right.INFERENCE.value])
     return KeyRecord(
         name=name,
         sha256=fields.get("sha256", ""),
+        rights=frozenset(parse_right(right, f"{where}.rights") for right in rights),
         models=tuple(fields.get("models", [])),
         cache_salt=fields.get("cache_salt", ""),
         tiers=tuple(fields.get("tiers", [])),
@@ -156,6 +159,9 @@ def _record(name: str, fields: object) -> KeyRecord:
 
 def _table_of(record: KeyRecord) -> str:
     lines = [f"[keys.{record.name}]", f'sha256 = "{record.sha256}"']
+    if record.rights != {Right.INFERENCE}:
+        rights = (right.value for right in Right if right in record.rights)
+        lines.append(f"rights = [{', '.join(map(_quoted, rights))}]")
     if record.models:
         lines.append(f"models = [{', '.join(map(_quoted, record.models))}]")
     if record.cache_salt:
