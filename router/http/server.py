@@ -66,15 +66,10 @@ class HttpServer:
         """
         self._tls = credentials.http_ssl_context()
         loop = asyncio.get_running_loop()
-        router_id = f"router-{secrets.token_hex(6)}"
         self.metrics = metrics or RouterMetrics()
         self.metrics.introduce(model.name)
         self.pool = PoolView(loop.time)
-        clients = WorkerClients(credentials)
-        frames = FrameStreams(
-            self.pool, clients, router_id, resume_timeout_s=section.resume_timeout_s
-        )
-        self._workers = Workers(self.pool, clients, frames, router_id, self.metrics)
+        self._workers = _workers_of(section, self.pool, credentials, self.metrics)
         self.pool.on_change(self._workers.follow_pool)
         self._section = section
         tiers = tiers or Tiers()
@@ -177,6 +172,15 @@ class HttpServer:
         await self._runner.cleanup()
         self._lanes.close()
         await self._workers.close()
+
+
+def _workers_of(
+    section: RouterSection, pool: PoolView, credentials: Credentials, metrics: RouterMetrics
+) -> Workers:
+    router_id = f"router-{secrets.token_hex(6)}"
+    clients = WorkerClients(credentials)
+    frames = FrameStreams(pool, clients, router_id, resume_timeout_s=section.resume_timeout_s)
+    return Workers(pool, clients, frames, router_id, metrics)
 
 
 def _admission_of(section: RouterSection, tiers: Tiers, metrics: RouterMetrics) -> Admission:

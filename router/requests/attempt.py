@@ -10,7 +10,6 @@ cancelled. See docs/adr/0010-claims.md.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -126,15 +125,13 @@ class Attempt:
         self._workers = workers
         self._generation = generation
         self._sink = AttemptSink(generation)
-        self._pair = pair
-        self._budget = budget
+        self._pair, self._budget = pair, budget
         self._seek_room = seek_room
         self.queued_since = queued_since
         self._context = generation.context_token_ids
         self._num_output_tokens = generation.num_tokens
         # Another name per attempt: an abort of the first must not hit the second.
-        suffix = f"-r{number}" if number else ""
-        self.worker_request_id = generation.request_id + suffix
+        self.worker_request_id = generation.request_id + (f"-r{number}" if number else "")
         self.culprits: set[WorkerKey] = set()
         """After a failure: who is known to be at fault; empty where nobody is."""
         self.has_prefilled = False
@@ -186,7 +183,7 @@ class Attempt:
             prefill_address=pair.prefill.address,
             num_prefill_ranks=pair.prefill.num_parts,
             cache_salt=generation.cache_salt,
-            standing=self._standing(),
+            standing=standing_to_proto(generation.standing_now()),
         )
         stub = self._workers.clients.decode(pair.decode)
         num_breaks = stream.num_breaks
@@ -224,7 +221,7 @@ class Attempt:
             reservation=reservation,
             timeout_s=self._time_left(),
             cache_salt=generation.cache_salt,
-            standing=self._standing(),
+            standing=standing_to_proto(generation.standing_now()),
             waited_s=now - self.queued_since,
         )
         call = self._workers.clients.prefill(prefill).Run(request)
@@ -257,13 +254,6 @@ class Attempt:
 
     def _time_left(self) -> float:
         return max(0.001, self._budget.left(asyncio.get_running_loop().time()))
-
-    def _standing(self) -> common_pb2.Standing | None:
-        """With what is left of its target; nothing is, once the client has its first token."""
-        generation = self._generation
-        now = asyncio.get_running_loop().time()
-        waited_s = math.inf if generation.num_tokens else now - generation.timings.received
-        return standing_to_proto(generation.standing.with_ttft_left(waited_s))
 
     def _sampling(self) -> common_pb2.SamplingParams:
         sampling = self._generation.sampling

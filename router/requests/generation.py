@@ -8,6 +8,7 @@ belongs to one try only is in ``router.requests.sink``.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -186,6 +187,11 @@ class Generation:
     def context_token_ids(self) -> list[int]:
         """Prompt and output so far: what the next attempt goes on from."""
         return [*self.prompt_token_ids, *self.output_token_ids]
+
+    def standing_now(self) -> Standing:
+        """With what is left of its target; nothing is, once the client has its first token."""
+        waited_s = math.inf if self.num_tokens else self._loop.time() - self.timings.received
+        return self.standing.with_ttft_left(waited_s)
 
     def finish_so_far(self) -> FinishReason | None:
         """Why nothing can follow what was handed over; None where something can."""
