@@ -29,8 +29,6 @@ from runtime.logging import get_logger
 
 logger = get_logger(__name__)
 
-COUNT_S = 0.5
-"""Output tokens reach the counter so late at most: adding them one by one costs a lock each."""
 TIMINGS_HEADER = "x-tandem-timings"
 
 
@@ -54,22 +52,18 @@ class Responder:
         self._info = info
         self._form = form
         self._metrics = metrics
+        self._deliveries = metrics.deliveries
         self._dialect = dialect
         self._keep_alive_s = keep_alive_s
         self._loop = asyncio.get_running_loop()
         self._error: TandemError | None = None
         self._num_open = len(info.choices)
         self._last_delivery = [0.0] * len(info.choices)
-        self._num_uncounted = 0
-        self._counted_at = self._loop.time()
 
     async def body(self) -> web.Response:
         """The whole answer at once."""
-        try:
-            await self._follow(None)
-            self._raise_failure()
-        finally:
-            self._count_tokens()
+        await self._follow(None)
+        self._raise_failure()
         headers = self._headers
         if self._info.wants_timings:
             headers[TIMINGS_HEADER] = orjson.dumps(self._info.timings()).decode()
@@ -104,7 +98,6 @@ class Responder:
             await response.write_eof(data + self._dialect.done)
         finally:
             self._timer.cancel()
-            self._count_tokens()
         return response
 
     async def _follow(self, outlet: Outlet | None) -> bytes:
@@ -185,21 +178,15 @@ class Responder:
         return b"".join(parts)
 
     def _measure(self, choice: Choice, output: Output, now: float) -> None:
-        metrics = self._metrics
-        self._num_uncounted += len(output.token_ids)
-        if now - self._counted_at >= COUNT_S:
-            self._count_tokens()
-            self._counted_at = now
+        num_tokens = len(output.token_ids)
         if output.first is not None:
+            metrics = self._metrics
             metrics.ttft.observe(now - choice.generation.timings.received)
             metrics.cached_tokens.inc(output.first.num_cached_tokens)
-        elif output.token_ids:
-            metrics.itl.observe(now - self._last_delivery[choice.index])
+            self._deliveries.add(num_tokens, None)
+        elif num_tokens:
+            self._deliveries.add(num_tokens, now - self._last_delivery[choice.index])
         self._last_delivery[choice.index] = now
-
-    def _count_tokens(self) -> None:
-        num_tokens, self._num_uncounted = self._num_uncounted, 0
-        self._metrics.output_tokens.inc(num_tokens)
 
     def _end(self, choice: Choice, output: Output, reason: str, now: float) -> None:
         self._num_open -= 1

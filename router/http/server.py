@@ -138,6 +138,7 @@ class HttpServer:
             lag_s = max(0.0, loop.time() - wanted)
             self.metrics.loop_lag.set(lag_s)
             self.metrics.process.measure()
+            self.metrics.deliveries.settle()
             self.metrics.requests_waiting.set(self._admission.num_waiting)
             self.metrics.connections.set(len(self._connections))
             self.metrics.texts_pending.set(self._lanes.num_pending)
@@ -163,6 +164,7 @@ class HttpServer:
         await self._runner.cleanup()
         self._lanes.close()
         await self._workers.close()
+        self.metrics.deliveries.settle()
 
 
 def _admission_of(section: RouterSection) -> Admission:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from router.pool.members import WorkerKey
 from runtime.errors import TandemError
@@ -19,7 +18,8 @@ from runtime.pb import common_pb2, prefill_pb2
 from runtime.sampling import FinishReason, SamplingParams, finish_reason_after
 
 
-class Output(NamedTuple):
+@dataclass(slots=True)
+class Output:
     """New tokens of one choice, or its end, or its failure."""
 
     choice: int
