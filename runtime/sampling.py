@@ -17,6 +17,18 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutputConstraint:
+    """What the output must look like; see the message of this name in ``common.proto``."""
+
+    grammar: str = ""
+    """EBNF, whose rule ``root`` is the whole; empty: none."""
+    starts_after: tuple[int, ...] = ()
+    """The grammar holds after the first place where these tokens end; empty: from the start."""
+    max_tokens_before: int = 0
+    """Output tokens before ``starts_after`` is forced; 0: no limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose the tokens of one request. Validated and complete: the router sets defaults."""
 
@@ -40,6 +52,7 @@ class SamplingParams:
     num_logprobs: int = -1
     """-1: none; 0: of the chosen token; n: also the n best."""
     num_prompt_logprobs: int = -1
+    constraint: OutputConstraint | None = None
 
     @property
     def is_greedy(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from runtime.errors import ERRORS_BY_CODE, ErrorCode, InternalError, TandemError
 from runtime.pb import common_pb2
-from runtime.sampling import FinishReason, PositionLogprobs, SamplingParams
+from runtime.sampling import FinishReason, OutputConstraint, PositionLogprobs, SamplingParams
 
 _FINISH_TO_PROTO = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -85,6 +85,7 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
         stop_token_ids=params.stop_token_ids,
         num_logprobs=params.num_logprobs,
         num_prompt_logprobs=params.num_prompt_logprobs,
+        constraint=_constraint_to_proto(params.constraint),
     )
 
 
@@ -105,6 +106,27 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         num_logprobs=message.num_logprobs,
         num_prompt_logprobs=message.num_prompt_logprobs,
+        constraint=_constraint_from_proto(message),
+    )
+
+
+def _constraint_to_proto(constraint: OutputConstraint | None) -> common_pb2.OutputConstraint | None:
+    if constraint is None:
+        return None
+    return common_pb2.OutputConstraint(
+        grammar=constraint.grammar,
+        starts_after=constraint.starts_after,
+        max_tokens_before=constraint.max_tokens_before,
+    )
+
+
+def _constraint_from_proto(message: common_pb2.SamplingParams) -> OutputConstraint | None:
+    if not message.HasField("constraint"):
+        return None
+    return OutputConstraint(
+        grammar=message.constraint.grammar,
+        starts_after=tuple(message.constraint.starts_after),
+        max_tokens_before=message.constraint.max_tokens_before,
     )
 
 

@@ -78,7 +78,8 @@ class HttpServer:
         pipeline = Pipeline(self._workers, policy, section, readiness)
         self._recent = RecentWindow(lambda: Totals.of(self.metrics.sums().collect()), loop.time)
         self._load_lines = LoadLines(lambda: Totals.of(self.metrics.registry.collect()), loop.time)
-        self._gate = Gate(keys, ledger or KeyLedger(loop.time), self.metrics)
+        ledger = ledger or KeyLedger(loop.time)
+        self._gate = _gate_of(section, keys, ledger, self.metrics, credentials)
         serving = Serving(
             section=section,
             model=model,
@@ -173,6 +174,17 @@ def _admission_of(section: RouterSection) -> Admission:
         queue_timeout_s=section.queue_timeout_s,
         max_queue_bytes=section.max_queue_bytes,
     )
+
+
+def _gate_of(
+    section: RouterSection,
+    keys: KeySource | None,
+    ledger: Ledger,
+    metrics: RouterMetrics,
+    credentials: Credentials,
+) -> Gate:
+    are_open = section.metrics_access == "open"
+    return Gate(keys, ledger, metrics, credentials, metrics_are_open=are_open)
 
 
 def _limits_of(section: RouterSection) -> ConnectionLimits:

@@ -17,7 +17,13 @@ from runtime.lifecycle import (
     check_transition,
 )
 from runtime.pb import common_pb2
-from runtime.sampling import FinishReason, PositionLogprobs, SamplingParams, finish_reason_after
+from runtime.sampling import (
+    FinishReason,
+    OutputConstraint,
+    PositionLogprobs,
+    SamplingParams,
+    finish_reason_after,
+)
 from runtime.wire import (
     error_from_proto,
     error_to_proto,
@@ -30,6 +36,12 @@ from runtime.wire import (
 )
 
 f32 = st.floats(-100, 100, width=32)
+constraints = st.builds(
+    OutputConstraint,
+    grammar=st.text(max_size=20),
+    starts_after=st.lists(st.integers(0, 5000), max_size=3).map(tuple),
+    max_tokens_before=st.integers(0, 100),
+)
 params = st.builds(
     SamplingParams,
     temperature=st.floats(0, 2, width=32),
@@ -46,6 +58,7 @@ params = st.builds(
     stop_token_ids=st.lists(st.integers(0, 5000), max_size=3).map(tuple),
     num_logprobs=st.integers(-1, 20),
     num_prompt_logprobs=st.integers(-1, 20),
+    constraint=st.none() | constraints,
 )
 
 
