@@ -146,6 +146,7 @@ class HttpServer:
             lag_s = max(0.0, loop.time() - wanted)
             self.metrics.loop_lag.set(lag_s)
             self.metrics.process.measure()
+            self.metrics.deliveries.settle()
             self.metrics.requests_waiting.set(self._admission.num_waiting)
             self.metrics.tiers.set_waiting(self._admission.num_waiting_by_tier())
             self.metrics.connections.set(len(self._connections))
@@ -172,6 +173,7 @@ class HttpServer:
         await self._runner.cleanup()
         self._lanes.close()
         await self._workers.close()
+        self.metrics.deliveries.settle()
 
 
 def _workers_of(

@@ -111,7 +111,7 @@ def names_of(request: CountRequest | None) -> dict[str, str]:
 
 
 def _names_of_tools(num_tools: int) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for number in range(num_tools):
         function = f"tools[{number}].function"
         found |= {function: f"tools[{number}]"}
