@@ -66,10 +66,15 @@ class DecodeSteps:
         metrics: DecodeMetrics,
         publish: Publish,
         name: RankName,
+        tell_cache: Callable[[], None] = lambda: None,
     ) -> None:
-        """`publish` takes the news of every step; `name` is for the rank's last words."""
+        """`publish` takes the news of every step; `name` is for the rank's last words.
+
+        `tell_cache` is called after every step, to hand over what happened to the prefix cache.
+        """
         self._rank, self._runner, self._metrics = rank, runner, metrics
         self._publish, self._name = publish, name
+        self._tell_cache = tell_cache
 
     @property
     def is_empty(self) -> bool:
@@ -118,6 +123,7 @@ class DecodeSteps:
     def tell(self) -> None:
         """Publish news and load."""
         self._publish(self._rank.news.take(), self._rank.load())
+        self._tell_cache()
 
     def check_integrity(self) -> None:
         """Of all books."""

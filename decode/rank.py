@@ -56,7 +56,7 @@ class DecodeRank:
         """`order` takes what has to be asked of writers; it must not block."""
         self.desk = desk
         self.news = StepNews()
-        self._pool = pool
+        self.pool = self._pool = pool
         self._scheduler = scheduler
         self._growth = GrowthEstimator(pool.block_size, limits.max_model_len)
         self._reservations = Reservations(pool, desk, self._growth, limits, clock)

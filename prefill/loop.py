@@ -112,6 +112,7 @@ class EngineLoop:
         stalls: StallMeter | None = None,
         observe_gap: Callable[[float], None] = lambda seconds: None,
         observe_step: Callable[[int, float], None] = lambda num_tokens, seconds: None,
+        tell_cache: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing runs before `start`.
@@ -126,11 +127,13 @@ class EngineLoop:
             stalls: through which the local sender is called, to be told of each step's end.
             observe_gap: told how long the device idled between two steps, where that is known.
             observe_step: told the tokens and seconds of each step.
+            tell_cache: called after each, to hand over what happened to the prefix cache.
             clock: monotonic seconds.
         """
         self._scheduler, self._runner, self._senders = scheduler, runner, senders
         self._emit, self._settings, self._stalls = emit, settings, stalls
         self._observe_gap, self._observe_step, self._clock = observe_gap, observe_step, clock
+        self._tell_cache = tell_cache
         self._desk = RequestDesk(
             scheduler, senders, emit, max_model_len=settings.max_model_len, clock=clock
         )
@@ -248,6 +251,7 @@ class EngineLoop:
         if self._stalls:
             self._stalls.end_step()
         self._load = _measure_load(self._scheduler)
+        self._tell_cache()
 
     def check_integrity(self) -> None:
         """Of queues and blocks."""

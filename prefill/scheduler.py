@@ -71,7 +71,12 @@ class Scheduler:
     @property
     def num_tokens_waiting(self) -> int:
         """Context tokens that are still to be computed."""
-        return sum(item.request.num_uncomputed_tokens for item in self.unfinished())
+        return sum(
+            item.num_lacking_tokens
+            if item.status is PrefillStatus.WAITING
+            else item.request.num_uncomputed_tokens
+            for item in self.unfinished()
+        )
 
     def unfinished(self) -> Iterator[PrefillRequest]:
         """The requests whose first token is still to come."""

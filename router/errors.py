@@ -48,7 +48,7 @@ class AuthenticationError(RequestError):
 class ForbiddenError(RequestError):
     """The request's API key is known, and may not do this (403)."""
 
-    def __init__(self, message: str, *, param: str, code: str) -> None:
+    def __init__(self, message: str, *, param: str | None, code: str) -> None:
         super().__init__(
             message,
             param=param,

@@ -78,7 +78,8 @@ class HttpServer:
         pipeline = Pipeline(self._workers, policy, section, readiness)
         self._recent = RecentWindow(lambda: Totals.of(self.metrics.sums().collect()), loop.time)
         self._load_lines = LoadLines(lambda: Totals.of(self.metrics.registry.collect()), loop.time)
-        self._gate = Gate(keys, ledger or KeyLedger(loop.time), self.metrics)
+        ledger = ledger or KeyLedger(loop.time)
+        self._gate = _gate_of(section, keys, ledger, self.metrics, credentials)
         serving = Serving(
             section=section,
             model=model,
@@ -138,6 +139,7 @@ class HttpServer:
             lag_s = max(0.0, loop.time() - wanted)
             self.metrics.loop_lag.set(lag_s)
             self.metrics.process.measure()
+            self.metrics.deliveries.settle()
             self.metrics.requests_waiting.set(self._admission.num_waiting)
             self.metrics.connections.set(len(self._connections))
             self.metrics.texts_pending.set(self._lanes.num_pending)
@@ -163,6 +165,7 @@ class HttpServer:
         await self._runner.cleanup()
         self._lanes.close()
         await self._workers.close()
+        self.metrics.deliveries.settle()
 
 
 def _admission_of(section: RouterSection) -> Admission:
@@ -171,6 +174,17 @@ def _admission_of(section: RouterSection) -> Admission:
         queue_timeout_s=section.queue_timeout_s,
         max_queue_bytes=section.max_queue_bytes,
     )
+
+
+def _gate_of(
+    section: RouterSection,
+    keys: KeySource | None,
+    ledger: Ledger,
+    metrics: RouterMetrics,
+    credentials: Credentials,
+) -> Gate:
+    are_open = section.metrics_access == "open"
+    return Gate(keys, ledger, metrics, credentials, metrics_are_open=are_open)
 
 
 def _limits_of(section: RouterSection) -> ConnectionLimits:

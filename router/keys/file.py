@@ -22,14 +22,17 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from router.keys.record import MAX_KEYS, KeyLimits, KeyRecord, check_name
+from router.keys.record import MAX_KEYS, KeyLimits, KeyRecord, Right, check_name, parse_right
 from runtime.errors import ConfigError
 
 FIELD = "router.keys_file"
 _LIMITS = tuple(item.name for item in dataclasses.fields(KeyLimits))
-_TYPES: dict[str, type] = {"sha256": str, "models": list, "cache_salt": str} | dict.fromkeys(
-    _LIMITS, int
-)
+_TYPES: dict[str, type] = {
+    "sha256": str,
+    "models": list,
+    "rights": list,
+    "cache_salt": str,
+} | dict.fromkeys(_LIMITS, int)
 _HEADER = """\
 # API keys of a Tandem router (router.keys_file), by their SHA-256; read again when it changes.
 # `tandem keys add NAME --file FILE` writes a new one.
@@ -138,9 +141,11 @@ def _record(name: str, fields: object) -> KeyRecord:
     for model in models:
         if not isinstance(model, str) or not model:
             raise ConfigError(f"{where}.models", model, "is no name", "names of models, as strings")
+    rights = fields.get("rights", [Right.INFERENCE.value])
     return KeyRecord(
         name=name,
         sha256=fields.get("sha256", ""),
+        rights=frozenset(parse_right(right, f"{where}.rights") for right in rights),
         models=tuple(models),
         cache_salt=fields.get("cache_salt", ""),
         limits=KeyLimits(**{limit: fields.get(limit, 0) for limit in _LIMITS}),
@@ -149,6 +154,9 @@ def _record(name: str, fields: object) -> KeyRecord:
 
 def _table_of(record: KeyRecord) -> str:
     lines = [f"[keys.{record.name}]", f'sha256 = "{record.sha256}"']
+    if record.rights != {Right.INFERENCE}:
+        rights = (right.value for right in Right if right in record.rights)
+        lines.append(f"rights = [{', '.join(map(_quoted, rights))}]")
     if record.models:
         lines.append(f"models = [{', '.join(map(_quoted, record.models))}]")
     if record.cache_salt:

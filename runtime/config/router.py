@@ -22,6 +22,9 @@ class RouterSection:
     TANDEM_API_KEYS, and without those none is asked for."""
     allow_anonymous: bool = False
     """Let HTTP listen beyond this machine though it asks nobody for a key."""
+    metrics_access: str = "open"
+    """Who reads ``/metrics`` and ``/targets``, where there are keys: "open" (whoever asks, as the
+    workers' metrics) or "key" (a key with the right metrics or operations)."""
     port: int = 8000
     """OpenAI-compatible HTTP; 0: any free port."""
     control_port: int = 8100
@@ -85,6 +88,7 @@ class RouterSection:
         if self.keys_file and self.allow_anonymous:
             problem = "router.keys_file is set: every request needs a key"
             raise ConfigError("router.allow_anonymous", True, problem, "one of the two")
+        one_of("router.metrics_access", self.metrics_access, ("open", "key"))
         check_port("router.port", self.port)
         check_port("router.control_port", self.control_port)
         at_least("router.instances", self.instances, 1)

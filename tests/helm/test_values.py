@@ -167,6 +167,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     (nested("keys.allowAnonymous", False), 'keys.existingSecret = "": whoever reaches HTTP'),
     ({"keys": {}}, 'keys.existingSecret = ""'),
     ({"keys": {"existingSecret": "x", "allowAnonymous": True}}, "keys.allowAnonymous = true"),
+    ({"keys": {"scrapeKey": "one", "allowAnonymous": True}}, 'keys.scrapeKey = "one"'),
     (nested("tls.enabled", True), "tls.existingSecret"),
     (nested("tls.certManager", {"enabled": True, "issuerRef": {"name": "x"}}), "tls.enabled"),
     ({"tls": {"enabled": True, "certManager": {"enabled": True}}}, "issuerRef.name"),
