@@ -15,11 +15,12 @@ from router.errors import RequestError, as_tandem_error
 from router.http.connections import Connections
 from router.http.cors import CrossOrigin
 from router.http.dialect import OPENAI, Dialect
-from router.http.endpoints import REQUEST_ID_KEY, OpenAIEndpoints, Serving, request_id_of
+from router.http.endpoints import OpenAIEndpoints, Serving
 from router.http.errors import CLIENT_CLOSED, LABELS, STATUSES, Failure, failure_from
 from router.http.foreign import ForeignEndpoints
 from router.http.messages.answer import ANTHROPIC
 from router.http.models import ModelEndpoints
+from router.http.request_id import REQUEST_ID_KEY, request_id_of
 from router.http.tokenizer_endpoints import TokenizerEndpoints
 from router.pool.members import Member
 from runtime.errors import TandemError

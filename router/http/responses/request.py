@@ -26,7 +26,7 @@ _OF_INPUT = ("model", "tools", "tool_choice", "parallel_tool_calls", "chat_templ
 _OF_OUTPUT = (
     *("stream", "temperature", "top_p", "top_logprobs", "top_k", "min_p", "seed", "stop"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
-    *("min_tokens", "ignore_eos", "stop_token_ids", "cache_salt"),
+    *("min_tokens", "ignore_eos", "stop_token_ids", "cache_salt", "service_tier"),
 )
 """Fields of a chat request that have the same name and meaning here."""
 
