@@ -155,7 +155,7 @@ class Scheduler:
     def schedule(self, now: float = 0.0) -> list[Chunk]:
         """Choose the next step among the requests that have a ticket.
 
-        The step must be launched, and `advance` called for each chunk when it is over.
+        For each chunk `advance` must be called when the step is over, or `take_back`.
 
         Returns:
             At most one chunk a request, in order of places; empty if nothing can run now.
@@ -176,6 +176,10 @@ class Scheduler:
         request.num_computed_tokens = chunk.scheduled.end
         request.num_launched_tokens -= chunk.scheduled.num_scheduled_tokens
         self.pool.commit(request.block_table[first:last], request.block_hashes[first:last])
+
+    def take_back(self, chunk: Chunk) -> None:
+        """The chunk was not computed: it is still to come, as far as its request goes on."""
+        chunk.item.request.num_launched_tokens -= chunk.scheduled.num_scheduled_tokens
 
     def drop(self, item: PrefillRequest) -> None:
         """End a request that has no ticket: no sender has heard of it."""
