@@ -26,13 +26,13 @@ otherwise go to short prompts for ever while a long one starves.
 from __future__ import annotations
 
 import bisect
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from engine.memory.block_pool import BlockPool
 from engine.request import Request, ScheduledRequest
 from prefill.request import Chunk, Grant, PrefillRequest
+from prefill.tier_claims import first_of_each, has_place, place_of
 from prefill.tier_shares import StepLimits, Want, share_among_tiers
 from runtime.block_hash import max_cached_blocks
 from runtime.errors import InternalError, OutOfBlocksError
@@ -113,7 +113,7 @@ class Scheduler:
         item.num_lacking_tokens = item.request.num_context_tokens - num_cached
         item.place = (*item.standing.place, item.arrived_at - item.waited_s, self._num_arrived)
         self._num_arrived += 1
-        bisect.insort(self.waiting, item, key=_place_of)
+        bisect.insort(self.waiting, item, key=place_of)
 
     def claim(self, now: float) -> list[PrefillRequest]:
         """Give blocks to the requests that the next steps would have tokens for, oldest first.
@@ -130,8 +130,8 @@ class Scheduler:
         for item in self._next_in(LOOKAHEAD_STEPS, ahead, now):
             order = item.standing.order
             if not (
-                self._has_place(item, unbegun, self._max_num_seqs)
-                and self._has_place(item, claiming, 2 * self._max_num_seqs)
+                has_place(item, unbegun, self._max_num_seqs)
+                and has_place(item, claiming, 2 * self._max_num_seqs)
             ):
                 continue
             if not self._allocate(item):
@@ -150,7 +150,7 @@ class Scheduler:
         del self.claiming[item.nonce]
         item.take_grant(grant)
         item.move_to(PrefillStatus.RUNNING)
-        bisect.insort(self.running, item, key=_place_of)
+        bisect.insort(self.running, item, key=place_of)
 
     def schedule(self, now: float = 0.0) -> list[Chunk]:
         """Choose the next step among the requests that have a ticket.
@@ -214,22 +214,12 @@ class Scheduler:
             lost = self.pool.num_usable_blocks - self.pool.num_free_blocks
             raise InternalError(f"{lost} KV blocks are held and no request is left")
 
-    def _has_place(self, item: PrefillRequest, taken: Counter[int], most: int) -> bool:
-        """Whether one more of its tier may be claimed, as many being there of each tier.
-
-        Tiers behind do not count against it; those before do, but for the share of its own.
-        """
-        standing = item.standing
-        own = math.ceil(standing.share * most)
-        num_before = sum(count for order, count in taken.items() if order <= standing.order)
-        return num_before < most or taken[standing.order] < own
-
     def _next_in(
         self, num_steps: int, ahead: Sequence[PrefillRequest], now: float
     ) -> list[PrefillRequest]:
         """The waiting requests that so many steps would have tokens for beside those ahead."""
-        items = [*ahead, *self._window()]
-        items.sort(key=_place_of)
+        items = [*ahead, *first_of_each(self.waiting, WINDOW_STEPS * self._max_num_seqs)]
+        items.sort(key=place_of)
         wants = [
             _want_of(
                 item,
@@ -248,16 +238,6 @@ class Scheduler:
             for item, share in zip(items, shares, strict=True)
             if share and item.status is PrefillStatus.WAITING
         ]
-
-    def _window(self) -> Iterator[PrefillRequest]:
-        """The first that wait, of every tier."""
-        size, start = WINDOW_STEPS * self._max_num_seqs, 0
-        while start < len(self.waiting):
-            order = self.waiting[start].standing.order
-            behind: tuple[float, ...] = (order + 1,)
-            end = bisect.bisect_left(self.waiting, behind, lo=start, key=_place_of)
-            yield from self.waiting[start : min(end, start + size)]
-            start = end
 
     def _take(self, item: PrefillRequest, num_tokens: int) -> Chunk:
         scheduled = ScheduledRequest(item.request, num_tokens)
@@ -304,10 +284,6 @@ class Scheduler:
     def _release(self, item: PrefillRequest) -> None:
         self.pool.release(item.request.block_table)
         item.request.block_table.clear()
-
-
-def _place_of(item: PrefillRequest) -> tuple[float, ...]:
-    return item.place
 
 
 def _want_of(item: PrefillRequest, num_tokens: int) -> Want:
