@@ -185,7 +185,7 @@ class EngineLoop:
     def plan(self, complete_launched: Callable[[], None]) -> ChunkPlan:
         """Schedule, and tell the senders and the followers what comes."""
         self._desk.expire()
-        chunks = self._scheduler.schedule()
+        chunks = self._scheduler.schedule(self._clock())
         self._desk.want_tickets()  # of those behind this step: their claims travel while it runs
         batch = self._prepare(chunks)
         if isinstance(batch, StepError):
@@ -233,6 +233,7 @@ class EngineLoop:
     ) -> None:
         """Carry on with the requests of a step."""
         self._observe_step(plan.num_tokens, seconds)
+        self._scheduler.steps.observe(plan.num_tokens, seconds)
         if idle_s is not None:
             self._observe_gap(idle_s)
         for chunk, result in zip(plan.chunks, results, strict=True):
