@@ -19,7 +19,8 @@ from functools import partial
 
 from engine.batch import ForwardBatch
 from engine.parallel.lockstep import Lockstep, SoloLockstep
-from engine.runner import ModelRunner, PendingStep, StepResult
+from engine.pending_step import PendingStep, StepResult
+from engine.runner import ModelRunner
 from engine.step_error import StepError
 from prefill.commands import PushBlocks
 from prefill.kv_push import PushSettings, StepPusher, plan_pushes
