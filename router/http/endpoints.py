@@ -11,12 +11,12 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 from aiohttp import web
 
 from router.errors import NotReadyError, RequestError
 from router.http.body import read_body
+from router.http.call import Call, RequestT, cut_off, cut_off_reader, headers_of
 from router.http.chat import ChatBody, ChatStream
 from router.http.completions import CompletionBody, CompletionStream, CompletionText
 from router.http.console.finished import FinishedRequests
@@ -28,7 +28,6 @@ from router.http.gate import (
     count_output,
     count_prompt,
     key_of,
-    limit_headers,
 )
 from router.http.params import (
     choices_per_prompt,
@@ -44,13 +43,13 @@ from router.http.responder import TIMINGS_HEADER, Responder
 from router.http.response import Choice, Prompt, ResponseFormat, ResponseInfo
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
 from router.http.tiers import standing_of
-from router.http.unsupported import IGNORED_HEADER, ignored_fields, refuse_unsupported
+from router.http.unsupported import refuse_unsupported
 from router.metrics import RouterMetrics
 from router.model import ModelLimits, ServedModel
 from router.pool.readiness import Readiness
 from router.pool.view import PoolView
 from router.recent import Recent
-from router.requests.admission import Admission, BodyBytes
+from router.requests.admission import Admission
 from router.requests.generation import Generation, Mailbox
 from router.requests.pipeline import Pipeline
 from router.requests.run import MAX_PARALLEL, RequestRun
@@ -60,8 +59,7 @@ from router.text.message import MessageReader
 from router.text.output import ChoiceText, OutputOptions
 from runtime.config import RouterSection
 from runtime.logging import get_logger
-from runtime.sampling import SamplingParams
-from runtime.tiers import Standing, Tiers
+from runtime.tiers import Tiers
 
 logger = get_logger(__name__)
 
@@ -104,7 +102,6 @@ def check_model(serving: Serving, name: str | None) -> None:
 
 
 ReaderOf = Callable[[Prompt], MessageReader | None]
-RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
 FormOf = Callable[[RequestT, ResponseInfo], ResponseFormat]
 
 
@@ -190,7 +187,7 @@ class OpenAIEndpoints:
         request: web.Request,
         parse: Callable[[bytes], RequestT],
         check: Callable[[RequestT], int],
-    ) -> AsyncIterator[_Call[RequestT]]:
+    ) -> AsyncIterator[Call[RequestT]]:
         """The body of ``request``, read and checked; ``check`` says how many prompts it holds.
 
         All that can be refused without a tokenizer is refused here.
@@ -204,7 +201,7 @@ class OpenAIEndpoints:
                 request, held, max_bytes=section.max_body_bytes, timeout_s=section.body_timeout_s
             )
 
-            def checked(_: object) -> _Call[RequestT]:
+            def checked(_: object) -> Call[RequestT]:
                 body = parse(raw)
                 check_model(serving, body.model)
                 refuse_unsupported(body)
@@ -213,7 +210,7 @@ class OpenAIEndpoints:
                 )
                 sampling = sampling_from(body, limits)
                 most = section.max_choices_per_request
-                return _Call(
+                return Call(
                     request=request,
                     request_id=request[REQUEST_ID_KEY],
                     body=body,
@@ -235,7 +232,7 @@ class OpenAIEndpoints:
 
     async def _answer(
         self,
-        call: _Call[RequestT],
+        call: Call[RequestT],
         prompts_of: Work[list[Prompt]],
         reader_of: ReaderOf,
         form_of: FormOf[RequestT],
@@ -265,7 +262,7 @@ class OpenAIEndpoints:
                 choices_per_prompt=choices_per_prompt(body),
                 service_tier=call.standing.tier,
             )
-            mailbox = Mailbox(serving.section.max_mailbox_bytes, lambda: _cut_off_reader(call))
+            mailbox = Mailbox(serving.section.max_mailbox_bytes, lambda: cut_off_reader(call))
             self._add_choices(info, call, prompts, mailbox, reader_of)
             for prompt in prompts:
                 serving.metrics.prompt_lengths.observe(len(prompt.token_ids))
@@ -280,7 +277,7 @@ class OpenAIEndpoints:
 
     async def _respond(
         self,
-        call: _Call[RequestT],
+        call: Call[RequestT],
         run: RequestRun,
         form: ResponseFormat,
         info: ResponseInfo,
@@ -299,13 +296,13 @@ class OpenAIEndpoints:
                     serving.metrics,
                     dialect=dialect,
                     keep_alive_s=serving.section.keep_alive_s,
-                    headers=_headers_of(call),
+                    headers=headers_of(call),
                 )
                 if call.body.stream:
                     return await responder.stream(call.request, call.request_id)
                 return await responder.body()
         except TimeoutError as error:
-            _cut_off(call, "it did not take its answer within router.request_timeout_s")
+            cut_off(call, "it did not take its answer within router.request_timeout_s")
             raise ConnectionAbortedError("the client was too slow") from error
         finally:
             count_output(call.request, sum(each.generation.num_tokens for each in info.choices))
@@ -314,7 +311,7 @@ class OpenAIEndpoints:
     def _add_choices(
         self,
         info: ResponseInfo,
-        call: _Call[RequestT],
+        call: Call[RequestT],
         prompts: Sequence[Prompt],
         mailbox: Mailbox,
         reader_of: ReaderOf,
@@ -349,51 +346,3 @@ class OpenAIEndpoints:
                 info.choices.append(
                     Choice(index=index, prompt=prompt, generation=generation, text=text)
                 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call(Generic[RequestT]):
-    """One call of a generation endpoint."""
-
-    request: web.Request
-    request_id: str
-    body: RequestT
-    sampling: SamplingParams
-    standing: Standing
-    num_choices: int
-    """Of all prompts."""
-    received: float
-    held: BodyBytes
-    num_bytes: int
-    """Of the body."""
-
-    @property
-    def kind(self) -> str:
-        """What the response's id begins with."""
-        return "chatcmpl" if isinstance(self.body, ChatRequest) else "cmpl"
-
-    @property
-    def param(self) -> str:
-        """The field with the prompt."""
-        return "messages" if isinstance(self.body, ChatRequest) else "prompt"
-
-
-def _headers_of(call: _Call[RequestT]) -> dict[str, str]:
-    """What the answer says of the request."""
-    headers = limit_headers(call.request)
-    ignored = ignored_fields(call.body)
-    if not ignored:
-        return headers
-    logger.debug("ignored fields request_id=%s fields=%s", call.request_id, ignored)
-    return {**headers, IGNORED_HEADER: ", ".join(ignored)}
-
-
-def _cut_off_reader(call: _Call[RequestT]) -> None:
-    _cut_off(call, "more output than router.max_mailbox_bytes waits for it")
-
-
-def _cut_off(call: _Call[RequestT], reason: str) -> None:
-    """End the connection of a client that does not read; that cancels its request."""
-    logger.warning("a client is cut off request_id=%s reason=%r", call.request_id, reason)
-    if call.request.transport is not None:
-        call.request.transport.abort()
