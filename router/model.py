@@ -44,6 +44,8 @@ class ServedModel:
     """One model under one name."""
 
     name: str
+    folder: Path
+    """Of the checkpoint."""
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     tool_template: ChatTemplate | None
@@ -102,6 +104,7 @@ def load_served_model(
         calls = history.call_format
     return ServedModel(
         name=section.name or folder.resolve().name,
+        folder=folder,
         tokenizer=tokenizer,
         chat_template=template,
         tool_template=tool_template,

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 from aiohttp import web
 
 from router.http.gate import limit_headers
+from router.http.output_rules import CompiledRules, OutputRules
 from router.http.schema import ChatRequest, CompletionRequest
 from router.http.unsupported import IGNORED_HEADER, ignored_fields
 from router.requests.admission import BodyBytes
@@ -28,6 +29,8 @@ class Call(Generic[RequestT]):
     request_id: str
     body: RequestT
     sampling: SamplingParams
+    rules: OutputRules | None
+    """What the output has to follow."""
     standing: Standing
     num_choices: int
     """Of all prompts."""
@@ -35,6 +38,8 @@ class Call(Generic[RequestT]):
     held: BodyBytes
     num_bytes: int
     """Of the body."""
+    compiled: CompiledRules | None = None
+    """``rules`` with their grammars."""
 
     @property
     def kind(self) -> str:
@@ -50,7 +55,9 @@ class Call(Generic[RequestT]):
 def headers_of(call: Call[RequestT]) -> dict[str, str]:
     """What the answer says of the request."""
     headers = limit_headers(call.request)
-    ignored = ignored_fields(call.body)
+    rules: OutputRules | None = call.rules
+    left_out = [] if rules is None else rules.left_out
+    ignored = [*ignored_fields(call.body), *left_out]
     if not ignored:
         return headers
     logger.debug("ignored fields request_id=%s fields=%s", call.request_id, ignored)

@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from aiohttp import web
 
@@ -29,6 +29,7 @@ from router.http.gate import (
     count_prompt,
     key_of,
 )
+from router.http.output_rules import rules_of
 from router.http.params import (
     choices_per_prompt,
     for_choice,
@@ -54,14 +55,12 @@ from router.requests.generation import Generation, Mailbox
 from router.requests.pipeline import Pipeline
 from router.requests.run import MAX_PARALLEL, RequestRun
 from router.requests.time_limits import limits_from_arrival
+from router.text.grammar.compilers import Compilers
 from router.text.lanes import Lanes, Work
 from router.text.message import MessageReader
 from router.text.output import ChoiceText, OutputOptions
 from runtime.config import RouterSection
-from runtime.logging import get_logger
 from runtime.tiers import Tiers
-
-logger = get_logger(__name__)
 
 DELIVERY_S = 10.0
 """A client may take its answer for so long after the request's own time is over."""
@@ -78,6 +77,7 @@ class Serving:
     pipeline: Pipeline
     admission: Admission
     lanes: Lanes
+    compilers: Compilers
     metrics: RouterMetrics
     recent: Callable[[], Recent]
     gate: Gate
@@ -215,6 +215,7 @@ class OpenAIEndpoints:
                     request_id=request[REQUEST_ID_KEY],
                     body=body,
                     sampling=sampling,
+                    rules=rules_of(body, serving.model),
                     standing=standing,
                     num_choices=num_choices(body, check(body), most),
                     received=received,
@@ -228,6 +229,9 @@ class OpenAIEndpoints:
                 raise NotReadyError(f"the cluster is starting: {missing}. Fix: retry in a moment")
             num_tokens = tokens_asked_for(call.body, len(raw), call.num_choices)
             async with serving.gate.admit(request, num_tokens):
+                if call.rules is not None:
+                    compiled = await call.rules.compile(serving.compilers)
+                    call = replace(call, compiled=compiled)
                 yield call
 
     async def _answer(
@@ -323,6 +327,9 @@ class OpenAIEndpoints:
         unique = f"{call.request_id}.{secrets.token_hex(4)}"
         for prompt in prompts:
             capped = for_prompt(call.sampling, len(prompt.token_ids), limits, param=call.param)
+            if call.compiled is not None:
+                constraint = call.compiled.constraint(prompt.model_start)
+                capped = replace(capped, constraint=constraint)
             options = OutputOptions(
                 stops=body.stop,
                 include_stop=bool(body.include_stop_str_in_output),

@@ -35,6 +35,7 @@ from router.requests.clients import WorkerClients
 from router.requests.frames import FrameStreams
 from router.requests.pipeline import Pipeline
 from router.routing.policy import PairingPolicy
+from router.text.grammar.compilers import Compilers
 from router.text.lanes import Lanes
 from runtime.config import RouterSection
 from runtime.errors import ConfigError
@@ -76,6 +77,7 @@ class HttpServer:
         self.metrics.tiers.expect(tiers.names)
         self._admission = _admission_of(section, tiers, self.metrics)
         self._lanes = Lanes()
+        self._compilers = Compilers(model.folder, model.limits.vocab_size)
         self._connections = Connections(_limits_of(section), loop.time)
         policy = PairingPolicy(section.policy)
         readiness = Readiness(self.pool)
@@ -92,6 +94,7 @@ class HttpServer:
             pipeline=pipeline,
             admission=self._admission,
             lanes=self._lanes,
+            compilers=self._compilers,
             metrics=self.metrics,
             recent=self._recent.recent,
             gate=self._gate,
@@ -172,6 +175,7 @@ class HttpServer:
         self._console.close()
         await self._runner.cleanup()
         self._lanes.close()
+        await self._compilers.close()
         await self._workers.close()
         self.metrics.deliveries.settle()
 
