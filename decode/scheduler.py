@@ -278,13 +278,14 @@ class DecodeScheduler:
         return resumed
 
     def _start(self) -> list[DecodeRequest]:
-        """Start waiting requests; those that do not have room for their next token wait."""
+        """Start waiting requests; those whose grammar is still being compiled let others pass."""
         started: list[DecodeRequest] = []
         if self.is_short and self.running:
             return started
         num_places = self._max_num_seqs - len(self._continuing()) if self.waiting else 0
-        while self.waiting and len(started) < num_places:
-            request = self.waiting.pop(0)
+        ready = [item for item in self.waiting if item.request.is_ready]
+        for request in ready[: max(num_places, 0)]:
+            self.waiting.remove(request)
             # The ticket allocated room for the first generated token, which this step computes.
             assert self._num_needed(request) == 0
             request.move_to(DecodeStatus.RUNNING)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from engine.batch import ForwardBatch, StepBounds, UnreadTokens, build_forward_batch
+from engine.constraint.step_masks import mask_of_step, take_sampled
 from engine.device_span import DeviceSpan
 from engine.host_copy import HostCopies, upload
 from engine.memory.kv_pool import KVPool
@@ -65,8 +66,8 @@ class StepResult:
         sampled: the next token, or None if the step ended inside the prompt or failed.
         prompt_logprobs: one entry per prompt token whose predecessor was run in this step, in
             order; empty unless the request asked for them. Token 0 never has one.
-        is_failed: a token was due, and the logits hold NaN or infinity: this request has to end,
-            and says nothing about the others of the step.
+        is_failed: a token was due, and the logits hold NaN or infinity, or the request's constraint
+            leaves none: it has to end by its `failure`, which says nothing about the others.
     """
 
     request: Request
@@ -111,15 +112,27 @@ class PendingStep:
         places = {id(request): place for place, request in enumerate(samplers)}
         return UnreadTokens(token_ids=self.sample.token_ids, places=places)
 
+    def read_tokens(self) -> dict[int, int]:
+        """Wait for the step's end; the usable tokens, by `id` of their requests."""
+        if self.sample is None or self.is_usable is None:
+            return {}
+        self.copies.wait()
+        samplers = (item.request for item in self.scheduled if item.samples)
+        tokens = zip(samplers, self.sample.host_ids.tolist(), self.is_usable.tolist(), strict=True)
+        return {id(request): token_id for request, token_id, is_usable in tokens if is_usable}
+
     def collect(self) -> list[StepResult]:
-        """Wait for the step's end; one result per scheduled request, in order."""
+        """Wait for the step's end; one result per scheduled request, in order.
+
+        Their matchers have taken the tokens then; the requests themselves have not.
+        """
         self.copies.wait()
         tokens = iter(self.sample.collect() if self.sample is not None else ())
         usable = iter(self.is_usable.tolist() if self.is_usable is not None else ())
         results = []
         for item, pieces in zip(self.scheduled, self.prompts, strict=True):
             token = next(tokens) if item.samples else None
-            is_failed = item.samples and not next(usable)
+            is_failed = item.samples and not (next(usable) and _fits(item, token))
             results.append(
                 StepResult(
                     request=item.request,
@@ -203,7 +216,7 @@ class ModelRunner:
             finite = torch.isfinite(logits.sum(dim=-1))
             is_usable = copies.add(finite)
             logits = torch.where(finite[:, None], logits, 0.0)  # the sampler knows numbers only
-            sample = self._sample(logits, scheduled, batch, copies)
+            sample = self._sample(logits, scheduled, batch, copies, after)
         pending = PendingStep(
             scheduled=scheduled,
             sample=sample,
@@ -274,6 +287,7 @@ class ModelRunner:
         scheduled: Sequence[ScheduledRequest],
         batch: ForwardBatch,
         copies: HostCopies,
+        after: PendingStep | None,
     ) -> PendingSample:
         samplers = [item for item in scheduled if item.samples]
         inputs = [
@@ -289,7 +303,25 @@ class ModelRunner:
         if any(item.num_unread for item in samplers):
             # The token that nobody has read is the one that the sampled row runs.
             unread_ids = _select(batch.input_ids, _sampled_rows(scheduled))
-        return self.sampler.launch(logits, inputs, copies, unread_ids=unread_ids)
+        # Last: it may wait for the step before, when all of this one is issued but its sampling.
+        mask = mask_of_step(samplers, self.sampler.vocab_size, reader_of(after))
+        return self.sampler.launch(logits, inputs, copies, unread_ids=unread_ids, mask=mask)
+
+
+def reader_of(after: PendingStep | None) -> Callable[[], dict[int, int]]:
+    """Return what waits for the tokens of the step before; without one none are unread."""
+    return after.read_tokens if after is not None else dict
+
+
+def _fits(item: ScheduledRequest, token: SampledToken | None) -> bool:
+    """Tell the request's matcher, if it has one; whether the request can go on."""
+    matcher = item.request.matcher
+    if matcher is None:
+        return True
+    assert token is not None
+    if matcher.error is None:
+        take_sampled(item, token.token_id)
+    return matcher.error is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import StepBounds
+from engine.constraint.step_masks import mask_of_step
 from engine.device_span import DeviceSpan
 from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.capture import Capture, CaptureProgress, Eager, Replayable, capture_each
@@ -31,11 +32,12 @@ from engine.host_copy import HostCopies, upload
 from engine.memory.kv_pool import KVPool
 from engine.parallel.groups import RankGroup
 from engine.request import ScheduledRequest, num_blocks_for
-from engine.runner import CausalModel, PendingStep
+from engine.runner import CausalModel, PendingStep, reader_of
 from engine.sampling.graph_sampler import GraphSampler, SamplingStage
 from engine.sampling.inputs import SampledToken
 from engine.sampling.logprobs import PendingLogprobs, launch_logprobs
 from engine.sampling.sampler import PendingSample
+from engine.sampling.token_mask import TokenMask, mask_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +187,12 @@ class StepGraphs:
         """
         with torch.inference_mode():
             inputs = self._slots.inputs(scheduled, None if after is None else after.unread())
-        pending = self.launch(inputs, group_mean=group_mean)
+            read, vocab_size = reader_of(after), self._sampler.vocab_size
+        pending = self.launch(
+            inputs,
+            group_mean=group_mean,
+            make_mask=lambda: mask_of_step(scheduled, vocab_size, read),
+        )
         return PendingStep(
             scheduled=scheduled,
             sample=pending.sample,
@@ -196,12 +203,20 @@ class StepGraphs:
         )
 
     @torch.inference_mode()
-    def launch(self, inputs: DecodeInputs, *, group_mean: int = 0) -> PendingTokens:
+    def launch(
+        self,
+        inputs: DecodeInputs,
+        *,
+        group_mean: int = 0,
+        make_mask: Callable[[], TokenMask | None] = lambda: None,
+    ) -> PendingTokens:
         """Copy a step's inputs in, replay it, and start to copy its tokens out.
 
         Args:
             inputs: of the step.
             group_mean: see `launch_step`.
+            make_mask: called when the model is issued and the head is not. It may wait for the
+                step before; the device has this one's model to run meanwhile.
         """
         assert self.is_captured
         num_seqs = inputs.num_seqs
@@ -209,7 +224,11 @@ class StepGraphs:
         self._static.load(inputs, bucket)
         span = DeviceSpan.start(self._kv_pool.device)
         self._forwards[bucket].replay()
-        self._heads[bucket, inputs.stage].replay()
+        mask = make_mask()
+        if mask is None:
+            self._heads[bucket, inputs.stage].replay()
+        else:
+            self._run_head(bucket, inputs.stage, mask)
         # Copies, because the next step overwrites the buffers, maybe before these are read.
         tokens, is_usable = self._tokens[:num_seqs].clone(), self._is_usable[:num_seqs].clone()
         copies = HostCopies(self._kv_pool.device)
@@ -250,9 +269,11 @@ class StepGraphs:
         hidden = self._model.forward(self._static.batch(bucket), self._kv_pool)
         self._hidden[:bucket].copy_(hidden)
 
-    def _run_head(self, bucket: int, stage: SamplingStage) -> None:
+    def _run_head(self, bucket: int, stage: SamplingStage, mask: TokenMask | None = None) -> None:
         logits = self._model.compute_logits(self._hidden[:bucket])
         # A sum is finite only if every term is, and reads the logits once.
         self._is_usable[:bucket].copy_(torch.isfinite(logits.sum(dim=-1)))
+        if mask is not None:
+            mask_tokens(logits[:, : self._sampler.vocab_size], mask)
         rows = self._static.sampling_rows(bucket)
         self._tokens[:bucket].copy_(self._sampler.choose(logits, rows, stage))

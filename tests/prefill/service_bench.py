@@ -11,6 +11,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
+from engine.constraint.constraints import Constraints
 from engine.memory.block_pool import BlockPool
 from prefill.claims import Claims, cancel_of_unknown
 from prefill.closer import TicketCloser
@@ -28,6 +29,7 @@ from prefill.service import PrefillService
 from prefill.validation import RunLimits
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
 from runtime.rpc import bind_port, create_server, open_channel
+from tests.engine.constraint.fakes import FakeCompiler
 from tests.prefill.fake_decode import (
     CREDENTIALS,
     LAYOUT,
@@ -173,6 +175,7 @@ def make_service(
     submit: Callable[[Command], None],
     num_tokens_left: Callable[[], int],
     drains: list[int],
+    constraints: Constraints,
 ) -> PrefillService:
     """The service, which counts in ``drains`` how often it began to refuse."""
     return PrefillService(
@@ -180,6 +183,7 @@ def make_service(
         runs,
         nonces,
         submit,
+        constraints=constraints,
         num_tokens_left=num_tokens_left,
         on_draining=lambda: drains.append(1),
     )
@@ -187,10 +191,15 @@ def make_service(
 
 @contextlib.asynccontextmanager
 async def service_bench(
-    num_blocks: int = 33, max_num_batched_tokens: int = 64, *, num_nonces: int = 1000
+    num_blocks: int = 33,
+    max_num_batched_tokens: int = 64,
+    *,
+    num_nonces: int = 1000,
+    compiler: FakeCompiler | None = None,
 ) -> AsyncIterator[ServiceBench]:
     """Serve, and stop everything at the end."""
     event_loop = asyncio.get_running_loop()
+    compiler = compiler or FakeCompiler()
     channels = ChannelCache(partial(open_channel, credentials=CREDENTIALS))
     closer = TicketCloser(channels, retry_delays_s=(0.01,))
     registry = CollectorRegistry()
@@ -223,7 +232,9 @@ async def service_bench(
     loop = EngineLoop(scheduler, runner, SenderGroup(sender), emit, settings)
     metrics.watch(lambda: loop.load, lambda: closer.num_dropped)
     drains: list[int] = []
-    service = make_service(runs, nonces, submit, lambda: scheduler.num_tokens_waiting, drains)
+    constraints = Constraints("/nonexistent", 1000, open_compiler=lambda *_: compiler)
+    num_waiting = partial(getattr, scheduler, "num_tokens_waiting")
+    service = make_service(runs, nonces, submit, num_waiting, drains, constraints)
     async with serve_decode(FakeDecode()) as decode, serve_prefill(service) as stub:
         loop.start()
         yield ServiceBench(
@@ -246,6 +257,8 @@ async def service_bench(
         await claims.close()
         await closer.flush()
         await channels.close()
+        compiler.may_end.set()
+        constraints.close()
 
 
 @contextlib.asynccontextmanager
