@@ -24,6 +24,7 @@ from decode.tickets import TicketDesk
 from engine.constraint.matcher import Matcher
 from engine.memory.block_pool import BlockPool
 from engine.sampling.inputs import SampledToken
+from engine.step_error import StepError
 from runtime.errors import (
     InternalError,
     OutOfBlocksError,
@@ -57,7 +58,7 @@ class DecodeRank:
         """`order` takes what has to be asked of writers; it must not block."""
         self.desk = desk
         self.news = StepNews()
-        self._pool = pool
+        self.pool = self._pool = pool
         self._scheduler = scheduler
         self._growth = GrowthEstimator(pool.block_size, limits.max_model_len)
         self._reservations = Reservations(pool, desk, self._growth, limits, clock)
@@ -204,6 +205,12 @@ class DecodeRank:
                 self._scheduler.finish(request)
                 self.live.forget(request, reason)
         return num_tokens
+
+    def give_up_step(self, plan: StepPlan, error: StepError) -> None:
+        """A step gave nothing: end the requests that it ends, and run the others again."""
+        for request in plan.requests:
+            if self._scheduler.land(request) and error.ends(request.request_id):
+                self.live.end(request, FinishReason.ERROR, error.answer(request.request_id))
 
     def load(self) -> registry_pb2.WorkerLoad:
         """What the router should know of us; also mirrored into the metrics."""

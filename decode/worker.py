@@ -30,8 +30,10 @@ from engine.boot.rank import use_device
 from engine.constraint.constraints import Constraints
 from kv_transfer.receiver import Arrival
 from runtime.errors import DrainingError, PeerLostError
-from runtime.pb import common_pb2, decode_pb2_grpc, registry_pb2
+from runtime.pb import cache_pb2_grpc, common_pb2, decode_pb2_grpc, registry_pb2
 from runtime.worker import WorkerOptions
+from worker.cache_log import CacheFeed
+from worker.cache_service import CacheService
 from worker.health import thread_check
 from worker.host import Endpoint, HostedRank, Loop, WorkerHost
 from worker.step_driver import LoopOptions, steps_ahead
@@ -72,6 +74,7 @@ class DecodeDriver:
         self._transfer.watch(host.registry)
         rank = build_rank(self._options, self._side, self._transfer, metrics, self._order)
         self._load = rank.load()
+        self._cache = CacheFeed(rank.pool, lambda work: engine.post(work))
         engine = self._make_loop(rank, metrics)
         host.health.watch_loop(engine)
         host.health.add("receiver", thread_check(lambda: self._transfer.receiver.is_alive))
@@ -99,6 +102,7 @@ class DecodeDriver:
                 role=common_pb2.ROLE_DECODE,
                 layout_fingerprint=self._transfer.layout.fingerprint(),
                 max_num_requests=self._options.config.decode.num_places,
+                kv_block_bytes=self._side.kv_pool.block_bytes,
             ),
             load=self._worker_load,
             refuse=lambda: self._service.refuse_new(),
@@ -110,7 +114,14 @@ class DecodeDriver:
 
     def _make_loop(self, rank: DecodeRank, metrics: DecodeMetrics) -> EngineLoop:
         section, name, side = self._options.config.decode, self._options.rank_name, self._side
-        steps = DecodeSteps(rank, side.runner, metrics=metrics, publish=self._publish, name=name)
+        steps = DecodeSteps(
+            rank,
+            side.runner,
+            metrics=metrics,
+            publish=self._publish,
+            name=name,
+            tell_cache=self._cache.tell,
+        )
         options = LoopOptions(
             name=name,
             step="decode",
@@ -146,6 +157,8 @@ class DecodeDriver:
             on_drain=self._host.tell_draining,
         )
         decode_pb2_grpc.add_DecodeServicer_to_server(self._service, server)
+        cache = CacheService(identity, self._cache, self._worker_load)
+        cache_pb2_grpc.add_CacheServicer_to_server(cache, server)
 
     def _worker_load(self) -> registry_pb2.WorkerLoad:
         metrics = self._metrics
@@ -153,8 +166,10 @@ class DecodeDriver:
         load.CopyFrom(self._load)
         load.num_tokens_done = metrics.num_tokens
         load.num_steps_done = metrics.num_steps
-        for peer, num_bytes in metrics.transfers.received().items():
-            load.received.add(peer=peer, num_bytes=num_bytes)
+        load.num_requests_done = metrics.num_requests
+        load.busy_s, load.clock_s = metrics.busy_s, time.monotonic()
+        for peer, (num_bytes, seconds) in metrics.transfers.received().items():
+            load.received.add(peer=peer, num_bytes=num_bytes, seconds=seconds)
         return load
 
     async def _drain(self, deadline_s: float) -> None:

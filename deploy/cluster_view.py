@@ -229,7 +229,9 @@ def _fetch_status(endpoint: str, credentials: Credentials) -> Mapping[str, Any]:
     """What the router's ``/status`` says; empty when it does not answer."""
     connection = connect_http(endpoint, credentials.client_ssl_context(), timeout_s=_TIMEOUT_S)
     try:
-        connection.request("GET", "/status")
+        # Whoever has the secret is the cluster, also where the router asks for keys.
+        headers = {"Authorization": f"Bearer {credentials.secret}"}
+        connection.request("GET", "/status", headers=headers)
         response = connection.getresponse()
         body = response.read()
         return dict(json.loads(body)) if response.status == 200 else {}

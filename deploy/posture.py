@@ -59,7 +59,9 @@ def _http_port(config: ClusterConfig, has_keys: bool) -> Port:
     protection = _http_protection(config)
     if has_keys:
         # Where certificates are asked for, too, they are the first that a stranger lacks.
-        protection = protection.replace(_NOTHING, "an API key for /v1")
+        is_closed = config.router.metrics_access == "key"
+        proof = "an API key" if is_closed else "an API key but for /metrics"
+        protection = protection.replace(_NOTHING, proof)
     return Port(
         name="HTTP",
         where=_in_a_row(config, config.http_host, config.router.port),

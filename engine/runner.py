@@ -10,22 +10,24 @@ others `forward_only` with the same batch: rank 0 alone computes logits, which n
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from engine.batch import ForwardBatch, StepBounds, UnreadTokens, build_forward_batch
 from engine.constraint.step_masks import mask_of_step, take_sampled
 from engine.device_span import DeviceSpan
-from engine.host_copy import HostCopies, upload
+from engine.host_copy import HostCopies
 from engine.memory.kv_pool import KVPool
 from engine.operations import do_nothing
 from engine.request import Request, ScheduledRequest
+from engine.row_plan import RowPlan, plan_rows, sampled_rows, select_rows
 from engine.sampling.inputs import SampledToken, SamplingInput
 from engine.sampling.logprobs import PendingLogprobs, launch_prompt_logprobs
 from engine.sampling.sampler import PendingSample, Sampler
+from engine.step_error import may_fail
 from runtime.sampling import PositionLogprobs
 
 MAX_LOGITS_ROWS = 256
@@ -125,8 +127,15 @@ class PendingStep:
         """Wait for the step's end; one result per scheduled request, in order.
 
         Their matchers have taken the tokens then; the requests themselves have not.
+
+        Raises:
+            StepError: the step is over, and what it gave cannot be read.
         """
         self.copies.wait()
+        with may_fail(torch.device("cpu"), has_joined=True):  # the device is through with it
+            return self._read()
+
+    def _read(self) -> list[StepResult]:
         tokens = iter(self.sample.collect() if self.sample is not None else ())
         usable = iter(self.is_usable.tolist() if self.is_usable is not None else ())
         results = []
@@ -161,10 +170,14 @@ class ModelRunner:
     stream: a later step sees the KV of an earlier one.
     """
 
-    def __init__(self, model: CausalModel, kv_pool: KVPool, sampler: Sampler) -> None:
+    def __init__(
+        self, model: CausalModel, kv_pool: KVPool, sampler: Sampler, *, in_group: bool = False
+    ) -> None:
+        """Take what runs; `in_group` where the model's layers wait for other ranks."""
         self.model = model
         self.kv_pool = kv_pool
         self.sampler = sampler
+        self.in_group = in_group
         self._span: DeviceSpan | None = None  # of the latest step
 
     def execute(
@@ -177,10 +190,32 @@ class ModelRunner:
         return self.launch(scheduled, on_layer_done=on_layer_done).collect()
 
     @torch.inference_mode()
+    def prepare(
+        self, scheduled: Sequence[ScheduledRequest], *, after: PendingStep | None = None
+    ) -> ForwardBatch:
+        """Build the tensors of a step for `launch`, before anybody else hears of it.
+
+        Args:
+            scheduled: at least one; block tables must cover the scheduled tokens.
+            after: the step that samples the tokens that the host does not know yet.
+
+        Raises:
+            StepError: they cannot be built. No rank waits for this one.
+        """
+        unread = after.unread() if after is not None else None
+        bounds = StepBounds(num_blocks=self.kv_pool.num_blocks, vocab_size=self.sampler.vocab_size)
+        device = self.kv_pool.device
+        with may_fail(device, has_joined=False):
+            return build_forward_batch(
+                scheduled, self.kv_pool.block_size, device, unread=unread, bounds=bounds
+            )
+
+    @torch.inference_mode()
     def launch(
         self,
         scheduled: Sequence[ScheduledRequest],
         *,
+        batch: ForwardBatch | None = None,
         after: PendingStep | None = None,
         on_layer_done: LayerDone | None = None,
         meanwhile: Callable[[], None] = do_nothing,
@@ -191,45 +226,35 @@ class ModelRunner:
 
         Args:
             scheduled: at least one; block tables must cover the scheduled tokens.
+            batch: of these, if `prepare` has made it.
             after: the step that samples the tokens that the host does not know yet.
             on_layer_done: called with a layer's index once its KV of this step is issued.
             meanwhile: called several times a layer, between two operations. May do what follows
                 from the ends of steps before this one; tokens and sampling of the requests of this
                 step stay as they are.
+
+        Raises:
+            StepError: the step gives nothing. In a group not where a layer fails: the other ranks
+                are in it, so that is raised as it is.
         """
         device = self.kv_pool.device
-        unread = after.unread() if after is not None else None
-        bounds = StepBounds(num_blocks=self.kv_pool.num_blocks, vocab_size=self.sampler.vocab_size)
-        batch = build_forward_batch(
-            scheduled, self.kv_pool.block_size, device, unread=unread, bounds=bounds
-        )
-        span_before, self._span = self._span, DeviceSpan.start(device)
+        if batch is None:
+            batch = self.prepare(scheduled, after=after)
+        # None until the step has an end: what fails has none.
+        span_before, self._span = self._span, None
+        span = DeviceSpan.start(device)
         copies = HostCopies(device)
-        hidden = self.model.forward(
-            batch, self.kv_pool, on_layer_done=on_layer_done, meanwhile=meanwhile
-        )
-        plan = _plan_rows(scheduled)
-        prompts, logits = self._walk_logits(hidden[batch.logits_indices], plan, copies, meanwhile)
-        sample = is_usable = None
-        if logits is not None:
-            # A sum is finite only if every term is, and reads the logits once.
-            finite = torch.isfinite(logits.sum(dim=-1))
-            is_usable = copies.add(finite)
-            logits = torch.where(finite[:, None], logits, 0.0)  # the sampler knows numbers only
-            sample = self._sample(logits, scheduled, batch, copies, after)
-        pending = PendingStep(
-            scheduled=scheduled,
-            sample=sample,
-            is_usable=is_usable,
-            prompts=prompts,
-            copies=copies,
-            span=self._span,
-            span_before=span_before,
-        )
+        with nullcontext() if self.in_group else may_fail(device, has_joined=True):
+            hidden = self.model.forward(
+                batch, self.kv_pool, on_layer_done=on_layer_done, meanwhile=meanwhile
+            )
+        with may_fail(device, has_joined=True):
+            pending = self._finish(scheduled, batch, hidden, copies, meanwhile, after=after)
         copies.close()
-        if self._span is not None:
-            self._span.end()
-        return pending
+        if span is not None:
+            span.end()
+        self._span = span
+        return replace(pending, span=span, span_before=span_before)
 
     @torch.inference_mode()
     def forward_only(self, batch: ForwardBatch, *, on_layer_done: LayerDone | None = None) -> None:
@@ -250,10 +275,34 @@ class ModelRunner:
             self._span.end()
         return self._span
 
+    def _finish(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        copies: HostCopies,
+        meanwhile: Callable[[], None],
+        *,
+        after: PendingStep | None,
+    ) -> PendingStep:
+        """Compute logits from final hidden states [T, hidden], and sample; no collective."""
+        plan = plan_rows(scheduled)
+        prompts, logits = self._walk_logits(hidden[batch.logits_indices], plan, copies, meanwhile)
+        sample = is_usable = None
+        if logits is not None:
+            # A sum is finite only if every term is, and reads the logits once.
+            finite = torch.isfinite(logits.sum(dim=-1))
+            is_usable = copies.add(finite)
+            logits = torch.where(finite[:, None], logits, 0.0)  # the sampler knows numbers only
+            sample = self._sample(logits, scheduled, batch, copies, after)
+        return PendingStep(
+            scheduled=scheduled, sample=sample, is_usable=is_usable, prompts=prompts, copies=copies
+        )
+
     def _walk_logits(
         self,
         wanted: torch.Tensor,
-        plan: "_RowPlan",
+        plan: RowPlan,
         copies: HostCopies,
         meanwhile: Callable[[], None],
     ) -> tuple[list[list[PendingLogprobs]], torch.Tensor | None]:
@@ -275,7 +324,7 @@ class ModelRunner:
             if len(sample_rows) == end - start:
                 kept.append(logits)
             elif sample_rows:
-                kept.append(_select(logits, sample_rows))
+                kept.append(select_rows(logits, sample_rows))
             meanwhile()
         if not kept:
             return prompts, None
@@ -302,7 +351,7 @@ class ModelRunner:
         unread_ids = None
         if any(item.num_unread for item in samplers):
             # The token that nobody has read is the one that the sampled row runs.
-            unread_ids = _select(batch.input_ids, _sampled_rows(scheduled))
+            unread_ids = select_rows(batch.input_ids, sampled_rows(scheduled))
         # Last: it may wait for the step before, when all of this one is issued but its sampling.
         mask = mask_of_step(samplers, self.sampler.vocab_size, reader_of(after))
         return self.sampler.launch(logits, inputs, copies, unread_ids=unread_ids, mask=mask)
@@ -322,56 +371,3 @@ def _fits(item: ScheduledRequest, token: SampledToken | None) -> bool:
     if matcher.error is None:
         take_sampled(item, token.token_id)
     return matcher.error is None
-
-
-@dataclass(frozen=True, slots=True)
-class _PromptRun:
-    """Rows [start, end) of the wanted logits predict `next_ids` of the request at `index`."""
-
-    index: int
-    start: int
-    end: int
-    next_ids: list[int]
-    num_top: int
-
-
-@dataclass(frozen=True, slots=True)
-class _RowPlan:
-    """What each row of the wanted logits is for; the order is that of `logits_rows`."""
-
-    num_requests: int
-    prompt_runs: list[_PromptRun]
-    sample_rows: list[int]
-
-
-def _plan_rows(scheduled: Sequence[ScheduledRequest]) -> _RowPlan:
-    runs: list[_PromptRun] = []
-    sample_rows: list[int] = []
-    row = 0
-    for index, item in enumerate(scheduled):
-        count = item.num_prompt_logprob_rows
-        if count:
-            next_ids = item.request.prompt_token_ids[item.start + 1 : item.start + 1 + count]
-            num_top = item.request.sampling.num_prompt_logprobs
-            runs.append(_PromptRun(index, row, row + count, next_ids, num_top))
-        row += count
-        if item.samples:
-            sample_rows.append(row)
-            row += 1
-    return _RowPlan(len(scheduled), runs, sample_rows)
-
-
-def _sampled_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
-    """Return the rows of the step that a token is sampled at."""
-    rows: list[int] = []
-    end = 0
-    for item in scheduled:
-        end += item.num_scheduled_tokens
-        if item.samples:
-            rows.append(end - 1)
-    return rows
-
-
-def _select(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    (index,) = upload([np.array(rows, dtype=np.int64)], tensor.device)
-    return tensor.index_select(0, index)

@@ -156,14 +156,12 @@ class RequestDesk:
         )
         self._senders.finish(item.nonce, record)
 
-    def fail(self, item: PrefillRequest) -> None:
-        """No token came of its step: it ends alone, and what was computed of it is not sent.
+    def fail(self, item: PrefillRequest, error: TandemError) -> None:
+        """A step gave nothing for it: it ends, and what was computed of it is not sent.
 
         Nor may its KV answer a later prompt: it may be what the logits' numbers were lost in.
         """
         self._scheduler.pool.forget(item.request.block_table)
-        error = item.request.failure
-        error.request_id = item.request_id
         self._end_early(item, error)
 
     def rank_closed(self, rank: int, closure: Closure) -> None:

@@ -71,7 +71,12 @@ class Scheduler:
     @property
     def num_tokens_waiting(self) -> int:
         """Context tokens that are still to be computed."""
-        return sum(item.request.num_uncomputed_tokens for item in self.unfinished())
+        return sum(
+            item.num_lacking_tokens
+            if item.status is PrefillStatus.WAITING
+            else item.request.num_uncomputed_tokens
+            for item in self.unfinished()
+        )
 
     def unfinished(self) -> Iterator[PrefillRequest]:
         """The requests whose first token is still to come."""
@@ -139,7 +144,7 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """Choose the next step among the requests that have a ticket.
 
-        The step must be launched, and `advance` called for each chunk when it is over.
+        For each chunk `advance` must be called when the step is over, or `take_back`.
 
         Returns:
             At most one chunk a request, oldest requests first; empty if nothing can run now.
@@ -162,6 +167,10 @@ class Scheduler:
         request.num_computed_tokens = chunk.scheduled.end
         request.num_launched_tokens -= chunk.scheduled.num_scheduled_tokens
         self.pool.commit(request.block_table[first:last], request.block_hashes[first:last])
+
+    def take_back(self, chunk: Chunk) -> None:
+        """The chunk was not computed: it is still to come, as far as its request goes on."""
+        chunk.item.request.num_launched_tokens -= chunk.scheduled.num_scheduled_tokens
 
     def drop(self, item: PrefillRequest) -> None:
         """End a request that has no ticket: no sender has heard of it."""

@@ -48,7 +48,7 @@ class AuthenticationError(RequestError):
 class ForbiddenError(RequestError):
     """The request's API key is known, and may not do this (403)."""
 
-    def __init__(self, message: str, *, param: str, code: str) -> None:
+    def __init__(self, message: str, *, param: str | None, code: str) -> None:
         super().__init__(
             message,
             param=param,
@@ -60,6 +60,11 @@ class ForbiddenError(RequestError):
 
 class TooManyRequestsError(OverloadedError):
     """The router itself is full (429); a worker that is full is another matter (503)."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        """``retry_after_s``: when there may be room again, as far as is known."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class RateLimitError(TooManyRequestsError):

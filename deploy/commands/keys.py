@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from deploy.commands.common import add_command
 from router.keys.file import add_to_file, read_keys, remove_from_file
-from router.keys.record import KeyLimits, KeyRecord, hash_key, new_key
+from router.keys.record import KeyLimits, KeyRecord, Right, hash_key, new_key
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _ADD = """
 tandem keys add alice --file keys.toml
 tandem keys add bob --file keys.toml --rpm 60 --tpm 100000 --concurrency 8
+tandem keys add ops --file keys.toml --right operations        # for the console and /status
 tandem keys add alice-2 --file keys.toml --cache-salt alice    # a second key of the same tenant
 """
 
@@ -84,6 +85,22 @@ def _add_adding(verbs: Subparsers) -> None:
         help="a model that it may use, as often as you like (default: all)",
     )
     parser.add_argument(
+        *("--tier",),
+        action="append",
+        default=[],
+        metavar="NAME",
+        dest="tiers",
+        help="a tier of service that it may have, as often as you like (default: all); the first "
+        "is that of requests which name none",
+    )
+    parser.add_argument(
+        *("--right",),
+        action="append",
+        choices=[right.value for right in Right],
+        dest="rights",
+        help="what it is for, as often as you like (default: inference)",
+    )
+    parser.add_argument(
         "--cache-salt",
         default="",
         metavar="TENANT",
@@ -106,6 +123,9 @@ def run_add(arguments: argparse.Namespace) -> int:
         sha256=hash_key(key),
         models=tuple(arguments.models),
         cache_salt=arguments.cache_salt,
+        tiers=tuple(arguments.tiers),
+        tier=arguments.tiers[0] if arguments.tiers else "",
+        rights=frozenset(map(Right, arguments.rights or [Right.INFERENCE])),
         limits=KeyLimits(
             requests_per_minute=arguments.rpm,
             tokens_per_minute=arguments.tpm,
@@ -139,5 +159,8 @@ def _told(record: KeyRecord) -> list[str]:
         "at once": record.limits.max_concurrent_requests,
     }
     told = [f"{value} {what}" for what, value in limits.items() if value] or ["no limits"]
+    if record.rights != {Right.INFERENCE}:
+        told += [f"for {', '.join(right.value for right in Right if right in record.rights)}"]
     told += [f"models {', '.join(record.models)}"] if record.models else []
+    told += [f"tiers {', '.join(record.tiers)}"] if record.tiers else []
     return told + ([f"cache of {record.cache_salt}"] if record.cache_salt else [])

@@ -38,6 +38,7 @@ from engine.sampling.inputs import SampledToken
 from engine.sampling.logprobs import PendingLogprobs, launch_logprobs
 from engine.sampling.sampler import PendingSample
 from engine.sampling.token_mask import TokenMask, mask_tokens
+from engine.step_error import may_fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,10 +185,17 @@ class StepGraphs:
             group_mean: sequences of a rank of the group in this step on average, rounded up. This
                 rank's experts get their share of all of these, however few are its own, and
                 products choose their tiles by the size of the step; so it is at least as large.
+
+        Raises:
+            StepError: see `launch`; also before it, where a request is at fault.
         """
-        with torch.inference_mode():
-            inputs = self._slots.inputs(scheduled, None if after is None else after.unread())
-            read, vocab_size = reader_of(after), self._sampler.vocab_size
+        with torch.inference_mode(), may_fail(self._kv_pool.device, has_joined=False):
+            try:
+                inputs = self._slots.inputs(scheduled, None if after is None else after.unread())
+            except Exception:
+                self._slots.clear()  # they know a part of a step that will not be
+                raise
+        read, vocab_size = reader_of(after), self._sampler.vocab_size
         pending = self.launch(
             inputs,
             group_mean=group_mean,
@@ -217,6 +225,10 @@ class StepGraphs:
             group_mean: see `launch_step`.
             make_mask: called when the model is issued and the head is not. It may wait for the
                 step before; the device has this one's model to run meanwhile.
+
+        Raises:
+            StepError: after the replay. What fails in it is raised as it is: other ranks may be in
+                 the same step.
         """
         assert self.is_captured
         num_seqs = inputs.num_seqs
@@ -224,25 +236,27 @@ class StepGraphs:
         self._static.load(inputs, bucket)
         span = DeviceSpan.start(self._kv_pool.device)
         self._forwards[bucket].replay()
-        mask = make_mask()
+        with may_fail(self._kv_pool.device, has_joined=True):
+            mask = make_mask()
         if mask is None:
             self._heads[bucket, inputs.stage].replay()
-        else:
-            self._run_head(bucket, inputs.stage, mask)
-        # Copies, because the next step overwrites the buffers, maybe before these are read.
-        tokens, is_usable = self._tokens[:num_seqs].clone(), self._is_usable[:num_seqs].clone()
-        copies = HostCopies(self._kv_pool.device)
-        rows = [row for row, wanted in enumerate(inputs.num_logprobs) if wanted >= 0]
-        sample = PendingSample(
-            token_ids=tokens,
-            host_ids=copies.add(tokens),
-            logprob_rows=rows,
-            logprobs=self._launch_logprobs(tokens, rows, inputs.num_logprobs, copies),
-        )
-        usable_on_host = copies.add(is_usable)
-        copies.close()
-        if span is not None:
-            span.end()
+        with may_fail(self._kv_pool.device, has_joined=True):
+            if mask is not None:
+                self._run_head(bucket, inputs.stage, mask)
+            # Copies, because the next step overwrites the buffers, maybe before these are read.
+            tokens, is_usable = self._tokens[:num_seqs].clone(), self._is_usable[:num_seqs].clone()
+            copies = HostCopies(self._kv_pool.device)
+            rows = [row for row, wanted in enumerate(inputs.num_logprobs) if wanted >= 0]
+            sample = PendingSample(
+                token_ids=tokens,
+                host_ids=copies.add(tokens),
+                logprob_rows=rows,
+                logprobs=self._launch_logprobs(tokens, rows, inputs.num_logprobs, copies),
+            )
+            usable_on_host = copies.add(is_usable)
+            copies.close()
+            if span is not None:
+                span.end()
         return PendingTokens(sample=sample, is_usable=usable_on_host, copies=copies, span=span)
 
     def _launch_logprobs(

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 import orjson
 from aiohttp import web
@@ -15,11 +15,12 @@ from router.errors import RequestError, as_tandem_error
 from router.http.connections import Connections
 from router.http.cors import CrossOrigin
 from router.http.dialect import OPENAI, Dialect
-from router.http.endpoints import REQUEST_ID_KEY, OpenAIEndpoints, Serving, request_id_of
+from router.http.endpoints import OpenAIEndpoints, Serving
 from router.http.errors import CLIENT_CLOSED, LABELS, STATUSES, Failure, failure_from
 from router.http.foreign import ForeignEndpoints
-from router.http.messages import ANTHROPIC
+from router.http.messages.answer import ANTHROPIC
 from router.http.models import ModelEndpoints
+from router.http.request_id import REQUEST_ID_KEY, request_id_of
 from router.http.tokenizer_endpoints import TokenizerEndpoints
 from router.pool.members import Member
 from runtime.errors import TandemError
@@ -31,8 +32,11 @@ logger = get_logger(__name__)
 
 NOT_OF_REQUESTS = frozenset({"unknown_url", "method_not_allowed", "too_many_viewers"})
 """Codes of what was never a request to a model: any scanner of ports makes these."""
-GENERATION = ("/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages")
-DIALECTS = {"/v1/messages": ANTHROPIC}
+GENERATION = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
+    *("/generate", "/v1/messages"),
+)
+DIALECTS = {"/v1/messages": ANTHROPIC, "/v1/messages/count_tokens": ANTHROPIC}
 """By path; all else is told as OpenAI's API does."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
@@ -44,22 +48,22 @@ def create_app(
     """The application of one router process; run it with ``handler_cancellation=True``.
 
     A handler is then cancelled when its client goes away, which frees the request in the workers.
-    ``routes`` are served beside those of the API and of operations, and as those to whoever asks:
-    API keys are for all else.
+    ``routes`` are served beside those of the API and of operations; `access` says what a key must
+    be good for at each.
     """
     operations = Operations(serving)
     routes = [*operations.routes(), *routes]
-    open_paths = frozenset(route.path for route in routes)
     cross_origin = CrossOrigin(serving.section.allowed_origins)
-    answering = _answer_failures(serving, connections, cross_origin, open_paths)
+    answering = _answer_failures(serving, connections, cross_origin)
     app = web.Application(middlewares=[answering])
     app.on_response_prepare.append(cross_origin.mark)
     endpoints = OpenAIEndpoints(serving)
     app.router.add_post("/v1/chat/completions", endpoints.chat_completions)
     app.router.add_post("/v1/completions", endpoints.completions)
-    foreign = ForeignEndpoints(endpoints)
+    foreign = ForeignEndpoints(endpoints, serving.model)
     app.router.add_post("/generate", foreign.generate)
     app.router.add_post("/v1/messages", foreign.messages)
+    app.router.add_post("/v1/responses", foreign.responses)
     models = ModelEndpoints(serving)
     app.router.add_get("/v1/models", models.models)
     app.router.add_get("/v1/models/{model:.+}", models.model)
@@ -68,6 +72,8 @@ def create_app(
     tokenizer = TokenizerEndpoints(serving)
     app.router.add_post("/tokenize", tokenizer.tokenize)
     app.router.add_post("/detokenize", tokenizer.detokenize)
+    app.router.add_post("/v1/messages/count_tokens", tokenizer.count_of_messages)
+    app.router.add_post("/v1/responses/input_tokens", tokenizer.count_of_responses)
     app.router.add_routes(routes)
     return app
 
@@ -182,10 +188,7 @@ def missing_parts(serving: Serving) -> list[str]:
 
 
 def _answer_failures(
-    serving: Serving,
-    connections: Connections,
-    cross_origin: CrossOrigin,
-    open_paths: Collection[str],
+    serving: Serving, connections: Connections, cross_origin: CrossOrigin
 ) -> Callable[..., Awaitable[web.StreamResponse]]:
     metrics = serving.metrics
     metrics.expect(GENERATION, (200, *STATUSES), LABELS)
@@ -198,11 +201,11 @@ def _answer_failures(
         endpoint = request.path if request.method == "POST" else ""
         status = CLIENT_CLOSED
         asked = cross_origin.preflight(request)  # which browsers send without a key
-        needs_key = asked is None and request.path not in open_paths
+        right = serving.gate.right_for(request) if asked is None else None
         connections.began(request.protocol)
         try:
-            if needs_key:
-                serving.gate.open(request)
+            if right is not None:
+                serving.gate.open(request, right)
             response = await handler(request) if asked is None else asked
             status = response.status
         except (asyncio.CancelledError, ConnectionError):
@@ -218,8 +221,8 @@ def _answer_failures(
             connections.ended(request.protocol)
             if endpoint in GENERATION:
                 metrics.count_request(endpoint, status)
-            if needs_key:
-                serving.gate.audit(request, request_id, status)
+            if right is not None:
+                serving.gate.audit(request, right, request_id, status)
         if not response.prepared:
             response.headers["x-request-id"] = request_id
         return response

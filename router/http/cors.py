@@ -2,7 +2,8 @@
 
 A browser asks first (an OPTIONS request, the preflight), without the headers of the request that it
 is about: it is answered before anything that needs an API key. See the Fetch standard, "CORS
-protocol". No cookies are used here, so no credentials are allowed.
+protocol". No credentials are allowed: the API takes no cookies, and the console's stays on its
+site.
 """
 
 from __future__ import annotations

@@ -17,15 +17,13 @@ class Dialect:
 
     failure: Callable[[Failure, str], Json]
     """The JSON of a failure; the string is the request's id."""
-    failure_event: str = ""
-    """The name of the event that carries it in a stream; empty: none has names."""
+    event_of: Callable[[Failure, str], bytes]
+    """A failure in a stream."""
     done: bytes = sse.DONE
     """What ends a stream, failed or not."""
 
-    def event_of(self, failure: Failure, request_id: str) -> bytes:
-        """``failure`` in a stream."""
-        name = f"event: {self.failure_event}\n" if self.failure_event else ""
-        return name.encode() + sse.event(self.failure(failure, request_id))
 
-
-OPENAI = Dialect(failure=Failure.body)
+OPENAI = Dialect(
+    failure=Failure.body,
+    event_of=lambda failure, request_id: sse.event(failure.body(request_id)),
+)

@@ -1,18 +1,15 @@
-"""Endpoints of other servers' APIs, each of which is one of ours in other words.
+"""Endpoints of other APIs, each of which is one of ours in other words.
 
 They translate bodies and answers; everything between is the way of every request.
 """
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Callable, Iterator, Mapping
-
 from aiohttp import web
 
-from router.errors import RequestError
+from router.http.dialect import Dialect
 from router.http.endpoints import OpenAIEndpoints
+from router.http.errors import Failure
 from router.http.generate import (
     GenerateBody,
     GenerateRequest,
@@ -21,44 +18,26 @@ from router.http.generate import (
     as_completion,
     names_of,
 )
-from router.http.messages import (
-    ANTHROPIC,
-    NAMES,
-    MessageBody,
-    MessagesRequest,
-    MessageStream,
-    as_chat,
-)
+from router.http.messages.answer import ANTHROPIC, MessageBody, MessageStream
+from router.http.messages.request import MessagesRequest, as_chat
+from router.http.messages.request import names_of as names_of_messages
 from router.http.response import ResponseFormat, ResponseInfo
+from router.http.responses.answer import Answer, ResponseBody
+from router.http.responses.request import ResponsesRequest
+from router.http.responses.request import as_chat as as_chat_of_responses
+from router.http.responses.request import names_of as names_of_responses
+from router.http.responses.stream import ResponseEvents
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
-
-_ROOT = re.compile(r"[^.\[]*")
-
-
-@contextlib.contextmanager
-def told_under(names_of: Callable[[], Mapping[str, str]]) -> Iterator[None]:
-    """Let a refusal name the field that the client sent instead of what it was translated to.
-
-    ``names_of`` gives the client's names by ours, of whole fields.
-    """
-    try:
-        yield
-    except RequestError as error:
-        ours = _ROOT.match(error.param or "")
-        root = ours.group() if ours is not None else ""
-        theirs = names_of().get(root)
-        if theirs is not None and error.param is not None:
-            error.param = theirs + error.param.removeprefix(root)
-            if error.message.startswith(root):
-                error.message = theirs + error.message.removeprefix(root)
-        raise
+from router.http.told import told_under
+from router.model import ServedModel
 
 
 class ForeignEndpoints:
-    """Handlers of ``/generate`` and ``/v1/messages``."""
+    """Handlers of ``/generate``, ``/v1/messages`` and ``/v1/responses``."""
 
-    def __init__(self, endpoints: OpenAIEndpoints) -> None:
+    def __init__(self, endpoints: OpenAIEndpoints, model: ServedModel) -> None:
         self._endpoints = endpoints
+        self._model = model
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """``POST /generate``, as SGLang has it."""
@@ -78,12 +57,41 @@ class ForeignEndpoints:
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/messages``, as Anthropic has it."""
+        asked: MessagesRequest | None = None
 
         def parse(raw: bytes) -> ChatRequest:
-            return as_chat(parse_body(raw, MessagesRequest))
+            nonlocal asked
+            asked = parse_body(raw, MessagesRequest)
+            return as_chat(asked, self._model)
 
         def form(body: ChatRequest, info: ResponseInfo) -> ResponseFormat:
             return MessageStream(info) if body.stream else MessageBody(info)
 
-        with told_under(lambda: NAMES):
+        with told_under(lambda: names_of_messages(asked)):
             return await self._endpoints.serve_chat(request, parse, form, ANTHROPIC)
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        """``POST /v1/responses``, as OpenAI has it."""
+        asked: ResponsesRequest | None = None
+        answer: ResponseEvents | None = None
+
+        def parse(raw: bytes) -> ChatRequest:
+            nonlocal asked
+            asked = parse_body(raw, ResponsesRequest)
+            return as_chat_of_responses(asked)
+
+        def form(body: ChatRequest, info: ResponseInfo) -> ResponseFormat:
+            nonlocal answer
+            assert asked is not None
+            if not body.stream:
+                return ResponseBody(Answer(asked, info))
+            answer = ResponseEvents(Answer(asked, info))
+            return answer
+
+        def event_of(failure: Failure, request_id: str) -> bytes:
+            assert answer is not None
+            return answer.failed(failure, request_id)
+
+        dialect = Dialect(failure=Failure.body, event_of=event_of, done=b"")
+        with told_under(lambda: names_of_responses(asked)):
+            return await self._endpoints.serve_chat(request, parse, form, dialect)

@@ -1,8 +1,8 @@
 """Who may pass: the key of a request, what it may use, and what it has left.
 
-With keys, everything needs one but what those who run the cluster ask for: ``/health``, ``/ready``,
-``/metrics``, ``/status``, ``/targets`` and the console, which probes and Prometheus call without.
-An endpoint that is new is closed until it is named open. Without keys nothing here does anything.
+With keys, everything needs one but ``/health``, ``/ready`` and, unless told otherwise, ``/metrics``
+(`access`). What those who run the cluster look at needs a key with the right for it, or the
+cluster's secret, which `tandem` shows. Without keys nothing here does anything.
 """
 
 from __future__ import annotations
@@ -10,22 +10,27 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from aiohttp import web
 
 from router.errors import AuthenticationError, ForbiddenError, RateLimitError
+from router.http.access import CONSOLE, right_for
 from router.keys.ledger import Charge, Ledger, Level, LimitKind, Verdict
-from router.keys.record import KeyRecord, salt_of_tenant
+from router.keys.record import KeyRecord, Right, salt_of_tenant
+from router.keys.sessions import Sessions
 from router.keys.source import KeySource
 from router.metrics import RouterMetrics
 from runtime.logging import get_logger
+from runtime.net import Credentials
 
 logger = get_logger(__name__)
 
 ADMITTED = "admitted"
 UNKNOWN = "unknown"
+SESSION_COOKIE = "tandem_console"
 _FIX = "send `Authorization: Bearer KEY` with a key of this server (`tandem keys add`)"
 _LIMITS = {
     LimitKind.REQUESTS: "requests a minute",
@@ -53,34 +58,103 @@ KEY_USE: web.RequestKey[KeyUse] = web.RequestKey("key_use", KeyUse)
 class Gate:
     """Lets requests in by their keys. One event loop owns it."""
 
-    def __init__(self, source: KeySource | None, ledger: Ledger, metrics: RouterMetrics) -> None:
-        """Without a ``source`` no key is asked for."""
+    def __init__(
+        self,
+        source: KeySource | None,
+        ledger: Ledger,
+        metrics: RouterMetrics,
+        credentials: Credentials,
+        *,
+        metrics_are_open: bool = True,
+    ) -> None:
+        """Without a ``source`` no key is asked for; ``metrics_are_open``: to whoever asks."""
         self._source = source
+        self._credentials = credentials
+        self._metrics_are_open = metrics_are_open
+        self._sessions = Sessions(credentials.secret, time.time)
         self._ledger = ledger
         self._metrics = metrics
         self._holder = holder_of(os.getpid())
         self.follow()
+        if source is not None and not source.current().num_operators:
+            logger.info(
+                "no key has the right operations: the console is closed "
+                "(`tandem keys add NAME --right operations` opens it)"
+            )
 
     def follow(self) -> None:
         """Look whether the file of keys has changed; call it now and then."""
         if self._source is not None:
             self._metrics.set_keys(len(self._source.current()), is_stale=self._source.is_stale)
 
-    def open(self, request: web.Request) -> None:
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether there are any."""
+        return self._source is not None
+
+    def right_for(self, request: web.Request) -> Right | None:
+        """What the key of ``request`` must be good for; None: it needs none."""
+        if self._source is None:
+            return None
+        return right_for(request.path, metrics_are_open=self._metrics_are_open)
+
+    def open(self, request: web.Request, right: Right) -> None:
         """Find out whose ``request`` is, before any of its body is read.
 
         Raises:
             AuthenticationError: it has no key, or one that is nobody's.
+            ForbiddenError: its key has not this ``right``.
         """
-        if self._source is None:
+        if self._has_secret(request, right):
             return
-        key = _key_of(request)
-        record = self._source.current().find(key) if key else None
+        record = self._owner_of(request)
         if record is None:
             self._metrics.count_key_request("", UNKNOWN)
-            problem = "the API key is not known here" if key else "an API key is needed"
+            is_unknown = bool(_key_of(request))
+            problem = "the API key is not known here" if is_unknown else "an API key is needed"
             raise AuthenticationError(f"{problem}. Fix: {_FIX}")
-        request[KEY_USE] = KeyUse(record=record)
+        request[KEY_USE] = use = KeyUse(record=record)
+        if not record.may(right):
+            use.outcome = "right"
+            self._metrics.count_key_request(record.name, use.outcome)
+            raise ForbiddenError(
+                f"{request.path}: the key {record.name!r} has not the right {right.value!r}. "
+                f"Fix: a key that has it (`tandem keys add NAME --right {right.value}`)",
+                param=None,
+                code="right_missing",
+            )
+
+    def may_look(self, request: web.Request) -> bool:
+        """Whether whoever sent ``request`` may look at the cluster, at this moment."""
+        if self._source is None or self._has_secret(request, Right.OPERATIONS):
+            return True
+        record = self._owner_of(request)
+        return record is not None and record.may(Right.OPERATIONS)
+
+    def sign_in(self, key: str) -> str | None:
+        """A session for the owner of ``key``; None: it is nobody's, or may not look."""
+        record = self._source.current().find(key) if self._source is not None else None
+        if record is None or not record.may(Right.OPERATIONS):
+            name, outcome = ("", UNKNOWN) if record is None else (record.name, "right")
+            self._metrics.count_key_request(name, outcome)
+            logger.info("key=%s verdict=%s sign-in to the console refused", name or "-", outcome)
+            return None
+        return self._sessions.begin(record)
+
+    def _owner_of(self, request: web.Request) -> KeyRecord | None:
+        assert self._source is not None
+        keys, key = self._source.current(), _key_of(request)
+        if key:
+            return keys.find(key)
+        session = request.cookies.get(SESSION_COOKIE, "")
+        if session and request.path.startswith(CONSOLE):
+            return self._sessions.owner(session, keys)
+        return None
+
+    def _has_secret(self, request: web.Request, right: Right) -> bool:
+        key = _key_of(request)
+        is_for_people = right is not Right.INFERENCE
+        return is_for_people and bool(key) and self._credentials.accepts(_bytes_of(key))
 
     def check_model(self, request: web.Request, model: str) -> None:
         """Refuse a model that the request's key may not use.
@@ -132,11 +206,15 @@ class Gate:
                 self._ledger.settle(charge, use.num_prompt_tokens + use.num_output_tokens)
             metrics.count_key_tokens(record.name, use.num_prompt_tokens, use.num_output_tokens)
 
-    def audit(self, request: web.Request, request_id: str, status: int) -> None:
-        """One line of a request that needed a key, when it has ended; never the key."""
-        if self._source is None:
-            return
+    def audit(self, request: web.Request, right: Right, request_id: str, status: int) -> None:
+        """One line of a request that needed a key, when it has ended; never the key.
+
+        Those who look at the cluster ask again and again: only refusals are told of.
+        """
         use = request.get(KEY_USE)
+        is_refused = use is None or use.outcome != ADMITTED
+        if right is not Right.INFERENCE and not (is_refused and status in (401, 403)):
+            return
         logger.info(
             "key=%s verdict=%s status=%d method=%s path=%s request_id=%s from=%s "
             "prompt_tokens=%d output_tokens=%d",
@@ -162,6 +240,12 @@ def may_use(request: web.Request, model: str) -> bool:
     """Whether the key of ``request`` may use ``model``."""
     use = request.get(KEY_USE)
     return use is None or use.record.may_use(model)
+
+
+def key_of(request: web.Request) -> KeyRecord | None:
+    """The key of ``request``; None where none is asked for."""
+    use = request.get(KEY_USE)
+    return use.record if use else None
 
 
 def cache_salt_of(request: web.Request, salt: str | None) -> str:
@@ -193,6 +277,10 @@ def _key_of(request: web.Request) -> str:
     if scheme.lower() == "bearer":
         return key.strip()
     return request.headers.get("x-api-key", "").strip()
+
+
+def _bytes_of(key: str) -> bytes:
+    return key.encode(errors="surrogateescape")
 
 
 def _refusal(

@@ -137,6 +137,7 @@ def as_completion(request: GenerateRequest) -> CompletionRequest:
         "prompt": request.input_ids if request.text is None else request.text,
         "stream": request.stream,
         "cache_salt": request.extra_key,
+        "priority": request.priority,
         "return_token_ids": True,
     }
     return validated(fields, CompletionRequest)

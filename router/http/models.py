@@ -89,7 +89,7 @@ class ModelEndpoints:
         features.append("generate")
         model = self._serving.model
         if model.chat_template is not None:
-            features += ["chat", "continue_final_message", "messages"]
+            features += ["chat", "continue_final_message", "messages", "responses"]
             template, formats = model.tool_template, model.formats
             if template is not None and "tools" in template.variables and formats.calls is not None:
                 features.append("tools")

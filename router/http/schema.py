@@ -114,6 +114,8 @@ class GenerationRequest(BaseModel):
     return_token_ids: bool | None = None
     cache_salt: str | None = None
     timings: bool | None = None
+    service_tier: str | None = None
+    priority: int | None = None
 
     @property
     def includes_usage(self) -> bool:

@@ -7,6 +7,7 @@ that a person chose has no place here.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import re
 import secrets
@@ -38,6 +39,17 @@ class KeyLimits:
         return self == KeyLimits()
 
 
+class Right(enum.Enum):
+    """What a key is for; the values stand in files."""
+
+    INFERENCE = "inference"
+    """Asking the model, and what is told about it."""
+    METRICS = "metrics"
+    """``/metrics`` and ``/targets``, where they need a key."""
+    OPERATIONS = "operations"
+    """``/status`` and the console, and all of METRICS."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRecord:
     """One key of a file or of the environment."""
@@ -50,7 +62,12 @@ class KeyRecord:
     """Names of models that it may use; empty: all."""
     cache_salt: str = ""
     """Keys with the same one share cached prefixes; empty: the key's own name."""
+    tiers: tuple[str, ...] = ()
+    """Names of tiers of service that it may have; empty: all."""
+    tier: str = ""
+    """Of its requests that name none; empty: the cluster's default, or the last of ``tiers``."""
     limits: KeyLimits = field(default_factory=KeyLimits)
+    rights: frozenset[Right] = frozenset({Right.INFERENCE})
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -62,6 +79,14 @@ class KeyRecord:
             raise ConfigError(f"{where}.sha256", "...", problem, fix)
         if self.cache_salt and not _NAME.fullmatch(self.cache_salt):
             raise _bad_name(f"{where}.cache_salt", self.cache_salt)
+        if self.tier and not self.may_have(self.tier):
+            problem = f"is none of {where}.tiers"
+            raise ConfigError(
+                f"{where}.tier", self.tier, problem, f"one of {', '.join(self.tiers)}"
+            )
+        if not self.rights:
+            fix = f"one or more of {', '.join(right.value for right in Right)}"
+            raise ConfigError(f"{where}.rights", [], "the key would be good for nothing", fix)
         for name in ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests"):
             value = getattr(self.limits, name)
             if value < 0:
@@ -72,9 +97,31 @@ class KeyRecord:
         """Whose cached prefixes it uses; never empty."""
         return self.cache_salt or self.name
 
+    def may(self, right: Right) -> bool:
+        """Whether it has ``right``, or one that contains it."""
+        contained = right is Right.METRICS and Right.OPERATIONS in self.rights
+        return right in self.rights or contained
+
     def may_use(self, model: str) -> bool:
         """Whether requests of this key may name ``model``."""
         return not self.models or model in self.models
+
+    def may_have(self, tier: str) -> bool:
+        """Whether requests of this key may be of ``tier``."""
+        return not self.tiers or tier in self.tiers
+
+
+def parse_right(text: object, path: str) -> Right:
+    """The right of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        return Right(text)
+    except ValueError as error:
+        fix = f"one of {', '.join(right.value for right in Right)}"
+        raise ConfigError(path, text, "is no right of a key", fix) from error
 
 
 def check_name(name: str, path: str = "keys") -> None:

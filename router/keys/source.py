@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from router.keys.file import FIELD, check_distinct, read_keys
-from router.keys.record import MAX_KEYS, KeyRecord, check_name, hash_key
+from router.keys.record import MAX_KEYS, KeyRecord, Right, check_name, hash_key, parse_right
 from runtime.config import ClusterConfig
 from runtime.errors import ConfigError
 from runtime.logging import get_logger
@@ -35,10 +35,21 @@ class Keyring:
     def __init__(self, records: Iterable[KeyRecord]) -> None:
         """``records`` have different names and different hashes."""
         self._by_hash = {record.sha256: record for record in records}
+        self._by_name = {record.name: record for record in self._by_hash.values()}
 
     def __len__(self) -> int:
         """How many there are."""
         return len(self._by_hash)
+
+    @property
+    def num_operators(self) -> int:
+        """How many may look at the cluster."""
+        return sum(record.may(Right.OPERATIONS) for record in self._by_hash.values())
+
+    @property
+    def by_name(self) -> Mapping[str, KeyRecord]:
+        """All of them."""
+        return self._by_name
 
     @property
     def names(self) -> frozenset[str]:
@@ -90,14 +101,15 @@ class KeySource:
 
 
 def parse_given(text: str) -> tuple[KeyRecord, ...]:
-    """The keys in ``NAME=KEY,NAME=KEY``; none in "".
+    """The keys in ``NAME=KEY,NAME:RIGHT=KEY``; none in "".
 
     Raises:
         ConfigError: it is not of that form, or a key is short; keys are not repeated.
     """
     records = []
     for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, key = part.partition("=")
+        title, equals, key = part.partition("=")
+        name, colon, right = title.partition(":")
         if not equals:
             problem, fix = "has a part without a name", f"{KEYS_VARIABLE}=NAME=KEY,NAME=KEY"
             raise ConfigError(KEYS_VARIABLE, "...", problem, fix)
@@ -106,7 +118,8 @@ def parse_given(text: str) -> tuple[KeyRecord, ...]:
             problem = f"the key of {name!r} has {len(key)} characters and could be guessed"
             fix = f"{MIN_LENGTH} or more that are random, as `openssl rand -hex 24` makes them"
             raise ConfigError(KEYS_VARIABLE, "...", problem, fix)
-        records.append(KeyRecord(name=name, sha256=hash_key(key)))
+        rights = {parse_right(right, KEYS_VARIABLE)} if colon else {Right.INFERENCE}
+        records.append(KeyRecord(name=name, sha256=hash_key(key), rights=frozenset(rights)))
     check_distinct(tuple(records))
     return tuple(records)
 
@@ -129,6 +142,10 @@ def key_source(config: ClusterConfig, environ: Mapping[str, str] = os.environ) -
             problem = f"{KEYS_VARIABLE} is set: every request needs a key"
             raise ConfigError("router.allow_anonymous", True, problem, "one of the two")
         return KeySource(router.keys_file, given)
+    if router.metrics_access == "key":
+        problem = "there are no keys, so nobody could read them"
+        fix = 'router.keys_file with a key that has the right metrics, or "open"'
+        raise ConfigError("router.metrics_access", "key", problem, fix)
     asks_for_certificates = config.tls.mode != "off" and config.tls.http_mutual
     if is_loopback(config.http_host) or asks_for_certificates or router.allow_anonymous:
         return None

@@ -14,8 +14,8 @@ from deploy.places import Place, Places
 from deploy.plan import Role, plan_instances, process_specs
 from deploy.posture import posture_of
 from router.keys.file import read_keys
-from router.keys.record import PREFIX, KeyLimits, hash_key
-from router.keys.source import KEYS_VARIABLE, KeySource
+from router.keys.record import PREFIX, KeyLimits, Right, hash_key
+from router.keys.source import KEYS_VARIABLE, KeySource, key_source
 from router.service import HttpWorkerService, RouterService
 from runtime.config import ClusterConfig, ClusterSection, KVTransferSection, RouterSection
 from runtime.config_file import dump_config, load_config
@@ -75,6 +75,30 @@ def test_what_cannot_be_leaves_the_file_alone(
     assert file.read_text() == before
 
 
+def test_a_key_is_made_for_what_it_is_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys.toml"
+    assert main(["keys", "add", "ann", "--file", str(file)]) == 0
+    rights = ["--right", "operations", "--right", "inference"]
+    assert main(["keys", "add", "ops", "--file", str(file), *rights]) == 0
+    found = {each.name: each.rights for each in read_keys(file)}
+    both = frozenset({Right.INFERENCE, Right.OPERATIONS})
+    assert found == {"ann": frozenset({Right.INFERENCE}), "ops": both}
+    capsys.readouterr()
+    assert main(["keys", "list", "--file", str(file)]) == 0
+    assert "for inference, operations" in capsys.readouterr().out
+    file.write_text(file.read_text().replace('"operations"', '"everything"'))
+    assert main(["keys", "list", "--file", str(file)]) == 2
+    assert "keys.ops.rights = 'everything'" in capsys.readouterr().err
+
+
+def test_metrics_that_need_a_key_need_keys(tmp_path: Path) -> None:
+    config = ClusterConfig(router=RouterSection(metrics_access="key"))
+    with pytest.raises(ConfigError, match=r"router\.metrics_access"):
+        key_source(config, {})
+
+
 def test_a_router_beyond_this_machine_needs_keys_or_a_word(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,8 +149,11 @@ def test_the_table_of_ports_says_that_keys_are_asked_for() -> None:
     assert without.is_open
     assert "router.keys_file" in without.advice
     assert not with_keys.is_open
-    assert with_keys.protection == "an API key for /v1; plain text"
+    assert with_keys.protection == "an API key but for /metrics; plain text"
     assert "tls.mode" in with_keys.advice
+    router = dataclasses.replace(config.router, metrics_access="key")
+    closed = posture_of(dataclasses.replace(config, router=router), has_keys=True)[0]
+    assert closed.protection == "an API key; plain text"
 
 
 def test_keys_of_the_environment_reach_routers_and_nobody_else(tmp_path: Path) -> None:

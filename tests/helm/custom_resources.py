@@ -125,6 +125,7 @@ def _scrape() -> dict[str, Schema]:
         "scheme": one_of("http", "https"),
         "interval": DURATION,
         "tlsConfig": closed({}, ca=closed({"secret": key}), serverName=STRING),
+        "authorization": closed({}, credentials=key),
     }
 
 

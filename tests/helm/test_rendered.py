@@ -437,6 +437,18 @@ def test_keys_are_where_routers_look_for_them_and_nowhere_else(name: str, head: 
     assert "needs a key" in rendered.notes
 
 
+def test_prometheus_shows_the_key_that_metrics_need() -> None:
+    keys = {"existingSecret": "tenants", "allowAnonymous": False}
+    monitored = {"monitoring": {"serviceMonitor": {"enabled": True}}}
+    for entry in ("", "prometheus"):
+        values = merged(monitored, {"keys": {**keys, "scrapeKey": entry}})
+        rendered = render(merged(profile("cpu-demo"), values))
+        (endpoint,) = rendered.get("ServiceMonitor", "demo-tandem-router")["spec"]["endpoints"]
+        shown = {"credentials": {"name": "tenants", "key": "prometheus"}}
+        assert endpoint.get("authorization") == (shown if entry else None)
+        assert config_of(rendered).router.metrics_access == ("key" if entry else "open")
+
+
 def test_a_release_without_keys_says_so() -> None:
     rendered = release("cpu-demo")
     assert config_of(rendered).router.allow_anonymous

@@ -169,6 +169,25 @@ def make_claims(
     return Claims(peers, renewer, submit, block_size=BLOCK_SIZE, clock=clock), peers
 
 
+def make_runs(
+    nonces: NonceMemory,
+    claims: Claims,
+    peers: PeerDirectory,
+    closer: TicketCloser,
+    metrics: PrefillMetrics,
+) -> LiveRuns:
+    """The live calls of a worker of one rank."""
+    return LiveRuns(
+        IDENTITY,
+        1,
+        nonces=nonces,
+        claims=claims,
+        closer=closer,
+        metrics=metrics,
+        forget_peer=peers.forget,
+    )
+
+
 def make_service(
     runs: LiveRuns,
     nonces: NonceMemory,
@@ -211,15 +230,7 @@ async def service_bench(
 
     given_up: list[int] = []
     claims, peers = make_claims(channels, submit, given_up)
-    runs = LiveRuns(
-        IDENTITY,
-        1,
-        nonces=nonces,
-        claims=claims,
-        closer=closer,
-        metrics=metrics,
-        forget_peer=peers.forget,
-    )
+    runs = make_runs(nonces, claims, peers, closer, metrics)
     pool = BlockPool(num_blocks, BLOCK_SIZE)
     scheduler = Scheduler(pool, max_num_seqs=4, max_num_batched_tokens=max_num_batched_tokens)
     runner = FakeRunner()
@@ -235,6 +246,7 @@ async def service_bench(
     constraints = Constraints("/nonexistent", 1000, open_compiler=lambda *_: compiler)
     num_waiting = partial(getattr, scheduler, "num_tokens_waiting")
     service = make_service(runs, nonces, submit, num_waiting, drains, constraints)
+    ending = partial(_end, runs, claims, closer, channels)
     async with serve_decode(FakeDecode()) as decode, serve_prefill(service) as stub:
         loop.start()
         yield ServiceBench(
@@ -253,12 +265,18 @@ async def service_bench(
             given_up=given_up,
         )
         loop.submit(StopLoop())
-        await runs.loop_ended
-        await claims.close()
-        await closer.flush()
-        await channels.close()
+        await ending()
         compiler.may_end.set()
         constraints.close()
+
+
+async def _end(
+    runs: LiveRuns, claims: Claims, closer: TicketCloser, channels: ChannelCache
+) -> None:
+    await runs.loop_ended
+    await claims.close()
+    await closer.flush()
+    await channels.close()
 
 
 @contextlib.asynccontextmanager

@@ -27,6 +27,9 @@ router:
   {{- end }}
   {{- if .Values.keys.existingSecret }}
   keys_file: /etc/tandem-keys/{{ .Values.keys.file }}
+  {{- if .Values.keys.scrapeKey }}
+  metrics_access: key
+  {{- end }}
   {{- else }}
   allow_anonymous: true
   {{- end }}
@@ -52,12 +55,16 @@ decode:
 {{- $own := include "tandem.ownConfig" . | fromYaml -}}
 {{- $config := mergeOverwrite (deepCopy .Values.config) $own -}}
 {{- range $section := keys $config | sortAlpha }}
-[{{ $section }}]
-{{- range $key := keys (index $config $section) | sortAlpha }}
+{{- $tables := index $config $section }}
+{{- $isList := kindIs "slice" $tables }}
+{{- range $table := ternary $tables (list $tables) $isList }}
+{{ ternary (printf "[[%s]]" $section) (printf "[%s]" $section) $isList }}
+{{- range $key := keys $table | sortAlpha }}
 {{- /* A JSON string, number or boolean is one of TOML, too. */}}
-{{ $key }} = {{ index $config $section $key | toJson }}
+{{ $key }} = {{ index $table $key | toJson }}
 {{- end }}
 {{ end }}
+{{- end }}
 {{- end -}}
 
 {{/* Ranks of one worker: (dict "root" $ "role" "decode"). */}}
@@ -110,6 +117,9 @@ decode:
 {{- end -}}
 {{- if and $values.keys.existingSecret $values.keys.allowAnonymous -}}
 {{- fail "keys.allowAnonymous = true: every request needs a key of keys.existingSecret. Fix: one of the two" -}}
+{{- end -}}
+{{- if and $values.keys.scrapeKey (not $values.keys.existingSecret) -}}
+{{- fail (printf "keys.scrapeKey = %q: there is no Secret that has it. Fix: keys.existingSecret" $values.keys.scrapeKey) -}}
 {{- end -}}
 {{- if and $values.tls.enabled (not $values.tls.existingSecret) (not $values.tls.certManager.enabled) -}}
 {{- fail "tls.existingSecret = \"\": nobody makes the certificate. Fix: a Secret's name, or tls.certManager.enabled" -}}

@@ -52,8 +52,14 @@ function connect() {
     setStale(false);
   });
   source.addEventListener("error", () => {
-    if (source?.readyState === EventSource.CLOSED) setTimeout(connect, 3000);
+    if (source?.readyState === EventSource.CLOSED) again();
   });
+}
+
+async function again() { // a session that is over is no outage: the page asks for the key
+  const answer = await fetch("/console/data").catch(() => null);
+  if (answer?.status === 401 || answer?.status === 403) location.reload();
+  else setTimeout(connect, 3000);
 }
 
 function setStale(isStale) {

@@ -15,6 +15,7 @@ from router.http import sse
 from router.http.connections import Connections
 from router.http.console.observer import Observer
 from router.http.console.page import load_page
+from router.http.console.sign_in import SignIn
 from router.http.endpoints import Serving
 from router.pool.journal import PoolJournal
 from runtime.logging import get_logger
@@ -41,7 +42,9 @@ class Console:
     ) -> None:
         """``wall`` is the wall clock."""
         self._observer = Observer(serving, connections, journal, wall)
-        self._page = load_page()
+        self._gate = serving.gate
+        self._page = load_page(can_sign_out=self._gate.asks_for_keys)
+        self._sign_in = SignIn(self._gate)
         self._loop = asyncio.get_running_loop()
         self._num_viewers = 0
         self._built_at = -INTERVAL_S
@@ -59,6 +62,7 @@ class Console:
             web.get("/", self.root),
             web.get("/console", self.page),
             web.get("/console/data", self.data),
+            *self._sign_in.routes(),
         ]
 
     async def root(self, request: web.Request) -> web.Response:
@@ -68,7 +72,9 @@ class Console:
         return web.Response(status=302, headers={"Location": "/console", "Vary": "Accept"})
 
     async def page(self, request: web.Request) -> web.Response:
-        """``GET /console``."""
+        """``GET /console``; to who may not look, a page that asks for a key."""
+        if not self._gate.may_look(request):
+            return self._sign_in.page()
         if request.headers.get("If-None-Match") == self._page.etag:
             return web.Response(status=304, headers=self._page.headers)
         return web.Response(body=self._page.body, headers=self._page.headers)
@@ -81,7 +87,7 @@ class Console:
         with self._viewer():
             response = web.StreamResponse(headers=sse.HEADERS)
             await response.prepare(request)
-            await self._stream(response)
+            await self._stream(response, lambda: self._gate.may_look(request))
             await response.write_eof()
             return response
 
@@ -116,11 +122,11 @@ class Console:
         finally:
             self._num_viewers -= 1
 
-    async def _stream(self, response: web.StreamResponse) -> None:
+    async def _stream(self, response: web.StreamResponse, may_look: Callable[[], bool]) -> None:
         self._build(if_older_than_s=INTERVAL_S)
         await response.write(RETRY)
         history_number = -1
-        while not self._closed:
+        while not self._closed and may_look():  # a session may end meanwhile, or its key
             frame = b"event: snapshot\ndata: " + self._snapshot + b"\n\n"
             if self._history_number != history_number:
                 history_number = self._history_number

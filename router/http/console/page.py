@@ -1,7 +1,7 @@
-"""The page as one document: its markup with style and script in it, and what it may do.
+"""Pages as one document each: markup with style and script in it, and what it may do.
 
 Nothing is loaded from elsewhere, and the policy allows no other style and no other script than
-these two, told by their hashes.
+these two, told by their hashes. Only the sign-in and the sign-out have forms.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import hashlib
 from dataclasses import dataclass
 from importlib.resources import files
 
+SIGN_OUT_MARK = "<!-- sign-out -->"
+PROBLEM_MARK = "<!-- problem -->"
 STYLE_MARK = "/* console.css */"
 SCRIPT_MARK = "/* console.js */"
 SCRIPTS = ("draw.js", "panels.js", "workers.js", "console.js")
@@ -30,24 +32,43 @@ class Page:
         return self.headers["ETag"]
 
 
-def load_page() -> Page:
-    """Read the files of this package."""
-    folder = files(__package__)
-    style, markup, *scripts = (
-        folder.joinpath(name).read_text(encoding="utf-8")
-        for name in ("console.css", "page.html", *SCRIPTS)
-    )
-    script = "".join(scripts)
-    assert markup.count(STYLE_MARK) == markup.count(SCRIPT_MARK) == 1
-    body = markup.replace(STYLE_MARK, style).replace(SCRIPT_MARK, script).encode()
+def load_page(*, can_sign_out: bool = False) -> Page:
+    """The console, from the files of this package."""
+    script = "".join(map(_read, SCRIPTS))
+    sign_out = _read("sign_out.html") if can_sign_out else ""
+    markup = _filled(_read("page.html"), SIGN_OUT_MARK, sign_out)
+    return _page_of(_filled(markup, SCRIPT_MARK, script), script, has_form=can_sign_out)
+
+
+def load_sign_in(problem: str = "") -> Page:
+    """The page that asks for a key; ``problem``, in markup: what was wrong with the last one."""
+    page = _page_of(_filled(_read("sign_in.html"), PROBLEM_MARK, problem), "", has_form=True)
+    # What it stands in for must be asked for anew once there is a session.
+    return Page(body=page.body, headers={**page.headers, "Cache-Control": "no-store"})
+
+
+def _read(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _filled(markup: str, mark: str, text: str) -> str:
+    assert markup.count(mark) == 1, mark
+    return markup.replace(mark, text)
+
+
+def _page_of(markup: str, script: str, *, has_form: bool) -> Page:
+    style = _read("console.css")
+    body = _filled(markup, STYLE_MARK, style).encode()
+    allowed = _source_of(script) if script else "'none'"
+    forms = "'self'" if has_form else "'none'"
     policy = (
         "default-src 'none'",
         f"style-src {_source_of(style)}",
-        f"script-src {_source_of(script)}",
+        f"script-src {allowed}",
         "connect-src 'self'",
         "img-src data:",
         "base-uri 'none'",
-        "form-action 'none'",
+        f"form-action {forms}",
         "frame-ancestors 'none'",
     )
     headers = {

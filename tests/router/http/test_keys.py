@@ -159,16 +159,17 @@ async def test_every_api_asks_for_a_key_and_tells_so_in_its_own_way(
     assert await metric(cluster, line) == 4 + cluster.num_answer_tokens
 
 
-async def test_those_who_run_the_cluster_need_no_key(
+async def test_probes_and_by_default_prometheus_need_no_key(
     start_router: StartRouter, keys_file: Path
 ) -> None:
     add(keys_file, "alice")
     cluster = await with_workers(await start_router(keys_file=str(keys_file)))
+    closed = ("/v1/models", "/v1", "/nothing", "/console/x", "/status/", "/v1/models/x")
     async with aiohttp.ClientSession(cluster.url) as http:
-        for path in ("/health", "/ready", "/metrics", "/status", "/targets", "/console"):
+        for path in ("/health", "/ready", "/metrics", "/targets"):
             async with http.get(path) as response:
                 assert response.status == 200, path
-        for path in ("/v1/models", "/v1", "/nothing", "/console/x", "/status/", "/v1/models/x"):
+        for path in ("/status", "/console", "/console/data", *closed):
             async with http.get(path) as response:
                 assert response.status == 401, path
 

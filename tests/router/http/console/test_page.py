@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
+from router.keys.file import add_to_file, remove_from_file
+from router.keys.record import KeyRecord, Right, hash_key, new_key
 from tests.router.conftest import Cluster, StartRouter
 from tests.router.fakes import FakeDecode
 from tests.router.http.console.browser import Tab, chromium, open_tab
@@ -181,3 +184,37 @@ async def test_everything_that_can_be_used_has_a_name(cluster: Cluster, tab: Tab
         and not node.get("name", {}).get("value")
     ]
     assert nameless == []
+
+
+async def test_a_browser_signs_in_looks_and_signs_out(
+    start_router: StartRouter, tab: Tab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.renewal.CHECK_S", 0.0)
+    key, file = new_key(), tmp_path / "keys.toml"
+    record = KeyRecord(name="ops", sha256=hash_key(key), rights=frozenset({Right.OPERATIONS}))
+    add_to_file(file, record)
+    cluster = await start_router(keys_file=str(file))
+    await cluster.add_decode()
+
+    async def sign_in(given: str) -> None:
+        await tab.until("document.querySelector('form[action=\"/console/session\"]') !== null")
+        await tab.evaluate(
+            f"document.querySelector('#key').value = {json.dumps(given)};"
+            "document.querySelector('form').requestSubmit()"
+        )
+
+    await tab.goto(f"{cluster.url}/console")
+    await sign_in("sk-of-nobody")
+    await tab.until("document.querySelector('[role=alert]')?.textContent.includes('not known')")
+    await sign_in(key)
+    await tab.until(f"{ROWS} === 1")
+    assert await tab.evaluate("document.cookie") == ""
+    assert key not in await tab.evaluate("location.href + JSON.stringify(localStorage)")
+    await tab.evaluate("document.querySelector('form[action=\"/console/end\"] button').click()")
+    await sign_in(key)
+    await tab.until(f"{ROWS} === 1")
+    remove_from_file(file, "ops")  # the open page goes back to the form
+    await tab.until("document.querySelector('#key') !== null")
+    # The browser itself says what was answered 401.
+    assert all("401" in complaint for complaint in tab.complaints)
+    tab.complaints.clear()

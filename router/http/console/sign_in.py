@@ -1,0 +1,88 @@
+"""How a browser gets to see the console where there are keys: by a key, shown once in a form.
+
+It gets a session for it, in a cookie that no script reads and that goes to no other site and to no
+other path. The key itself is in no address, no storage and no log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import parse_qs
+
+from aiohttp import web
+
+from router.http.access import CONSOLE, END_PATH, SESSION_PATH
+from router.http.console.page import Page, load_sign_in
+from router.http.gate import SESSION_COOKIE, Gate
+from router.keys.sessions import SESSION_S
+
+MAX_FORM_BYTES = 4096
+FORM_S = 10.0
+_PROBLEM = "This key is not known here, or has not the right <em>operations</em>."
+
+
+class SignIn:
+    """Handlers of one HTTP process."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._page = load_sign_in()
+        self._refusal = load_sign_in(_PROBLEM)
+
+    def routes(self) -> list[web.RouteDef]:
+        """For the application."""
+        return [web.post(SESSION_PATH, self.begin), web.post(END_PATH, self.end)]
+
+    def page(self) -> web.Response:
+        """The form."""
+        return _answer(self._page)
+
+    async def begin(self, request: web.Request) -> web.Response:
+        """``POST /console/session``: the key of the form becomes a session."""
+        if not self._gate.asks_for_keys:
+            return _to_console()
+        session = self._gate.sign_in(await _key_in_form(request))
+        if session is None:
+            return _answer(self._refusal)
+        response = _to_console()
+        # A gateway that ends TLS says so; who lies here gets a cookie that is worth less to them.
+        is_secure = request.secure or request.headers.get("X-Forwarded-Proto") == "https"
+        response.set_cookie(
+            *(SESSION_COOKIE, session),
+            path=CONSOLE,
+            max_age=SESSION_S,
+            httponly=True,
+            samesite="Strict",
+            secure=is_secure,
+        )
+        return response
+
+    async def end(self, request: web.Request) -> web.Response:
+        """``POST /console/end``: the browser forgets its session."""
+        response = _to_console()
+        response.del_cookie(SESSION_COOKIE, path=CONSOLE, httponly=True, samesite="Strict")
+        return response
+
+
+async def _key_in_form(request: web.Request) -> str:
+    """The field ``key``; "" where the body is none of our form's, or does not come."""
+    try:
+        async with asyncio.timeout(FORM_S):
+            body = b""
+            while len(body) <= MAX_FORM_BYTES:
+                part = await request.content.read(MAX_FORM_BYTES + 1 - len(body))
+                if not part:
+                    break
+                body += part
+        fields = parse_qs(body.decode("ascii"), max_num_fields=4)
+    except (TimeoutError, ValueError):
+        return ""
+    return fields.get("key", [""])[0].strip() if len(body) <= MAX_FORM_BYTES else ""
+
+
+def _answer(page: Page) -> web.Response:
+    return web.Response(body=page.body, status=401, headers=page.headers)
+
+
+def _to_console() -> web.Response:
+    return web.Response(status=303, headers={"Location": CONSOLE, "Cache-Control": "no-store"})
