@@ -16,8 +16,9 @@ from engine.attention.kv_spec import KVSpec
 from engine.constraint.constraints import Constraints
 from engine.memory.kv_pool import KVPool
 from engine.model.spec import CommonConfig
+from engine.pending_step import StepResult
 from engine.request import Request, ScheduledRequest, num_blocks_for
-from engine.runner import CausalModel, ModelRunner, StepResult
+from engine.runner import CausalModel, ModelRunner
 from engine.sampling.inputs import validate_request
 from engine.sampling.sampler import Sampler
 from runtime.sampling import FinishReason, PositionLogprobs, SamplingParams

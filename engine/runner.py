@@ -11,24 +11,24 @@ others `forward_only` with the same batch: rank 0 alone computes logits, which n
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from engine.batch import ForwardBatch, StepBounds, UnreadTokens, build_forward_batch
-from engine.constraint.step_masks import mask_of_step, take_sampled
+from engine.batch import ForwardBatch, StepBounds, build_forward_batch
+from engine.constraint.step_masks import mask_of_step
 from engine.device_span import DeviceSpan
-from engine.host_copy import HostCopies
+from engine.host_copy import HostCopies, upload
 from engine.memory.kv_pool import KVPool
 from engine.operations import do_nothing
-from engine.request import Request, ScheduledRequest
-from engine.row_plan import RowPlan, plan_rows, sampled_rows, select_rows
-from engine.sampling.inputs import SampledToken, SamplingInput
+from engine.pending_step import PendingStep, StepResult, reader_of
+from engine.request import ScheduledRequest
+from engine.sampling.inputs import SamplingInput
 from engine.sampling.logprobs import PendingLogprobs, launch_prompt_logprobs
 from engine.sampling.sampler import PendingSample, Sampler
 from engine.step_error import may_fail
-from runtime.sampling import PositionLogprobs
 
 MAX_LOGITS_ROWS = 256
 """Rows of logits that exist at a time: a 1024-token chunk with prompt logprobs over a vocabulary of
@@ -57,107 +57,6 @@ class CausalModel(Protocol):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [L, vocab] float32 for hidden states [L, hidden]; no collective."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What a step found out about one request.
-
-    Attributes:
-        request: the request of the `ScheduledRequest` in the same place.
-        sampled: the next token, or None if the step ended inside the prompt or failed.
-        prompt_logprobs: one entry per prompt token whose predecessor was run in this step, in
-            order; empty unless the request asked for them. Token 0 never has one.
-        is_failed: a token was due, and the logits hold NaN or infinity, or the request's constraint
-            leaves none: it has to end by its `failure`, which says nothing about the others.
-    """
-
-    request: Request
-    sampled: SampledToken | None
-    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
-    is_failed: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingStep:
-    """A step that is issued to the device. Nothing has been read from it.
-
-    Attributes:
-        scheduled: what runs.
-        sample: one token for each of the scheduled that samples, in order; None if none does.
-        is_usable: one bool for each of these on the host, False where the logits hold NaN or
-            infinity; the device's token is then any token.
-        prompts: per scheduled request its prompt logprobs, in pieces.
-        copies: after which the host has all of these.
-        span: when the device ran it; None on a CPU.
-        span_before: the same of the step before it, if there was one.
-    """
-
-    scheduled: Sequence[ScheduledRequest]
-    sample: PendingSample | None
-    is_usable: torch.Tensor | None
-    prompts: Sequence[Sequence[PendingLogprobs]]
-    copies: HostCopies
-    span: DeviceSpan | None = None
-    span_before: DeviceSpan | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `collect` would return at once."""
-        return self.copies.is_done
-
-    def unread(self) -> UnreadTokens | None:
-        """The sampled tokens, for a step that is launched before these are read."""
-        if self.sample is None:
-            return None
-        samplers = (item.request for item in self.scheduled if item.samples)
-        places = {id(request): place for place, request in enumerate(samplers)}
-        return UnreadTokens(token_ids=self.sample.token_ids, places=places)
-
-    def read_tokens(self) -> dict[int, int]:
-        """Wait for the step's end; the usable tokens, by `id` of their requests."""
-        if self.sample is None or self.is_usable is None:
-            return {}
-        self.copies.wait()
-        samplers = (item.request for item in self.scheduled if item.samples)
-        tokens = zip(samplers, self.sample.host_ids.tolist(), self.is_usable.tolist(), strict=True)
-        return {id(request): token_id for request, token_id, is_usable in tokens if is_usable}
-
-    def collect(self) -> list[StepResult]:
-        """Wait for the step's end; one result per scheduled request, in order.
-
-        Their matchers have taken the tokens then; the requests themselves have not.
-
-        Raises:
-            StepError: the step is over, and what it gave cannot be read.
-        """
-        self.copies.wait()
-        with may_fail(torch.device("cpu"), has_joined=True):  # the device is through with it
-            return self._read()
-
-    def _read(self) -> list[StepResult]:
-        tokens = iter(self.sample.collect() if self.sample is not None else ())
-        usable = iter(self.is_usable.tolist() if self.is_usable is not None else ())
-        results = []
-        for item, pieces in zip(self.scheduled, self.prompts, strict=True):
-            token = next(tokens) if item.samples else None
-            is_failed = item.samples and not (next(usable) and _fits(item, token))
-            results.append(
-                StepResult(
-                    request=item.request,
-                    sampled=None if is_failed else token,
-                    prompt_logprobs=[entry for piece in pieces for entry in piece.collect()],
-                    is_failed=is_failed,
-                )
-            )
-        return results
-
-    @property
-    def idle_s(self) -> float | None:
-        """Seconds that the device idled before this step, once it is over; None on a CPU."""
-        if self.span is None or self.span_before is None:
-            return None
-        return self.span.gap_after(self.span_before)
 
 
 class ModelRunner:
@@ -286,7 +185,7 @@ class ModelRunner:
         after: PendingStep | None,
     ) -> PendingStep:
         """Compute logits from final hidden states [T, hidden], and sample; no collective."""
-        plan = plan_rows(scheduled)
+        plan = _plan_rows(scheduled)
         prompts, logits = self._walk_logits(hidden[batch.logits_indices], plan, copies, meanwhile)
         sample = is_usable = None
         if logits is not None:
@@ -302,7 +201,7 @@ class ModelRunner:
     def _walk_logits(
         self,
         wanted: torch.Tensor,
-        plan: RowPlan,
+        plan: "_RowPlan",
         copies: HostCopies,
         meanwhile: Callable[[], None],
     ) -> tuple[list[list[PendingLogprobs]], torch.Tensor | None]:
@@ -324,7 +223,7 @@ class ModelRunner:
             if len(sample_rows) == end - start:
                 kept.append(logits)
             elif sample_rows:
-                kept.append(select_rows(logits, sample_rows))
+                kept.append(_select(logits, sample_rows))
             meanwhile()
         if not kept:
             return prompts, None
@@ -351,23 +250,60 @@ class ModelRunner:
         unread_ids = None
         if any(item.num_unread for item in samplers):
             # The token that nobody has read is the one that the sampled row runs.
-            unread_ids = select_rows(batch.input_ids, sampled_rows(scheduled))
+            unread_ids = _select(batch.input_ids, _sampled_rows(scheduled))
         # Last: it may wait for the step before, when all of this one is issued but its sampling.
         mask = mask_of_step(samplers, self.sampler.vocab_size, reader_of(after))
         return self.sampler.launch(logits, inputs, copies, unread_ids=unread_ids, mask=mask)
 
 
-def reader_of(after: PendingStep | None) -> Callable[[], dict[int, int]]:
-    """Return what waits for the tokens of the step before; without one none are unread."""
-    return after.read_tokens if after is not None else dict
+@dataclass(frozen=True, slots=True)
+class _PromptRun:
+    """Rows [start, end) of the wanted logits predict `next_ids` of the request at `index`."""
+
+    index: int
+    start: int
+    end: int
+    next_ids: list[int]
+    num_top: int
 
 
-def _fits(item: ScheduledRequest, token: SampledToken | None) -> bool:
-    """Tell the request's matcher, if it has one; whether the request can go on."""
-    matcher = item.request.matcher
-    if matcher is None:
-        return True
-    assert token is not None
-    if matcher.error is None:
-        take_sampled(item, token.token_id)
-    return matcher.error is None
+@dataclass(frozen=True, slots=True)
+class _RowPlan:
+    """What each row of the wanted logits is for; the order is that of `logits_rows`."""
+
+    num_requests: int
+    prompt_runs: list[_PromptRun]
+    sample_rows: list[int]
+
+
+def _plan_rows(scheduled: Sequence[ScheduledRequest]) -> _RowPlan:
+    runs: list[_PromptRun] = []
+    sample_rows: list[int] = []
+    row = 0
+    for index, item in enumerate(scheduled):
+        count = item.num_prompt_logprob_rows
+        if count:
+            next_ids = item.request.prompt_token_ids[item.start + 1 : item.start + 1 + count]
+            num_top = item.request.sampling.num_prompt_logprobs
+            runs.append(_PromptRun(index, row, row + count, next_ids, num_top))
+        row += count
+        if item.samples:
+            sample_rows.append(row)
+            row += 1
+    return _RowPlan(len(scheduled), runs, sample_rows)
+
+
+def _sampled_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
+    """Return the rows of the step that a token is sampled at."""
+    rows: list[int] = []
+    end = 0
+    for item in scheduled:
+        end += item.num_scheduled_tokens
+        if item.samples:
+            rows.append(end - 1)
+    return rows
+
+
+def _select(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    (index,) = upload([np.array(rows, dtype=np.int64)], tensor.device)
+    return tensor.index_select(0, index)

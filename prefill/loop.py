@@ -19,7 +19,8 @@ from functools import partial
 
 from engine.batch import ForwardBatch
 from engine.parallel.lockstep import Lockstep, SoloLockstep
-from engine.runner import ModelRunner, PendingStep, StepResult
+from engine.pending_step import PendingStep, StepResult
+from engine.runner import ModelRunner
 from engine.step_error import StepError
 from prefill.commands import PushBlocks
 from prefill.kv_push import PushSettings, StepPusher, plan_pushes
@@ -184,7 +185,7 @@ class EngineLoop:
     def plan(self, complete_launched: Callable[[], None]) -> ChunkPlan:
         """Schedule, and tell the senders and the followers what comes."""
         self._desk.expire()
-        chunks = self._scheduler.schedule()
+        chunks = self._scheduler.schedule(self._clock())
         self._desk.want_tickets()  # of those behind this step: their claims travel while it runs
         batch = self._prepare(chunks)
         if isinstance(batch, StepError):
@@ -232,6 +233,7 @@ class EngineLoop:
     ) -> None:
         """Carry on with the requests of a step."""
         self._observe_step(plan.num_tokens, seconds)
+        self._scheduler.steps.observe(plan.num_tokens, seconds)
         if idle_s is not None:
             self._observe_gap(idle_s)
         for chunk, result in zip(plan.chunks, results, strict=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from engine.runner import StepResult
+from engine.pending_step import StepResult
 from kv_transfer.metadata import MetadataRecord
 from prefill.commands import OpenTicket
 from prefill.messages import (

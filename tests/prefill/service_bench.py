@@ -194,6 +194,7 @@ def make_service(
     submit: Callable[[Command], None],
     num_tokens_left: Callable[[], int],
     drains: list[int],
+    *,
     constraints: Constraints,
 ) -> PrefillService:
     """The service, which counts in ``drains`` how often it began to refuse."""
@@ -245,7 +246,7 @@ async def service_bench(
     drains: list[int] = []
     constraints = Constraints("/nonexistent", 1000, open_compiler=lambda *_: compiler)
     num_waiting = partial(getattr, scheduler, "num_tokens_waiting")
-    service = make_service(runs, nonces, submit, num_waiting, drains, constraints)
+    service = make_service(runs, nonces, submit, num_waiting, drains, constraints=constraints)
     ending = partial(_end, runs, claims, closer, channels)
     async with serve_decode(FakeDecode()) as decode, serve_prefill(service) as stub:
         loop.start()
