@@ -55,8 +55,7 @@ class Call(Generic[RequestT]):
 def headers_of(call: Call[RequestT]) -> dict[str, str]:
     """What the answer says of the request."""
     headers = limit_headers(call.request)
-    rules: OutputRules | None = call.rules
-    left_out = [] if rules is None else rules.left_out
+    left_out: list[str] = [] if call.rules is None else call.rules.left_out()
     ignored = [*ignored_fields(call.body), *left_out]
     if not ignored:
         return headers

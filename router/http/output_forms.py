@@ -10,7 +10,7 @@ import orjson
 from router.errors import RequestError
 from router.http.schema import GenerationRequest
 from router.text.grammar.forms import Form, by_rules, json_of, matching, one_of, text
-from router.text.grammar.schema import SchemaError, spelled
+from router.text.grammar.schema import SchemaError, spelled, with_fix
 
 MAX_TEXT_BYTES = 64 * 2**10
 """Of a regular expression or a grammar as it is sent."""
@@ -58,7 +58,7 @@ def form_of_schema(
 def refused(error: SchemaError, param: str) -> RequestError:
     """``error`` with the place within the field ``param``."""
     place = param + spelled(error.path)
-    return RequestError(f"{place} {error.problem}", param=place)
+    return RequestError(f"{place} {with_fix(error.problem)}", param=place)
 
 
 def _asked(request: GenerationRequest) -> dict[str, Callable[[str], Form]]:

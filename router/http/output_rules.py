@@ -49,7 +49,6 @@ class OutputRules:
     ignored: tuple[str, ...] = ()
     """Fields that no rule was made of."""
 
-    @property
     def left_out(self) -> list[str]:
         """Fields that are not followed to the letter, as the client knows them."""
         return [*self.ignored, *([] if self.form is None else self.form.left_out)]
