@@ -93,13 +93,13 @@ class ModelEndpoints:
     def _features(self) -> list[str]:
         """What requests to this model may use; what is not named is refused."""
         features = ["completions", "streaming", "logprobs", "return_token_ids", "tokenize"]
-        features.append("generate")
+        features += ["generate", "structured_outputs"]
         model = self._serving.model
         if model.chat_template is not None:
             features += ["chat", "continue_final_message", "messages", "responses"]
             template, formats = model.tool_template, model.formats
             if template is not None and "tools" in template.variables and formats.calls is not None:
-                features.append("tools")
+                features += ["tools", "tool_choice_required"]
             if formats.reasoning is not None:
                 features.append("reasoning")
         return sorted(features)

@@ -99,7 +99,7 @@ def _of_response_format(value: Mapping[str, Any], param: str) -> Form:
     strict = inner.get("strict")
     if not isinstance(strict, bool | None):
         place += ".strict"
-        raise RequestError(f"{place} = {strict!r}: it must be true or false", param=place)
+        raise RequestError(f"{place} = {strict!r}. Fix: send true or false", param=place)
     # Without strict OpenAI promises no more than to try; all that a grammar can say holds anyway.
     return form_of_schema(
         inner["schema"], f"{place}.schema", closed=strict is True, lenient=strict is not True

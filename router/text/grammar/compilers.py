@@ -35,7 +35,7 @@ MAX_WAITING = 64
 """Forms that wait for their turn; beyond, a request is answered 429."""
 CACHE_BYTES = 64 * 2**20
 """Of grammars that are kept."""
-MAX_GRAMMAR_BYTES = 512 * 2**10
+MAX_GRAMMAR_BYTES = 2**20
 """Of one grammar: it travels to the workers with every request."""
 _LINE_BYTES = 64 * 2**20
 
@@ -67,7 +67,7 @@ class Compilers:
         return None if self._process is None else self._process.pid
 
     async def compile(self, forms: Sequence[Form], *, param: str) -> list[str]:
-        """The grammar of each of ``forms``, as EBNF.
+        """The grammar of each of ``forms``, as it travels to workers.
 
         The first is compiled for the model's vocabulary; the others are the same with a beginning.
 

@@ -64,7 +64,7 @@ BAD_CHATS = [
     ({"response_format": {"type": "xml"}}, 400, "response_format.type", "xml"),
     ({"tool_choice": "required", "tools": []}, 400, "tool_choice", "required"),
     ({"modalities": ["audio"]}, 400, "modalities", "audio"),
-    ({"guided_regex": "a+"}, 400, "guided_regex", "not supported"),
+    ({"guided_regex": "(?=a)"}, 400, "guided_regex", "Lookahead"),
 ]
 BAD_COMPLETIONS = [
     ({"prompt": ""}, 400, "prompt", "empty"),
