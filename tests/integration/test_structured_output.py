@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jsonschema
 import openai
@@ -46,13 +46,19 @@ class Unit(Enum):
     F = "F"
 
 
+class City(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(max_length=12)
+
+
 class Forecast(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     city: str = Field(max_length=12)
     unit: Unit
-    temperatures: list[int] = Field(min_length=1, max_length=3)
-    nearby: Forecast | None
+    temperatures: list[Annotated[int, Field(ge=-50, le=50)]] = Field(min_length=1, max_length=3)
+    nearby: City | None
 
 
 @pytest.fixture(scope="module")

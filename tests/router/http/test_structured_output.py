@@ -35,7 +35,8 @@ def json_schema(schema: Any, **more: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("structured")
-    write_model(folder, template=templates.HERMES, special=[*SPECIAL, *MARKS])
+    more = [json.dumps([WEATHER, NOW]), CALL_NOW] * 2
+    write_model(folder, template=templates.HERMES, special=[*SPECIAL, *MARKS], more=more)
     return folder
 
 
@@ -197,7 +198,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": json_schema({"type": "array", "items": {"$ref": "#"}, "minItems": 1})},
      f"{FORMAT}.schema", "without end"),
     ({"response_format": json_schema({"$ref": "https://x/y"})}, f"{FORMAT}.schema.$ref", "within"),
-    ({"response_format": json_schema(DEEP)}, f"{FORMAT}.schema.properties.a", "too deep"),
+    ({"response_format": json_schema(DEEP)}, f"{FORMAT}.schema" + ".properties.a" * 4, "too deep"),
     ({"response_format": json_schema({"enum": ["x" * 300_000]})}, f"{FORMAT}.schema", "bytes"),
     ({"guided_json": "{"}, "guided_json", "no JSON"),
     ({"guided_json": {"type": "x"}}, "guided_json.type", "'x'"),
