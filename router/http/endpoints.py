@@ -261,6 +261,7 @@ class OpenAIEndpoints:
                 continuous_usage=body.continuous_usage,
                 wants_logprobs=body.logprobs is not None and body.logprobs is not False,
                 wants_token_ids=bool(body.return_token_ids),
+                wants_prompt_logprobs=body.prompt_logprobs is not None,
                 wants_timings=bool(body.timings) or call.request.headers.get(TIMINGS_HEADER) == "1",
                 choices_per_prompt=choices_per_prompt(body),
                 service_tier=call.standing.tier,

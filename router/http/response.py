@@ -53,6 +53,8 @@ class ResponseInfo:
     continuous_usage: bool = False
     wants_logprobs: bool = False
     wants_token_ids: bool = False
+    wants_prompt_logprobs: bool = False
+    """Apart from those of ``echo``."""
     wants_timings: bool = False
     service_tier: str = ""
     """Of the request; empty: there are no tiers."""

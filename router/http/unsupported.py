@@ -35,7 +35,6 @@ _CONSTRAINTS = (
     "grammar",
 )
 _NEUTRAL: Mapping[str, Sequence[object]] = {
-    "prompt_logprobs": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
