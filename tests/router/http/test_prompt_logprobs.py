@@ -45,9 +45,8 @@ async def test_chat_has_them_beside_the_choices(client, cluster: Cluster) -> Non
     answer = await client.chat.completions.create(
         model=MODEL, messages=MESSAGES, n=2, extra_body={"prompt_logprobs": 2}
     )
-    token_ids = cluster.tokenizer.encode(
-        "<bos><user>say hello<assistant>", add_special_tokens=False
-    )
+    text = "<bos><user>say hello<assistant>"
+    token_ids = cluster.tokenizer.encode(text, add_special_tokens=False)
     check(answer.model_extra["prompt_logprobs"], token_ids, cluster, 2)
 
 
