@@ -41,6 +41,7 @@ from router.http.params import (
 from router.http.prompts import chat_prompt, check_chat, check_completion, completion_prompts
 from router.http.responder import TIMINGS_HEADER, Responder
 from router.http.response import Choice, Prompt, ResponseFormat, ResponseInfo
+from router.http.routing_headers import conversation_of, wants_routing
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
 from router.http.unsupported import IGNORED_HEADER, ignored_fields, refuse_unsupported
 from router.metrics import RouterMetrics
@@ -250,6 +251,7 @@ class OpenAIEndpoints:
                 wants_logprobs=body.logprobs is not None and body.logprobs is not False,
                 wants_token_ids=bool(body.return_token_ids),
                 wants_timings=bool(body.timings) or call.request.headers.get(TIMINGS_HEADER) == "1",
+                wants_routing=wants_routing(call.request),
                 choices_per_prompt=choices_per_prompt(body),
             )
             mailbox = Mailbox(serving.section.max_mailbox_bytes, lambda: _cut_off_reader(call))
@@ -330,6 +332,8 @@ class OpenAIEndpoints:
                     cache_salt=salt,
                     mailbox=mailbox,
                     received=call.received,
+                    conversation=conversation_of(call.request, body.prompt_cache_key),
+                    explain=info.wants_routing,
                 )
                 text = ChoiceText(info.vocabulary, options, reader_of(prompt))
                 info.choices.append(

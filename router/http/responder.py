@@ -68,7 +68,7 @@ class Responder:
                 self._raise_failure()
         finally:
             self._count_tokens()
-        headers = self._headers
+        headers = {**self._headers, **self._info.routing()}
         if self._info.wants_timings:
             headers[TIMINGS_HEADER] = orjson.dumps(self._info.timings()).decode()
         return web.Response(
@@ -77,15 +77,14 @@ class Responder:
 
     async def stream(self, request: web.Request, request_id: str) -> web.StreamResponse:
         """The answer as server-sent events; a failure before the first of them is raised."""
-        response = web.StreamResponse(
-            headers={**self._headers, **sse.HEADERS, "x-request-id": request_id}
-        )
         take = self._run.mailbox.take
         self._wake_later()
         try:
             outputs = await take()
             data = self._absorb(outputs)
             self._raise_failure()
+            headers = {**self._headers, **self._info.routing(), **sse.HEADERS}
+            response = web.StreamResponse(headers={**headers, "x-request-id": request_id})
             await response.prepare(request)
             try:
                 while True:

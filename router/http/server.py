@@ -26,10 +26,12 @@ from router.pool.view import PoolView
 from router.recent import LoadLines, RecentWindow, Totals
 from router.requests.admission import REQUESTS_OF_SILENT_RANK, Admission, limit_of
 from router.requests.attempt import Workers
+from router.requests.cache_streams import CacheStreams
 from router.requests.clients import WorkerClients
 from router.requests.frames import FrameStreams
 from router.requests.pipeline import Pipeline
 from router.routing.policy import PairingPolicy
+from router.routing.prefixes import Prefixes
 from router.text.lanes import Lanes
 from runtime.config import RouterSection
 from runtime.errors import ConfigError
@@ -67,13 +69,17 @@ class HttpServer:
         frames = FrameStreams(
             self.pool, clients, router_id, resume_timeout_s=section.resume_timeout_s
         )
-        self._workers = Workers(self.pool, clients, frames, router_id, self.metrics)
+        prefixes = Prefixes(loop.time)
+        policy = PairingPolicy(section.policy, prefixes=prefixes)
+        caches = None
+        if policy.by_prefix:
+            caches = CacheStreams(self.pool, clients, router_id, prefixes.index)
+        self._workers = Workers(self.pool, clients, frames, router_id, self.metrics, caches=caches)
         self.pool.on_change(self._workers.follow_pool)
         self._section = section
         self._admission = _admission_of(section)
         self._lanes = Lanes()
         self._connections = Connections(_limits_of(section), loop.time)
-        policy = PairingPolicy(section.policy)
         readiness = Readiness(self.pool)
         pipeline = Pipeline(self._workers, policy, section, readiness)
         self._recent = RecentWindow(lambda: Totals.of(self.metrics.sums().collect()), loop.time)

@@ -25,6 +25,7 @@ _PASSED_ON = (
     *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "seed"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos"),
     *("stop", "stop_token_ids", "chat_template_kwargs", "cache_salt", "logit_bias"),
+    "prompt_cache_key",
 )
 """Fields of a chat request that have the same name and meaning here."""
 
