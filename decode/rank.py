@@ -22,6 +22,7 @@ from decode.scheduler import DecodeScheduler, StepPlan
 from decode.tickets import TicketDesk
 from engine.memory.block_pool import BlockPool
 from engine.sampling.inputs import SampledToken
+from engine.step_error import StepError
 from runtime.errors import (
     InternalError,
     OutOfBlocksError,
@@ -194,6 +195,12 @@ class DecodeRank:
                 self._scheduler.finish(request)
                 self.live.forget(request, reason)
         return num_tokens
+
+    def give_up_step(self, plan: StepPlan, error: StepError) -> None:
+        """A step gave nothing: end the requests that it ends, and run the others again."""
+        for request in plan.requests:
+            if self._scheduler.land(request) and error.ends(request.request_id):
+                self.live.end(request, FinishReason.ERROR, error.answer(request.request_id))
 
     def load(self) -> registry_pb2.WorkerLoad:
         """What the router should know of us; also mirrored into the metrics."""

@@ -10,7 +10,8 @@ others `forward_only` with the same batch: rank 0 alone computes logits, which n
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ from engine.request import Request, ScheduledRequest
 from engine.sampling.inputs import SampledToken, SamplingInput
 from engine.sampling.logprobs import PendingLogprobs, launch_prompt_logprobs
 from engine.sampling.sampler import PendingSample, Sampler
+from engine.step_error import may_fail
 from runtime.sampling import PositionLogprobs
 
 MAX_LOGITS_ROWS = 256
@@ -112,8 +114,16 @@ class PendingStep:
         return UnreadTokens(token_ids=self.sample.token_ids, places=places)
 
     def collect(self) -> list[StepResult]:
-        """Wait for the step's end; one result per scheduled request, in order."""
+        """Wait for the step's end; one result per scheduled request, in order.
+
+        Raises:
+            StepError: the step is over, and what it gave cannot be read.
+        """
         self.copies.wait()
+        with may_fail(torch.device("cpu"), has_joined=True):  # the device is through with it
+            return self._read()
+
+    def _read(self) -> list[StepResult]:
         tokens = iter(self.sample.collect() if self.sample is not None else ())
         usable = iter(self.is_usable.tolist() if self.is_usable is not None else ())
         results = []
@@ -148,10 +158,14 @@ class ModelRunner:
     stream: a later step sees the KV of an earlier one.
     """
 
-    def __init__(self, model: CausalModel, kv_pool: KVPool, sampler: Sampler) -> None:
+    def __init__(
+        self, model: CausalModel, kv_pool: KVPool, sampler: Sampler, *, in_group: bool = False
+    ) -> None:
+        """Take what runs; `in_group` where the model's layers wait for other ranks."""
         self.model = model
         self.kv_pool = kv_pool
         self.sampler = sampler
+        self.in_group = in_group
         self._span: DeviceSpan | None = None  # of the latest step
 
     def execute(
@@ -164,10 +178,32 @@ class ModelRunner:
         return self.launch(scheduled, on_layer_done=on_layer_done).collect()
 
     @torch.inference_mode()
+    def prepare(
+        self, scheduled: Sequence[ScheduledRequest], *, after: PendingStep | None = None
+    ) -> ForwardBatch:
+        """Build the tensors of a step for `launch`, before anybody else hears of it.
+
+        Args:
+            scheduled: at least one; block tables must cover the scheduled tokens.
+            after: the step that samples the tokens that the host does not know yet.
+
+        Raises:
+            StepError: they cannot be built. No rank waits for this one.
+        """
+        unread = after.unread() if after is not None else None
+        bounds = StepBounds(num_blocks=self.kv_pool.num_blocks, vocab_size=self.sampler.vocab_size)
+        device = self.kv_pool.device
+        with may_fail(device, has_joined=False):
+            return build_forward_batch(
+                scheduled, self.kv_pool.block_size, device, unread=unread, bounds=bounds
+            )
+
+    @torch.inference_mode()
     def launch(
         self,
         scheduled: Sequence[ScheduledRequest],
         *,
+        batch: ForwardBatch | None = None,
         after: PendingStep | None = None,
         on_layer_done: LayerDone | None = None,
         meanwhile: Callable[[], None] = do_nothing,
@@ -178,45 +214,35 @@ class ModelRunner:
 
         Args:
             scheduled: at least one; block tables must cover the scheduled tokens.
+            batch: of these, if `prepare` has made it.
             after: the step that samples the tokens that the host does not know yet.
             on_layer_done: called with a layer's index once its KV of this step is issued.
             meanwhile: called several times a layer, between two operations. May do what follows
                 from the ends of steps before this one; tokens and sampling of the requests of this
                 step stay as they are.
+
+        Raises:
+            StepError: the step gives nothing. In a group not where a layer fails: the other ranks
+                are in it, so that is raised as it is.
         """
         device = self.kv_pool.device
-        unread = after.unread() if after is not None else None
-        bounds = StepBounds(num_blocks=self.kv_pool.num_blocks, vocab_size=self.sampler.vocab_size)
-        batch = build_forward_batch(
-            scheduled, self.kv_pool.block_size, device, unread=unread, bounds=bounds
-        )
-        span_before, self._span = self._span, DeviceSpan.start(device)
+        if batch is None:
+            batch = self.prepare(scheduled, after=after)
+        # None until the step has an end: what fails has none.
+        span_before, self._span = self._span, None
+        span = DeviceSpan.start(device)
         copies = HostCopies(device)
-        hidden = self.model.forward(
-            batch, self.kv_pool, on_layer_done=on_layer_done, meanwhile=meanwhile
-        )
-        plan = _plan_rows(scheduled)
-        prompts, logits = self._walk_logits(hidden[batch.logits_indices], plan, copies, meanwhile)
-        sample = is_usable = None
-        if logits is not None:
-            # A sum is finite only if every term is, and reads the logits once.
-            finite = torch.isfinite(logits.sum(dim=-1))
-            is_usable = copies.add(finite)
-            logits = torch.where(finite[:, None], logits, 0.0)  # the sampler knows numbers only
-            sample = self._sample(logits, scheduled, batch, copies)
-        pending = PendingStep(
-            scheduled=scheduled,
-            sample=sample,
-            is_usable=is_usable,
-            prompts=prompts,
-            copies=copies,
-            span=self._span,
-            span_before=span_before,
-        )
+        with nullcontext() if self.in_group else may_fail(device, has_joined=True):
+            hidden = self.model.forward(
+                batch, self.kv_pool, on_layer_done=on_layer_done, meanwhile=meanwhile
+            )
+        with may_fail(device, has_joined=True):
+            pending = self._finish(scheduled, batch, hidden, copies, meanwhile)
         copies.close()
-        if self._span is not None:
-            self._span.end()
-        return pending
+        if span is not None:
+            span.end()
+        self._span = span
+        return replace(pending, span=span, span_before=span_before)
 
     @torch.inference_mode()
     def forward_only(self, batch: ForwardBatch, *, on_layer_done: LayerDone | None = None) -> None:
@@ -236,6 +262,28 @@ class ModelRunner:
         if self._span is not None:
             self._span.end()
         return self._span
+
+    def _finish(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        copies: HostCopies,
+        meanwhile: Callable[[], None],
+    ) -> PendingStep:
+        """Compute logits from final hidden states [T, hidden], and sample; no collective."""
+        plan = _plan_rows(scheduled)
+        prompts, logits = self._walk_logits(hidden[batch.logits_indices], plan, copies, meanwhile)
+        sample = is_usable = None
+        if logits is not None:
+            # A sum is finite only if every term is, and reads the logits once.
+            finite = torch.isfinite(logits.sum(dim=-1))
+            is_usable = copies.add(finite)
+            logits = torch.where(finite[:, None], logits, 0.0)  # the sampler knows numbers only
+            sample = self._sample(logits, scheduled, batch, copies)
+        return PendingStep(
+            scheduled=scheduled, sample=sample, is_usable=is_usable, prompts=prompts, copies=copies
+        )
 
     def _walk_logits(
         self,

@@ -39,6 +39,7 @@ from runtime.wire import (
     logprobs_to_proto,
     same_identity,
     sampling_from_proto,
+    standing_from_proto,
 )
 
 DRAIN_ANSWER_SHARE = 0.8
@@ -223,6 +224,7 @@ def make_item(
         budget=budget,
         arrived_at=arrived_at,
         waited_s=request.waited_s,
+        standing=standing_from_proto(request.standing),
         decode_goes_on=goes_on,
     )
 

@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from router.pool.members import Member, Role
 from router.shared_metrics import SharedMetrics
+from router.tally import DeliveryTally
+from router.tier_metrics import TierMetrics
 from runtime.errors import ErrorCode
 from runtime.metrics import (
     ITL_BUCKETS_S,
@@ -89,10 +91,12 @@ class RouterMetrics:
         self.prompt_tokens = self._tokens.labels("prompt")
         self.cached_tokens = self._tokens.labels("cached")
         self.output_tokens = self._tokens.labels("output")
+        self.deliveries = DeliveryTally(self.output_tokens, self.itl)
         self._stage = {name: self._stages.labels(name) for name in STAGES}
         self._add_lengths()
         self._add_gauges()
         self._add_keys()
+        self.tiers = TierMetrics(self.registry)
 
     def _add_lengths(self) -> None:
         self.prompt_lengths = self._histogram(
@@ -146,6 +150,7 @@ class RouterMetrics:
 
     def sums(self) -> CollectorRegistry:
         """What to read all metrics of; with a shared folder, the sums over all processes."""
+        self.deliveries.settle()
         if self._shared_dir is None:
             return self.registry
         registry = CollectorRegistry()

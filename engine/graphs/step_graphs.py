@@ -36,6 +36,7 @@ from engine.sampling.graph_sampler import GraphSampler, SamplingStage
 from engine.sampling.inputs import SampledToken
 from engine.sampling.logprobs import PendingLogprobs, launch_logprobs
 from engine.sampling.sampler import PendingSample
+from engine.step_error import may_fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,9 +183,16 @@ class StepGraphs:
             group_mean: sequences of a rank of the group in this step on average, rounded up. This
                 rank's experts get their share of all of these, however few are its own, and
                 products choose their tiles by the size of the step; so it is at least as large.
+
+        Raises:
+            StepError: see `launch`; also before it, where a request is at fault.
         """
-        with torch.inference_mode():
-            inputs = self._slots.inputs(scheduled, None if after is None else after.unread())
+        with torch.inference_mode(), may_fail(self._kv_pool.device, has_joined=False):
+            try:
+                inputs = self._slots.inputs(scheduled, None if after is None else after.unread())
+            except Exception:
+                self._slots.clear()  # they know a part of a step that will not be
+                raise
         pending = self.launch(inputs, group_mean=group_mean)
         return PendingStep(
             scheduled=scheduled,
@@ -202,6 +210,10 @@ class StepGraphs:
         Args:
             inputs: of the step.
             group_mean: see `launch_step`.
+
+        Raises:
+            StepError: after the replay. What fails in it is raised as it is: other ranks may be in
+                the same step.
         """
         assert self.is_captured
         num_seqs = inputs.num_seqs
@@ -210,20 +222,21 @@ class StepGraphs:
         span = DeviceSpan.start(self._kv_pool.device)
         self._forwards[bucket].replay()
         self._heads[bucket, inputs.stage].replay()
-        # Copies, because the next step overwrites the buffers, maybe before these are read.
-        tokens, is_usable = self._tokens[:num_seqs].clone(), self._is_usable[:num_seqs].clone()
-        copies = HostCopies(self._kv_pool.device)
-        rows = [row for row, wanted in enumerate(inputs.num_logprobs) if wanted >= 0]
-        sample = PendingSample(
-            token_ids=tokens,
-            host_ids=copies.add(tokens),
-            logprob_rows=rows,
-            logprobs=self._launch_logprobs(tokens, rows, inputs.num_logprobs, copies),
-        )
-        usable_on_host = copies.add(is_usable)
-        copies.close()
-        if span is not None:
-            span.end()
+        with may_fail(self._kv_pool.device, has_joined=True):
+            # Copies, because the next step overwrites the buffers, maybe before these are read.
+            tokens, is_usable = self._tokens[:num_seqs].clone(), self._is_usable[:num_seqs].clone()
+            copies = HostCopies(self._kv_pool.device)
+            rows = [row for row, wanted in enumerate(inputs.num_logprobs) if wanted >= 0]
+            sample = PendingSample(
+                token_ids=tokens,
+                host_ids=copies.add(tokens),
+                logprob_rows=rows,
+                logprobs=self._launch_logprobs(tokens, rows, inputs.num_logprobs, copies),
+            )
+            usable_on_host = copies.add(is_usable)
+            copies.close()
+            if span is not None:
+                span.end()
         return PendingTokens(sample=sample, is_usable=usable_on_host, copies=copies, span=span)
 
     def _launch_logprobs(

@@ -15,11 +15,12 @@ from router.errors import RequestError, as_tandem_error
 from router.http.connections import Connections
 from router.http.cors import CrossOrigin
 from router.http.dialect import OPENAI, Dialect
-from router.http.endpoints import REQUEST_ID_KEY, OpenAIEndpoints, Serving, request_id_of
+from router.http.endpoints import OpenAIEndpoints, Serving
 from router.http.errors import CLIENT_CLOSED, LABELS, STATUSES, Failure, failure_from
 from router.http.foreign import ForeignEndpoints
-from router.http.messages import ANTHROPIC
+from router.http.messages.answer import ANTHROPIC
 from router.http.models import ModelEndpoints
+from router.http.request_id import REQUEST_ID_KEY, request_id_of
 from router.http.tokenizer_endpoints import TokenizerEndpoints
 from router.pool.members import Member
 from runtime.errors import TandemError
@@ -35,7 +36,7 @@ GENERATION = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
     *("/generate", "/v1/messages"),
 )
-DIALECTS = {"/v1/messages": ANTHROPIC}
+DIALECTS = {"/v1/messages": ANTHROPIC, "/v1/messages/count_tokens": ANTHROPIC}
 """By path; all else is told as OpenAI's API does."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
@@ -59,7 +60,7 @@ def create_app(
     endpoints = OpenAIEndpoints(serving)
     app.router.add_post("/v1/chat/completions", endpoints.chat_completions)
     app.router.add_post("/v1/completions", endpoints.completions)
-    foreign = ForeignEndpoints(endpoints)
+    foreign = ForeignEndpoints(endpoints, serving.model)
     app.router.add_post("/generate", foreign.generate)
     app.router.add_post("/v1/messages", foreign.messages)
     app.router.add_post("/v1/responses", foreign.responses)
@@ -71,6 +72,8 @@ def create_app(
     tokenizer = TokenizerEndpoints(serving)
     app.router.add_post("/tokenize", tokenizer.tokenize)
     app.router.add_post("/detokenize", tokenizer.detokenize)
+    app.router.add_post("/v1/messages/count_tokens", tokenizer.count_of_messages)
+    app.router.add_post("/v1/responses/input_tokens", tokenizer.count_of_responses)
     app.router.add_routes(routes)
     return app
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -28,6 +27,7 @@ from router.http.gate import (
     cache_salt_of,
     count_output,
     count_prompt,
+    key_of,
     limit_headers,
 )
 from router.http.params import (
@@ -39,10 +39,12 @@ from router.http.params import (
     tokens_asked_for,
 )
 from router.http.prompts import chat_prompt, check_chat, check_completion, completion_prompts
+from router.http.request_id import REQUEST_ID_KEY
 from router.http.responder import TIMINGS_HEADER, Responder
 from router.http.response import Choice, Prompt, ResponseFormat, ResponseInfo
 from router.http.routing_headers import conversation_of, wants_routing
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
+from router.http.tiers import standing_of
 from router.http.unsupported import IGNORED_HEADER, ignored_fields, refuse_unsupported
 from router.metrics import RouterMetrics
 from router.model import ModelLimits, ServedModel
@@ -60,10 +62,10 @@ from router.text.output import ChoiceText, OutputOptions
 from runtime.config import RouterSection
 from runtime.logging import get_logger
 from runtime.sampling import SamplingParams
+from runtime.tiers import Standing, Tiers
 
 logger = get_logger(__name__)
 
-REQUEST_ID_KEY: web.RequestKey[str] = web.RequestKey("request_id", str)
 DELIVERY_S = 10.0
 """A client may take its answer for so long after the request's own time is over."""
 
@@ -82,6 +84,7 @@ class Serving:
     metrics: RouterMetrics
     recent: Callable[[], Recent]
     gate: Gate
+    tiers: Tiers = field(default_factory=Tiers)
     finished: FinishedRequests = field(default_factory=FinishedRequests)
 
     def limits(self) -> ModelLimits:
@@ -206,6 +209,9 @@ class OpenAIEndpoints:
                 body = parse(raw)
                 check_model(serving, body.model)
                 refuse_unsupported(body)
+                standing = standing_of(
+                    body, serving.tiers, key_of(request), max_priority=section.max_priority
+                )
                 sampling = sampling_from(body, limits)
                 most = section.max_choices_per_request
                 return _Call(
@@ -213,6 +219,7 @@ class OpenAIEndpoints:
                     request_id=request[REQUEST_ID_KEY],
                     body=body,
                     sampling=sampling,
+                    standing=standing,
                     num_choices=num_choices(body, check(body), most),
                     received=received,
                     held=held,
@@ -238,7 +245,12 @@ class OpenAIEndpoints:
         """Wait for a place, make tokens, run."""
         serving, body = self._serving, call.body
         limits = limits_from_arrival(serving.section, call.received)
-        async with serving.admission.admit(min(call.num_choices, MAX_PARALLEL), limits) as place:
+        async with serving.admission.admit(
+            min(call.num_choices, MAX_PARALLEL),
+            limits,
+            standing=call.standing,
+            num_bytes=call.held.num_bytes,
+        ) as place:
             prompts = await serving.lanes.run(call.num_bytes, prompts_of)
             call.held.release()
             info = ResponseInfo(
@@ -253,6 +265,7 @@ class OpenAIEndpoints:
                 wants_timings=bool(body.timings) or call.request.headers.get(TIMINGS_HEADER) == "1",
                 wants_routing=wants_routing(call.request),
                 choices_per_prompt=choices_per_prompt(body),
+                service_tier=call.standing.tier,
             )
             mailbox = Mailbox(serving.section.max_mailbox_bytes, lambda: _cut_off_reader(call))
             self._add_choices(info, call, prompts, mailbox, reader_of)
@@ -310,7 +323,6 @@ class OpenAIEndpoints:
     ) -> None:
         """Prompt i's choice j is number ``i * n + j``."""
         body, limits = call.body, self._serving.limits()
-        salt = cache_salt_of(call.request, body.cache_salt)
         # Another id than the client's: two clients may send the same, and workers know it alone.
         unique = f"{call.request_id}.{secrets.token_hex(4)}"
         for prompt in prompts:
@@ -329,16 +341,16 @@ class OpenAIEndpoints:
                     index=index,
                     prompt_token_ids=prompt.token_ids,
                     sampling=for_choice(capped, number),
-                    cache_salt=salt,
+                    cache_salt=cache_salt_of(call.request, body.cache_salt),
                     mailbox=mailbox,
                     received=call.received,
                     conversation=conversation_of(call.request, body.prompt_cache_key),
                     explain=info.wants_routing,
+                    standing=call.standing,
                 )
                 text = ChoiceText(info.vocabulary, options, reader_of(prompt))
-                info.choices.append(
-                    Choice(index=index, prompt=prompt, generation=generation, text=text)
-                )
+                choice = Choice(index=index, prompt=prompt, generation=generation, text=text)
+                info.choices.append(choice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,6 +361,7 @@ class _Call(Generic[RequestT]):
     request_id: str
     body: RequestT
     sampling: SamplingParams
+    standing: Standing
     num_choices: int
     """Of all prompts."""
     received: float
@@ -369,8 +382,7 @@ class _Call(Generic[RequestT]):
 
 def _headers_of(call: _Call[RequestT]) -> dict[str, str]:
     """What the answer says of the request."""
-    headers = limit_headers(call.request)
-    ignored = ignored_fields(call.body)
+    headers, ignored = limit_headers(call.request), ignored_fields(call.body)
     if not ignored:
         return headers
     logger.debug("ignored fields request_id=%s fields=%s", call.request_id, ignored)
@@ -386,12 +398,3 @@ def _cut_off(call: _Call[RequestT], reason: str) -> None:
     logger.warning("a client is cut off request_id=%s reason=%r", call.request_id, reason)
     if call.request.transport is not None:
         call.request.transport.abort()
-
-
-_VALID_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-
-
-def request_id_of(request: web.Request) -> str:
-    """The client's x-request-id where it is a plain word, else a new one."""
-    given = request.headers.get("x-request-id", "")
-    return given if _VALID_REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"

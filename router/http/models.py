@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from aiohttp import web
 
 from router.errors import RequestError
@@ -9,6 +11,8 @@ from router.http.endpoints import Serving, check_model
 from router.http.gate import may_use
 from router.http.params import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS
 from router.pool.members import Role
+from router.text.calls.formats import CALL_FORMATS
+from router.text.reasoning import REASONING_FORMATS
 from runtime.version import installed_version
 
 UNKNOWN_VERSION = "0+unknown"
@@ -80,6 +84,8 @@ class ModelEndpoints:
             "created": serving.model.created,
             "owned_by": "tandem",
             "max_model_len": serving.limits().max_model_len,
+            "tool_parser": _name_of(serving.model.formats.calls, CALL_FORMATS),
+            "reasoning_parser": _name_of(serving.model.formats.reasoning, REASONING_FORMATS),
             "features": self._features(),
         }
 
@@ -96,3 +102,8 @@ class ModelEndpoints:
             if formats.reasoning is not None:
                 features.append("reasoning")
         return sorted(features)
+
+
+def _name_of(found: object, formats: Mapping[str, object]) -> str | None:
+    """By which a configuration knows what is ``found``; None: the model has no such format."""
+    return next((name for name, fmt in formats.items() if fmt is found), None)

@@ -1,4 +1,4 @@
-"""The tokenizer as endpoints: no worker hears of these requests.
+"""The tokenizer as endpoints, by the names that several APIs have for it. No worker hears of them.
 
 Bodies are bounded, counted and worked on in threads like those of generation.
 """
@@ -6,13 +6,15 @@ Bodies are bounded, counted and worked on in threads like those of generation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import orjson
 from aiohttp import web
 
 from router.http.body import read_body
 from router.http.endpoints import Serving, check_model
+from router.http.messages.request import CountRequest
+from router.http.messages.request import as_chat as chat_of_messages
+from router.http.messages.request import names_of as names_of_messages
 from router.http.prompts import (
     Abandoned,
     chat_prompt,
@@ -21,7 +23,10 @@ from router.http.prompts import (
     completion_prompts,
 )
 from router.http.response import Json
-from router.http.schema import ChatRequest, parse_body
+from router.http.responses.request import InputRequest
+from router.http.responses.request import as_chat as chat_of_responses
+from router.http.responses.request import names_of as names_of_responses
+from router.http.schema import ChatRequest, CompletionRequest, parse_body
 from router.http.tokenization import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -29,14 +34,15 @@ from router.http.tokenization import (
     text_answer,
     tokens_answer,
 )
+from router.http.told import told_under
 from router.http.unsupported import refuse_unsupported
 from router.model import ModelLimits
 
-BodyT = TypeVar("BodyT", TokenizeRequest, DetokenizeRequest)
+Work = Callable[[bytes, Abandoned], Json]
 
 
 class TokenizerEndpoints:
-    """Handlers of ``/tokenize`` and ``/detokenize``."""
+    """Handlers of ``/tokenize``, ``/detokenize`` and of what counts the tokens of a prompt."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
@@ -45,26 +51,64 @@ class TokenizerEndpoints:
         """``POST /tokenize``: the tokens that the model would be given."""
         model, limits = self._serving.model, self._serving.limits()
 
-        def answer(body: TokenizeRequest, is_abandoned: Abandoned) -> Json:
-            token_ids = self._token_ids(body, limits, is_abandoned)
+        def answer(raw: bytes, is_abandoned: Abandoned) -> Json:
+            body = parse_body(raw, TokenizeRequest)
+            check_model(self._serving, body.model)
+            token_ids = self._token_ids(as_generation(body), limits, is_abandoned)
             return tokens_answer(
                 token_ids, model, limits, with_strings=bool(body.return_token_strs)
             )
 
-        return await self._answer(request, TokenizeRequest, answer)
+        return await self._answer(request, answer)
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """``POST /detokenize``: the text of tokens."""
         model, limits = self._serving.model, self._serving.limits()
-        return await self._answer(
-            request, DetokenizeRequest, lambda body, _: text_answer(body, model, limits)
-        )
+
+        def answer(raw: bytes, _: Abandoned) -> Json:
+            body = parse_body(raw, DetokenizeRequest)
+            check_model(self._serving, body.model)
+            return text_answer(body, model, limits)
+
+        return await self._answer(request, answer)
+
+    async def count_of_messages(self, request: web.Request) -> web.Response:
+        """``POST /v1/messages/count_tokens``, as Anthropic has it."""
+        asked: CountRequest | None = None
+
+        def answer(raw: bytes, is_abandoned: Abandoned) -> Json:
+            nonlocal asked
+            asked = parse_body(raw, CountRequest)
+            chat = chat_of_messages(asked, self._serving.model)
+            return {"input_tokens": self._num_tokens(chat, is_abandoned)}
+
+        with told_under(lambda: names_of_messages(asked)):
+            return await self._answer(request, answer)
+
+    async def count_of_responses(self, request: web.Request) -> web.Response:
+        """``POST /v1/responses/input_tokens``, as OpenAI has it."""
+        asked: InputRequest | None = None
+
+        def answer(raw: bytes, is_abandoned: Abandoned) -> Json:
+            nonlocal asked
+            asked = parse_body(raw, InputRequest)
+            num_tokens = self._num_tokens(chat_of_responses(asked), is_abandoned)
+            return {"object": "response.input_tokens", "input_tokens": num_tokens}
+
+        with told_under(lambda: names_of_responses(asked)):
+            return await self._answer(request, answer)
+
+    def _num_tokens(self, chat: ChatRequest, is_abandoned: Abandoned) -> int:
+        check_model(self._serving, chat.model)
+        return len(self._token_ids(chat, self._serving.limits(), is_abandoned))
 
     def _token_ids(
-        self, body: TokenizeRequest, limits: ModelLimits, is_abandoned: Abandoned
+        self,
+        generation: ChatRequest | CompletionRequest,
+        limits: ModelLimits,
+        is_abandoned: Abandoned,
     ) -> list[int]:
         model = self._serving.model
-        generation = as_generation(body)
         refuse_unsupported(generation)
         if isinstance(generation, ChatRequest):
             check_chat(generation, model, limits)
@@ -73,12 +117,7 @@ class TokenizerEndpoints:
         prompts = completion_prompts(generation, model, limits, is_abandoned)
         return prompts[0].token_ids if prompts else []
 
-    async def _answer(
-        self,
-        request: web.Request,
-        body_type: type[BodyT],
-        answer: Callable[[BodyT, Abandoned], Json],
-    ) -> web.Response:
+    async def _answer(self, request: web.Request, answer: Work) -> web.Response:
         serving = self._serving
         section = serving.section
         serving.gate.check_model(request, serving.model.name)
@@ -88,9 +127,7 @@ class TokenizerEndpoints:
             )
 
             def work(is_abandoned: Abandoned) -> bytes:
-                body = parse_body(raw, body_type)
-                check_model(serving, body.model)
-                return orjson.dumps(answer(body, is_abandoned))
+                return orjson.dumps(answer(raw, is_abandoned))
 
             data = await serving.lanes.run(len(raw), work)
         return web.Response(body=data, content_type="application/json")

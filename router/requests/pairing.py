@@ -52,7 +52,7 @@ class Pairing:
     @property
     def block_size(self) -> int:
         """Tokens of a block, where the policy goes by what caches hold; else 0."""
-        if not self._policy.by_prefix:
+        if self._policy.prefixes is None:
             return 0
         return max((member.block_size for member in self._pool.members(Role.PREFILL)), default=0)
 

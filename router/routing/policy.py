@@ -72,13 +72,9 @@ class PairingPolicy:
         """``name`` is one of ``scorers``; ``prefixes`` is what one that goes by them asks."""
         self._name = name
         self._scorer = scorers[name]
-        self._prefixes = prefixes if self._scorer.by_prefix else None
+        self.prefixes = prefixes if self._scorer.by_prefix else None
+        """None where the policy does not go by them: nothing has to be followed."""
         self._table: CandidateTable | None = None
-
-    @property
-    def by_prefix(self) -> bool:
-        """Whether the index has to be kept."""
-        return self._prefixes is not None
 
     def pick(self, shape: RequestShape, pool: PoolView) -> Pair:
         """The pair for one attempt.
@@ -91,7 +87,7 @@ class PairingPolicy:
             table = self._table = CandidateTable(pool, self._scorer)
         table.refresh()
         avoided = avoidable(table.usable, pool.failing())
-        prefixes = self._prefixes
+        prefixes = self.prefixes
         if prefixes is None:
             return self._cheapest(shape, table, avoided)
         prefixes.expire()
@@ -132,9 +128,9 @@ class PairingPolicy:
 
         It is kept as long as the prefill worker's queue is no longer than another's by what it
         takes to compute the whole context there. What is overloaded now stays bound: the next turn
-        may find it free.
+        may find it free. Where decode has no room, another rank serves beside the same worker.
         """
-        prefixes = self._prefixes
+        prefixes = self.prefixes
         if prefixes is None or not shape.conversation or shape.preferred_prefill is not None:
             return None, "none"
         binding = prefixes.conversations.get(shape.cache_salt, shape.conversation)
@@ -153,14 +149,15 @@ class PairingPolicy:
         if prefill.queue_s > least_s + recompute_s:
             return None, "overloaded"
         if self._scorer.decode_room(decode) < shape.num_tokens_needed:
-            return None, "overloaded"
+            beside = replace(shape, preferred_prefill=binding.prefill)
+            return self._cheapest(beside, table, avoided), "kept"
         table.note_picked(prefill, decode)
         return Pair(prefill.member, decode.member), "kept"
 
     def _explain(
         self, prefill: Candidate, estimate: PairEstimate, shape: RequestShape, state: str
     ) -> Explanation:
-        table, prefixes = self._table, self._prefixes
+        table, prefixes = self._table, self.prefixes
         assert table is not None
         assert prefixes is not None
         sides = [[c.member.key for c in side.candidates] for g in table.groups for side in g.sides]

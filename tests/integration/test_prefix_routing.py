@@ -85,7 +85,8 @@ async def test_a_conversation_goes_back_to_the_worker_that_has_its_kv(tmp_path: 
                         assert why["miss"] == "never seen"
                     served = why["prefill"]
                     context += [*output, *text(100 + 10 * conversation + turn, BLOCK)]
-                    await ask(session, text(1000 + 10 * conversation + turn, 2 * BLOCK))  # somebody else
+                    # Somebody else.
+                    await ask(session, text(1000 + 10 * conversation + turn, 2 * BLOCK))
         cluster.wait_idle()
 
 

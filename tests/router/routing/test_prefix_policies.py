@@ -229,7 +229,7 @@ def test_nothing_is_said_of_the_caches_of_other_salts() -> None:
 @pytest.mark.parametrize("name", ["least-loaded", "round-robin"])
 def test_other_policies_keep_nothing(name: str) -> None:
     router = Router(name, *P, *D)
-    assert not router.policy.by_prefix
+    assert router.policy.prefixes is None
     pair = router.pick(TEXT, conversation="c")
     assert pair.estimate is None
     assert len(router.prefixes.conversations) == 0
