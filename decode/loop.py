@@ -14,8 +14,8 @@ from decode.frames import Delta
 from decode.metrics import DecodeMetrics
 from decode.rank import DecodeRank
 from decode.scheduler import StepPlan
+from engine.pending_step import PendingStep, StepResult
 from engine.request import ScheduledRequest
-from engine.runner import PendingStep, StepResult
 from engine.step_error import StepError
 from runtime.endings import RankName, failure_of_requests
 from runtime.errors import TandemError

@@ -11,23 +11,24 @@ others `forward_only` with the same batch: rank 0 alone computes logits, which n
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from engine.batch import ForwardBatch, StepBounds, UnreadTokens, build_forward_batch
+from engine.batch import ForwardBatch, StepBounds, build_forward_batch
+from engine.constraint.step_masks import mask_of_step
 from engine.device_span import DeviceSpan
 from engine.host_copy import HostCopies, upload
 from engine.memory.kv_pool import KVPool
 from engine.operations import do_nothing
-from engine.request import Request, ScheduledRequest
-from engine.sampling.inputs import SampledToken, SamplingInput
+from engine.pending_step import PendingStep, StepResult, reader_of
+from engine.request import ScheduledRequest
+from engine.sampling.inputs import SamplingInput
 from engine.sampling.logprobs import PendingLogprobs, launch_prompt_logprobs
 from engine.sampling.sampler import PendingSample, Sampler
 from engine.step_error import may_fail
-from runtime.sampling import PositionLogprobs
 
 MAX_LOGITS_ROWS = 256
 """Rows of logits that exist at a time: a 1024-token chunk with prompt logprobs over a vocabulary of
@@ -56,96 +57,6 @@ class CausalModel(Protocol):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [L, vocab] float32 for hidden states [L, hidden]; no collective."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What a step found out about one request.
-
-    Attributes:
-        request: the request of the `ScheduledRequest` in the same place.
-        sampled: the next token, or None if the step ended inside the prompt or failed.
-        prompt_logprobs: one entry per prompt token whose predecessor was run in this step, in
-            order; empty unless the request asked for them. Token 0 never has one.
-        is_failed: a token was due, and the logits hold NaN or infinity: this request has to end,
-            and says nothing about the others of the step.
-    """
-
-    request: Request
-    sampled: SampledToken | None
-    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
-    is_failed: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingStep:
-    """A step that is issued to the device. Nothing has been read from it.
-
-    Attributes:
-        scheduled: what runs.
-        sample: one token for each of the scheduled that samples, in order; None if none does.
-        is_usable: one bool for each of these on the host, False where the logits hold NaN or
-            infinity; the device's token is then any token.
-        prompts: per scheduled request its prompt logprobs, in pieces.
-        copies: after which the host has all of these.
-        span: when the device ran it; None on a CPU.
-        span_before: the same of the step before it, if there was one.
-    """
-
-    scheduled: Sequence[ScheduledRequest]
-    sample: PendingSample | None
-    is_usable: torch.Tensor | None
-    prompts: Sequence[Sequence[PendingLogprobs]]
-    copies: HostCopies
-    span: DeviceSpan | None = None
-    span_before: DeviceSpan | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `collect` would return at once."""
-        return self.copies.is_done
-
-    def unread(self) -> UnreadTokens | None:
-        """The sampled tokens, for a step that is launched before these are read."""
-        if self.sample is None:
-            return None
-        samplers = (item.request for item in self.scheduled if item.samples)
-        places = {id(request): place for place, request in enumerate(samplers)}
-        return UnreadTokens(token_ids=self.sample.token_ids, places=places)
-
-    def collect(self) -> list[StepResult]:
-        """Wait for the step's end; one result per scheduled request, in order.
-
-        Raises:
-            StepError: the step is over, and what it gave cannot be read.
-        """
-        self.copies.wait()
-        with may_fail(torch.device("cpu"), has_joined=True):  # the device is through with it
-            return self._read()
-
-    def _read(self) -> list[StepResult]:
-        tokens = iter(self.sample.collect() if self.sample is not None else ())
-        usable = iter(self.is_usable.tolist() if self.is_usable is not None else ())
-        results = []
-        for item, pieces in zip(self.scheduled, self.prompts, strict=True):
-            token = next(tokens) if item.samples else None
-            is_failed = item.samples and not next(usable)
-            results.append(
-                StepResult(
-                    request=item.request,
-                    sampled=None if is_failed else token,
-                    prompt_logprobs=[entry for piece in pieces for entry in piece.collect()],
-                    is_failed=is_failed,
-                )
-            )
-        return results
-
-    @property
-    def idle_s(self) -> float | None:
-        """Seconds that the device idled before this step, once it is over; None on a CPU."""
-        if self.span is None or self.span_before is None:
-            return None
-        return self.span.gap_after(self.span_before)
 
 
 class ModelRunner:
@@ -237,7 +148,7 @@ class ModelRunner:
                 batch, self.kv_pool, on_layer_done=on_layer_done, meanwhile=meanwhile
             )
         with may_fail(device, has_joined=True):
-            pending = self._finish(scheduled, batch, hidden, copies, meanwhile)
+            pending = self._finish(scheduled, batch, hidden, copies, meanwhile, after=after)
         copies.close()
         if span is not None:
             span.end()
@@ -270,6 +181,8 @@ class ModelRunner:
         hidden: torch.Tensor,
         copies: HostCopies,
         meanwhile: Callable[[], None],
+        *,
+        after: PendingStep | None,
     ) -> PendingStep:
         """Compute logits from final hidden states [T, hidden], and sample; no collective."""
         plan = _plan_rows(scheduled)
@@ -280,7 +193,7 @@ class ModelRunner:
             finite = torch.isfinite(logits.sum(dim=-1))
             is_usable = copies.add(finite)
             logits = torch.where(finite[:, None], logits, 0.0)  # the sampler knows numbers only
-            sample = self._sample(logits, scheduled, batch, copies)
+            sample = self._sample(logits, scheduled, batch, copies, after)
         return PendingStep(
             scheduled=scheduled, sample=sample, is_usable=is_usable, prompts=prompts, copies=copies
         )
@@ -322,6 +235,7 @@ class ModelRunner:
         scheduled: Sequence[ScheduledRequest],
         batch: ForwardBatch,
         copies: HostCopies,
+        after: PendingStep | None,
     ) -> PendingSample:
         samplers = [item for item in scheduled if item.samples]
         inputs = [
@@ -337,7 +251,9 @@ class ModelRunner:
         if any(item.num_unread for item in samplers):
             # The token that nobody has read is the one that the sampled row runs.
             unread_ids = _select(batch.input_ids, _sampled_rows(scheduled))
-        return self.sampler.launch(logits, inputs, copies, unread_ids=unread_ids)
+        # Last: it may wait for the step before, when all of this one is issued but its sampling.
+        mask = mask_of_step(samplers, self.sampler.vocab_size, reader_of(after))
+        return self.sampler.launch(logits, inputs, copies, unread_ids=unread_ids, mask=mask)
 
 
 @dataclass(frozen=True, slots=True)

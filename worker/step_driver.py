@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from engine.runner import PendingStep, StepResult
+from engine.pending_step import PendingStep, StepResult
 from engine.step_error import StepError
 from runtime.endings import RankName
 from runtime.errors import TandemError

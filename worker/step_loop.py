@@ -32,7 +32,7 @@ from typing import Generic
 
 from engine.parallel.lockstep import GroupState, IdlePace, Lockstep, RankState
 from engine.parallel.lost_peer import reason_of_end
-from engine.runner import PendingStep
+from engine.pending_step import PendingStep
 from engine.step_error import StepError
 from runtime.endings import refusal_of_calls
 from runtime.errors import InternalError, PeerLostError, TandemError

@@ -33,8 +33,9 @@ from engine.graphs.suffix_graphs import (
     why_no_suffixes,
 )
 from engine.operations import do_nothing
+from engine.pending_step import PendingStep
 from engine.request import ScheduledRequest
-from engine.runner import ModelRunner, PendingStep
+from engine.runner import ModelRunner
 from prefill.assembly import plan_shape_of
 from prefill.follower import make_batch
 from prefill.rank_link import FollowerLink, LeaderLink

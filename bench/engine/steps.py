@@ -20,8 +20,8 @@ from bench.engine.report import Report
 from bench.engine.timing import StepClock, StepTimes
 from engine.boot.rank import use_device
 from engine.parallel.lockstep import Lockstep
+from engine.pending_step import PendingStep, StepResult
 from engine.request import ScheduledRequest
-from engine.runner import PendingStep, StepResult
 from engine.step_error import StepError
 from runtime.endings import RankName
 from runtime.errors import TandemError

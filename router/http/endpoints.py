@@ -116,7 +116,7 @@ class OpenAIEndpoints:
         self._serving = serving
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        """``POST /v1/chat/completions``."""
+        """``POST /v1/chat/completions``: what follows a conversation, as OpenAI has it."""
         model = self._serving.model
 
         def form(body: ChatRequest, info: ResponseInfo) -> ResponseFormat:
@@ -127,7 +127,7 @@ class OpenAIEndpoints:
         return await self.serve_chat(request, lambda raw: parse_body(raw, ChatRequest), form)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """``POST /v1/completions``."""
+        """``POST /v1/completions``: what follows prompts, as OpenAI has it."""
 
         def form(body: CompletionRequest, info: ResponseInfo) -> ResponseFormat:
             skip = body.skip_special_tokens is not False

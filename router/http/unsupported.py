@@ -260,3 +260,12 @@ def _unsupported(param: str, value: object, fix: str) -> RequestError:
         param=param,
         code="unsupported_value",
     )
+
+
+def unknown_fields() -> dict[str, list[str]]:
+    """Fields that no request has and that are known all the same, by what becomes of them."""
+    return {
+        "refused, but for values that change nothing": sorted({*_CONSTRAINTS, *_NEUTRAL}),
+        "read by some chat templates, else refused": sorted(_TEMPLATE_SWITCHES),
+        "of no meaning here": sorted(_HARMLESS),
+    }

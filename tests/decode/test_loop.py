@@ -14,8 +14,8 @@ from decode.loop import DecodeSteps, EngineLoop
 from decode.metrics import DecodeMetrics
 from decode.requests import DecodeRequest, RejectedUpdate
 from engine.parallel.lockstep import GroupState, Lockstep, RankState, SoloLockstep
+from engine.pending_step import StepResult
 from engine.request import ScheduledRequest
-from engine.runner import StepResult
 from engine.sampling.inputs import SampledToken
 from engine.step_error import StepError
 from runtime.endings import RankName

@@ -9,8 +9,9 @@ from torch.distributed import DistBackendError
 from engine.attention.kv_spec import KVSpec
 from engine.graphs.step_graphs import StepGraphs
 from engine.memory.kv_pool import KVPool
+from engine.pending_step import PendingStep
 from engine.request import Request, ScheduledRequest, num_blocks_for
-from engine.runner import ModelRunner, PendingStep
+from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.step_error import StepError, leaves_doubt, may_fail
 from runtime.errors import InternalError, PeerLostError

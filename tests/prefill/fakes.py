@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.pending_step import StepResult
 from engine.request import Request, ScheduledRequest
-from engine.runner import StepResult
 from engine.sampling.inputs import SampledToken
 from engine.step_error import StepError
 from kv_transfer.metadata import MetadataRecord

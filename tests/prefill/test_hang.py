@@ -9,7 +9,7 @@ import pytest
 
 from engine.memory.block_pool import BlockPool
 from engine.parallel.lockstep import GroupLockstep, Lockstep
-from engine.runner import StepResult
+from engine.pending_step import StepResult
 from prefill.kv_push import PushSettings
 from prefill.loop import EngineLoop, LoopSettings
 from prefill.messages import AddRequest, Event, LoopEnded, RequestFailed

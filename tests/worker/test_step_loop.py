@@ -12,7 +12,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from engine.parallel.lockstep import GroupState, Lockstep, RankState, SoloLockstep
-from engine.runner import StepResult
+from engine.pending_step import StepResult
 from engine.step_error import StepError, may_fail
 from runtime.endings import RankName
 from runtime.errors import DrainingError, InternalError, InvalidRequestError, TandemError
