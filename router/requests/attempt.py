@@ -240,10 +240,10 @@ class Attempt:
         async def answer() -> prefill_pb2.RunResponse:
             return await call
 
-        estimate = self._pair.estimate
-        num_new_tokens = len(self._context) if estimate is None else estimate.num_new_tokens
         with (
-            self._workers.pool.in_flight(prefill.key, num_new_tokens),
+            self._workers.pool.in_flight(
+                prefill.key, self._pair.num_new_tokens(len(self._context))
+            ),
             self._seek_room() as roomy,
         ):
             response = await self._watch(answer(), call.cancel, Role.PREFILL, roomy)

@@ -44,6 +44,10 @@ class Pair:
         """(prefill, decode)."""
         return self.prefill.key, self.decode.key
 
+    def num_new_tokens(self, num_context_tokens: int) -> int:
+        """Of a context, that prefill has to compute as far as is known."""
+        return num_context_tokens if self.estimate is None else self.estimate.num_new_tokens
+
 
 class _Choice(NamedTuple):
     """The best pair of one group; of several groups the lowest is taken."""
