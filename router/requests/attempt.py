@@ -240,12 +240,9 @@ class Attempt:
         async def answer() -> prefill_pb2.RunResponse:
             return await call
 
-        with (
-            self._workers.pool.in_flight(
-                prefill.key, self._pair.num_new_tokens(len(self._context))
-            ),
-            self._seek_room() as roomy,
-        ):
+        num_tokens = self._pair.num_new_tokens(len(self._context))
+        queued = self._workers.pool.in_flight(prefill.key, num_tokens)
+        with queued, self._seek_room() as roomy:
             response = await self._watch(answer(), call.cancel, Role.PREFILL, roomy)
         if response.WhichOneof("result") != "first_token":
             error = error_from_proto(response.error)
