@@ -115,6 +115,7 @@ class GenerationRequest(BaseModel):
     return_token_ids: bool | None = None
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
     timings: bool | None = None
     service_tier: str | None = None
     priority: int | None = None
