@@ -120,9 +120,8 @@ class OpenAIEndpoints:
         model = self._serving.model
 
         def form(body: ChatRequest, info: ResponseInfo) -> ResponseFormat:
-            if body.stream:
-                return ChatStream(info)
-            return ChatBody(info, tells_reasoning=tells_reasoning(body, model))
+            tells = tells_reasoning(body, model)
+            return ChatStream(info) if body.stream else ChatBody(info, tells_reasoning=tells)
 
         return await self.serve_chat(request, lambda raw: parse_body(raw, ChatRequest), form)
 
