@@ -37,7 +37,7 @@ from engine.memory.block_pool import BlockPool
 from engine.request import Request, ScheduledRequest
 from runtime.errors import InternalError
 from runtime.lifecycle import DecodeStatus
-from runtime.sampling import FinishReason, finish_reason_after
+from runtime.sampling import FinishReason
 from runtime.step_time import StepTime
 
 
@@ -197,13 +197,7 @@ class DecodeScheduler:
         inner.num_computed_tokens += 1
         _commit_last_block(inner, self._pool)
         inner.output_token_ids.append(token_id)
-        return finish_reason_after(
-            token_id,
-            num_output_tokens=inner.num_output_tokens,
-            num_tokens=inner.num_tokens,
-            params=inner.sampling,
-            max_model_len=self._max_model_len,
-        )
+        return inner.finish_reason(self._max_model_len)
 
     def check_integrity(self) -> None:
         """Raise InternalError if a queue holds a request of another status or order.
@@ -301,13 +295,14 @@ class DecodeScheduler:
         return resumed
 
     def _start(self) -> list[DecodeRequest]:
-        """Start waiting requests; those that do not have room for their next token wait."""
+        """Start waiting requests; those without room, or whose grammar is compiled, let others by."""
         started: list[DecodeRequest] = []
         if not self.waiting or len(self._continuing()) >= self._max_num_seqs:
             return started
         closed = self.away[0].standing.order if self.away and self.running else math.inf
-        places = self._places(self.waiting, START_MARGIN)
-        for request in list(self.waiting):
+        ready = [item for item in self.waiting if item.request.is_ready]
+        places = self._places(ready, START_MARGIN)
+        for request in ready:
             if places.are_all_taken or request.standing.order >= closed:
                 break
             has_room = places.has_one(request) and _has_room(request, self._pool)

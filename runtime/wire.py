@@ -13,6 +13,7 @@ _FINISH_TO_PROTO = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+    FinishReason.COMPLETE: common_pb2.FINISH_REASON_COMPLETE,
 }
 _FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
 
