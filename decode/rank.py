@@ -8,6 +8,7 @@ router has, ended it). Every method is called on the engine loop's thread, and n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from decode.admission import GrowthEstimator
 from decode.answers import tell_token
@@ -20,6 +21,7 @@ from decode.requests import Claim, DecodeRequest
 from decode.reservations import RankLimits, Reservations
 from decode.scheduler import DecodeScheduler, StepPlan
 from decode.tickets import TicketDesk
+from engine.constraint.matcher import Matcher
 from engine.memory.block_pool import BlockPool
 from engine.sampling.inputs import SampledToken
 from engine.step_error import StepError
@@ -104,6 +106,15 @@ class DecodeRank:
         self._reservations.claim(claim)
         self._admit()
 
+    def matched(self, request: DecodeRequest, making: Future[Matcher | None]) -> None:
+        """The grammar of a request is compiled, or cannot be; it may be over by now."""
+        error = making.exception()
+        if error is None:
+            request.request.matcher = making.result()
+        elif self.live.find(request.request_id, request.nonce) is request:
+            failure = error if isinstance(error, TandemError) else InternalError(repr(error))
+            self.live.end(request, FinishReason.ERROR, copy_of(failure, request.request_id))
+
     def unclaim(self, claim: Claim) -> None:
         """The call was cancelled, and may not have been answered."""
         request = self._reservations.unclaim(claim)
@@ -174,7 +185,7 @@ class DecodeRank:
         """Book one token a request; how many there were.
 
         A request that ended since the step was planned gets none: nobody hears of that token. One
-        with None has no usable logits, and fails alone.
+        with None has no usable logits, or nothing that its constraint allows, and fails alone.
         """
         num_tokens = 0
         for request, token in zip(plan.requests, sampled, strict=True):
@@ -183,8 +194,7 @@ class DecodeRank:
             if token is None:
                 # Its KV may be what the numbers were lost in: no later prompt may find it.
                 self._pool.forget(request.request.block_table)
-                error = InternalError("the model's logits are not finite")
-                self.live.end(request, FinishReason.ERROR, error)
+                self.live.end(request, FinishReason.ERROR, request.request.failure)
                 continue
             num_tokens += 1
             reason = self._scheduler.append_token(request, token.token_id)
@@ -201,6 +211,10 @@ class DecodeRank:
         for request in plan.requests:
             if self._scheduler.land(request) and error.ends(request.request_id):
                 self.live.end(request, FinishReason.ERROR, error.answer(request.request_id))
+
+    def stepped(self, num_requests: int, seconds: float) -> None:
+        """A step of so many requests took so long."""
+        self._scheduler.steps.observe(num_requests, seconds)
 
     def load(self) -> registry_pb2.WorkerLoad:
         """What the router should know of us; also mirrored into the metrics."""
@@ -246,8 +260,7 @@ class DecodeRank:
         if not self._reservations.num_claimed:
             return
         holders = [*self.desk.requests, *self._scheduler.requests]
-        is_open = not self._scheduler.is_short
-        for request, error in self._reservations.admit(holders, is_open=is_open):
+        for request, error in self._reservations.admit(holders, away=self._scheduler.away):
             failure = InternalError(f"no ticket can be issued: {type(error).__name__}: {error}")
             self.live.end(request, FinishReason.ERROR, failure)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.batch import UnreadTokens
+from engine.constraint.step_masks import ReadTokens, take_sampled
 from engine.device_span import DeviceSpan
 from engine.host_copy import HostCopies
 from engine.request import Request, ScheduledRequest
@@ -34,8 +35,8 @@ class StepResult:
         sampled: the next token, or None if the step ended inside the prompt or failed.
         prompt_logprobs: one entry per prompt token whose predecessor was run in this step, in
             order; empty unless the request asked for them. Token 0 never has one.
-        is_failed: a token was due, and the logits hold NaN or infinity: this request has to end,
-            and says nothing about the others of the step.
+        is_failed: a token was due, and the logits hold NaN or infinity, or the request's constraint
+            leaves none: it has to end by its `failure`, which says nothing about the others.
     """
 
     request: Request
@@ -80,8 +81,19 @@ class PendingStep:
         places = {id(request): place for place, request in enumerate(samplers)}
         return UnreadTokens(token_ids=self.sample.token_ids, places=places)
 
+    def read_tokens(self) -> dict[int, int]:
+        """Wait for the step's end; the usable tokens, by `id` of their requests."""
+        if self.sample is None or self.is_usable is None:
+            return {}
+        self.copies.wait()
+        samplers = (item.request for item in self.scheduled if item.samples)
+        tokens = zip(samplers, self.sample.host_ids.tolist(), self.is_usable.tolist(), strict=True)
+        return {id(request): token_id for request, token_id, is_usable in tokens if is_usable}
+
     def collect(self) -> list[StepResult]:
         """Wait for the step's end; one result per scheduled request, in order.
+
+        Their matchers have taken the tokens then; the requests themselves have not.
 
         Raises:
             StepError: the step is over, and what it gave cannot be read.
@@ -96,7 +108,7 @@ class PendingStep:
         results = []
         for item, pieces in zip(self.scheduled, self.prompts, strict=True):
             token = next(tokens) if item.samples else None
-            is_failed = item.samples and not next(usable)
+            is_failed = item.samples and not (next(usable) and _fits(item, token))
             results.append(
                 StepResult(
                     request=item.request,
@@ -113,3 +125,19 @@ class PendingStep:
         if self.span is None or self.span_before is None:
             return None
         return self.span.gap_after(self.span_before)
+
+
+def reader_of(after: PendingStep | None) -> ReadTokens:
+    """Return what waits for the tokens of the step before; without one none are unread."""
+    return after.read_tokens if after is not None else dict
+
+
+def _fits(item: ScheduledRequest, token: SampledToken | None) -> bool:
+    """Tell the request's matcher, if it has one; whether the request can go on."""
+    matcher = item.request.matcher
+    if matcher is None:
+        return True
+    assert token is not None
+    if matcher.error is None:
+        take_sampled(item, token.token_id)
+    return matcher.error is None

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 
 from engine.batch import ForwardBatch, StepBounds, build_forward_batch
+from engine.constraint.step_masks import mask_of_step
 from engine.device_span import DeviceSpan
 from engine.host_copy import HostCopies, upload
 from engine.memory.kv_pool import KVPool
 from engine.operations import do_nothing
-from engine.pending_step import PendingStep, StepResult
+from engine.pending_step import PendingStep, StepResult, reader_of
 from engine.request import ScheduledRequest
 from engine.sampling.inputs import SamplingInput
 from engine.sampling.logprobs import PendingLogprobs, launch_prompt_logprobs
@@ -147,7 +148,7 @@ class ModelRunner:
                 batch, self.kv_pool, on_layer_done=on_layer_done, meanwhile=meanwhile
             )
         with may_fail(device, has_joined=True):
-            pending = self._finish(scheduled, batch, hidden, copies, meanwhile)
+            pending = self._finish(scheduled, batch, hidden, copies, meanwhile, after=after)
         copies.close()
         if span is not None:
             span.end()
@@ -180,6 +181,8 @@ class ModelRunner:
         hidden: torch.Tensor,
         copies: HostCopies,
         meanwhile: Callable[[], None],
+        *,
+        after: PendingStep | None,
     ) -> PendingStep:
         """Compute logits from final hidden states [T, hidden], and sample; no collective."""
         plan = _plan_rows(scheduled)
@@ -190,7 +193,7 @@ class ModelRunner:
             finite = torch.isfinite(logits.sum(dim=-1))
             is_usable = copies.add(finite)
             logits = torch.where(finite[:, None], logits, 0.0)  # the sampler knows numbers only
-            sample = self._sample(logits, scheduled, batch, copies)
+            sample = self._sample(logits, scheduled, batch, copies, after)
         return PendingStep(
             scheduled=scheduled, sample=sample, is_usable=is_usable, prompts=prompts, copies=copies
         )
@@ -232,6 +235,7 @@ class ModelRunner:
         scheduled: Sequence[ScheduledRequest],
         batch: ForwardBatch,
         copies: HostCopies,
+        after: PendingStep | None,
     ) -> PendingSample:
         samplers = [item for item in scheduled if item.samples]
         inputs = [
@@ -247,7 +251,9 @@ class ModelRunner:
         if any(item.num_unread for item in samplers):
             # The token that nobody has read is the one that the sampled row runs.
             unread_ids = _select(batch.input_ids, _sampled_rows(scheduled))
-        return self.sampler.launch(logits, inputs, copies, unread_ids=unread_ids)
+        # Last: it may wait for the step before, when all of this one is issued but its sampling.
+        mask = mask_of_step(samplers, self.sampler.vocab_size, reader_of(after))
+        return self.sampler.launch(logits, inputs, copies, unread_ids=unread_ids, mask=mask)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,13 +37,13 @@ from prefill.messages import (
     StopLoop,
     TicketClaimed,
 )
-from prefill.request import Chunk, PrefillRequest
+from prefill.request import Chunk
 from prefill.request_desk import RequestDesk
 from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
 from prefill.stall import StallMeter
 from runtime.endings import RankName
-from runtime.errors import InternalError, TandemError
+from runtime.errors import TandemError
 from runtime.lifecycle import PrefillStatus
 from runtime.watchdog import WatchdogOptions
 from worker.step_driver import LoopOptions
@@ -241,7 +241,9 @@ class EngineLoop:
             item.compute_s += seconds
             self._scheduler.advance(chunk)
             if result.is_failed:
-                self._desk.fail(item, _not_finite(item))
+                failure = item.request.failure
+                failure.request_id = item.request_id
+                self._desk.fail(item, failure)
             elif item.status is PrefillStatus.RUNNING:
                 item.prompt_logprobs += result.prompt_logprobs
                 if result.sampled is not None:
@@ -310,10 +312,6 @@ class EngineLoop:
                 self.submit(closed)
             return answer.refusal
         return None
-
-
-def _not_finite(item: PrefillRequest) -> InternalError:
-    return InternalError("the model's logits are not finite", request_id=item.request_id)
 
 
 def _measure_load(scheduler: Scheduler) -> LoopLoad:

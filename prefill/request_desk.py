@@ -159,7 +159,7 @@ class RequestDesk:
     def fail(self, item: PrefillRequest, error: TandemError) -> None:
         """A step gave nothing for it: it ends, and what was computed of it is not sent.
 
-        Nor may its KV answer a later prompt: it may be what the numbers were lost in.
+        Nor may its KV answer a later prompt: it may be what the logits' numbers were lost in.
         """
         self._scheduler.pool.forget(item.request.block_table)
         self._end_early(item, error)

@@ -11,6 +11,8 @@ class FinishReason(enum.Enum):
     """Why a request ended. ``STOP`` covers stop tokens; stop strings are the router's."""
 
     STOP = "stop"
+    COMPLETE = "complete"
+    """Nothing can follow by the request's constraint; unlike a stop token, the last one is text."""
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
@@ -21,7 +23,7 @@ class OutputConstraint:
     """What the output must look like; see the message of this name in ``common.proto``."""
 
     grammar: str = ""
-    """EBNF, whose rule ``root`` is the whole; empty: none."""
+    """What xgrammar's ``Grammar.serialize_json()`` gives; empty: none."""
     starts_after: tuple[int, ...] = ()
     """The grammar holds after the first place where these tokens end; empty: from the start."""
     max_tokens_before: int = 0
@@ -67,6 +69,20 @@ class PositionLogprobs:
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: int = 0
+    """How many tokens are at least as likely as the one that stands there; 0: not computed."""
+
+
+MAX_PROMPT_LOGPROBS = 2**18
+"""Log-probabilities of the prompts of a request, of all positions together.
+
+Those of one choice come in one message with its first token; each takes up to 100 bytes on its way.
+"""
+
+
+def num_prompt_values(num_tokens: int, num_top: int) -> int:
+    """Log-probabilities that a prompt of ``num_tokens`` has where each position has the n best."""
+    return num_tokens * (1 + num_top) if num_top >= 0 else 0
 
 
 def finish_reason_after(

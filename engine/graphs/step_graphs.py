@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import StepBounds
+from engine.constraint.step_masks import mask_of_step
 from engine.device_span import DeviceSpan
 from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.capture import Capture, CaptureProgress, Eager, Replayable, capture_each
@@ -29,12 +30,13 @@ from engine.graphs.slots import Slots
 from engine.host_copy import HostCopies, upload
 from engine.memory.kv_pool import KVPool
 from engine.parallel.groups import RankGroup
-from engine.pending_step import PendingStep
+from engine.pending_step import PendingStep, reader_of
 from engine.request import ScheduledRequest, num_blocks_for
 from engine.runner import CausalModel
 from engine.sampling.graph_sampler import GraphSampler, SamplingStage
 from engine.sampling.logprobs import PendingLogprobs, launch_logprobs
 from engine.sampling.sampler import PendingSample
+from engine.sampling.token_mask import TokenMask, mask_tokens
 from engine.step_error import StepError, may_fail
 
 
@@ -167,20 +169,33 @@ class StepGraphs:
             except StepError:
                 self._slots.clear()  # they know a part of a step that will not be
                 raise
-            return self._launch(scheduled, inputs, group_mean)
+            return self._launch(scheduled, inputs, group_mean, after)
 
     def _launch(
-        self, scheduled: Sequence[ScheduledRequest], inputs: DecodeInputs, group_mean: int
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        inputs: DecodeInputs,
+        group_mean: int,
+        after: PendingStep | None,
     ) -> PendingStep:
-        """Copy a step's inputs in, replay it, and start to copy its tokens out."""
+        """Copy a step's inputs in, replay it, and start to copy its tokens out.
+
+        Where a constraint binds a row the head is launched, not replayed, once the tokens of the
+        step before are read; the device has this step's model to run meanwhile.
+        """
         assert self.is_captured
         num_seqs = inputs.num_seqs
         bucket = bucket_for(max(num_seqs, group_mean), self.buckets)
         self._static.load(inputs, bucket)
         span = DeviceSpan.start(self._kv_pool.device)
         self._forwards[bucket].replay()
-        self._heads[bucket, inputs.stage].replay()
         with may_fail(self._kv_pool.device, has_joined=True):
+            mask = mask_of_step(scheduled, self._sampler.vocab_size, reader_of(after))
+        if mask is None:
+            self._heads[bucket, inputs.stage].replay()
+        with may_fail(self._kv_pool.device, has_joined=True):
+            if mask is not None:
+                self._run_head(bucket, inputs.stage, mask)
             # Copies, because the next step overwrites the buffers, maybe before these are read.
             tokens, is_usable = self._tokens[:num_seqs].clone(), self._is_usable[:num_seqs].clone()
             copies = HostCopies(self._kv_pool.device)
@@ -228,9 +243,11 @@ class StepGraphs:
         hidden = self._model.forward(self._static.batch(bucket), self._kv_pool)
         self._hidden[:bucket].copy_(hidden)
 
-    def _run_head(self, bucket: int, stage: SamplingStage) -> None:
+    def _run_head(self, bucket: int, stage: SamplingStage, mask: TokenMask | None = None) -> None:
         logits = self._model.compute_logits(self._hidden[:bucket])
         # A sum is finite only if every term is, and reads the logits once.
         self._is_usable[:bucket].copy_(torch.isfinite(logits.sum(dim=-1)))
+        if mask is not None:
+            mask_tokens(logits[:, : self._sampler.vocab_size], mask)
         rows = self._static.sampling_rows(bucket)
         self._tokens[:bucket].copy_(self._sampler.choose(logits, rows, stage))
