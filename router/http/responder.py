@@ -8,7 +8,6 @@ arrives in one turn of the event loop is one write.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -26,6 +25,7 @@ from router.requests.generation import Output
 from router.requests.run import RequestRun
 from runtime.errors import TandemError
 from runtime.logging import get_logger
+from runtime.pb import prefill_pb2
 
 logger = get_logger(__name__)
 
@@ -168,7 +168,11 @@ class Responder:
                 break
             if output.first is not None:
                 parts.append(self._form.opening(choice, output.first))
-            self._measure(choice, output, now)
+                self._measure_first(choice, output.first, now)
+            elif output.token_ids:
+                interval_s = now - self._last_delivery[choice.index]
+                self._deliveries.add(len(output.token_ids), interval_s)
+            self._last_delivery[choice.index] = now
             piece = choice.text.feed(output.token_ids, output.logprobs, output.finish_reason)
             if piece is None:
                 continue
@@ -177,16 +181,10 @@ class Responder:
                 self._end(choice, output, piece.finish_reason, now)
         return b"".join(parts)
 
-    def _measure(self, choice: Choice, output: Output, now: float) -> None:
-        num_tokens = len(output.token_ids)
-        if output.first is not None:
-            metrics = self._metrics
-            metrics.ttft.observe(now - choice.generation.timings.received)
-            metrics.cached_tokens.inc(output.first.num_cached_tokens)
-            self._deliveries.add(num_tokens, None)
-        elif num_tokens:
-            self._deliveries.add(num_tokens, now - self._last_delivery[choice.index])
-        self._last_delivery[choice.index] = now
+    def _measure_first(self, choice: Choice, first: prefill_pb2.FirstToken, now: float) -> None:
+        self._deliveries.add(1, None)
+        self._metrics.ttft.observe(now - choice.generation.timings.received)
+        self._metrics.cached_tokens.inc(first.num_cached_tokens)
 
     def _end(self, choice: Choice, output: Output, reason: str, now: float) -> None:
         self._num_open -= 1
@@ -204,6 +202,5 @@ class Responder:
 
 def _keep_alive(outlet: Outlet) -> None:
     """Say that the stream lives, to a client that listens."""
-    with contextlib.suppress(ConnectionError):  # whoever waits for the answer is told elsewhere
-        if outlet.has_room:
-            outlet.write(sse.KEEP_ALIVE)
+    if outlet.has_room:
+        outlet.write(sse.KEEP_ALIVE)

@@ -86,7 +86,9 @@ class Mailbox:
         if num_bytes > self._max_bytes:
             self._on_full()
         if self._listener is not None:
-            self._call_listener()
+            if not self._is_due:
+                self._is_due = True
+                self._loop.call_soon(self._tell)
         elif self._waiter is not None:
             self.wake()
 
@@ -119,11 +121,7 @@ class Mailbox:
         having come.
         """
         self._listener = listener
-        if self._items:
-            self._call_listener()
-
-    def _call_listener(self) -> None:
-        if not self._is_due:
+        if self._items and not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._tell)
 
