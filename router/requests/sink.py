@@ -7,7 +7,6 @@ follows is there. After a stream that broke tokens may come twice; each is hande
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from router.requests.generation import Generation
 from runtime.errors import InternalError, TandemError
