@@ -122,8 +122,8 @@ class AttemptSink:
 
     def _take(self, delta: decode_pb2.TokenDelta, finish: FinishReason | None) -> None:
         generation = self._generation
-        token_ids = delta.token_ids[:]  # a list: each use of protobuf's own container costs more
-        logprobs = delta.logprobs[:] if self._has_logprobs else ()
+        token_ids = delta.token_ids[:]  # a list: every use of protobuf's own container costs more
+        logprobs = delta.logprobs[:] if self._has_logprobs else []
         num_known = len(generation.output_token_ids) - delta.start_index
         if num_known < 0:
             self._break(
