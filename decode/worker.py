@@ -27,6 +27,7 @@ from decode.rank import DecodeRank
 from decode.revoke import RevokeCalls, Revoker
 from decode.service import DecodeService
 from engine.boot.rank import use_device
+from engine.constraint.constraints import Constraints
 from kv_transfer.receiver import Arrival
 from runtime.errors import DrainingError, PeerLostError
 from runtime.pb import cache_pb2_grpc, common_pb2, decode_pb2_grpc, registry_pb2
@@ -82,6 +83,8 @@ class DecodeDriver:
         self._outboxes = Outboxes(
             self._bridge.abort_router, time.monotonic, places=self._places, on_gap=self._abort_lost
         )
+        self._constraints = Constraints(self._options.config.model.path, self._side.vocab_size)
+        closing.callback(self._constraints.close)
         calls = RevokeCalls(self._options.credentials)
         closing.push_async_callback(calls.close)
         self._revoker = Revoker(
@@ -148,6 +151,7 @@ class DecodeDriver:
             self._bridge,
             self._outboxes,
             places=self._places,
+            constraints=self._constraints,
             metrics=self._metrics,
             load=lambda: self._load,
             on_drain=self._host.tell_draining,

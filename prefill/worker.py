@@ -15,6 +15,7 @@ from functools import partial
 import grpc.aio
 
 from engine.boot.rank import use_device
+from engine.constraint.constraints import Constraints
 from engine.parallel.lockstep import create_lockstep
 from prefill.assembly import build_rank, build_scheduler
 from prefill.claims import Claims, cancel_of_unknown
@@ -83,11 +84,14 @@ class PrefillDriver:
         send.watch(host.registry)
         host.health.watch_loop(loop.steps)
         host.health.add("sender_lanes", thread_check(lambda: send.sender.is_alive))
+        constraints = Constraints(options.config.model.path, self._parts.model.config.vocab_size)
+        closing.callback(constraints.close)
         service = PrefillService(
             self._limits(host),
             runs,
             nonces,
             loop.submit,
+            constraints=constraints,
             num_tokens_left=lambda: loop.load.num_tokens_waiting,
             on_draining=host.tell_draining,
         )

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from router.pool.members import Member, Role
 from router.shared_metrics import SharedMetrics
 from router.tally import DeliveryTally
+from router.tier_metrics import TierMetrics
 from runtime.errors import ErrorCode
 from runtime.metrics import (
     ITL_BUCKETS_S,
@@ -95,6 +96,7 @@ class RouterMetrics:
         self._add_lengths()
         self._add_gauges()
         self._add_keys()
+        self.tiers = TierMetrics(self.registry)
 
     def _add_lengths(self) -> None:
         self.prompt_lengths = self._histogram(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from router.http.dialect import Dialect
-from router.http.endpoints import OpenAIEndpoints
+from router.http.endpoints import OpenAIEndpoints, Serving
 from router.http.errors import Failure
 from router.http.generate import (
     GenerateBody,
@@ -29,18 +29,17 @@ from router.http.responses.request import names_of as names_of_responses
 from router.http.responses.stream import ResponseEvents
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
 from router.http.told import told_under
-from router.model import ServedModel
 
 
 class ForeignEndpoints:
     """Handlers of ``/generate``, ``/v1/messages`` and ``/v1/responses``."""
 
-    def __init__(self, endpoints: OpenAIEndpoints, model: ServedModel) -> None:
+    def __init__(self, endpoints: OpenAIEndpoints, serving: Serving) -> None:
         self._endpoints = endpoints
-        self._model = model
+        self._serving = serving
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """``POST /generate``, as SGLang has it."""
+        """``POST /generate``: what follows prompts, as SGLang has it."""
         asked = GenerateRequest()
 
         def parse(raw: bytes) -> CompletionRequest:
@@ -56,13 +55,13 @@ class ForeignEndpoints:
             return await self._endpoints.serve_completion(request, parse, form)
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
-        """``POST /v1/messages``, as Anthropic has it."""
+        """``POST /v1/messages``: what follows a conversation, as Anthropic has it."""
         asked: MessagesRequest | None = None
 
         def parse(raw: bytes) -> ChatRequest:
             nonlocal asked
             asked = parse_body(raw, MessagesRequest)
-            return as_chat(asked, self._model)
+            return as_chat(asked, self._serving.model)
 
         def form(body: ChatRequest, info: ResponseInfo) -> ResponseFormat:
             return MessageStream(info) if body.stream else MessageBody(info)
@@ -71,7 +70,7 @@ class ForeignEndpoints:
             return await self._endpoints.serve_chat(request, parse, form, ANTHROPIC)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
-        """``POST /v1/responses``, as OpenAI has it."""
+        """``POST /v1/responses``: what follows items, as OpenAI has it; nothing is stored."""
         asked: ResponsesRequest | None = None
         answer: ResponseEvents | None = None
 

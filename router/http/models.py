@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from aiohttp import web
 
 from router.errors import RequestError
@@ -9,6 +11,8 @@ from router.http.endpoints import Serving, check_model
 from router.http.gate import may_use
 from router.http.params import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS
 from router.pool.members import Role
+from router.text.calls.formats import CALL_FORMATS
+from router.text.reasoning import REASONING_FORMATS
 from runtime.version import installed_version
 
 UNKNOWN_VERSION = "0+unknown"
@@ -23,14 +27,14 @@ class ModelEndpoints:
         self._version = installed_version() or UNKNOWN_VERSION
 
     async def models(self, request: web.Request) -> web.Response:
-        """``GET /v1/models``: nothing until it can be served."""
+        """``GET /v1/models``: the model, once it can be served."""
         serving = self._serving
         is_there = serving.readiness.was_ready and may_use(request, serving.model.name)
         cards = [self._model_card()] if is_there else []
         return web.json_response({"object": "list", "data": cards})
 
     async def model(self, request: web.Request) -> web.Response:
-        """``GET /v1/models/{id}``; ids contain slashes."""
+        """``GET /v1/models/{id}``: the model, whose name may have slashes."""
         check_model(self._serving, request.match_info["model"])
         self._serving.gate.check_model(request, self._serving.model.name)
         if not self._serving.readiness.was_ready:
@@ -44,7 +48,7 @@ class ModelEndpoints:
         return web.json_response(self._model_card())
 
     async def version(self, request: web.Request) -> web.Response:
-        """``GET /version``, in vLLM's shape."""
+        """``GET /version``: this server's, in vLLM's shape."""
         return web.json_response({"version": self._version})
 
     async def server_info(self, request: web.Request) -> web.Response:
@@ -80,6 +84,9 @@ class ModelEndpoints:
             "created": serving.model.created,
             "owned_by": "tandem",
             "max_model_len": serving.limits().max_model_len,
+            "tool_parser": _name_of(serving.model.formats.calls, CALL_FORMATS),
+            "reasoning_parser": _name_of(serving.model.formats.reasoning, REASONING_FORMATS),
+            "service_tiers": list(serving.tiers.names),
             "features": self._features(),
         }
 
@@ -96,3 +103,8 @@ class ModelEndpoints:
             if formats.reasoning is not None:
                 features.append("reasoning")
         return sorted(features)
+
+
+def _name_of(found: object, formats: Mapping[str, object]) -> str | None:
+    """By which a configuration knows what is ``found``; None: the model has no such format."""
+    return next((name for name, fmt in formats.items() if fmt is found), None)

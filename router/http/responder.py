@@ -199,12 +199,14 @@ class Responder:
         self._num_open -= 1
         generation = choice.generation
         generation.timings.ended = now
+        split = generation.timings.split()
         self._metrics.choice_finished(
             reason,
-            generation.timings.split(),
+            split,
             num_tokens=generation.num_tokens,
             max_tokens=generation.sampling.max_tokens,
         )
+        self._metrics.tiers.finished(generation.standing, split, generation.num_tokens)
         if output.finish_reason is None:  # a stop string: decode does not know yet
             self._run.stop(choice.index)
 

@@ -24,7 +24,12 @@ from router.pool.members import Departure, Member, Role
 from router.pool.readiness import Readiness
 from router.pool.view import PoolView
 from router.recent import LoadLines, RecentWindow, Totals
-from router.requests.admission import REQUESTS_OF_SILENT_RANK, Admission, limit_of
+from router.requests.admission import (
+    REQUESTS_OF_SILENT_RANK,
+    URGENT_SHARE,
+    Admission,
+    limit_of,
+)
 from router.requests.attempt import Workers
 from router.requests.clients import WorkerClients
 from router.requests.frames import FrameStreams
@@ -34,6 +39,7 @@ from router.text.lanes import Lanes
 from runtime.config import RouterSection
 from runtime.errors import ConfigError
 from runtime.net import Credentials
+from runtime.tiers import Tiers
 
 TICK_S = 0.5
 SHUTDOWN_S = 2.0
@@ -52,6 +58,7 @@ class HttpServer:
         metrics: RouterMetrics | None = None,
         keys: KeySource | None = None,
         ledger: Ledger | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         """``section`` has this process's share of what is the whole router's.
 
@@ -59,18 +66,15 @@ class HttpServer:
         """
         self._tls = credentials.http_ssl_context()
         loop = asyncio.get_running_loop()
-        router_id = f"router-{secrets.token_hex(6)}"
         self.metrics = metrics or RouterMetrics()
         self.metrics.introduce(model.name)
         self.pool = PoolView(loop.time)
-        clients = WorkerClients(credentials)
-        frames = FrameStreams(
-            self.pool, clients, router_id, resume_timeout_s=section.resume_timeout_s
-        )
-        self._workers = Workers(self.pool, clients, frames, router_id, self.metrics)
+        self._workers = _workers_of(section, self.pool, credentials, self.metrics)
         self.pool.on_change(self._workers.follow_pool)
         self._section = section
-        self._admission = _admission_of(section)
+        tiers = tiers or Tiers()
+        self.metrics.tiers.expect(tiers.names)
+        self._admission = _admission_of(section, tiers, self.metrics)
         self._lanes = Lanes()
         self._connections = Connections(_limits_of(section), loop.time)
         policy = PairingPolicy(section.policy)
@@ -91,6 +95,7 @@ class HttpServer:
             metrics=self.metrics,
             recent=self._recent.recent,
             gate=self._gate,
+            tiers=tiers,
         )
         self._journal = PoolJournal(time.time)
         self.pool.on_failure(self._journal.note_failure)
@@ -115,7 +120,9 @@ class HttpServer:
             return
         ranks = [rank for rank in self.pool.members(Role.DECODE) if not rank.draining]
         if ranks:  # else the last limit stands: who waits is let in when ranks are back
-            self._admission.set_limit(limit_of(ranks, self._section.http_processes))
+            num_processes = self._section.http_processes
+            urgent_limit = limit_of(ranks, num_processes, URGENT_SHARE)
+            self._admission.set_limit(limit_of(ranks, num_processes), urgent_limit)
 
     async def start(self, listener: socket.socket) -> None:
         """Serve on ``listener``, which is bound; this process owns it from now on."""
@@ -141,6 +148,7 @@ class HttpServer:
             self.metrics.process.measure()
             self.metrics.deliveries.settle()
             self.metrics.requests_waiting.set(self._admission.num_waiting)
+            self.metrics.tiers.set_waiting(self._admission.num_waiting_by_tier())
             self.metrics.connections.set(len(self._connections))
             self.metrics.texts_pending.set(self._lanes.num_pending)
             self._gate.follow()
@@ -168,11 +176,22 @@ class HttpServer:
         self.metrics.deliveries.settle()
 
 
-def _admission_of(section: RouterSection) -> Admission:
+def _workers_of(
+    section: RouterSection, pool: PoolView, credentials: Credentials, metrics: RouterMetrics
+) -> Workers:
+    router_id = f"router-{secrets.token_hex(6)}"
+    clients = WorkerClients(credentials)
+    frames = FrameStreams(pool, clients, router_id, resume_timeout_s=section.resume_timeout_s)
+    return Workers(pool, clients, frames, router_id, metrics)
+
+
+def _admission_of(section: RouterSection, tiers: Tiers, metrics: RouterMetrics) -> Admission:
     return Admission(
         section.max_concurrent_requests or REQUESTS_OF_SILENT_RANK,
         queue_timeout_s=section.queue_timeout_s,
         max_queue_bytes=section.max_queue_bytes,
+        last_order=tiers.standing(tiers.last).order,
+        on_refused=metrics.tiers.count_refused,
     )
 
 

@@ -73,7 +73,7 @@ class TokenizerEndpoints:
         return await self._answer(request, answer)
 
     async def count_of_messages(self, request: web.Request) -> web.Response:
-        """``POST /v1/messages/count_tokens``, as Anthropic has it."""
+        """``POST /v1/messages/count_tokens``: how many tokens a prompt has, as Anthropic has it."""
         asked: CountRequest | None = None
 
         def answer(raw: bytes, is_abandoned: Abandoned) -> Json:
@@ -86,7 +86,7 @@ class TokenizerEndpoints:
             return await self._answer(request, answer)
 
     async def count_of_responses(self, request: web.Request) -> web.Response:
-        """``POST /v1/responses/input_tokens``, as OpenAI has it."""
+        """``POST /v1/responses/input_tokens``: how many tokens a prompt has, as OpenAI has it."""
         asked: InputRequest | None = None
 
         def answer(raw: bytes, is_abandoned: Abandoned) -> Json:

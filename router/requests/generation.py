@@ -9,6 +9,7 @@ listens: no coroutine is woken for a token. What belongs to one try only is in
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from router.pool.members import WorkerKey
 from runtime.errors import TandemError
 from runtime.pb import common_pb2, prefill_pb2
 from runtime.sampling import FinishReason, SamplingParams, finish_reason_after
+from runtime.tiers import NO_TIER, Standing
 
 
 @dataclass(slots=True)
@@ -192,6 +194,7 @@ class Generation:
         cache_salt: str,
         mailbox: Mailbox,
         received: float,
+        standing: Standing = NO_TIER,
     ) -> None:
         """``request_id`` is unique in the cluster: workers know the choice by it."""
         self.request_id = request_id
@@ -199,6 +202,8 @@ class Generation:
         self.prompt_token_ids = prompt_token_ids
         self.sampling = sampling
         self.cache_salt = cache_salt
+        self.standing = standing
+        """As it was when the request was received."""
         self.timings = RequestTimings(received)
         self.phase = "waiting for a worker"
         self.workers: tuple[WorkerKey, WorkerKey] | None = None
@@ -218,6 +223,11 @@ class Generation:
     def context_token_ids(self) -> list[int]:
         """Prompt and output so far: what the next attempt goes on from."""
         return [*self.prompt_token_ids, *self.output_token_ids]
+
+    def standing_now(self) -> Standing:
+        """With what is left of its target; nothing is, once the client has its first token."""
+        waited_s = math.inf if self.num_tokens else self._loop.time() - self.timings.received
+        return self.standing.with_ttft_left(waited_s)
 
     def finish_so_far(self) -> FinishReason | None:
         """Why nothing can follow what was handed over; None where something can."""

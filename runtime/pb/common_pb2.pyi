@@ -20,6 +20,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORT: _ClassVar[FinishReason]
     FINISH_REASON_ERROR: _ClassVar[FinishReason]
+    FINISH_REASON_COMPLETE: _ClassVar[FinishReason]
 
 class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -43,6 +44,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
+FINISH_REASON_COMPLETE: FinishReason
 ERROR_CODE_UNSPECIFIED: ErrorCode
 ERROR_CODE_INVALID_REQUEST: ErrorCode
 ERROR_CODE_OVERLOADED: ErrorCode
@@ -172,3 +174,19 @@ class DrainResponse(_message.Message):
     num_requests_left: int
     num_tokens_left: int
     def __init__(self, num_requests_left: _Optional[int] = ..., num_tokens_left: _Optional[int] = ...) -> None: ...
+
+class Standing(_message.Message):
+    __slots__ = ("tier", "order", "priority", "share", "ttft_left_s", "tpot_s")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    TTFT_LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    order: int
+    priority: int
+    share: float
+    ttft_left_s: float
+    tpot_s: float
+    def __init__(self, tier: _Optional[str] = ..., order: _Optional[int] = ..., priority: _Optional[int] = ..., share: _Optional[float] = ..., ttft_left_s: _Optional[float] = ..., tpot_s: _Optional[float] = ...) -> None: ...

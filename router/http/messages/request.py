@@ -82,9 +82,9 @@ class MessagesRequest(CountRequest):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    # Harmless: they change no answer here.
-    metadata: dict[str, Any] | None = None
     service_tier: str | None = None
+    # Harmless: it changes no answer here.
+    metadata: dict[str, Any] | None = None
     container: _Unsupported = None
     diagnostics: _Unsupported = None
     inference_geo: _Unsupported = None
@@ -111,7 +111,7 @@ def names_of(request: CountRequest | None) -> dict[str, str]:
 
 
 def _names_of_tools(num_tools: int) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for number in range(num_tools):
         function = f"tools[{number}].function"
         found |= {function: f"tools[{number}]"}
@@ -141,6 +141,9 @@ def as_chat(request: CountRequest, model: ServedModel) -> ChatRequest:
         fields["reasoning_effort"] = request.output_config.effort
     if isinstance(request, MessagesRequest):
         fields["stop"] = request.stop_sequences
+        # "standard_only" is Anthropic's word against its own better tier.
+        is_standard = request.service_tier == "standard_only"
+        fields["service_tier"] = "default" if is_standard else request.service_tier
         for name in ("max_tokens", "stream", "temperature", "top_p", "top_k"):
             fields[name] = getattr(request, name)
         if model.formats.reasoning is not None and not request.tells_thoughts:

@@ -26,7 +26,7 @@ _OF_INPUT = ("model", "tools", "tool_choice", "parallel_tool_calls", "chat_templ
 _OF_OUTPUT = (
     *("stream", "temperature", "top_p", "top_logprobs", "top_k", "min_p", "seed", "stop"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
-    *("min_tokens", "ignore_eos", "stop_token_ids", "cache_salt"),
+    *("min_tokens", "ignore_eos", "stop_token_ids", "cache_salt", "service_tier", "priority"),
 )
 """Fields of a chat request that have the same name and meaning here."""
 
@@ -169,6 +169,7 @@ class ResponsesRequest(InputRequest):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     # What needs answers to be stored, or is done nowhere here.
     background: _Unsupported = None
     background_options: _Unsupported = None
