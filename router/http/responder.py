@@ -131,15 +131,16 @@ class Responder:
                 last.set_exception(error)
 
         mailbox.listen(deliver)
-        if outlet is None:
-            return await last
-        outlet.on_room(deliver)
-        self._timer.cancel()
-        self._keep_alive_later(partial(_keep_alive, outlet))
+        if outlet is not None:
+            outlet.on_room(deliver)
+            self._timer.cancel()
+            self._keep_alive_later(partial(_keep_alive, outlet))
         try:
             return await last
         finally:
-            outlet.close()
+            mailbox.listen(None)
+            if outlet is not None:
+                outlet.close()
 
     def _raise_failure(self) -> None:
         if self._error is not None:

@@ -116,14 +116,14 @@ class Mailbox:
             self._num_bytes = 0
         return items
 
-    def listen(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` once for each turn of the event loop in which outputs come.
+    def listen(self, listener: Callable[[], None] | None) -> None:
+        """Call ``listener`` once for each turn of the event loop in which outputs come; None: nobody.
 
         It takes them, or leaves them here until its client has room. What is here now counts as
         having come.
         """
         self._listener = listener
-        if self._items and not self._is_due:
+        if listener is not None and self._items and not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._tell)
 
