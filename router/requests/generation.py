@@ -117,10 +117,10 @@ class Mailbox:
         return items
 
     def listen(self, listener: Callable[[], None] | None) -> None:
-        """Call ``listener`` once for each turn of the event loop in which outputs come; None: nobody.
+        """Call ``listener`` once for each turn of the event loop in which outputs come.
 
         It takes them, or leaves them here until its client has room. What is here now counts as
-        having come.
+        having come. None: call nobody any more.
         """
         self._listener = listener
         if listener is not None and self._items and not self._is_due:
