@@ -114,6 +114,7 @@ class GenerationRequest(BaseModel):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
     timings: bool | None = None
     service_tier: str | None = None
     priority: int | None = None

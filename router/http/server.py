@@ -31,10 +31,12 @@ from router.requests.admission import (
     limit_of,
 )
 from router.requests.attempt import Workers
+from router.requests.cache_streams import CacheStreams
 from router.requests.clients import WorkerClients
 from router.requests.frames import FrameStreams
 from router.requests.pipeline import Pipeline
 from router.routing.policy import PairingPolicy
+from router.routing.prefixes import Prefixes
 from router.text.lanes import Lanes
 from runtime.config import RouterSection
 from runtime.errors import ConfigError
@@ -69,7 +71,8 @@ class HttpServer:
         self.metrics = metrics or RouterMetrics()
         self.metrics.introduce(model.name)
         self.pool = PoolView(loop.time)
-        self._workers = _workers_of(section, self.pool, credentials, self.metrics)
+        policy = PairingPolicy(section.policy, prefixes=Prefixes(loop.time))
+        self._workers = _workers_of(section, self.pool, credentials, self.metrics, policy.prefixes)
         self.pool.on_change(self._workers.follow_pool)
         self._section = section
         tiers = tiers or Tiers()
@@ -77,7 +80,6 @@ class HttpServer:
         self._admission = _admission_of(section, tiers, self.metrics)
         self._lanes = Lanes()
         self._connections = Connections(_limits_of(section), loop.time)
-        policy = PairingPolicy(section.policy)
         readiness = Readiness(self.pool)
         pipeline = Pipeline(self._workers, policy, section, readiness)
         self._recent = RecentWindow(lambda: Totals.of(self.metrics.sums().collect()), loop.time)
@@ -177,12 +179,18 @@ class HttpServer:
 
 
 def _workers_of(
-    section: RouterSection, pool: PoolView, credentials: Credentials, metrics: RouterMetrics
+    section: RouterSection,
+    pool: PoolView,
+    credentials: Credentials,
+    metrics: RouterMetrics,
+    prefixes: Prefixes | None,
 ) -> Workers:
+    """With ``prefixes`` what workers' caches hold is followed."""
     router_id = f"router-{secrets.token_hex(6)}"
     clients = WorkerClients(credentials)
     frames = FrameStreams(pool, clients, router_id, resume_timeout_s=section.resume_timeout_s)
-    return Workers(pool, clients, frames, router_id, metrics)
+    caches = CacheStreams(pool, clients, router_id, prefixes.index) if prefixes else None
+    return Workers(pool, clients, frames, router_id, metrics, caches=caches)
 
 
 def _admission_of(section: RouterSection, tiers: Tiers, metrics: RouterMetrics) -> Admission:

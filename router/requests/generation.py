@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from router.pool.members import WorkerKey
@@ -194,14 +194,24 @@ class Generation:
         cache_salt: str,
         mailbox: Mailbox,
         received: float,
+        conversation: str = "",
+        explain: bool = False,
         standing: Standing = NO_TIER,
     ) -> None:
-        """``request_id`` is unique in the cluster: workers know the choice by it."""
+        """``request_id`` is unique in the cluster: workers know the choice by it.
+
+        ``conversation`` names the conversation of which this is a turn, if any; with ``explain``
+        ``why`` says how the pair was picked.
+        """
         self.request_id = request_id
         self.index = index
         self.prompt_token_ids = prompt_token_ids
         self.sampling = sampling
         self.cache_salt = cache_salt
+        self.conversation = conversation
+        self.explain = explain
+        self.why: Mapping[str, object] | None = None
+        """Of the first attempt."""
         self.standing = standing
         """As it was when the request was received."""
         self.timings = RequestTimings(received)
