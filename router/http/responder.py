@@ -18,7 +18,7 @@ from router.http import sse
 from router.http.dialect import Dialect
 from router.http.errors import failure_from
 from router.http.response import Choice, ResponseFormat, ResponseInfo
-from router.metrics import RouterMetrics
+from router.model_metrics import ModelMetrics
 from router.requests.generation import Output
 from router.requests.run import RequestRun
 from runtime.errors import TandemError
@@ -39,7 +39,7 @@ class Responder:
         run: RequestRun,
         info: ResponseInfo,
         form: ResponseFormat,
-        metrics: RouterMetrics,
+        metrics: ModelMetrics,
         *,
         dialect: Dialect,
         keep_alive_s: float,

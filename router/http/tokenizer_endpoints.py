@@ -12,7 +12,7 @@ import orjson
 from aiohttp import web
 
 from router.http.body import read_body
-from router.http.endpoints import Serving, check_model
+from router.http.endpoints import Serving, backend_for
 from router.http.prompts import (
     Abandoned,
     chat_prompt,
@@ -30,7 +30,7 @@ from router.http.tokenization import (
     tokens_answer,
 )
 from router.http.unsupported import refuse_unsupported
-from router.model import ModelLimits
+from router.model import ModelLimits, ServedModel
 
 BodyT = TypeVar("BodyT", TokenizeRequest, DetokenizeRequest)
 
@@ -43,10 +43,11 @@ class TokenizerEndpoints:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """``POST /tokenize``: the tokens that the model would be given."""
-        model, limits = self._serving.model, self._serving.limits()
 
-        def answer(body: TokenizeRequest, is_abandoned: Abandoned) -> Json:
-            token_ids = self._token_ids(body, limits, is_abandoned)
+        def answer(
+            body: TokenizeRequest, model: ServedModel, limits: ModelLimits, is_abandoned: Abandoned
+        ) -> Json:
+            token_ids = _token_ids(body, model, limits, is_abandoned)
             return tokens_answer(
                 token_ids, model, limits, with_strings=bool(body.return_token_strs)
             )
@@ -55,42 +56,42 @@ class TokenizerEndpoints:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """``POST /detokenize``: the text of tokens."""
-        model, limits = self._serving.model, self._serving.limits()
         return await self._answer(
-            request, DetokenizeRequest, lambda body, _: text_answer(body, model, limits)
+            request,
+            DetokenizeRequest,
+            lambda body, model, limits, _: text_answer(body, model, limits),
         )
-
-    def _token_ids(
-        self, body: TokenizeRequest, limits: ModelLimits, is_abandoned: Abandoned
-    ) -> list[int]:
-        model = self._serving.model
-        generation = as_generation(body)
-        refuse_unsupported(generation)
-        if isinstance(generation, ChatRequest):
-            check_chat(generation, model, limits)
-            return chat_prompt(generation, model, limits, is_abandoned).token_ids
-        check_completion(generation, model, limits)
-        prompts = completion_prompts(generation, model, limits, is_abandoned)
-        return prompts[0].token_ids if prompts else []
 
     async def _answer(
         self,
         request: web.Request,
         body_type: type[BodyT],
-        answer: Callable[[BodyT, Abandoned], Json],
+        answer: Callable[[BodyT, ServedModel, ModelLimits, Abandoned], Json],
     ) -> web.Response:
         serving = self._serving
         section = serving.section
-        serving.gate.check_model(request, serving.model.name)
-        with serving.admission.body() as held:
+        with serving.backends.bodies.body() as held:
             raw = await read_body(
                 request, held, max_bytes=section.max_body_bytes, timeout_s=section.body_timeout_s
             )
 
             def work(is_abandoned: Abandoned) -> bytes:
                 body = parse_body(raw, body_type)
-                check_model(serving, body.model)
-                return orjson.dumps(answer(body, is_abandoned))
+                backend = backend_for(serving, request, body.model)
+                return orjson.dumps(answer(body, backend.model, backend.limits(), is_abandoned))
 
             data = await serving.lanes.run(len(raw), work)
         return web.Response(body=data, content_type="application/json")
+
+
+def _token_ids(
+    body: TokenizeRequest, model: ServedModel, limits: ModelLimits, is_abandoned: Abandoned
+) -> list[int]:
+    generation = as_generation(body)
+    refuse_unsupported(generation)
+    if isinstance(generation, ChatRequest):
+        check_chat(generation, model, limits)
+        return chat_prompt(generation, model, limits, is_abandoned).token_ids
+    check_completion(generation, model, limits)
+    prompts = completion_prompts(generation, model, limits, is_abandoned)
+    return prompts[0].token_ids if prompts else []

@@ -60,8 +60,8 @@ class Place:
 class BodyBytes:
     """What one body takes of the memory for bodies that are read or wait."""
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
@@ -70,15 +70,44 @@ class BodyBytes:
         Raises:
             TooManyRequestsError: all bodies together are too large, and this one is not small.
         """
-        self._admission.count_body(num_bytes)
+        self._budget.count(num_bytes)
         self.num_bytes += num_bytes
         if self.num_bytes > SMALL_BODY_BYTES:
-            self._admission.check_body_bytes()
+            self._budget.check()
 
     def release(self) -> None:
         """It waits no more; idempotent."""
-        self._admission.count_body(-self.num_bytes)
+        self._budget.count(-self.num_bytes)
         self.num_bytes = 0
+
+
+class BodyBudget:
+    """Bytes of bodies that are read or wait, whichever model they are for."""
+
+    def __init__(self, max_bytes: int = MAX_QUEUE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    @contextlib.contextmanager
+    def body(self) -> Iterator[BodyBytes]:
+        """Count the bytes of one body until it is released, at the latest at the end."""
+        held = BodyBytes(self)
+        try:
+            yield held
+        finally:
+            held.release()
+
+    def count(self, num_bytes: int) -> None:
+        """``num_bytes`` more (or fewer) are held."""
+        self.num_bytes += num_bytes
+
+    def check(self) -> None:
+        """Raise TooManyRequestsError where bodies take more than they may."""
+        if self.num_bytes > self._max_bytes:
+            raise TooManyRequestsError(
+                f"bodies of {self.num_bytes} bytes are read or wait for a place, and "
+                f"router.max_queue_bytes is {self._max_bytes}. Fix: retry in a moment"
+            )
 
 
 class _Waiter:
@@ -103,16 +132,18 @@ class Admission:
         limit: int,
         *,
         queue_timeout_s: float = QUEUE_TIMEOUT_S,
-        max_queue_bytes: int = MAX_QUEUE_BYTES,
+        bodies: BodyBudget | None = None,
     ) -> None:
-        """``limit``: choices in flight, until ``set_limit`` says otherwise."""
+        """``limit``: choices in flight, until ``set_limit`` says otherwise.
+
+        ``bodies``: what all that wait here or elsewhere may take; None: a budget of its own.
+        """
         self._limit = limit
         self._queue_timeout_s = queue_timeout_s
-        self._max_queue_bytes = max_queue_bytes
+        self._bodies = bodies or BodyBudget()
         self._num_in_flight = 0
         self._draining = False
         self._waiters: dict[_Waiter, None] = {}  # in the order of arrival
-        self._body_bytes = 0
 
     @property
     def limit(self) -> int:
@@ -134,11 +165,6 @@ class Admission:
         """How long the first of them has waited; 0 where nobody does."""
         first = next(iter(self._waiters), None)
         return asyncio.get_running_loop().time() - first.since if first is not None else 0.0
-
-    @property
-    def body_bytes(self) -> int:
-        """Of bodies that are being read or wait."""
-        return self._body_bytes
 
     @property
     def draining(self) -> bool:
@@ -182,34 +208,13 @@ class Admission:
         finally:
             place.give_back()
 
-    @contextlib.contextmanager
-    def body(self) -> Iterator[BodyBytes]:
-        """Count the bytes of one body until it is released, at the latest at the end."""
-        held = BodyBytes(self)
-        try:
-            yield held
-        finally:
-            held.release()
-
     def release(self, num_choices: int) -> None:
         """A ``Place`` was given back."""
         self._num_in_flight -= num_choices
         self._let_in()
 
-    def count_body(self, num_bytes: int) -> None:
-        """``num_bytes`` more (or fewer) are held."""
-        self._body_bytes += num_bytes
-
-    def check_body_bytes(self) -> None:
-        """Raise TooManyRequestsError where bodies take more than they may."""
-        if self._body_bytes > self._max_queue_bytes:
-            raise TooManyRequestsError(
-                f"bodies of {self._body_bytes} bytes are read or wait for a place, and "
-                f"router.max_queue_bytes is {self._max_queue_bytes}. Fix: retry in a moment"
-            )
-
     async def _wait(self, num_choices: int, limits: Collection[Budget]) -> None:
-        self.check_body_bytes()
+        self._bodies.check()
         now = asyncio.get_running_loop().time()
         queue = Budget.start(BudgetKind.QUEUE, self._queue_timeout_s, now, "router.queue_timeout_s")
         budget = earliest((queue, *limits))
