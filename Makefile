@@ -23,7 +23,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-b
 
 .DEFAULT_GOAL := help
 .PHONY: help up down test cluster-test kernels-check quick check lint types imports budgets proto \
-	proto-check chart-files format soak gpu-test install install-dev clean
+	proto-check api-docs api-docs-check chart-files format soak gpu-test install install-dev clean
 
 help:
 	@echo "make up         set up and start the default cluster (CONFIG=file.toml for another)"
@@ -32,9 +32,10 @@ help:
 	@echo "make cluster-test  run whole clusters that fail, move and roll (a minute each)"
 	@echo "make quick      run the quick tests of what a change touches"
 	@echo "make kernels-check  run the Triton kernels on this CPU, in Triton's interpreter"
-	@echo "make check      lint, types, import direction, size budgets, generated stubs"
+	@echo "make check      lint, types, import direction, size budgets, what is generated"
 	@echo "make format     rewrite the code in the common style"
 	@echo "make proto      generate runtime/pb from proto/"
+	@echo "make api-docs   write the endpoints and fields of docs/api.md"
 	@echo "make chart-files  write what the Helm chart has from elsewhere"
 	@echo "make soak       the long tests        make gpu-test   the tests that need a GPU"
 	@echo "make clean      remove .venv, .venv-kernels, .prometheus-3 and caches"
@@ -69,7 +70,7 @@ kernels-check: $(KERNELS)/.installed
 		$(KERNELS)/bin/python -m pytest -q -n $(JOBS) $(KERNEL_TESTS)
 	TANDEM_KERNEL_RUNS=$(RUNS) $(KERNELS)/bin/python -m pytest -q -n $(JOBS) $(KERNEL_TESTS)
 
-check: lint types imports budgets proto-check
+check: lint types imports budgets proto-check api-docs-check
 
 lint: install-dev
 	$(BIN)/ruff check $(SOURCES)
@@ -93,6 +94,12 @@ proto: install-dev
 
 proto-check: install-dev
 	scripts/proto.sh --check
+
+api-docs: install-dev
+	$(BIN)/python scripts/api_docs.py
+
+api-docs-check: install-dev
+	$(BIN)/python scripts/api_docs.py --check
 
 chart-files: install-dev
 	$(BIN)/python scripts/chart_files.py

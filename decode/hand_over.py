@@ -20,7 +20,7 @@ from kv_transfer.receiver import Arrival
 from runtime.errors import TransferFailedError
 from runtime.lifecycle import DecodeStatus
 from runtime.pb import common_pb2, decode_pb2
-from runtime.sampling import FinishReason, finish_reason_after
+from runtime.sampling import FinishReason
 
 
 class HandOver:
@@ -94,13 +94,7 @@ class HandOver:
         inner.output_token_ids.append(first_token)
         num_whole = inner.num_context_tokens // self._pool.block_size
         self._pool.commit(inner.block_table[:num_whole], inner.block_hashes[:num_whole])
-        reason = finish_reason_after(
-            first_token,
-            num_output_tokens=inner.num_output_tokens,
-            num_tokens=inner.num_tokens,
-            params=inner.sampling,
-            max_model_len=self._limits.max_model_len,
-        )
+        reason = inner.finish_reason(self._limits.max_model_len)
         if reason is not None:
             self._discard(request)
             self._live.end_silently(request, reason)

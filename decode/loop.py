@@ -14,8 +14,9 @@ from decode.frames import Delta
 from decode.metrics import DecodeMetrics
 from decode.rank import DecodeRank
 from decode.scheduler import StepPlan
+from engine.pending_step import PendingStep, StepResult
 from engine.request import ScheduledRequest
-from engine.runner import PendingStep, StepResult
+from engine.step_error import StepError
 from runtime.endings import RankName, failure_of_requests
 from runtime.errors import TandemError
 from runtime.pb import registry_pb2
@@ -65,10 +66,15 @@ class DecodeSteps:
         metrics: DecodeMetrics,
         publish: Publish,
         name: RankName,
+        tell_cache: Callable[[], None] = lambda: None,
     ) -> None:
-        """`publish` takes the news of every step; `name` is for the rank's last words."""
+        """`publish` takes the news of every step; `name` is for the rank's last words.
+
+        `tell_cache` is called after every step, to hand over what happened to the prefix cache.
+        """
         self._rank, self._runner, self._metrics = rank, runner, metrics
         self._publish, self._name = publish, name
+        self._tell_cache = tell_cache
 
     @property
     def is_empty(self) -> bool:
@@ -93,12 +99,17 @@ class DecodeSteps:
         after: PendingStep | None,
         group_mean: int,
         meanwhile: Callable[[], None],
-    ) -> PendingStep | None:
+    ) -> PendingStep:
         """Issue the step, which is short: results wait for its end."""
-        if not plan.requests:
-            self._runner.run_dummy(group_mean=group_mean)
-            return None
         return self._runner.launch(plan.scheduled, after=after, group_mean=group_mean)
+
+    def launch_dummy(self, group_mean: int) -> None:
+        """Run a padding token."""
+        self._runner.run_dummy(group_mean=group_mean)
+
+    def give_up(self, plan: StepPlan, error: StepError) -> None:
+        """No token comes of it."""
+        self._rank.give_up_step(plan, error)
 
     def book(
         self, plan: StepPlan, results: Sequence[StepResult], seconds: float, idle_s: float | None
@@ -112,6 +123,7 @@ class DecodeSteps:
     def tell(self) -> None:
         """Publish news and load."""
         self._publish(self._rank.news.take(), self._rank.load())
+        self._tell_cache()
 
     def check_integrity(self) -> None:
         """Of all books."""

@@ -31,6 +31,9 @@ class DecodeMetrics:
     num_tokens = 0
     """Of all steps so far, for the router."""
     num_steps = 0
+    num_requests = 0
+    """That ended by themselves."""
+    busy_s = 0.0
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def latency(name: str, documentation: str) -> Histogram:
@@ -134,6 +137,7 @@ class DecodeMetrics:
     def decoded(self, seconds: float) -> None:
         """A request had its last token, so long after its first step began."""
         self._decoding.observe(seconds)
+        self.num_requests += 1
 
     def scheduled(self, num_preempted: int, num_resumed: int) -> None:
         """A step was planned."""
@@ -147,6 +151,7 @@ class DecodeMetrics:
         self._tokens.inc(num_tokens)
         self.num_tokens += num_tokens
         self.num_steps += 1
+        self.busy_s += seconds
 
     def step_waited(self, seconds: float) -> None:
         """The device idled so long between two steps."""

@@ -8,6 +8,7 @@ router has, ended it). Every method is called on the engine loop's thread, and n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from decode.admission import GrowthEstimator
 from decode.answers import tell_token
@@ -20,8 +21,10 @@ from decode.requests import Claim, DecodeRequest
 from decode.reservations import RankLimits, Reservations
 from decode.scheduler import DecodeScheduler, StepPlan
 from decode.tickets import TicketDesk
+from engine.constraint.matcher import Matcher
 from engine.memory.block_pool import BlockPool
 from engine.sampling.inputs import SampledToken
+from engine.step_error import StepError
 from runtime.errors import (
     InternalError,
     OutOfBlocksError,
@@ -55,7 +58,7 @@ class DecodeRank:
         """`order` takes what has to be asked of writers; it must not block."""
         self.desk = desk
         self.news = StepNews()
-        self._pool = pool
+        self.pool = self._pool = pool
         self._scheduler = scheduler
         self._growth = GrowthEstimator(pool.block_size, limits.max_model_len)
         self._reservations = Reservations(pool, desk, self._growth, limits, clock)
@@ -102,6 +105,15 @@ class DecodeRank:
             self._reservations.check(claim)
         self._reservations.claim(claim)
         self._admit()
+
+    def matched(self, request: DecodeRequest, making: Future[Matcher | None]) -> None:
+        """The grammar of a request is compiled, or cannot be; it may be over by now."""
+        error = making.exception()
+        if error is None:
+            request.request.matcher = making.result()
+        elif self.live.find(request.request_id, request.nonce) is request:
+            failure = error if isinstance(error, TandemError) else InternalError(repr(error))
+            self.live.end(request, FinishReason.ERROR, copy_of(failure, request.request_id))
 
     def unclaim(self, claim: Claim) -> None:
         """The call was cancelled, and may not have been answered."""
@@ -173,7 +185,7 @@ class DecodeRank:
         """Book one token a request; how many there were.
 
         A request that ended since the step was planned gets none: nobody hears of that token. One
-        with None has no usable logits, and fails alone.
+        with None has no usable logits, or nothing that its constraint allows, and fails alone.
         """
         num_tokens = 0
         for request, token in zip(plan.requests, sampled, strict=True):
@@ -182,8 +194,7 @@ class DecodeRank:
             if token is None:
                 # Its KV may be what the numbers were lost in: no later prompt may find it.
                 self._pool.forget(request.request.block_table)
-                error = InternalError("the model's logits are not finite")
-                self.live.end(request, FinishReason.ERROR, error)
+                self.live.end(request, FinishReason.ERROR, request.request.failure)
                 continue
             num_tokens += 1
             reason = self._scheduler.append_token(request, token.token_id)
@@ -194,6 +205,12 @@ class DecodeRank:
                 self._scheduler.finish(request)
                 self.live.forget(request, reason)
         return num_tokens
+
+    def give_up_step(self, plan: StepPlan, error: StepError) -> None:
+        """A step gave nothing: end the requests that it ends, and run the others again."""
+        for request in plan.requests:
+            if self._scheduler.land(request) and error.ends(request.request_id):
+                self.live.end(request, FinishReason.ERROR, error.answer(request.request_id))
 
     def load(self) -> registry_pb2.WorkerLoad:
         """What the router should know of us; also mirrored into the metrics."""

@@ -31,7 +31,7 @@ from engine.memory.block_pool import BlockPool
 from engine.request import Request, ScheduledRequest
 from runtime.errors import InternalError
 from runtime.lifecycle import DecodeStatus
-from runtime.sampling import FinishReason, finish_reason_after
+from runtime.sampling import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,13 +184,7 @@ class DecodeScheduler:
         inner.num_computed_tokens += 1
         self._commit_last_block(request)
         inner.output_token_ids.append(token_id)
-        return finish_reason_after(
-            token_id,
-            num_output_tokens=inner.num_output_tokens,
-            num_tokens=inner.num_tokens,
-            params=inner.sampling,
-            max_model_len=self._max_model_len,
-        )
+        return inner.finish_reason(self._max_model_len)
 
     def check_integrity(self) -> None:
         """Raise InternalError if a queue holds a request of another status or order.
@@ -284,13 +278,14 @@ class DecodeScheduler:
         return resumed
 
     def _start(self) -> list[DecodeRequest]:
-        """Start waiting requests; those that do not have room for their next token wait."""
+        """Start waiting requests; those whose grammar is still being compiled let others pass."""
         started: list[DecodeRequest] = []
         if self.is_short and self.running:
             return started
         num_places = self._max_num_seqs - len(self._continuing()) if self.waiting else 0
-        while self.waiting and len(started) < num_places:
-            request = self.waiting.pop(0)
+        ready = [item for item in self.waiting if item.request.is_ready]
+        for request in ready[: max(num_places, 0)]:
+            self.waiting.remove(request)
             # The ticket allocated room for the first generated token, which this step computes.
             assert self._num_needed(request) == 0
             request.move_to(DecodeStatus.RUNNING)

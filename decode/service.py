@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from functools import partial
 
 import grpc
@@ -21,7 +22,9 @@ from decode.frames import Delta
 from decode.metrics import DecodeMetrics
 from decode.outboxes import Outboxes
 from decode.places import Places
-from decode.requests import TicketUpdate, writer_key
+from decode.requests import DecodeRequest, TicketUpdate, writer_key
+from engine.constraint.constraints import Constraints
+from engine.constraint.matcher import Matcher
 from runtime.errors import DrainingError, RequestCancelledError, TandemError
 from runtime.logging import fields, get_logger
 from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc, registry_pb2
@@ -55,6 +58,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         outboxes: Outboxes,
         *,
         places: Places,
+        constraints: Constraints,
         metrics: DecodeMetrics,
         load: Callable[[], registry_pb2.WorkerLoad],
         on_drain: Callable[[], None],
@@ -64,6 +68,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._bridge = bridge
         self._outboxes = outboxes
         self._border = Border(facts, places)
+        self._constraints = constraints
         self._metrics = metrics
         self._load = load
         self._on_drain = on_drain
@@ -195,8 +200,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         is_taken_on = False
         try:
             request = await self._border.make_request(message)
+            making = self._begin_matching(request)
             self._bridge.reserve(request)
             is_taken_on = True
+            if making is not None:
+                self._bridge.match(request, making)
         finally:
             if not is_taken_on:
                 # Refused, or the call was cancelled: nobody will ever say that it is over.
@@ -207,6 +215,13 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             decode_address=self._facts.address,
             nonce=request.nonce,
         )
+
+    def _begin_matching(self, request: DecodeRequest) -> Future[Matcher | None] | None:
+        """Have a grammar compiled, if there is one: the request can wait for its KV meanwhile."""
+        inner = request.request
+        if inner.is_ready:
+            return None
+        return self._constraints.begin(inner.sampling, tuple(inner.output_token_ids))
 
     def _end_unknown(self, message: decode_pb2.ReserveRequest) -> None:
         end = Delta(

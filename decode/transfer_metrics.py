@@ -61,10 +61,12 @@ class TransferMetrics:
             registry=registry,
         )
         self._in_quarantine: set[str] = set()
-        self._totals: OrderedDict[str, int] = OrderedDict()  # silent for longest first
+        self._totals: OrderedDict[str, tuple[int, float]] = OrderedDict()  # longest silent first
 
-    def received(self) -> dict[str, int]:
-        """Bytes so far from each of the last writers; called on any thread."""
+    def received(self) -> dict[str, tuple[int, float]]:
+        """Bytes so far from each of the last writers, and the seconds in which these were on their
+        way; called on any thread.
+        """
         return dict(self._totals)
 
     def arrived(self, instance: str, waited_s: float) -> None:
@@ -74,7 +76,9 @@ class TransferMetrics:
     def part_closed(self, part: PartEnd) -> None:
         """A part is over, one way or another."""
         self._peers.of(self._received, part.peer).inc(part.num_bytes)
-        self._totals[part.peer] = self._totals.get(part.peer, 0) + part.num_bytes
+        num_bytes, seconds = self._totals.get(part.peer, (0, 0.0))
+        seconds += part.timings.kv_wire_s
+        self._totals[part.peer] = num_bytes + part.num_bytes, seconds
         self._totals.move_to_end(part.peer)
         if len(self._totals) > MAX_TOLD_PEERS:
             self._totals.popitem(last=False)

@@ -27,10 +27,13 @@ from decode.rank import DecodeRank
 from decode.revoke import RevokeCalls, Revoker
 from decode.service import DecodeService
 from engine.boot.rank import use_device
+from engine.constraint.constraints import Constraints
 from kv_transfer.receiver import Arrival
 from runtime.errors import DrainingError, PeerLostError
-from runtime.pb import common_pb2, decode_pb2_grpc, registry_pb2
+from runtime.pb import cache_pb2_grpc, common_pb2, decode_pb2_grpc, registry_pb2
 from runtime.worker import WorkerOptions
+from worker.cache_log import CacheFeed
+from worker.cache_service import CacheService
 from worker.health import thread_check
 from worker.host import Endpoint, HostedRank, Loop, WorkerHost
 from worker.step_driver import LoopOptions, steps_ahead
@@ -71,6 +74,7 @@ class DecodeDriver:
         self._transfer.watch(host.registry)
         rank = build_rank(self._options, self._side, self._transfer, metrics, self._order)
         self._load = rank.load()
+        self._cache = CacheFeed(rank.pool, lambda work: engine.post(work))
         engine = self._make_loop(rank, metrics)
         host.health.watch_loop(engine)
         host.health.add("receiver", thread_check(lambda: self._transfer.receiver.is_alive))
@@ -79,6 +83,8 @@ class DecodeDriver:
         self._outboxes = Outboxes(
             self._bridge.abort_router, time.monotonic, places=self._places, on_gap=self._abort_lost
         )
+        self._constraints = Constraints(self._options.config.model.path, self._side.vocab_size)
+        closing.callback(self._constraints.close)
         calls = RevokeCalls(self._options.credentials)
         closing.push_async_callback(calls.close)
         self._revoker = Revoker(
@@ -96,6 +102,7 @@ class DecodeDriver:
                 role=common_pb2.ROLE_DECODE,
                 layout_fingerprint=self._transfer.layout.fingerprint(),
                 max_num_requests=self._options.config.decode.num_places,
+                kv_block_bytes=self._side.kv_pool.block_bytes,
             ),
             load=self._worker_load,
             refuse=lambda: self._service.refuse_new(),
@@ -107,7 +114,14 @@ class DecodeDriver:
 
     def _make_loop(self, rank: DecodeRank, metrics: DecodeMetrics) -> EngineLoop:
         section, name, side = self._options.config.decode, self._options.rank_name, self._side
-        steps = DecodeSteps(rank, side.runner, metrics=metrics, publish=self._publish, name=name)
+        steps = DecodeSteps(
+            rank,
+            side.runner,
+            metrics=metrics,
+            publish=self._publish,
+            name=name,
+            tell_cache=self._cache.tell,
+        )
         options = LoopOptions(
             name=name,
             step="decode",
@@ -137,11 +151,14 @@ class DecodeDriver:
             self._bridge,
             self._outboxes,
             places=self._places,
+            constraints=self._constraints,
             metrics=self._metrics,
             load=lambda: self._load,
             on_drain=self._host.tell_draining,
         )
         decode_pb2_grpc.add_DecodeServicer_to_server(self._service, server)
+        cache = CacheService(identity, self._cache, self._worker_load)
+        cache_pb2_grpc.add_CacheServicer_to_server(cache, server)
 
     def _worker_load(self) -> registry_pb2.WorkerLoad:
         metrics = self._metrics
@@ -149,8 +166,10 @@ class DecodeDriver:
         load.CopyFrom(self._load)
         load.num_tokens_done = metrics.num_tokens
         load.num_steps_done = metrics.num_steps
-        for peer, num_bytes in metrics.transfers.received().items():
-            load.received.add(peer=peer, num_bytes=num_bytes)
+        load.num_requests_done = metrics.num_requests
+        load.busy_s, load.clock_s = metrics.busy_s, time.monotonic()
+        for peer, (num_bytes, seconds) in metrics.transfers.received().items():
+            load.received.add(peer=peer, num_bytes=num_bytes, seconds=seconds)
         return load
 
     async def _drain(self, deadline_s: float) -> None:

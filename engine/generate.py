@@ -13,10 +13,12 @@ from typing import Protocol
 import torch
 
 from engine.attention.kv_spec import KVSpec
+from engine.constraint.constraints import Constraints
 from engine.memory.kv_pool import KVPool
 from engine.model.spec import CommonConfig
+from engine.pending_step import StepResult
 from engine.request import Request, ScheduledRequest, num_blocks_for
-from engine.runner import CausalModel, ModelRunner, StepResult
+from engine.runner import CausalModel, ModelRunner
 from engine.sampling.inputs import validate_request
 from engine.sampling.sampler import Sampler
 from runtime.sampling import FinishReason, PositionLogprobs, SamplingParams
@@ -62,6 +64,7 @@ def generate(
     block_size: int = 64,
     kv_dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    constraints: Constraints | None = None,
 ) -> list[GenerateOutput]:
     """Generate for each prompt and return the outputs in order.
 
@@ -73,10 +76,12 @@ def generate(
         block_size: tokens per KV block.
         kv_dtype: of the KV pool.
         device: of the KV pool.
+        constraints: of the model, where `sampling` has some.
 
     Raises:
-        InvalidRequestError: a token id that the model does not have.
-        ValueError: an empty or too long prompt, or a wrong number of `sampling`.
+        InvalidRequestError: a token id that the model does not have, or a grammar that is none.
+        ValueError: an empty or too long prompt, a wrong number of `sampling`, or constraints of
+            which nobody is there to make matchers.
     """
     params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
     if len(params) != len(prompts):
@@ -84,7 +89,7 @@ def generate(
     outputs: list[GenerateOutput] = []
     for start in range(0, len(prompts), batch_size):
         requests = [
-            _make_request(prompt, item, model.config)
+            _make_request(prompt, item, model.config, constraints)
             for prompt, item in zip(
                 prompts[start : start + batch_size],
                 params[start : start + batch_size],
@@ -105,13 +110,24 @@ def generate(
     return outputs
 
 
-def _make_request(prompt: Sequence[int], params: SamplingParams, config: CommonConfig) -> Request:
+def _make_request(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    config: CommonConfig,
+    constraints: Constraints | None,
+) -> Request:
     if not 0 < len(prompt) < config.max_position_embeddings:
         raise ValueError(
             f"a prompt has {len(prompt)} tokens; give 1..{config.max_position_embeddings - 1}"
         )
     validate_request(prompt, params, config.vocab_size)
-    return Request(request_id="", prompt_token_ids=list(prompt), sampling=params)
+    matcher = None if constraints is None else constraints.begin(params).result()
+    request = Request(
+        request_id="", prompt_token_ids=list(prompt), sampling=params, matcher=matcher
+    )
+    if not request.is_ready:
+        raise ValueError("sampling has a constraint; give the `constraints` of the model as well")
+    return request
 
 
 def _lay_out_blocks(requests: Sequence[Request], block_size: int, max_model_len: int) -> int:

@@ -8,7 +8,9 @@ reads. Invariant: the KV of tokens [0, num_computed_tokens) is valid in the bloc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.constraint.matcher import Matcher
 from runtime.block_hash import hash_block, root_hash
+from runtime.errors import InternalError, TandemError
 from runtime.sampling import FinishReason, SamplingParams, finish_reason_after
 
 
@@ -34,6 +36,7 @@ class Request:
         output_token_ids: tokens sampled so far, by whomever; the last one has no KV yet.
         block_hashes: chained hashes of the leading whole blocks, grown by `update_block_hashes`.
         cache_salt: separates the prefix caches of tenants.
+        matcher: of the constraint of `sampling`, once its grammar is compiled.
     """
 
     request_id: str
@@ -46,6 +49,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     cache_salt: str = ""
+    matcher: Matcher | None = None
     num_context_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,6 +84,18 @@ class Request:
             return 0
         num_run = self.num_computed_tokens + self.num_launched_tokens
         return max(num_run + 1 - self.num_tokens, 0)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a token can be sampled: what it must look like is known."""
+        return self.matcher is not None or self.sampling.constraint is None
+
+    @property
+    def failure(self) -> TandemError:
+        """Why a step that was to sample a token for it found none."""
+        if self.matcher is not None and self.matcher.error is not None:
+            return self.matcher.error
+        return InternalError("the model's logits are not finite")
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Return tokens [start, end) of prompt followed by output."""
@@ -116,13 +132,15 @@ class Request:
         """
         if not self.output_token_ids:
             return None
-        return finish_reason_after(
+        reason = finish_reason_after(
             self.output_token_ids[-1],
             num_output_tokens=len(self.output_token_ids),
             num_tokens=self.num_tokens,
             params=self.sampling,
             max_model_len=max_model_len,
         )
+        is_complete = self.matcher is not None and self.matcher.is_over
+        return FinishReason.COMPLETE if is_complete and reason is not FinishReason.STOP else reason
 
 
 @dataclass(slots=True)

@@ -10,22 +10,25 @@ others `forward_only` with the same batch: rank 0 alone computes logits, which n
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from engine.batch import ForwardBatch, StepBounds, UnreadTokens, build_forward_batch
+from engine.batch import ForwardBatch, StepBounds, build_forward_batch
+from engine.constraint.step_masks import mask_of_step
 from engine.device_span import DeviceSpan
 from engine.host_copy import HostCopies, upload
 from engine.memory.kv_pool import KVPool
 from engine.operations import do_nothing
-from engine.request import Request, ScheduledRequest
-from engine.sampling.inputs import SampledToken, SamplingInput
+from engine.pending_step import PendingStep, StepResult, reader_of
+from engine.request import ScheduledRequest
+from engine.sampling.inputs import SamplingInput
 from engine.sampling.logprobs import PendingLogprobs, launch_prompt_logprobs
 from engine.sampling.sampler import PendingSample, Sampler
-from runtime.sampling import PositionLogprobs
+from engine.step_error import may_fail
 
 MAX_LOGITS_ROWS = 256
 """Rows of logits that exist at a time: a 1024-token chunk with prompt logprobs over a vocabulary of
@@ -56,88 +59,6 @@ class CausalModel(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What a step found out about one request.
-
-    Attributes:
-        request: the request of the `ScheduledRequest` in the same place.
-        sampled: the next token, or None if the step ended inside the prompt or failed.
-        prompt_logprobs: one entry per prompt token whose predecessor was run in this step, in
-            order; empty unless the request asked for them. Token 0 never has one.
-        is_failed: a token was due, and the logits hold NaN or infinity: this request has to end,
-            and says nothing about the others of the step.
-    """
-
-    request: Request
-    sampled: SampledToken | None
-    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
-    is_failed: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingStep:
-    """A step that is issued to the device. Nothing has been read from it.
-
-    Attributes:
-        scheduled: what runs.
-        sample: one token for each of the scheduled that samples, in order; None if none does.
-        is_usable: one bool for each of these on the host, False where the logits hold NaN or
-            infinity; the device's token is then any token.
-        prompts: per scheduled request its prompt logprobs, in pieces.
-        copies: after which the host has all of these.
-        span: when the device ran it; None on a CPU.
-        span_before: the same of the step before it, if there was one.
-    """
-
-    scheduled: Sequence[ScheduledRequest]
-    sample: PendingSample | None
-    is_usable: torch.Tensor | None
-    prompts: Sequence[Sequence[PendingLogprobs]]
-    copies: HostCopies
-    span: DeviceSpan | None = None
-    span_before: DeviceSpan | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `collect` would return at once."""
-        return self.copies.is_done
-
-    def unread(self) -> UnreadTokens | None:
-        """The sampled tokens, for a step that is launched before these are read."""
-        if self.sample is None:
-            return None
-        samplers = (item.request for item in self.scheduled if item.samples)
-        places = {id(request): place for place, request in enumerate(samplers)}
-        return UnreadTokens(token_ids=self.sample.token_ids, places=places)
-
-    def collect(self) -> list[StepResult]:
-        """Wait for the step's end; one result per scheduled request, in order."""
-        self.copies.wait()
-        tokens = iter(self.sample.collect() if self.sample is not None else ())
-        usable = iter(self.is_usable.tolist() if self.is_usable is not None else ())
-        results = []
-        for item, pieces in zip(self.scheduled, self.prompts, strict=True):
-            token = next(tokens) if item.samples else None
-            is_failed = item.samples and not next(usable)
-            results.append(
-                StepResult(
-                    request=item.request,
-                    sampled=None if is_failed else token,
-                    prompt_logprobs=[entry for piece in pieces for entry in piece.collect()],
-                    is_failed=is_failed,
-                )
-            )
-        return results
-
-    @property
-    def idle_s(self) -> float | None:
-        """Seconds that the device idled before this step, once it is over; None on a CPU."""
-        if self.span is None or self.span_before is None:
-            return None
-        return self.span.gap_after(self.span_before)
-
-
 class ModelRunner:
     """One model with its KV pool and sampler.
 
@@ -148,10 +69,14 @@ class ModelRunner:
     stream: a later step sees the KV of an earlier one.
     """
 
-    def __init__(self, model: CausalModel, kv_pool: KVPool, sampler: Sampler) -> None:
+    def __init__(
+        self, model: CausalModel, kv_pool: KVPool, sampler: Sampler, *, in_group: bool = False
+    ) -> None:
+        """Take what runs; `in_group` where the model's layers wait for other ranks."""
         self.model = model
         self.kv_pool = kv_pool
         self.sampler = sampler
+        self.in_group = in_group
         self._span: DeviceSpan | None = None  # of the latest step
 
     def execute(
@@ -164,10 +89,32 @@ class ModelRunner:
         return self.launch(scheduled, on_layer_done=on_layer_done).collect()
 
     @torch.inference_mode()
+    def prepare(
+        self, scheduled: Sequence[ScheduledRequest], *, after: PendingStep | None = None
+    ) -> ForwardBatch:
+        """Build the tensors of a step for `launch`, before anybody else hears of it.
+
+        Args:
+            scheduled: at least one; block tables must cover the scheduled tokens.
+            after: the step that samples the tokens that the host does not know yet.
+
+        Raises:
+            StepError: they cannot be built. No rank waits for this one.
+        """
+        unread = after.unread() if after is not None else None
+        bounds = StepBounds(num_blocks=self.kv_pool.num_blocks, vocab_size=self.sampler.vocab_size)
+        device = self.kv_pool.device
+        with may_fail(device, has_joined=False):
+            return build_forward_batch(
+                scheduled, self.kv_pool.block_size, device, unread=unread, bounds=bounds
+            )
+
+    @torch.inference_mode()
     def launch(
         self,
         scheduled: Sequence[ScheduledRequest],
         *,
+        batch: ForwardBatch | None = None,
         after: PendingStep | None = None,
         on_layer_done: LayerDone | None = None,
         meanwhile: Callable[[], None] = do_nothing,
@@ -178,45 +125,35 @@ class ModelRunner:
 
         Args:
             scheduled: at least one; block tables must cover the scheduled tokens.
+            batch: of these, if `prepare` has made it.
             after: the step that samples the tokens that the host does not know yet.
             on_layer_done: called with a layer's index once its KV of this step is issued.
             meanwhile: called several times a layer, between two operations. May do what follows
                 from the ends of steps before this one; tokens and sampling of the requests of this
                 step stay as they are.
+
+        Raises:
+            StepError: the step gives nothing. In a group not where a layer fails: the other ranks
+                are in it, so that is raised as it is.
         """
         device = self.kv_pool.device
-        unread = after.unread() if after is not None else None
-        bounds = StepBounds(num_blocks=self.kv_pool.num_blocks, vocab_size=self.sampler.vocab_size)
-        batch = build_forward_batch(
-            scheduled, self.kv_pool.block_size, device, unread=unread, bounds=bounds
-        )
-        span_before, self._span = self._span, DeviceSpan.start(device)
+        if batch is None:
+            batch = self.prepare(scheduled, after=after)
+        # None until the step has an end: what fails has none.
+        span_before, self._span = self._span, None
+        span = DeviceSpan.start(device)
         copies = HostCopies(device)
-        hidden = self.model.forward(
-            batch, self.kv_pool, on_layer_done=on_layer_done, meanwhile=meanwhile
-        )
-        plan = _plan_rows(scheduled)
-        prompts, logits = self._walk_logits(hidden[batch.logits_indices], plan, copies, meanwhile)
-        sample = is_usable = None
-        if logits is not None:
-            # A sum is finite only if every term is, and reads the logits once.
-            finite = torch.isfinite(logits.sum(dim=-1))
-            is_usable = copies.add(finite)
-            logits = torch.where(finite[:, None], logits, 0.0)  # the sampler knows numbers only
-            sample = self._sample(logits, scheduled, batch, copies)
-        pending = PendingStep(
-            scheduled=scheduled,
-            sample=sample,
-            is_usable=is_usable,
-            prompts=prompts,
-            copies=copies,
-            span=self._span,
-            span_before=span_before,
-        )
+        with nullcontext() if self.in_group else may_fail(device, has_joined=True):
+            hidden = self.model.forward(
+                batch, self.kv_pool, on_layer_done=on_layer_done, meanwhile=meanwhile
+            )
+        with may_fail(device, has_joined=True):
+            pending = self._finish(scheduled, batch, hidden, copies, meanwhile, after=after)
         copies.close()
-        if self._span is not None:
-            self._span.end()
-        return pending
+        if span is not None:
+            span.end()
+        self._span = span
+        return replace(pending, span=span, span_before=span_before)
 
     @torch.inference_mode()
     def forward_only(self, batch: ForwardBatch, *, on_layer_done: LayerDone | None = None) -> None:
@@ -236,6 +173,30 @@ class ModelRunner:
         if self._span is not None:
             self._span.end()
         return self._span
+
+    def _finish(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        copies: HostCopies,
+        meanwhile: Callable[[], None],
+        *,
+        after: PendingStep | None,
+    ) -> PendingStep:
+        """Compute logits from final hidden states [T, hidden], and sample; no collective."""
+        plan = _plan_rows(scheduled)
+        prompts, logits = self._walk_logits(hidden[batch.logits_indices], plan, copies, meanwhile)
+        sample = is_usable = None
+        if logits is not None:
+            # A sum is finite only if every term is, and reads the logits once.
+            finite = torch.isfinite(logits.sum(dim=-1))
+            is_usable = copies.add(finite)
+            logits = torch.where(finite[:, None], logits, 0.0)  # the sampler knows numbers only
+            sample = self._sample(logits, scheduled, batch, copies, after)
+        return PendingStep(
+            scheduled=scheduled, sample=sample, is_usable=is_usable, prompts=prompts, copies=copies
+        )
 
     def _walk_logits(
         self,
@@ -274,6 +235,7 @@ class ModelRunner:
         scheduled: Sequence[ScheduledRequest],
         batch: ForwardBatch,
         copies: HostCopies,
+        after: PendingStep | None,
     ) -> PendingSample:
         samplers = [item for item in scheduled if item.samples]
         inputs = [
@@ -289,7 +251,9 @@ class ModelRunner:
         if any(item.num_unread for item in samplers):
             # The token that nobody has read is the one that the sampled row runs.
             unread_ids = _select(batch.input_ids, _sampled_rows(scheduled))
-        return self.sampler.launch(logits, inputs, copies, unread_ids=unread_ids)
+        # Last: it may wait for the step before, when all of this one is issued but its sampling.
+        mask = mask_of_step(samplers, self.sampler.vocab_size, reader_of(after))
+        return self.sampler.launch(logits, inputs, copies, unread_ids=unread_ids, mask=mask)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ own sender, and what that has closed goes to rank 0 with the answer to the next 
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from engine.batch import ForwardBatch, pack_forward_batch
+from engine.step_error import StepError, may_fail
 from prefill.commands import (
     AbandonTicket,
     CommandStream,
@@ -23,8 +24,18 @@ from prefill.commands import (
     PushBlocks,
 )
 from prefill.kv_push import PushSettings, StepPusher
-from prefill.rank_plan import CLOSURES_PER_ROW, BatchArrays, Closure, PlanKind, StepPlan
+from prefill.rank_plan import (
+    CLOSURES_PER_ROW,
+    BatchArrays,
+    Closure,
+    PlanKind,
+    RankAnswer,
+    StepPlan,
+)
 from prefill.sender_group import TicketSender
+from runtime.logging import get_logger
+
+logger = get_logger(__name__)
 
 Watch = Callable[[str, int | None], AbstractContextManager[None]]
 """Given a name, and the tokens of the step (None: of the largest), limits what runs in it."""
@@ -33,8 +44,8 @@ Watch = Callable[[str, int | None], AbstractContextManager[None]]
 class PlanSource(Protocol):
     """Where plans come from: `rank_link.FollowerLink`."""
 
-    def exchange(self, closures: list[Closure]) -> StepPlan:
-        """Give closures, get the next plan; blocks."""
+    def exchange(self, answer: Callable[[StepPlan], RankAnswer]) -> bool:
+        """Wait for the next plan and answer it; whether every rank runs its batch."""
         ...
 
 
@@ -83,6 +94,8 @@ class Follower:
         self._stream = CommandStream()
         self._pushes: list[PushBlocks] = []  # of the step that comes next
         self._closures: queue.SimpleQueue[Closure] = queue.SimpleQueue()
+        self._plan = StepPlan(epoch=0, step=0, kind=PlanKind.COMMANDS)  # the latest
+        self._batch: ForwardBatch | None = None  # of the latest plan
 
     def ticket_closed(self, closure: Closure) -> None:
         """Tell rank 0 with the next answer."""
@@ -99,17 +112,31 @@ class Follower:
 
     def follow(self) -> bool:
         """Obey one plan; whether another one will come."""
-        closures = self._take_closures()
         with self._watch("the next plan of rank 0", None):
-            plan = self._plans.exchange(closures)
+            is_agreed = self._plans.exchange(self._answer)
+        plan, batch = self._plan, self._batch
         for command in self._stream.feed(plan.commands):
             if isinstance(command, PushBlocks):
                 self._pushes.append(command)
             else:
                 self._apply(command)
         if plan.batch is not None:
-            self._run_step(plan.batch)
+            pushes, self._pushes = self._pushes, []
+            if is_agreed and batch is not None:
+                self._run_step(batch, pushes)
         return plan.kind is not PlanKind.STOP
+
+    def _answer(self, plan: StepPlan) -> RankAnswer:
+        """Prepare a step, while nobody runs it yet; what cannot be prepared nobody runs."""
+        self._plan, self._batch = plan, None
+        try:
+            if plan.batch is not None:
+                with may_fail(torch.device(self._device), has_joined=False):
+                    self._batch = make_batch(plan.batch, self._block_size, self._device)
+        except StepError:
+            logger.exception("a step cannot be prepared")
+        refuses = plan.batch is not None and self._batch is None
+        return RankAnswer(closures=self._take_closures(), refuses=refuses)
 
     def _apply(self, command: OpenTicket | FinishTicket | AbandonTicket) -> None:
         match command:
@@ -120,10 +147,8 @@ class Follower:
             case AbandonTicket(nonce):
                 self._sender.abandon(nonce)
 
-    def _run_step(self, arrays: BatchArrays) -> None:
-        pushes, self._pushes = self._pushes, []
+    def _run_step(self, batch: ForwardBatch, pushes: Sequence[PushBlocks]) -> None:
         pusher = StepPusher(self._sender, pushes, self._push)
-        batch = make_batch(arrays, self._block_size, self._device)
         with self._watch("a prefill step", batch.num_tokens):
             self._runner.forward_only(batch, on_layer_done=pusher.on_layer_done)
         pusher.finish()

@@ -241,7 +241,9 @@ class LiveRuns:
             outcome=outcome,
             error=error_to_proto(error, run.request_id) if error else None,
             timings=common_pb2.Timings(
-                kv_transfer_s=closure.transfer_s, kv_exposed_s=event.kv_exposed_s
+                kv_transfer_s=closure.transfer_s,
+                kv_exposed_s=event.kv_exposed_s,
+                kv_wire_s=closure.wire_s,
             ),
             num_bytes=closure.num_bytes,
             drained=closure.drained,

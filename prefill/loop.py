@@ -17,8 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from engine.batch import ForwardBatch
 from engine.parallel.lockstep import Lockstep, SoloLockstep
-from engine.runner import ModelRunner, PendingStep, StepResult
+from engine.pending_step import PendingStep, StepResult
+from engine.runner import ModelRunner
+from engine.step_error import StepError
 from prefill.commands import PushBlocks
 from prefill.kv_push import PushSettings, StepPusher, plan_pushes
 from prefill.messages import (
@@ -77,10 +80,14 @@ class LoopSettings:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """Chunks of one step, and the blocks that they complete."""
+    """Chunks of one step, the blocks that they complete, and the step's tensors.
+
+    Or why there are none: then no rank has a part in it, and no sender has heard of it.
+    """
 
     chunks: Sequence[Chunk]
-    pushes: Sequence[PushBlocks]
+    pushes: Sequence[PushBlocks] = ()
+    batch: ForwardBatch | StepError | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -106,6 +113,7 @@ class EngineLoop:
         stalls: StallMeter | None = None,
         observe_gap: Callable[[float], None] = lambda seconds: None,
         observe_step: Callable[[int, float], None] = lambda num_tokens, seconds: None,
+        tell_cache: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing runs before `start`.
@@ -120,11 +128,13 @@ class EngineLoop:
             stalls: through which the local sender is called, to be told of each step's end.
             observe_gap: told how long the device idled between two steps, where that is known.
             observe_step: told the tokens and seconds of each step.
+            tell_cache: called after each, to hand over what happened to the prefix cache.
             clock: monotonic seconds.
         """
         self._scheduler, self._runner, self._senders = scheduler, runner, senders
         self._emit, self._settings, self._stalls = emit, settings, stalls
         self._observe_gap, self._observe_step, self._clock = observe_gap, observe_step, clock
+        self._tell_cache = tell_cache
         self._desk = RequestDesk(
             scheduler, senders, emit, max_model_len=settings.max_model_len, clock=clock
         )
@@ -175,12 +185,16 @@ class EngineLoop:
     def plan(self, complete_launched: Callable[[], None]) -> ChunkPlan:
         """Schedule, and tell the senders and the followers what comes."""
         self._desk.expire()
-        chunks = self._scheduler.schedule()
+        chunks = self._scheduler.schedule(self._clock())
         self._desk.want_tickets()  # of those behind this step: their claims travel while it runs
+        batch = self._prepare(chunks)
+        if isinstance(batch, StepError):
+            self._announce((), ())
+            return ChunkPlan(chunks, batch=batch)
         self._desk.open_tickets(chunks)
         pushes = plan_pushes(chunks, self._scheduler.pool.block_size)
-        self._announce(chunks, pushes)
-        return ChunkPlan(chunks, pushes)
+        refusal = self._announce(chunks, pushes)
+        return ChunkPlan(chunks, pushes, refusal or batch)
 
     def launch(
         self,
@@ -188,25 +202,38 @@ class EngineLoop:
         after: PendingStep | None,
         group_mean: int,
         meanwhile: Callable[[], None],
-    ) -> PendingStep | None:
+    ) -> PendingStep:
         """Issue a step, and what it completes to the sender; first tokens leave meanwhile."""
-        if not plan.chunks:
-            self._runner.run_dummy()
-            return None
+        if isinstance(plan.batch, StepError):
+            raise plan.batch
         pusher = StepPusher(self._senders.local, plan.pushes, self._settings.push)
         pending = self._runner.launch(
             [chunk.scheduled for chunk in plan.chunks],
+            batch=plan.batch,
             on_layer_done=pusher.on_layer_done,
             meanwhile=meanwhile,
         )
         pusher.finish()
         return pending
 
+    def launch_dummy(self, group_mean: int) -> None:
+        """Run a padding token."""
+        self._runner.run_dummy()
+
+    def give_up(self, plan: ChunkPlan, error: StepError) -> None:
+        """What was to be computed is not."""
+        for chunk in plan.chunks:
+            self._scheduler.take_back(chunk)
+            if error.ends(chunk.item.request_id):
+                self._desk.fail(chunk.item, error.answer(chunk.item.request_id))
+            self._desk.settle(chunk.item)
+
     def book(
         self, plan: ChunkPlan, results: Sequence[StepResult], seconds: float, idle_s: float | None
     ) -> None:
         """Carry on with the requests of a step."""
         self._observe_step(plan.num_tokens, seconds)
+        self._scheduler.steps.observe(plan.num_tokens, seconds)
         if idle_s is not None:
             self._observe_gap(idle_s)
         for chunk, result in zip(plan.chunks, results, strict=True):
@@ -214,7 +241,9 @@ class EngineLoop:
             item.compute_s += seconds
             self._scheduler.advance(chunk)
             if result.is_failed:
-                self._desk.fail(item)
+                failure = item.request.failure
+                failure.request_id = item.request_id
+                self._desk.fail(item, failure)
             elif item.status is PrefillStatus.RUNNING:
                 item.prompt_logprobs += result.prompt_logprobs
                 if result.sampled is not None:
@@ -226,6 +255,7 @@ class EngineLoop:
         if self._stalls:
             self._stalls.end_step()
         self._load = _measure_load(self._scheduler)
+        self._tell_cache()
 
     def check_integrity(self) -> None:
         """Of queues and blocks."""
@@ -258,18 +288,30 @@ class EngineLoop:
             case StopLoop():
                 self.steps.leave()
 
-    def _announce(self, chunks: Sequence[Chunk], pushes: Sequence[PushBlocks]) -> None:
+    def _prepare(self, chunks: Sequence[Chunk]) -> ForwardBatch | StepError | None:
+        """The step's tensors, before anybody is told of it; or why they cannot be made."""
+        if not chunks:
+            return None
+        try:
+            return self._runner.prepare([chunk.scheduled for chunk in chunks])
+        except StepError as error:
+            return error
+
+    def _announce(self, chunks: Sequence[Chunk], pushes: Sequence[PushBlocks]) -> StepError | None:
+        """Tell the followers what comes; why no rank runs it, if one of them cannot."""
         if not self._senders.has_followers:
-            return
+            return None
         now = self._clock()
         is_due = now - self._last_exchange >= self._settings.heartbeat_s
         if chunks or is_due or self._senders.wants_exchange:
             self._last_exchange = now
             with self.steps.watch("telling the ranks of a prefill step"):
-                closures = self._senders.announce(chunks, pushes)
-            for closed in closures:
+                answer = self._senders.announce(chunks, pushes)
+            for closed in answer.closed:
                 # Not applied in the middle of a step: one of its requests may have failed.
                 self.submit(closed)
+            return answer.refusal
+        return None
 
 
 def _measure_load(scheduler: Scheduler) -> LoopLoad:

@@ -32,6 +32,7 @@ class PrefillMetrics:
     num_tokens = 0
     """Of all steps so far, for the router."""
     num_steps = 0
+    busy_s = 0.0
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(
@@ -149,6 +150,7 @@ class PrefillMetrics:
         self._step_tokens.observe(num_tokens)
         self.num_tokens += num_tokens
         self.num_steps += 1
+        self.busy_s += seconds
 
     def step_waited(self, seconds: float) -> None:
         """The device idled so long between two steps."""

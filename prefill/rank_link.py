@@ -7,24 +7,26 @@ dies breaks the collective for all: the instance is over, and every process of i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 
 from engine.parallel.groups import RankGroup
+from engine.step_error import StepError
 from prefill.messages import RankClosed
 from prefill.rank_plan import (
     ROW_BYTES,
     BatchArrays,
-    Closure,
     PlanKind,
     PlanShape,
+    RankAnswer,
     StepPlan,
     decode_plan,
     decode_row,
     encode_plan,
     encode_row,
 )
+from prefill.sender_group import Answer
 from runtime.errors import InternalError
 
 
@@ -43,8 +45,10 @@ class LeaderLink:
         """Ranks besides rank 0."""
         return self._group.size - 1
 
-    def exchange(self, batch: BatchArrays | None, commands: bytes) -> list[RankClosed]:
-        """Send a step, or commands only; return what the ranks have closed since the last time.
+    def exchange(self, batch: BatchArrays | None, commands: bytes) -> Answer:
+        """Send a step, or commands only; return what the ranks say to it.
+
+        A step that one of them cannot run none of them runs.
 
         Raises:
             PeerLostError: a rank is gone.
@@ -54,26 +58,32 @@ class LeaderLink:
         pieces = [commands[start : start + size] for start in range(0, len(commands), size)]
         closed: list[RankClosed] = []
         for piece in pieces[:-1]:
-            closed += self._send(PlanKind.COMMANDS, None, piece)
+            closed += self._send(PlanKind.COMMANDS, None, piece).closed
         kind = PlanKind.COMMANDS if batch is None else PlanKind.STEP
-        return closed + self._send(kind, batch, pieces[-1] if pieces else b"")
+        answer = self._send(kind, batch, pieces[-1] if pieces else b"")
+        return Answer([*closed, *answer.closed], answer.refusal)
 
     def stop(self) -> None:
         """Have the other ranks leave their loops."""
         self._send(PlanKind.STOP, None, b"")
 
-    def _send(self, kind: PlanKind, batch: BatchArrays | None, commands: bytes) -> list[RankClosed]:
+    def _send(self, kind: PlanKind, batch: BatchArrays | None, commands: bytes) -> Answer:
         self._step += 1
         plan = StepPlan(
             epoch=self._epoch, step=self._step, kind=kind, batch=batch, commands=commands
         )
         self._group.broadcast(torch.from_numpy(encode_plan(plan, self._shape)))
-        rows = self._group.all_gather(_row(self._epoch, self._step, ())).numpy()
-        return [
+        answers = _gather(self._group, self._epoch, self._step, RankAnswer())
+        closed = [
             RankClosed(rank, closure)
-            for rank in range(1, self._group.size)
-            for closure in decode_row(rows[rank], self._epoch, self._step)
+            for rank, answer in enumerate(answers)
+            for closure in answer.closures
         ]
+        refusing = [rank for rank, answer in enumerate(answers) if answer.refuses]
+        if not refusing:
+            return Answer(closed)
+        text = f"rank {refusing[0]} cannot prepare it; its log says why"
+        return Answer(closed, StepError(text, has_joined=True))
 
 
 class FollowerLink:
@@ -86,8 +96,8 @@ class FollowerLink:
         self._epoch = epoch
         self._step = 0
 
-    def exchange(self, closures: Sequence[Closure]) -> StepPlan:
-        """Wait for the next plan, and answer with at most CLOSURES_PER_ROW closures.
+    def exchange(self, answer: Callable[[StepPlan], RankAnswer]) -> bool:
+        """Wait for the next plan, and `answer` it; whether every rank runs its batch.
 
         Raises:
             PeerLostError: a rank is gone, or rank 0 was silent for the group's timeout.
@@ -101,9 +111,11 @@ class FollowerLink:
                 f"plan {plan.step} of epoch {plan.epoch:x} came in place of {self._step} of "
                 f"{self._epoch:x}"
             )
-        self._group.all_gather(_row(self._epoch, self._step, closures))
-        return plan
+        answers = _gather(self._group, self._epoch, self._step, answer(plan))
+        return not any(other.refuses for other in answers)
 
 
-def _row(epoch: int, step: int, closures: Sequence[Closure]) -> torch.Tensor:
-    return torch.from_numpy(encode_row(epoch, step, closures)).view(1, ROW_BYTES)
+def _gather(group: RankGroup, epoch: int, step: int, own: RankAnswer) -> list[RankAnswer]:
+    """What every rank says to a plan, by rank."""
+    row = torch.from_numpy(encode_row(epoch, step, own)).view(1, ROW_BYTES)
+    return [decode_row(other, epoch, step) for other in group.all_gather(row).numpy()]

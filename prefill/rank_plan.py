@@ -26,7 +26,7 @@ Int32Array = npt.NDArray[np.int32]
 ByteArray = npt.NDArray[np.uint8]
 
 _HEADER = struct.Struct("<QQIIIIII")  # epoch, step, kind, tokens, requests, blocks, logits, bytes
-_ROW_HEADER = struct.Struct("<QQI4x")  # epoch, step, closures
+_ROW_HEADER = struct.Struct("<QQI?3x")  # epoch, step, closures, whether it cannot run the step
 _CLOSURE = struct.Struct("<QB?HIQIdddd96s")
 CLOSURES_PER_ROW = 16
 ROW_BYTES = _ROW_HEADER.size + CLOSURES_PER_ROW * _CLOSURE.size
@@ -188,11 +188,25 @@ class Closure:
     error: str = ""
 
 
-def encode_row(epoch: int, step: int, closures: Sequence[Closure]) -> ByteArray:
-    """Return a rank's answer to plan `step`, [ROW_BYTES] uint8, of at most CLOSURES_PER_ROW."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAnswer:
+    """What a rank says to a plan, before anybody runs its batch.
+
+    Attributes:
+        closures: at most CLOSURES_PER_ROW.
+        refuses: it cannot run the batch, so nobody does.
+    """
+
+    closures: Sequence[Closure] = ()
+    refuses: bool = False
+
+
+def encode_row(epoch: int, step: int, answer: RankAnswer) -> ByteArray:
+    """Return a rank's answer to plan `step`, [ROW_BYTES] uint8."""
+    closures = answer.closures
     assert len(closures) <= CLOSURES_PER_ROW
     row = np.zeros(ROW_BYTES, dtype=np.uint8)
-    _ROW_HEADER.pack_into(row.data, 0, epoch, step, len(closures))
+    _ROW_HEADER.pack_into(row.data, 0, epoch, step, len(closures), answer.refuses)
     for index, closure in enumerate(closures):
         text = closure.error.encode(errors="replace")[:96]
         _CLOSURE.pack_into(
@@ -214,20 +228,21 @@ def encode_row(epoch: int, step: int, closures: Sequence[Closure]) -> ByteArray:
     return row
 
 
-def decode_row(row: ByteArray, epoch: int, step: int) -> list[Closure]:
-    """Return the closures of a row.
+def decode_row(row: ByteArray, epoch: int, step: int) -> RankAnswer:
+    """Return what `encode_row` was given.
 
     Raises:
         InternalError: the row answers another plan: the ranks are out of step.
     """
-    row_epoch, row_step, count = _ROW_HEADER.unpack_from(row.data, 0)
+    row_epoch, row_step, count, refuses = _ROW_HEADER.unpack_from(row.data, 0)
     if (row_epoch, row_step) != (epoch, step):
         raise InternalError(
             f"a rank answers step {row_step} of epoch {row_epoch:x} in step {step} of {epoch:x}"
         )
-    return [
+    closures = [
         _decode_closure(row, _ROW_HEADER.size + index * _CLOSURE.size) for index in range(count)
     ]
+    return RankAnswer(closures=closures, refuses=refuses)
 
 
 def _decode_closure(row: ByteArray, offset: int) -> Closure:

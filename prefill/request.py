@@ -7,6 +7,7 @@ again under a new reservation while the blocks of the first try are still being 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from engine.request import Request, ScheduledRequest, num_blocks_for
@@ -15,6 +16,7 @@ from runtime.budget import Budget
 from runtime.errors import TandemError
 from runtime.lifecycle import PrefillStatus, check_transition
 from runtime.sampling import FinishReason, PositionLogprobs
+from runtime.tiers import NO_TIER, Standing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +46,10 @@ class PrefillRequest:
         decode_goes_on: False where the first token is known to be the last, so that no KV is sent.
         grant: the ticket; None until decode answered the claim.
         status: the life cycle; changed by `move_to` only.
+        standing: before whom it goes, and what its tier of service is promised.
         waited_s: that it has waited before in a queue of prefill.
-        place: in the queue, by the time since when it waits; set by the scheduler, as the next.
+        place: in the queue, by its standing and the time since when it waits; set by the
+            scheduler, as the next.
         num_lacking_tokens: of its context, those that our prefix cache did not have on arrival.
         claimed_at: when decode was asked for the ticket; 0.0 before.
         started_at: when its first chunk was scheduled; 0.0 before.
@@ -65,8 +69,9 @@ class PrefillRequest:
     decode_goes_on: bool = True
     grant: Grant | None = None
     status: PrefillStatus = PrefillStatus.WAITING
+    standing: Standing = NO_TIER
     waited_s: float = 0.0
-    place: tuple[float, int] = (0.0, 0)
+    place: tuple[int, int, float, int] = (0, 0, 0.0, 0)
     num_lacking_tokens: int = 0
     claimed_at: float = 0.0
     started_at: float = 0.0
@@ -82,6 +87,11 @@ class PrefillRequest:
     def request_id(self) -> str:
         """The router's id of the request."""
         return self.request.request_id
+
+    @property
+    def due_at(self) -> float:
+        """When its first token is due by its tier's target; infinite without one."""
+        return self.arrived_at + self.standing.ttft_s if self.standing.ttft_s else math.inf
 
     @property
     def granted(self) -> Grant:

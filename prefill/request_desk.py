@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from engine.runner import StepResult
+from engine.pending_step import StepResult
 from kv_transfer.metadata import MetadataRecord
 from prefill.commands import OpenTicket
 from prefill.messages import (
@@ -156,14 +156,13 @@ class RequestDesk:
         )
         self._senders.finish(item.nonce, record)
 
-    def fail(self, item: PrefillRequest) -> None:
-        """Its logits are no numbers: it ends alone, and what was computed of it is not sent.
+    def fail(self, item: PrefillRequest, error: TandemError) -> None:
+        """A step gave nothing for it: it ends, and what was computed of it is not sent.
 
-        Nor may its KV answer a later prompt: it may be what the numbers were lost in.
+        Nor may its KV answer a later prompt: it may be what the logits' numbers were lost in.
         """
         self._scheduler.pool.forget(item.request.block_table)
-        text = "the model's logits are not finite"
-        self._end_early(item, InternalError(text, request_id=item.request_id))
+        self._end_early(item, error)
 
     def rank_closed(self, rank: int, closure: Closure) -> None:
         """A rank will not read the request's blocks any more; the last one releases them."""

@@ -2,8 +2,8 @@
 
 It knows requests and counts of blocks, never tensors or threads. Two budgets bound a step:
 `max_num_batched_tokens` over all requests and `max_num_seqs` requests; `prefill.fair_share` says
-who gets how much of it. A step can be chosen while the one before it runs, because chunks depend on
-nothing that a step finds out.
+who gets how much of it, and `prefill.tier_shares` how tiers of service share it. A step can be
+chosen while the one before it runs, because chunks depend on nothing that a step finds out.
 
 A request holds nothing until its turn is near. Then it takes the blocks of its whole context, so
 that it can never run out of them midway, and decode is asked for a ticket (CLAIMING). So decode's
@@ -14,6 +14,10 @@ has no room for waits by itself. Once it is older than `CLAIM_PATIENCE_S` it no 
 what comes next, and others may pass, to other decode ranks; `2 * max_num_seqs` of them at most, so
 that requests without a ticket cannot take all of our blocks.
 
+Everything is in order of tiers, priorities and age. Requests of the tiers behind are claimed though
+those before them fill the next steps, as many as their shares of a step's requests are: else a
+guaranteed share would find nobody with a ticket.
+
 Blocks are kept until every rank has stopped sending them and no launched step writes them. A
 request whose turn is near waits for blocks and nobody overtakes it there: blocks that drain would
 otherwise go to short prompts for ever while a long one starves.
@@ -22,17 +26,18 @@ otherwise go to short prompts for ever while a long one starves.
 from __future__ import annotations
 
 import bisect
-import itertools
-from collections import deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from engine.memory.block_pool import BlockPool
 from engine.request import Request, ScheduledRequest
-from prefill.fair_share import share_tokens
 from prefill.request import Chunk, Grant, PrefillRequest
+from prefill.tier_claims import first_of_each, has_place, place_of
+from prefill.tier_shares import StepLimits, Want, share_among_tiers
 from runtime.block_hash import max_cached_blocks
 from runtime.errors import InternalError, OutOfBlocksError
 from runtime.lifecycle import PrefillStatus
+from runtime.step_time import StepTime
 
 CLAIM_PATIENCE_S = 0.1
 """Longer than any round trip: a claim that takes longer waits for room in decode."""
@@ -55,9 +60,11 @@ class Scheduler:
         assert max_num_seqs > 0
         assert max_num_batched_tokens > 0
         self.pool = pool
-        self.waiting: deque[PrefillRequest] = deque()
+        self.steps = StepTime()
+        """Of the steps that were run; whoever runs them tells it."""
+        self.waiting: list[PrefillRequest] = []  # in order of places
         self.claiming: dict[int, PrefillRequest] = {}  # by nonce
-        self.running: list[PrefillRequest] = []  # in order of arrival
+        self.running: list[PrefillRequest] = []  # in order of places
         self.sending: dict[int, PrefillRequest] = {}  # by nonce
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -71,7 +78,12 @@ class Scheduler:
     @property
     def num_tokens_waiting(self) -> int:
         """Context tokens that are still to be computed."""
-        return sum(item.request.num_uncomputed_tokens for item in self.unfinished())
+        return sum(
+            item.num_lacking_tokens
+            if item.status is PrefillStatus.WAITING
+            else item.request.num_uncomputed_tokens
+            for item in self.unfinished()
+        )
 
     def unfinished(self) -> Iterator[PrefillRequest]:
         """The requests whose first token is still to come."""
@@ -84,7 +96,7 @@ class Scheduler:
         yield from self.waiting
 
     def add(self, item: PrefillRequest) -> None:
-        """Queue a request, behind those that wait for as long.
+        """Queue a request, behind those of its standing that wait for as long.
 
         Raises:
             OutOfBlocksError: the whole pool is smaller than its context.
@@ -99,12 +111,9 @@ class Scheduler:
             )
         num_cached = self.pool.count_prefix(self._shareable(item.request)) * self.pool.block_size
         item.num_lacking_tokens = item.request.num_context_tokens - num_cached
-        item.place = item.arrived_at - item.waited_s, self._num_arrived
+        item.place = (*item.standing.place, item.arrived_at - item.waited_s, self._num_arrived)
         self._num_arrived += 1
-        position = len(self.waiting)
-        while position and self.waiting[position - 1].place > item.place:
-            position -= 1
-        self.waiting.insert(position, item)
+        bisect.insort(self.waiting, item, key=place_of)
 
     def claim(self, now: float) -> list[PrefillRequest]:
         """Give blocks to the requests that the next steps would have tokens for, oldest first.
@@ -115,18 +124,25 @@ class Scheduler:
         ahead += [
             item for item in self.claiming.values() if now < item.claimed_at + CLAIM_PATIENCE_S
         ]
-        num_unbegun = sum(not item.has_begun for item in ahead)
+        unbegun = Counter(item.standing.order for item in ahead if not item.has_begun)
+        claiming = Counter(item.standing.order for item in self.claiming.values())
         claimed: list[PrefillRequest] = []
-        for item in self._next_in(LOOKAHEAD_STEPS, ahead):
-            is_full = len(self.claiming) >= 2 * self._max_num_seqs
-            if is_full or num_unbegun >= self._max_num_seqs or not self._allocate(item):
+        for item in self._next_in(LOOKAHEAD_STEPS, ahead, now):
+            order = item.standing.order
+            if not (
+                has_place(item, unbegun, self._max_num_seqs)
+                and has_place(item, claiming, 2 * self._max_num_seqs)
+            ):
+                continue
+            if not self._allocate(item):
                 break
             self.waiting.remove(item)
             item.claimed_at = now
             item.move_to(PrefillStatus.CLAIMING)
             self.claiming[item.nonce] = item
             claimed.append(item)
-            num_unbegun += 1
+            unbegun[order] += 1
+            claiming[order] += 1
         return claimed
 
     def grant(self, item: PrefillRequest, grant: Grant) -> None:
@@ -134,25 +150,23 @@ class Scheduler:
         del self.claiming[item.nonce]
         item.take_grant(grant)
         item.move_to(PrefillStatus.RUNNING)
-        bisect.insort(self.running, item, key=lambda other: other.place)
+        bisect.insort(self.running, item, key=place_of)
 
-    def schedule(self) -> list[Chunk]:
+    def schedule(self, now: float = 0.0) -> list[Chunk]:
         """Choose the next step among the requests that have a ticket.
 
-        The step must be launched, and `advance` called for each chunk when it is over.
+        For each chunk `advance` must be called when the step is over, or `take_back`.
 
         Returns:
-            At most one chunk a request, oldest requests first; empty if nothing can run now.
+            At most one chunk a request, in order of places; empty if nothing can run now.
         """
         ready = [item for item in self.running if item.request.num_uncomputed_tokens]
         for item in ready:
             if not item.has_begun:
                 self._share_more(item.request)
-        shares = share_tokens(
-            [item.request.num_uncomputed_tokens for item in ready],
-            self._max_num_batched_tokens,
-            self._max_num_seqs,
-        )
+        wants = [_want_of(item, item.request.num_uncomputed_tokens) for item in ready]
+        limits = StepLimits(self._max_num_batched_tokens, self._max_num_seqs)
+        shares = share_among_tiers(wants, limits, self.steps, now)
         return [self._take(item, share) for item, share in zip(ready, shares, strict=True) if share]
 
     def advance(self, chunk: Chunk) -> None:
@@ -162,6 +176,10 @@ class Scheduler:
         request.num_computed_tokens = chunk.scheduled.end
         request.num_launched_tokens -= chunk.scheduled.num_scheduled_tokens
         self.pool.commit(request.block_table[first:last], request.block_hashes[first:last])
+
+    def take_back(self, chunk: Chunk) -> None:
+        """The chunk was not computed: it is still to come, as far as its request goes on."""
+        chunk.item.request.num_launched_tokens -= chunk.scheduled.num_scheduled_tokens
 
     def drop(self, item: PrefillRequest) -> None:
         """End a request that has no ticket: no sender has heard of it."""
@@ -196,20 +214,25 @@ class Scheduler:
             lost = self.pool.num_usable_blocks - self.pool.num_free_blocks
             raise InternalError(f"{lost} KV blocks are held and no request is left")
 
-    def _next_in(self, num_steps: int, ahead: Sequence[PrefillRequest]) -> list[PrefillRequest]:
+    def _next_in(
+        self, num_steps: int, ahead: Sequence[PrefillRequest], now: float
+    ) -> list[PrefillRequest]:
         """The waiting requests that so many steps would have tokens for beside those ahead."""
-        items = [*ahead, *itertools.islice(self.waiting, WINDOW_STEPS * self._max_num_seqs)]
-        items.sort(key=lambda item: item.place)
-        shares = share_tokens(
-            [
+        items = [*ahead, *first_of_each(self.waiting, WINDOW_STEPS * self._max_num_seqs)]
+        items.sort(key=place_of)
+        wants = [
+            _want_of(
+                item,
                 item.num_lacking_tokens
                 if item.status is PrefillStatus.WAITING
-                else item.request.num_uncomputed_tokens
-                for item in items
-            ],
-            num_steps * self._max_num_batched_tokens,
-            num_steps * self._max_num_seqs,
+                else item.request.num_uncomputed_tokens,
+            )
+            for item in items
+        ]
+        limits = StepLimits(
+            num_steps * self._max_num_batched_tokens, num_steps * self._max_num_seqs
         )
+        shares = share_among_tiers(wants, limits, self.steps, now)
         return [
             item
             for item, share in zip(items, shares, strict=True)
@@ -261,3 +284,8 @@ class Scheduler:
     def _release(self, item: PrefillRequest) -> None:
         self.pool.release(item.request.block_table)
         item.request.block_table.clear()
+
+
+def _want_of(item: PrefillRequest, num_tokens: int) -> Want:
+    standing = item.standing
+    return Want(standing.order, standing.share, num_tokens, item.due_at)

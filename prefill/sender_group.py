@@ -8,12 +8,14 @@ with the plan of that step. The answer to each exchange brings the others' closu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from engine.batch import logits_rows
 from engine.request import ScheduledRequest, num_blocks_for
+from engine.step_error import StepError
 from kv_transfer.metadata import MetadataRecord
 from kv_transfer.ticket import PeerEndpoint, SendTicket
 from prefill.commands import (
@@ -50,6 +52,19 @@ class TicketSender(BlockSender, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the other ranks say to a plan.
+
+    Attributes:
+        closed: by their senders, since the last time.
+        refusal: why no rank runs the step; None where all do.
+    """
+
+    closed: Sequence[RankClosed] = ()
+    refusal: StepError | None = None
+
+
 class Followers(Protocol):
     """The other ranks, reached by collectives: every method blocks until they take part."""
 
@@ -58,8 +73,8 @@ class Followers(Protocol):
         """Ranks besides rank 0."""
         ...
 
-    def exchange(self, batch: BatchArrays | None, commands: bytes) -> list[RankClosed]:
-        """Send a step (or, without a batch, commands only) and return what the ranks closed."""
+    def exchange(self, batch: BatchArrays | None, commands: bytes) -> Answer:
+        """Send a step (or, without a batch, commands only)."""
         ...
 
     def stop(self) -> None:
@@ -115,18 +130,18 @@ class SenderGroup:
         if self._followers:
             self._outbox.append(AbandonTicket(nonce))
 
-    def announce(self, chunks: Sequence[Chunk], pushes: Sequence[PushBlocks]) -> list[RankClosed]:
-        """Tell the other ranks of the step that comes, if any; return what they closed since."""
+    def announce(self, chunks: Sequence[Chunk], pushes: Sequence[PushBlocks]) -> Answer:
+        """Tell the other ranks of the step that comes, if any, and hear from them."""
         if self._followers is None:
-            return []
+            return Answer()
         commands = b"".join(encode_command(command) for command in (*self._outbox, *pushes))
         self._outbox.clear()
         batch = None
         if chunks:
             batch = batch_arrays([chunk.scheduled for chunk in chunks], chunks[0].block_size)
-        closed = self._followers.exchange(batch, commands)
-        self._num_awaited -= len(closed)
-        return closed
+        answer = self._followers.exchange(batch, commands)
+        self._num_awaited -= len(answer.closed)
+        return answer
 
     def stop(self) -> None:
         """Let the other ranks go."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc.aio
 
+from engine.constraint.constraints import Constraints
 from engine.request import Request
 from prefill.live_runs import LiveRun, LiveRuns
 from prefill.messages import AddRequest, CancelRequest, Command, FirstTokenSampled, GiveBack
@@ -39,6 +40,7 @@ from runtime.wire import (
     logprobs_to_proto,
     same_identity,
     sampling_from_proto,
+    standing_from_proto,
 )
 
 DRAIN_ANSWER_SHARE = 0.8
@@ -57,6 +59,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         nonces: NonceMemory,
         submit: Callable[[Command], None],
         *,
+        constraints: Constraints,
         num_tokens_left: Callable[[], int],
         on_draining: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -68,6 +71,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             runs: live calls.
             nonces: reservations that were seen.
             submit: hands a command to the engine loop.
+            constraints: of the model.
             num_tokens_left: context tokens that are still to be computed, told to who drains us.
             on_draining: called when the worker begins to refuse requests.
             clock: the engine loop's.
@@ -76,6 +80,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._runs = runs
         self._nonces = nonces
         self._submit = submit
+        self._constraints = constraints
         self._num_tokens_left = num_tokens_left
         self._on_draining = on_draining
         self._clock = clock
@@ -156,7 +161,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         arrived_at = self._clock()
         budget = Budget.start(BudgetKind.REQUEST, request.timeout_s, arrived_at)
         run = self._runs.admit(request, budget)
-        self._submit(AddRequest(self._prepare(run, request, arrived_at)))
+        item = self._prepare(run, request, arrived_at)
+        await self._get_ready(run, item)
+        self._submit(AddRequest(item))
         try:
             answer = await run.answer
         except asyncio.CancelledError:
@@ -184,6 +191,30 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             failure = InternalError(f"{type(error).__name__}: {error}")
             self._runs.refuse(run, failure)
             raise failure from error
+
+    async def _get_ready(self, run: LiveRun, item: PrefillRequest) -> None:
+        """Wait for the request's grammar; it keeps its place in the queue, which goes by arrival.
+
+        Nothing has been asked of decode yet, and nobody else waits.
+        """
+        inner = item.request
+        if inner.is_ready:
+            return
+        try:
+            making = self._constraints.begin(inner.sampling, inner.output_token_ids)
+            async with asyncio.timeout(run.budget.left(self._clock())):
+                inner.matcher = await asyncio.wrap_future(making)
+            self._check_open()
+        except TimeoutError:
+            error = run.budget.error("waiting for its grammar", run.request_id)
+            self._runs.refuse(run, error)
+            raise error from None
+        except TandemError as error:
+            self._runs.refuse(run, error)
+            raise
+        except asyncio.CancelledError:
+            self._runs.refuse(run, RequestCancelledError("the caller of Run went away"))
+            raise
 
     def _check_open(self) -> None:
         if self._is_draining:
@@ -223,6 +254,7 @@ def make_item(
         budget=budget,
         arrived_at=arrived_at,
         waited_s=request.waited_s,
+        standing=standing_from_proto(request.standing),
         decode_goes_on=goes_on,
     )
 

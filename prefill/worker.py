@@ -12,7 +12,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import grpc.aio
+
 from engine.boot.rank import use_device
+from engine.constraint.constraints import Constraints
 from engine.parallel.lockstep import create_lockstep
 from prefill.assembly import build_rank, build_scheduler
 from prefill.claims import Claims, cancel_of_unknown
@@ -31,9 +34,11 @@ from prefill.service import PrefillService
 from prefill.stall import StallMeter
 from prefill.validation import RunLimits
 from runtime.endings import failure_of_requests
-from runtime.pb import common_pb2, prefill_pb2_grpc, registry_pb2
+from runtime.pb import cache_pb2_grpc, common_pb2, prefill_pb2_grpc, registry_pb2
 from runtime.rpc import open_channel
 from runtime.worker import WorkerOptions
+from worker.cache_log import CacheFeed
+from worker.cache_service import CacheService
 from worker.health import thread_check
 from worker.host import Endpoint, HostedRank, Loop, WorkerHost
 from worker.step_driver import steps_ahead
@@ -46,6 +51,7 @@ class PrefillDriver:
 
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
+        self._num_reports = 0
 
     def boot(self) -> HostedRank:
         """Boot the rank."""
@@ -78,16 +84,21 @@ class PrefillDriver:
         send.watch(host.registry)
         host.health.watch_loop(loop.steps)
         host.health.add("sender_lanes", thread_check(lambda: send.sender.is_alive))
+        constraints = Constraints(options.config.model.path, self._parts.model.config.vocab_size)
+        closing.callback(constraints.close)
         service = PrefillService(
             self._limits(host),
             runs,
             nonces,
             loop.submit,
+            constraints=constraints,
             num_tokens_left=lambda: loop.load.num_tokens_waiting,
             on_draining=host.tell_draining,
         )
         endpoint = Endpoint(
-            serve=lambda server, _: prefill_pb2_grpc.add_PrefillServicer_to_server(service, server),
+            serve=partial(
+                _serve, service, CacheService(host.identity, self._cache, self._worker_load)
+            ),
             record=registry_pb2.WorkerRecord(
                 role=common_pb2.ROLE_PREFILL,
                 num_parts=options.config.prefill.tp,
@@ -128,8 +139,10 @@ class PrefillDriver:
         if section.dp > 1:
             lockstep = create_lockstep(groups.ep_group, model.epoch)
         stalls = StallMeter(parts.send.sender, metrics.step_stalled)
+        scheduler = build_scheduler(section, model.kv_pool.num_blocks)
+        self._cache = CacheFeed(scheduler.pool, lambda work: self._loop.steps.post(work))
         return EngineLoop(
-            build_scheduler(section, model.kv_pool.num_blocks),
+            scheduler,
             model.runner,
             SenderGroup(stalls, followers),
             _emitter(self._runs),
@@ -145,6 +158,7 @@ class PrefillDriver:
             stalls=stalls,
             observe_gap=metrics.step_waited,
             observe_step=metrics.stepped,
+            tell_cache=self._cache.tell,
         )
 
     def _limits(self, host: WorkerHost) -> RunLimits:
@@ -158,15 +172,19 @@ class PrefillDriver:
         )
 
     def _worker_load(self) -> registry_pb2.WorkerLoad:
-        load = self._loop.load
+        load, metrics = self._loop.load, self._metrics
+        self._num_reports += 1
         return registry_pb2.WorkerLoad(
             num_requests_running=load.num_running + load.num_sending,
             num_requests_waiting=load.num_waiting,
             num_tokens_waiting=load.num_tokens_waiting,
             num_free_blocks=load.num_free_blocks,
             num_total_blocks=load.num_total_blocks,
-            num_tokens_done=self._metrics.num_tokens,
-            num_steps_done=self._metrics.num_steps,
+            num_tokens_done=metrics.num_tokens,
+            num_steps_done=metrics.num_steps,
+            busy_s=metrics.busy_s,
+            sequence=self._num_reports,
+            clock_s=time.monotonic(),
         )
 
     async def _close_tickets(self) -> None:
@@ -185,6 +203,13 @@ class PrefillDriver:
 
     def _submit(self, command: Command) -> None:
         self._loop.submit(command)
+
+
+def _serve(
+    service: PrefillService, cache: CacheService, server: grpc.aio.Server, address: str
+) -> None:
+    prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
+    cache_pb2_grpc.add_CacheServicer_to_server(cache, server)
 
 
 async def _drain(service: PrefillService, runs: LiveRuns, deadline_s: float) -> None:

@@ -6,7 +6,9 @@ pool, so it is never of two models, and a model without workers is nobody else's
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from router.errors import RequestError
 from router.model import ModelLimits, ServedModel
@@ -14,7 +16,14 @@ from router.model_metrics import ModelMetrics
 from router.pool.members import Member, Role, WorkerKey
 from router.pool.readiness import Readiness
 from router.pool.view import PoolView
-from router.requests.admission import REQUESTS_OF_SILENT_RANK, Admission, BodyBudget, limit_of
+from router.requests.admission import (
+    REQUESTS_OF_SILENT_RANK,
+    URGENT_SHARE,
+    Admission,
+    BodyBudget,
+    BodyBytes,
+    limit_of,
+)
 from router.requests.attempt import Workers
 from router.requests.clients import WorkerClients
 from router.requests.frames import FrameStreams
@@ -22,6 +31,7 @@ from router.requests.pipeline import Pipeline
 from router.routing.policy import PairingPolicy
 from runtime.config import RouterSection
 from runtime.net import Credentials
+from runtime.tiers import Tiers
 
 MayUse = Callable[[Sequence[str]], bool]
 """Whether a model of these names is for whoever asks."""
@@ -40,6 +50,7 @@ class Backend:
         router_id: str,
         clock: Callable[[], float],
         bodies: BodyBudget,
+        tiers: Tiers,
     ) -> None:
         """``bodies`` are those of all models."""
         self.model = model
@@ -56,6 +67,8 @@ class Backend:
             section.max_concurrent_requests or REQUESTS_OF_SILENT_RANK,
             queue_timeout_s=section.queue_timeout_s,
             bodies=bodies,
+            last_order=tiers.standing(tiers.last).order,
+            on_refused=metrics.tiers.count_refused,
         )
         self.readiness = Readiness(self.pool)
         policy = PairingPolicy(section.policy)
@@ -77,7 +90,9 @@ class Backend:
             return
         ranks = [rank for rank in self.pool.members(Role.DECODE) if not rank.draining]
         if ranks:  # else the last limit stands: who waits is let in when ranks are back
-            self.admission.set_limit(limit_of(ranks, self._section.http_processes))
+            number = self._section.http_processes
+            urgent_limit = limit_of(ranks, number, URGENT_SHARE)
+            self.admission.set_limit(limit_of(ranks, number), urgent_limit)
 
     def tick(self) -> None:
         """Drop what workers that left no longer need."""
@@ -92,13 +107,12 @@ class Backend:
 class Backends:
     """All models of one router process; the first serves requests that name none."""
 
-    def __init__(self, backends: Sequence[Backend], bodies: BodyBudget) -> None:
+    def __init__(self, backends: Sequence[Backend]) -> None:
         """``backends`` have different names and aliases; there is at least one."""
         self._backends = tuple(backends)
         self._by_name: Mapping[str, Backend] = {
             name: backend for backend in backends for name in backend.model.names
         }
-        self.bodies = bodies
 
     def __iter__(self) -> Iterator[Backend]:
         return iter(self._backends)
@@ -122,6 +136,17 @@ class Backends:
     def num_waiting(self) -> int:
         """Requests in queues."""
         return sum(backend.admission.num_waiting for backend in self._backends)
+
+    def num_waiting_by_tier(self) -> Counter[str]:
+        """The same by the names of tiers."""
+        counts: Counter[str] = Counter()
+        for backend in self._backends:
+            counts += backend.admission.num_waiting_by_tier()
+        return counts
+
+    def body(self) -> AbstractContextManager[BodyBytes]:
+        """Count the bytes of one body, whichever model it will ask for."""
+        return self.default.admission.body()  # all have one budget
 
     @property
     def limit(self) -> int:

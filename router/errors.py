@@ -61,6 +61,11 @@ class ForbiddenError(RequestError):
 class TooManyRequestsError(OverloadedError):
     """The router itself is full (429); a worker that is full is another matter (503)."""
 
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        """``retry_after_s``: when there may be room again, as far as is known."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
 
 class RateLimitError(TooManyRequestsError):
     """The request's API key has used up one of its limits (429)."""

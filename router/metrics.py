@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from router.model_metrics import ModelMetrics
 from router.pool.members import Member, Role
 from router.shared_metrics import SharedMetrics
+from router.tier_metrics import TierMetrics
 from runtime.metrics import (
     ITL_BUCKETS_S,
     LATENCY_BUCKETS_S,
@@ -63,6 +64,7 @@ class RouterMetrics:
         self._add_lengths()
         self._add_gauges()
         self._add_keys()
+        self.tiers = TierMetrics(self.registry)
 
     def _add_times(self) -> None:
         self.stages = Histogram(
@@ -140,8 +142,14 @@ class RouterMetrics:
         """All metrics in the text format; with a shared folder, the sums over all processes."""
         return render_metrics(self.sums(), self._vllm)
 
+    def settle(self) -> None:
+        """Hand over what the token paths of all models have added up."""
+        for model in self._models.values():
+            model.deliveries.settle()
+
     def sums(self) -> CollectorRegistry:
         """What to read all metrics of; with a shared folder, the sums over all processes."""
+        self.settle()
         if self._shared_dir is None:
             return self.registry
         registry = CollectorRegistry()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from router.tally import DeliveryTally
 from runtime.errors import ErrorCode
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class ModelMetrics:
         self.prompt_tokens = router.tokens.labels(model, "prompt")
         self.cached_tokens = router.tokens.labels(model, "cached")
         self.output_tokens = router.tokens.labels(model, "output")
+        self.deliveries = DeliveryTally(self.output_tokens, self.itl)
+        self.tiers = router.tiers
         self.in_flight = router.in_flight.labels(model)
         self.requests_waiting = router.requests_waiting.labels(model)
         self.room_moves = router.room_moves.labels(model)

@@ -38,6 +38,7 @@ from runtime.net import Credentials, Listen, join_address
 from runtime.pb import keys_pb2_grpc, registry_pb2_grpc
 from runtime.process import dying_with_us
 from runtime.rpc import CONTROL_LIMITS, bind_port, create_server
+from runtime.tiers import Tiers
 
 logger = get_logger(__name__)
 
@@ -97,7 +98,13 @@ class RouterService:
         self.control_port = control_port
         control = listen.address(control_port)
         if section.http_processes == 1:
-            self._http = HttpServer(section, self._models, self._credentials, keys=self._keys)
+            self._http = HttpServer(
+                section,
+                self._models,
+                self._credentials,
+                keys=self._keys,
+                tiers=Tiers(config.tiers),
+            )
             self._registry = RegistryService(registry, self._http.update)
             await self._http.start(listener)
         else:
@@ -176,6 +183,7 @@ class HttpWorkerService:
             metrics=RouterMetrics(os.environ.get(METRICS_DIR_VARIABLE)),
             keys=self._keys,
             ledger=self._ledger,
+            tiers=Tiers(self._config.tiers),
         )
         listener = bind_http(self._config.http_host, self._port, shared=True)
         await self._http.start(listener)

@@ -20,6 +20,7 @@ from runtime.config import (
     ClusterSection,
     ModelSection,
     RouterSection,
+    TierSection,
     TlsSection,
 )
 from runtime.errors import ConfigError
@@ -44,6 +45,8 @@ _REMOVED = {
     "decode.two_batch_overlap": "leave it out: a step of two halves took 1.5 times as long",
 }
 """Fields that an older file may have, each with what to do."""
+_LISTS: dict[str, type[Any]] = {"tiers": TierSection}
+"""What stands in the file as a list of tables, each ``[[NAME]]``."""
 _Section = TypeVar("_Section", ClusterSection, ModelSection, RouterSection, TlsSection)
 
 
@@ -97,6 +100,9 @@ def parse_config(table: Mapping[str, object], *, base: Path | None = None) -> Cl
     for name, section in table.items():
         if name not in hints:
             _refuse_unknown(name, section, list(hints))
+        if name in _LISTS:
+            sections[name] = _parse_list(name, section, _LISTS[name])
+            continue
         if not isinstance(section, Mapping):
             raise ConfigError(name, section, "is no table", f"a section [{name}]")
         sections[name] = _parse_section(name, section, hints[name])
@@ -149,7 +155,10 @@ def split_setting(setting: str) -> tuple[str, str]:
         fix = "for example decode.instances=2"
         raise ConfigError("--set", setting, "is not SECTION.FIELD=VALUE", fix)
     hints = get_type_hints(ClusterConfig)
-    fields = [f"{name}.{field}" for name in hints for field in get_type_hints(hints[name])]
+    if section in _LISTS:
+        raise ConfigError("--set", setting, "is of a list of tables", f"[[{section}]] of the file")
+    sections = {name: get_type_hints(hints[name]) for name in hints if name not in _LISTS}
+    fields = [f"{name}.{field}" for name in sections for field in sections[name]]
     if path not in fields:
         of_section = [field for field in fields if field.startswith(f"{section}.")]
         _refuse_unknown(path, text, fields, shown=of_section or list(hints))
@@ -204,6 +213,12 @@ def _parse_section(name: str, section: Mapping[str, object], section_type: type[
     return section_type(**values)
 
 
+def _parse_list(name: str, tables: object, section_type: type[Any]) -> tuple[Any, ...]:
+    if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
+        raise ConfigError(name, tables, "is no list of tables", f"a table [[{name}]] for each")
+    return tuple(_parse_section(name, table, section_type) for table in tables)
+
+
 def _parse_value(path: str, value: object, expected: type) -> object:
     if expected is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
@@ -226,15 +241,21 @@ def _refuse_unknown(
 
 def dump_config(config: ClusterConfig) -> str:
     """``config`` as TOML that ``load_config`` reads back equal; secrets are left out."""
-    lines = []
+    lines: list[str] = []
     for section_field in dataclasses.fields(config):
-        section = getattr(config, section_field.name)
-        lines.append(f"[{section_field.name}]")
-        for item in dataclasses.fields(section):
-            if (section_field.name, item.name) not in _SECRETS:
-                lines.append(f"{item.name} = {_toml_value(getattr(section, item.name))}")
-        lines.append("")
+        name, section = section_field.name, getattr(config, section_field.name)
+        tables = section if name in _LISTS else [section]
+        for table in tables:
+            lines += [f"[[{name}]]" if name in _LISTS else f"[{name}]", *_lines_of(name, table), ""]
     return "\n".join(lines)
+
+
+def _lines_of(name: str, table: Any) -> list[str]:
+    return [
+        f"{item.name} = {_toml_value(getattr(table, item.name))}"
+        for item in dataclasses.fields(table)
+        if (name, item.name) not in _SECRETS
+    ]
 
 
 def _toml_value(value: object) -> str:

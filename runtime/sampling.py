@@ -11,6 +11,8 @@ class FinishReason(enum.Enum):
     """Why a request ended. ``STOP`` covers stop tokens; stop strings are the router's."""
 
     STOP = "stop"
+    COMPLETE = "complete"
+    """Nothing can follow by the request's constraint; unlike a stop token, the last one is text."""
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
@@ -21,7 +23,7 @@ class OutputConstraint:
     """What the output must look like; see the message of this name in ``common.proto``."""
 
     grammar: str = ""
-    """EBNF, whose rule ``root`` is the whole; empty: none."""
+    """What xgrammar's ``Grammar.serialize_json()`` gives; empty: none."""
     starts_after: tuple[int, ...] = ()
     """The grammar holds after the first place where these tokens end; empty: from the start."""
     max_tokens_before: int = 0

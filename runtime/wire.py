@@ -5,6 +5,7 @@ from __future__ import annotations
 from runtime.errors import ERRORS_BY_CODE, ErrorCode, InternalError, TandemError
 from runtime.pb import common_pb2
 from runtime.sampling import FinishReason, OutputConstraint, PositionLogprobs, SamplingParams
+from runtime.tiers import NO_TIER, Standing
 
 _FINISH_TO_PROTO = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -12,6 +13,7 @@ _FINISH_TO_PROTO = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+    FinishReason.COMPLETE: common_pb2.FINISH_REASON_COMPLETE,
 }
 _FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
 
@@ -127,6 +129,32 @@ def _constraint_from_proto(message: common_pb2.SamplingParams) -> OutputConstrai
         grammar=message.constraint.grammar,
         starts_after=tuple(message.constraint.starts_after),
         max_tokens_before=message.constraint.max_tokens_before,
+    )
+
+
+def standing_to_proto(standing: Standing) -> common_pb2.Standing | None:
+    """None where there are no tiers."""
+    if standing == NO_TIER:
+        return None
+    return common_pb2.Standing(
+        tier=standing.tier,
+        order=standing.order,
+        priority=standing.priority,
+        share=standing.share,
+        ttft_left_s=standing.ttft_s,
+        tpot_s=standing.tpot_s,
+    )
+
+
+def standing_from_proto(message: common_pb2.Standing) -> Standing:
+    """The inverse of ``standing_to_proto``; an absent one is that of no tiers."""
+    return Standing(
+        tier=message.tier,
+        order=message.order,
+        priority=message.priority,
+        share=min(max(message.share, 0.0), 1.0),
+        ttft_s=message.ttft_left_s,
+        tpot_s=message.tpot_s,
     )
 
 

@@ -15,7 +15,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -52,12 +52,25 @@ def config_schema() -> dict[str, object]:
     """The JSON schema of what ``config`` may hold."""
     sections = {}
     for name, section_type in get_type_hints(ClusterConfig).items():
+        if get_origin(section_type) is tuple:
+            sections[name] = _list_of(name, get_args(section_type)[0])
+            continue
         hints = get_type_hints(section_type)
         own = CHARTS_OWN.get(name, set())
         fields = [item.name for item in dataclasses.fields(section_type) if item.name not in own]
         if fields:
             sections[name] = _closed({field: _field(name, field, hints[field]) for field in fields})
     return _closed(sections)
+
+
+def _list_of(name: str, table_type: type[Any]) -> dict[str, object]:
+    """A list of tables, of which each has a name."""
+    hints = get_type_hints(table_type)
+    kinds = {
+        field: {"type": TYPES[kind], **({} if kind in (str, bool) else {"minimum": 0})}
+        for field, kind in hints.items()
+    }
+    return {"type": "array", "items": {**_closed(kinds), "required": ["name"]}}
 
 
 def _closed(properties: dict[str, Any]) -> dict[str, object]:

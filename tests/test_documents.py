@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from runtime.config import ClusterConfig
+from scripts.api_docs import DOCUMENT, written
 from tests.runtime.exports import make_exports
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,3 +119,8 @@ def test_every_case_has_a_row_and_says_what_happens() -> None:
     assert len(cases) == len(set(cases)), "a case has one row"
     for number, _, answer, tests in rows:
         assert "::" in tests or "not applicable" in answer, number
+
+
+def test_the_endpoints_and_fields_of_the_api_are_what_the_code_says() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert written(text) == text, "run: make api-docs (python scripts/api_docs.py)"

@@ -8,5 +8,6 @@ Nothing here knows a request.
 - ``step_loop`` on ``watched_thread``: commands from other threads (``command_queue``), the meeting
   of ranks, a step launched ahead of the results of the last; a watchdog where one never ends.
 - ``boot`` and ``engine_options``: what the configuration says to the engine.
+- ``cache_log`` and ``cache_service``: what the prefix cache holds, told to routers that follow it.
 - ``health``: which part does not do its work any more.
 """

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from engine.runner import PendingStep, StepResult
+from engine.pending_step import PendingStep, StepResult
+from engine.step_error import StepError
 from runtime.endings import RankName
 from runtime.errors import TandemError
 from runtime.logging import get_logger
@@ -57,16 +58,27 @@ class StepDriver(Protocol[PlanT]):
         after: PendingStep | None,
         group_mean: int,
         meanwhile: Callable[[], None],
-    ) -> PendingStep | None:
+    ) -> PendingStep:
         """Issue our part in the group's step without waiting for it; changes no request.
 
         Args:
-            plan: without tokens it is a dummy, of which nothing is to be read: None.
+            plan: has tokens.
             after: the step before, where its results are not read.
             group_mean: tokens that a rank of the group runs in this step on average, rounded up.
             meanwhile: books steps that are over by then; to be called now and then where issuing a
                 step takes longer than their results may wait.
+
+        Raises:
+            StepError: the step gives nothing; the plan is given up.
         """
+        ...
+
+    def launch_dummy(self, group_mean: int) -> None:
+        """Take part in the others' step without a request; nothing is to be read of it."""
+        ...
+
+    def give_up(self, plan: PlanT, error: StepError) -> None:
+        """The step gives nothing: end those of its requests that `error` ends; the rest go on."""
         ...
 
     def book(

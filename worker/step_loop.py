@@ -15,9 +15,11 @@ meet (`engine.parallel.lockstep`), once however many are unread, and a rank with
 runs a dummy. While nobody has work they meet every few milliseconds, also where one waits for its
 step's end. A rank alone sleeps until a command comes.
 
-If anything fails, nobody knows the state of the model or the group: the driver answers every
-request, later commands are refused, and `ended` says why. So it goes where a call never returns: a
-watchdog stands in for this thread. The failure of one request never comes here.
+A step that fails alone (`StepError`) is given up: the driver ends its requests, and the next step
+follows. If anything else fails, nobody knows the state of the model or the group: the driver
+answers every request, later commands are refused, and `ended` says why. So it goes where a call
+never returns, with a watchdog that stands in for this thread, and where step after step fails: a
+rank that gives nothing but errors is worse than none.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ from typing import Generic
 
 from engine.parallel.lockstep import GroupState, IdlePace, Lockstep, RankState
 from engine.parallel.lost_peer import reason_of_end
-from engine.runner import PendingStep
+from engine.pending_step import PendingStep
+from engine.step_error import StepError
 from runtime.endings import refusal_of_calls
-from runtime.errors import PeerLostError, TandemError
+from runtime.errors import InternalError, PeerLostError, TandemError
 from runtime.logging import get_logger
 from runtime.watchdog import StepOverdueError
 from worker.command_queue import CommandQueue
@@ -41,8 +44,28 @@ from worker.watched_thread import WatchedThread
 
 logger = get_logger(__name__)
 
+MAX_FAILED_STEPS = 8
+"""In a row, of none of which a request is known to be the cause; then the rank ends."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+class _Failures:
+    """Steps that failed in a row, and what was raised where no step failed."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.of_books: BaseException | None = None
+
+    def add(self, error: StepError) -> None:
+        """Another step failed; raise InternalError if that was the last that may."""
+        if error.request_id:
+            return
+        self.num_steps += 1
+        if self.num_steps >= MAX_FAILED_STEPS:
+            text = f"{self.num_steps} steps in a row failed, the last of them: {error.message}"
+            raise InternalError(text) from error
+
+
+@dataclass(frozen=True, slots=True)
 class _Launched(Generic[PlanT]):
     """Its results are not read; `follows` a step directly, so that idling in between is a loss."""
 
@@ -67,6 +90,7 @@ class StepLoop(Generic[PlanT]):
         # Tokens of the latest steps, each of the rank that has most.
         self._launched_tokens = deque([0], maxlen=options.max_ahead + 1)
         self._is_following = False  # the latest turn launched something
+        self._failures = _Failures()
         self._taken_over_at = 0.0
         self._pace = IdlePace(self._clock)
         self._group = GroupState(
@@ -166,7 +190,7 @@ class StepLoop(Generic[PlanT]):
 
     def _launch_next(self) -> bool:
         """Launch our part of the group's step; whether results will come of it."""
-        plan = self._driver.plan(self._complete_launched)
+        plan = self._driver.plan(lambda: self._take_over_all_but(0))
         group = self._group = self._meet(plan.num_tokens)
         follows, self._is_following = self._is_following, group.has_work
         most = group.max_num_tokens
@@ -176,20 +200,37 @@ class StepLoop(Generic[PlanT]):
         self.num_tokens_of_most += most
         launched_at = self._clock()
         after = self._in_flight[-1].pending if self._in_flight else None
-        with self.watch(f"the launch of a {self._options.step} step", most):
-            pending = self._driver.launch(plan, after, group.mean_num_tokens, self._take_over_ended)
+        mean = group.mean_num_tokens
+        try:
+            with self.watch(f"the launch of a {self._options.step} step", most):
+                pending = self._issue(plan, after, mean)
+        except StepError as error:
+            self._give_up(plan, error)
+            return False
         if pending is None:
             return False
-        self._in_flight.append(
-            _Launched(
-                plan=plan,
-                pending=pending,
-                launched_at=launched_at,
-                follows=follows,
-                num_tokens=most,
-            )
-        )
+        self._in_flight.append(_Launched(plan, pending, launched_at, follows, most))
         return True
+
+    def _issue(self, plan: PlanT, after: PendingStep | None, mean: int) -> PendingStep | None:
+        """Launch our part in the step; None where nothing is to be read of it."""
+        if not plan.num_tokens:
+            self._driver.launch_dummy(mean)
+            return None
+        try:
+            return self._driver.launch(plan, after, mean, self._take_over_ended)
+        except StepError as error:
+            if self._failures.of_books is not None:
+                raise self._failures.of_books from None
+            if not error.has_joined and self._lockstep.is_group:
+                self._driver.launch_dummy(mean)  # the others are in the step
+            raise
+
+    def _give_up(self, plan: PlanT, error: StepError) -> None:
+        """Carry on without a step that failed alone."""
+        logger.error("a %s step failed", self._options.step, exc_info=error)
+        self._driver.give_up(plan, error)
+        self._failures.add(error)
 
     def _meet(self, num_tokens: int) -> GroupState:
         state = RankState(
@@ -222,9 +263,6 @@ class StepLoop(Generic[PlanT]):
                 return True
         return False
 
-    def _complete_launched(self) -> None:
-        self._take_over_all_but(0)
-
     def _take_over_all_but(self, num_steps: int) -> None:
         """Wait for the ends of the oldest steps, and carry on with their requests."""
         while len(self._in_flight) > num_steps:
@@ -234,12 +272,21 @@ class StepLoop(Generic[PlanT]):
         """Carry on with the requests of steps that are over; in the middle of a launch."""
         while self._in_flight and self._in_flight[0].pending.is_done:
             with self._thread.unwatched():
-                self._take_over_next()
+                try:
+                    self._take_over_next()
+                except BaseException as error:
+                    self._failures.of_books = error
+                    raise
 
     def _take_over_next(self) -> None:
         step = self._in_flight.popleft()
-        with self.watch(f"a {self._options.step} step", step.num_tokens):
-            results = step.pending.collect()
+        try:
+            with self.watch(f"a {self._options.step} step", step.num_tokens):
+                results = step.pending.collect()
+        except StepError as error:
+            self._give_up(step.plan, error)
+            return
+        self._failures.num_steps = 0
         now = self._clock()
         seconds = now - max(step.launched_at, self._taken_over_at)
         self._taken_over_at = now

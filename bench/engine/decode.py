@@ -31,8 +31,8 @@ from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.capture import Capture
 from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.operations import do_nothing
+from engine.pending_step import PendingStep
 from engine.request import ScheduledRequest
-from engine.runner import PendingStep
 from worker.engine_options import engine_options
 
 _NUM_REPLAYS = 30

@@ -33,12 +33,13 @@ from engine.graphs.suffix_graphs import (
     why_no_suffixes,
 )
 from engine.operations import do_nothing
+from engine.pending_step import PendingStep
 from engine.request import ScheduledRequest
-from engine.runner import ModelRunner, PendingStep
+from engine.runner import ModelRunner
 from prefill.assembly import plan_shape_of
 from prefill.follower import make_batch
 from prefill.rank_link import FollowerLink, LeaderLink
-from prefill.rank_plan import PlanKind
+from prefill.rank_plan import PlanKind, RankAnswer, StepPlan
 from prefill.sender_group import batch_arrays
 from worker.engine_options import engine_options
 
@@ -160,7 +161,13 @@ def _run(session: Session, options: PrefillOptions, batches: PromptBatches) -> R
 
 def _follow(session: Session, link: FollowerLink) -> None:
     """Take part in rank 0's batches until it says stop."""
-    while (plan := link.exchange(())).kind is not PlanKind.STOP:
+    plans: list[StepPlan] = []
+
+    def answer(plan: StepPlan) -> RankAnswer:
+        plans.append(plan)
+        return RankAnswer()
+
+    while link.exchange(answer) and (plan := plans.pop()).kind is not PlanKind.STOP:
         assert plan.batch is not None, "rank 0 sends batches only"
         session.begin_step()
         session.runner.forward_only(make_batch(plan.batch, BLOCK_SIZE, session.device))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.pending_step import StepResult
 from engine.request import Request, ScheduledRequest, num_blocks_for
-from engine.runner import StepResult
 from runtime.sampling import SamplingParams
 
 FORCED_BIAS = 1e4

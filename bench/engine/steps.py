@@ -20,8 +20,9 @@ from bench.engine.report import Report
 from bench.engine.timing import StepClock, StepTimes
 from engine.boot.rank import use_device
 from engine.parallel.lockstep import Lockstep
+from engine.pending_step import PendingStep, StepResult
 from engine.request import ScheduledRequest
-from engine.runner import PendingStep, StepResult
+from engine.step_error import StepError
 from runtime.endings import RankName
 from runtime.errors import TandemError
 from worker.step_driver import LoopOptions
@@ -128,15 +129,21 @@ class BenchSteps:
         after: PendingStep | None,
         group_mean: int,
         meanwhile: Callable[[], None],
-    ) -> PendingStep | None:
+    ) -> PendingStep:
         """Issue the step."""
         self._begin_step()
-        if not plan.scheduled:
-            self._runner.run_dummy(group_mean)
-            return None
         pending = self._runner.launch(plan.scheduled, after, group_mean, meanwhile)
         self._clock.launched(pending.span)
         return pending
+
+    def launch_dummy(self, group_mean: int) -> None:
+        """Take part in the others' step."""
+        self._begin_step()
+        self._runner.run_dummy(group_mean)
+
+    def give_up(self, plan: StepWork, error: StepError) -> None:
+        """A measurement in which a step failed is none."""
+        raise error
 
     def book(
         self, plan: StepWork, results: Sequence[StepResult], seconds: float, idle_s: float | None

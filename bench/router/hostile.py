@@ -20,7 +20,8 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
-from bench.router.request_path import HOST, Router, percentile, running_router
+from bench.router.load import HOST, Router, percentile
+from bench.router.running import running_router
 
 BODY_BYTES = 8 * 2**20 - 1024
 PROBE_S = 0.02

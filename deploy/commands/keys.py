@@ -85,6 +85,15 @@ def _add_adding(verbs: Subparsers) -> None:
         help="a model that it may use, as often as you like (default: all)",
     )
     parser.add_argument(
+        *("--tier",),
+        action="append",
+        default=[],
+        metavar="NAME",
+        dest="tiers",
+        help="a tier of service that it may have, as often as you like (default: all); the first "
+        "is that of requests which name none",
+    )
+    parser.add_argument(
         *("--right",),
         action="append",
         choices=[right.value for right in Right],
@@ -114,6 +123,8 @@ def run_add(arguments: argparse.Namespace) -> int:
         sha256=hash_key(key),
         models=tuple(arguments.models),
         cache_salt=arguments.cache_salt,
+        tiers=tuple(arguments.tiers),
+        tier=arguments.tiers[0] if arguments.tiers else "",
         rights=frozenset(map(Right, arguments.rights or [Right.INFERENCE])),
         limits=KeyLimits(
             requests_per_minute=arguments.rpm,
@@ -151,4 +162,5 @@ def _told(record: KeyRecord) -> list[str]:
     if record.rights != {Right.INFERENCE}:
         told += [f"for {', '.join(right.value for right in Right if right in record.rights)}"]
     told += [f"models {', '.join(record.models)}"] if record.models else []
+    told += [f"tiers {', '.join(record.tiers)}"] if record.tiers else []
     return told + ([f"cache of {record.cache_salt}"] if record.cache_salt else [])

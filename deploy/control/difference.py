@@ -47,6 +47,7 @@ _ROLLED: dict[str, tuple[Role, ...]] = {
     "prefill": (Role.PREFILL,),
     "decode": (Role.DECODE,),
     "kv_transfer": (Role.PREFILL, Role.DECODE),
+    "tiers": (Role.ROUTER,),
 }
 """Whose processes read a section."""
 
@@ -96,6 +97,10 @@ def _changes(old: ClusterConfig, new: ClusterConfig) -> Iterator[FieldChange]:
     for section_field in dataclasses.fields(ClusterConfig):
         section = section_field.name
         former, latter = getattr(old, section), getattr(new, section)
+        if isinstance(former, tuple):
+            if former != latter:
+                yield _change(section, former, latter)
+            continue
         for item in dataclasses.fields(former):
             path = f"{section}.{item.name}"
             was, becomes = getattr(former, item.name), getattr(latter, item.name)

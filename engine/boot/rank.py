@@ -182,7 +182,8 @@ def _give_pool(
     kv_pool = build_kv_pool(
         model, num_blocks, block_size=options.kv.block_size, dtype=options.kv.dtype
     )
-    return ModelRunner(model, kv_pool, Sampler(model.config.vocab_size)), sums
+    sampler, in_group = Sampler(model.config.vocab_size), model.groups.dims.world_size > 1
+    return ModelRunner(model, kv_pool, sampler, in_group=in_group), sums
 
 
 def _read_config(source: ModelOptions, options: EngineOptions, *, is_told: bool) -> CommonConfig:

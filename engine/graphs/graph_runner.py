@@ -13,8 +13,9 @@ from engine.device_span import DeviceSpan
 from engine.graphs.capture import CaptureProgress
 from engine.graphs.step_graphs import StepGraphs
 from engine.parallel.groups import RankGroup
+from engine.pending_step import PendingStep
 from engine.request import ScheduledRequest
-from engine.runner import ModelRunner, PendingStep
+from engine.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 

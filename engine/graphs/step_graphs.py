@@ -14,7 +14,6 @@ On a CPU, or with `use_graphs=False`, the same work is called instead of replaye
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import StepBounds
+from engine.constraint.step_masks import mask_of_step
 from engine.device_span import DeviceSpan
 from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.capture import Capture, CaptureProgress, Eager, Replayable, capture_each
@@ -30,40 +30,14 @@ from engine.graphs.slots import Slots
 from engine.host_copy import HostCopies, upload
 from engine.memory.kv_pool import KVPool
 from engine.parallel.groups import RankGroup
+from engine.pending_step import PendingStep, reader_of
 from engine.request import ScheduledRequest, num_blocks_for
-from engine.runner import CausalModel, PendingStep
+from engine.runner import CausalModel
 from engine.sampling.graph_sampler import GraphSampler, SamplingStage
-from engine.sampling.inputs import SampledToken
 from engine.sampling.logprobs import PendingLogprobs, launch_logprobs
 from engine.sampling.sampler import PendingSample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingTokens:
-    """What a launched step chooses, on its way to the host.
-
-    Attributes:
-        sample: the tokens, and log-probabilities where they are wanted.
-        is_usable: [S] bool on the host, false where the logits hold NaN or infinity.
-        copies: after which the host has both.
-        span: when the device ran the step; None on a CPU.
-    """
-
-    sample: PendingSample
-    is_usable: Tensor
-    copies: HostCopies
-    span: DeviceSpan | None = None
-
-    @property
-    def token_ids(self) -> Tensor:
-        """[S] int64 on the device, for a next step that does not wait for the host."""
-        return self.sample.token_ids
-
-    def collect(self) -> list[SampledToken | None]:
-        """Wait for the tokens of the S sequences; None where the logits are not usable."""
-        self.copies.wait()
-        pairs = zip(self.sample.collect(), self.is_usable.tolist(), strict=True)
-        return [token if is_usable else None for token, is_usable in pairs]
+from engine.sampling.token_mask import TokenMask, mask_tokens
+from engine.step_error import StepError, may_fail
 
 
 class StepGraphs:
@@ -182,26 +156,32 @@ class StepGraphs:
             group_mean: sequences of a rank of the group in this step on average, rounded up. This
                 rank's experts get their share of all of these, however few are its own, and
                 products choose their tiles by the size of the step; so it is at least as large.
+
+        Raises:
+            StepError: before the replay, where a request may be at fault, or behind it. What fails
+                in it is raised as it is: other ranks may be in the same step.
         """
         with torch.inference_mode():
-            inputs = self._slots.inputs(scheduled, None if after is None else after.unread())
-        pending = self.launch(inputs, group_mean=group_mean)
-        return PendingStep(
-            scheduled=scheduled,
-            sample=pending.sample,
-            is_usable=pending.is_usable,
-            prompts=[()] * len(scheduled),
-            copies=pending.copies,
-            span=pending.span,
-        )
+            try:
+                with may_fail(self._kv_pool.device, has_joined=False):
+                    unread = None if after is None else after.unread()
+                    inputs = self._slots.inputs(scheduled, unread)
+            except StepError:
+                self._slots.clear()  # they know a part of a step that will not be
+                raise
+            return self._launch(scheduled, inputs, group_mean, after)
 
-    @torch.inference_mode()
-    def launch(self, inputs: DecodeInputs, *, group_mean: int = 0) -> PendingTokens:
+    def _launch(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        inputs: DecodeInputs,
+        group_mean: int,
+        after: PendingStep | None,
+    ) -> PendingStep:
         """Copy a step's inputs in, replay it, and start to copy its tokens out.
 
-        Args:
-            inputs: of the step.
-            group_mean: see `launch_step`.
+        Where a constraint binds a row the head is launched, not replayed, once the tokens of the
+        step before are read; the device has this step's model to run meanwhile.
         """
         assert self.is_captured
         num_seqs = inputs.num_seqs
@@ -209,22 +189,35 @@ class StepGraphs:
         self._static.load(inputs, bucket)
         span = DeviceSpan.start(self._kv_pool.device)
         self._forwards[bucket].replay()
-        self._heads[bucket, inputs.stage].replay()
-        # Copies, because the next step overwrites the buffers, maybe before these are read.
-        tokens, is_usable = self._tokens[:num_seqs].clone(), self._is_usable[:num_seqs].clone()
-        copies = HostCopies(self._kv_pool.device)
-        rows = [row for row, wanted in enumerate(inputs.num_logprobs) if wanted >= 0]
-        sample = PendingSample(
-            token_ids=tokens,
-            host_ids=copies.add(tokens),
-            logprob_rows=rows,
-            logprobs=self._launch_logprobs(tokens, rows, inputs.num_logprobs, copies),
+        with may_fail(self._kv_pool.device, has_joined=True):
+            mask = mask_of_step(scheduled, self._sampler.vocab_size, reader_of(after))
+        if mask is None:
+            self._heads[bucket, inputs.stage].replay()
+        with may_fail(self._kv_pool.device, has_joined=True):
+            if mask is not None:
+                self._run_head(bucket, inputs.stage, mask)
+            # Copies, because the next step overwrites the buffers, maybe before these are read.
+            tokens, is_usable = self._tokens[:num_seqs].clone(), self._is_usable[:num_seqs].clone()
+            copies = HostCopies(self._kv_pool.device)
+            rows = [row for row, wanted in enumerate(inputs.num_logprobs) if wanted >= 0]
+            sample = PendingSample(
+                token_ids=tokens,
+                host_ids=copies.add(tokens),
+                logprob_rows=rows,
+                logprobs=self._launch_logprobs(tokens, rows, inputs.num_logprobs, copies),
+            )
+            usable_on_host = copies.add(is_usable)
+            copies.close()
+            if span is not None:
+                span.end()
+        return PendingStep(
+            scheduled=scheduled,
+            sample=sample,
+            is_usable=usable_on_host,
+            prompts=[()] * len(scheduled),
+            copies=copies,
+            span=span,
         )
-        usable_on_host = copies.add(is_usable)
-        copies.close()
-        if span is not None:
-            span.end()
-        return PendingTokens(sample=sample, is_usable=usable_on_host, copies=copies, span=span)
 
     def _launch_logprobs(
         self, tokens: Tensor, rows: Sequence[int], num_top: Sequence[int], copies: HostCopies
@@ -250,9 +243,11 @@ class StepGraphs:
         hidden = self._model.forward(self._static.batch(bucket), self._kv_pool)
         self._hidden[:bucket].copy_(hidden)
 
-    def _run_head(self, bucket: int, stage: SamplingStage) -> None:
+    def _run_head(self, bucket: int, stage: SamplingStage, mask: TokenMask | None = None) -> None:
         logits = self._model.compute_logits(self._hidden[:bucket])
         # A sum is finite only if every term is, and reads the logits once.
         self._is_usable[:bucket].copy_(torch.isfinite(logits.sum(dim=-1)))
+        if mask is not None:
+            mask_tokens(logits[:, : self._sampler.vocab_size], mask)
         rows = self._static.sampling_rows(bucket)
         self._tokens[:bucket].copy_(self._sampler.choose(logits, rows, stage))

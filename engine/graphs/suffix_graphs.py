@@ -271,4 +271,5 @@ def capture_suffixes(
         raise
     logger.info("captured short steps num_tokens=%s", graphs.buckets)
     short = ShortSteps(model, graphs, model.config.num_hidden_layers)
-    return ModelRunner(short, runner.kv_pool, runner.sampler), graphs.close
+    following = ModelRunner(short, runner.kv_pool, runner.sampler, in_group=runner.in_group)
+    return following, graphs.close

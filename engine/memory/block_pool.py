@@ -193,6 +193,25 @@ class BlockPool:
         self._block_of.clear()
         self._record(AllBlocksCleared())
 
+    def start_events(self) -> list[bytes]:
+        """Keep events for `take_events` from now on; return the hashes that are findable now.
+
+        Where events are kept already, those so far are void: the hashes include what they say.
+        """
+        self._record_events = True
+        self._events = []
+        return list(self._block_of)
+
+    def stop_events(self) -> None:
+        """Keep no events any more."""
+        self._record_events = False
+        self._events = []
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `take_events` would return any."""
+        return bool(self._events)
+
     def take_events(self) -> list[CacheEvent]:
         """Return the events since the last call, oldest first, and forget them."""
         events, self._events = self._events, []

@@ -1,6 +1,6 @@
 """Chooses one token per row of logits. Stateless: the same inputs give the same tokens, always.
 
-Order of a row: logit bias, minimum length, penalties; then the argmax if it is greedy; else
+Order of a row: mask, logit bias, minimum length, penalties; then the argmax if it is greedy; else
 temperature, min-p, top-k, top-p, and the argmax with Gumbel noise, which samples from the softmax.
 Every stage works on all rows that use it at once, and a stage that no row uses costs nothing; an
 all-greedy batch is one argmax.
@@ -17,6 +17,7 @@ from engine.sampling.inputs import SampledToken, SamplingInput
 from engine.sampling.logprobs import PendingLogprobs, launch_logprobs
 from engine.sampling.noise import gumbel, row_key
 from engine.sampling.penalties import apply_adjustments, needs_adjustment
+from engine.sampling.token_mask import TokenMask, mask_tokens
 from engine.sampling.truncation import apply_min_p, apply_top_k_top_p
 
 SMALLEST_TEMPERATURE = 1e-30
@@ -75,6 +76,7 @@ class Sampler:
         copies: HostCopies,
         *,
         unread_ids: torch.Tensor | None = None,
+        mask: TokenMask | None = None,
     ) -> PendingSample:
         """Choose one token per row on the device; the host does not wait.
 
@@ -83,10 +85,11 @@ class Sampler:
             inputs: the L requests behind the rows; read now.
             copies: take the results to the host.
             unread_ids: [L] int64 on the device; the last output token of rows with `num_unread`.
+            mask: what the constraints of some rows leave.
         """
         assert logits.shape[0] == len(inputs)
         raw = logits[:, : self.vocab_size]
-        token_ids = self._choose(raw, inputs, unread_ids)
+        token_ids = self._choose(raw, inputs, unread_ids, mask)
         rows = [row for row, item in enumerate(inputs) if item.params.num_logprobs >= 0]
         logprobs = None
         if rows:
@@ -100,13 +103,16 @@ class Sampler:
         raw: torch.Tensor,
         inputs: Sequence[SamplingInput],
         unread_ids: torch.Tensor | None,
+        mask: TokenMask | None,
     ) -> torch.Tensor:
         """Return the chosen tokens, [L] int64."""
         if not inputs:
             return torch.zeros(0, dtype=torch.int64, device=raw.device)
         adjusted = raw
-        if any(needs_adjustment(item) for item in inputs):
-            adjusted = raw.clone()
+        if mask is not None or any(needs_adjustment(item) for item in inputs):
+            adjusted = raw.clone()  # log-probabilities are of what the model said
+            if mask is not None:
+                mask_tokens(adjusted, mask)
             apply_adjustments(adjusted, inputs, unread_ids=unread_ids)
         random_rows = [row for row, item in enumerate(inputs) if not item.params.is_greedy]
         if not random_rows:

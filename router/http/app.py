@@ -16,11 +16,12 @@ from router.errors import RequestError, as_tandem_error
 from router.http.connections import Connections
 from router.http.cors import CrossOrigin
 from router.http.dialect import OPENAI, Dialect
-from router.http.endpoints import MODEL_KEY, REQUEST_ID_KEY, OpenAIEndpoints, Serving, request_id_of
+from router.http.endpoints import MODEL_KEY, OpenAIEndpoints, Serving
 from router.http.errors import CLIENT_CLOSED, LABELS, STATUSES, Failure, failure_from
 from router.http.foreign import ForeignEndpoints
-from router.http.messages import ANTHROPIC
+from router.http.messages.answer import ANTHROPIC
 from router.http.models import ModelEndpoints
+from router.http.request_id import REQUEST_ID_KEY, request_id_of
 from router.http.tokenizer_endpoints import TokenizerEndpoints
 from router.pool.members import Member
 from router.pool.view import PoolView
@@ -37,7 +38,7 @@ GENERATION = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
     *("/generate", "/v1/messages"),
 )
-DIALECTS = {"/v1/messages": ANTHROPIC}
+DIALECTS = {"/v1/messages": ANTHROPIC, "/v1/messages/count_tokens": ANTHROPIC}
 """By path; all else is told as OpenAI's API does."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
@@ -58,23 +59,31 @@ def create_app(
     answering = _answer_failures(serving, connections, cross_origin)
     app = web.Application(middlewares=[answering])
     app.on_response_prepare.append(cross_origin.mark)
-    endpoints = OpenAIEndpoints(serving)
-    app.router.add_post("/v1/chat/completions", endpoints.chat_completions)
-    app.router.add_post("/v1/completions", endpoints.completions)
-    foreign = ForeignEndpoints(endpoints)
-    app.router.add_post("/generate", foreign.generate)
-    app.router.add_post("/v1/messages", foreign.messages)
-    app.router.add_post("/v1/responses", foreign.responses)
-    models = ModelEndpoints(serving)
-    app.router.add_get("/v1/models", models.models)
-    app.router.add_get("/v1/models/{model:.+}", models.model)
-    app.router.add_get("/version", models.version)
-    app.router.add_get("/server_info", models.server_info)
-    tokenizer = TokenizerEndpoints(serving)
-    app.router.add_post("/tokenize", tokenizer.tokenize)
-    app.router.add_post("/detokenize", tokenizer.detokenize)
+    app.router.add_routes(api_routes(serving))
     app.router.add_routes(routes)
     return app
+
+
+def api_routes(serving: Serving) -> list[web.RouteDef]:
+    """All that clients call; `docs/api.md` lists them with the first line of each handler."""
+    endpoints = OpenAIEndpoints(serving)
+    foreign = ForeignEndpoints(endpoints, serving)
+    models, tokenizer = ModelEndpoints(serving), TokenizerEndpoints(serving)
+    return [
+        web.post("/v1/chat/completions", endpoints.chat_completions),
+        web.post("/v1/completions", endpoints.completions),
+        web.post("/v1/responses", foreign.responses),
+        web.post("/v1/responses/input_tokens", tokenizer.count_of_responses),
+        web.post("/v1/messages", foreign.messages),
+        web.post("/v1/messages/count_tokens", tokenizer.count_of_messages),
+        web.post("/generate", foreign.generate),
+        web.post("/tokenize", tokenizer.tokenize),
+        web.post("/detokenize", tokenizer.detokenize),
+        web.get("/v1/models", models.models),
+        web.get("/v1/models/{model:.+}", models.model),
+        web.get("/version", models.version),
+        web.get("/server_info", models.server_info),
+    ]
 
 
 class Operations:

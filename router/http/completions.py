@@ -48,7 +48,7 @@ class CompletionText:
 
 def _decode(table: Sequence[bytes], token_ids: list[int]) -> str:
     detokenizer = Detokenizer(table)
-    return "".join(map(detokenizer.feed, token_ids)) + detokenizer.flush()
+    return detokenizer.feed_all(token_ids) + detokenizer.flush()
 
 
 class CompletionStream:

@@ -47,13 +47,15 @@ class ConnectionLimits:
 class Connection(web.RequestHandler):
     """One connection: aiohttp's protocol, which tells ``Connections`` what happens to it."""
 
-    __slots__ = ("_connections",)
+    __slots__ = ("_connections", "on_room")
 
     def __init__(
         self, connections: Connections, server: web.Server, loop: asyncio.AbstractEventLoop
     ) -> None:
         super().__init__(server, loop=loop, access_log=None)  # type: ignore[arg-type]
         self._connections = connections
+        self.on_room: Callable[[], None] | None = None
+        """Called when the client has taken most of what was sent; see ``Outlet``."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Accepted."""
@@ -79,6 +81,8 @@ class Connection(web.RequestHandler):
         """The client took most of it."""
         super().resume_writing()
         self._connections.flows(self)
+        if self.on_room is not None:
+            self.on_room()
 
     def handle_error(
         self,

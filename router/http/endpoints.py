@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -30,6 +29,7 @@ from router.http.gate import (
     cache_salt_of,
     count_output,
     count_prompt,
+    key_of,
     limit_headers,
     may_use,
 )
@@ -42,9 +42,11 @@ from router.http.params import (
     tokens_asked_for,
 )
 from router.http.prompts import chat_prompt, check_chat, check_completion, completion_prompts
+from router.http.request_id import REQUEST_ID_KEY
 from router.http.responder import TIMINGS_HEADER, Responder
 from router.http.response import Choice, Prompt, ResponseFormat, ResponseInfo
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
+from router.http.tiers import standing_of
 from router.http.unsupported import IGNORED_HEADER, ignored_fields, refuse_unsupported
 from router.metrics import RouterMetrics
 from router.model import ModelLimits, ServedModel
@@ -59,10 +61,10 @@ from router.text.output import ChoiceText, OutputOptions
 from runtime.config import RouterSection
 from runtime.logging import get_logger
 from runtime.sampling import SamplingParams
+from runtime.tiers import Standing, Tiers
 
 logger = get_logger(__name__)
 
-REQUEST_ID_KEY: web.RequestKey[str] = web.RequestKey("request_id", str)
 MODEL_KEY: web.RequestKey[str] = web.RequestKey("model", str)
 """The name of the model, once it is known."""
 DELIVERY_S = 10.0
@@ -79,6 +81,7 @@ class Serving:
     metrics: RouterMetrics
     recent: Callable[[], Recent]
     gate: Gate
+    tiers: Tiers = field(default_factory=Tiers)
     finished: FinishedRequests = field(default_factory=FinishedRequests)
 
 
@@ -107,7 +110,7 @@ class OpenAIEndpoints:
         self._serving = serving
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        """``POST /v1/chat/completions``."""
+        """``POST /v1/chat/completions``: what follows a conversation, as OpenAI has it."""
 
         def form(body: ChatRequest, info: ResponseInfo) -> ResponseFormat:
             if body.stream:
@@ -118,7 +121,7 @@ class OpenAIEndpoints:
         return await self.serve_chat(request, lambda raw: parse_body(raw, ChatRequest), form)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """``POST /v1/completions``."""
+        """``POST /v1/completions``: what follows prompts, as OpenAI has it."""
 
         def form(body: CompletionRequest, info: ResponseInfo) -> ResponseFormat:
             skip = body.skip_special_tokens is not False
@@ -188,7 +191,7 @@ class OpenAIEndpoints:
         received = asyncio.get_running_loop().time()
         serving = self._serving
         section = serving.section
-        with serving.backends.bodies.body() as held:
+        with serving.backends.body() as held:
             raw = await read_body(
                 request, held, max_bytes=section.max_body_bytes, timeout_s=section.body_timeout_s
             )
@@ -198,6 +201,9 @@ class OpenAIEndpoints:
                 backend = backend_for(serving, request, body.model)
                 limits = backend.limits()
                 refuse_unsupported(body)
+                standing = standing_of(
+                    body, serving.tiers, key_of(request), max_priority=section.max_priority
+                )
                 sampling = sampling_from(body, limits)
                 most = section.max_choices_per_request
                 return _Call(
@@ -207,6 +213,7 @@ class OpenAIEndpoints:
                     backend=backend,
                     limits=limits,
                     sampling=sampling,
+                    standing=standing,
                     num_choices=num_choices(body, check(body, backend.model, limits), most),
                     received=received,
                     held=held,
@@ -233,7 +240,12 @@ class OpenAIEndpoints:
         """Wait for a place, make tokens, run."""
         serving, body, backend = self._serving, call.body, call.backend
         limits = limits_from_arrival(serving.section, call.received)
-        async with backend.admission.admit(min(call.num_choices, MAX_PARALLEL), limits) as place:
+        async with backend.admission.admit(
+            min(call.num_choices, MAX_PARALLEL),
+            limits,
+            standing=call.standing,
+            num_bytes=call.held.num_bytes,
+        ) as place:
             prompts = await serving.lanes.run(call.num_bytes, prompts_of)
             call.held.release()
             info = ResponseInfo(
@@ -247,6 +259,7 @@ class OpenAIEndpoints:
                 wants_token_ids=bool(body.return_token_ids),
                 wants_timings=bool(body.timings) or call.request.headers.get(TIMINGS_HEADER) == "1",
                 choices_per_prompt=choices_per_prompt(body),
+                service_tier=call.standing.tier,
             )
             mailbox = Mailbox(serving.section.max_mailbox_bytes, lambda: _cut_off_reader(call))
             self._add_choices(info, call, prompts, mailbox, reader_of)
@@ -326,6 +339,7 @@ class OpenAIEndpoints:
                     cache_salt=salt,
                     mailbox=mailbox,
                     received=call.received,
+                    standing=call.standing,
                 )
                 text = ChoiceText(info.vocabulary, options, reader_of(prompt))
                 info.choices.append(
@@ -344,6 +358,7 @@ class _Call(Generic[RequestT]):
     limits: ModelLimits
     """Of its model and workers, when the body was read."""
     sampling: SamplingParams
+    standing: Standing
     num_choices: int
     """Of all prompts."""
     received: float
@@ -381,12 +396,3 @@ def _cut_off(call: _Call[RequestT], reason: str) -> None:
     logger.warning("a client is cut off request_id=%s reason=%r", call.request_id, reason)
     if call.request.transport is not None:
         call.request.transport.abort()
-
-
-_VALID_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-
-
-def request_id_of(request: web.Request) -> str:
-    """The client's x-request-id where it is a plain word, else a new one."""
-    given = request.headers.get("x-request-id", "")
-    return given if _VALID_REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"

@@ -6,6 +6,7 @@ those, and an answer that another attempt cannot better carries ``x-should-retry
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from router.errors import NotReadyError, RateLimitError, RequestError, TooManyRequestsError
@@ -95,7 +96,10 @@ def failure_from(error: TandemError) -> Failure:
     answer = _SPECIAL.get(type(error)) or _ANSWERS[error.code]
     headers = dict(error.headers) if isinstance(error, RateLimitError) else {}
     if answer.retry_after_s:
-        headers["Retry-After"] = str(answer.retry_after_s)
+        seconds: float = answer.retry_after_s
+        if isinstance(error, TooManyRequestsError):
+            seconds = max(seconds, error.retry_after_s)
+        headers["Retry-After"] = str(math.ceil(seconds))
     if not answer.should_retry:
         headers["x-should-retry"] = "false"
     return Failure(

@@ -5,15 +5,10 @@ They translate bodies and answers; everything between is the way of every reques
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Callable, Iterator, Mapping
-
 from aiohttp import web
 
-from router.errors import RequestError
 from router.http.dialect import Dialect
-from router.http.endpoints import OpenAIEndpoints
+from router.http.endpoints import OpenAIEndpoints, Serving, backend_for
 from router.http.errors import Failure
 from router.http.generate import (
     GenerateBody,
@@ -23,14 +18,9 @@ from router.http.generate import (
     as_completion,
     names_of,
 )
-from router.http.messages import (
-    ANTHROPIC,
-    NAMES,
-    MessageBody,
-    MessagesRequest,
-    MessageStream,
-    as_chat,
-)
+from router.http.messages.answer import ANTHROPIC, MessageBody, MessageStream
+from router.http.messages.request import MessagesRequest, as_chat
+from router.http.messages.request import names_of as names_of_messages
 from router.http.response import ResponseFormat, ResponseInfo
 from router.http.responses.answer import Answer, ResponseBody
 from router.http.responses.request import ResponsesRequest
@@ -38,38 +28,18 @@ from router.http.responses.request import as_chat as as_chat_of_responses
 from router.http.responses.request import names_of as names_of_responses
 from router.http.responses.stream import ResponseEvents
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
-
-_ROOT = re.compile(r"([^.\[]*)(\[\d+\])?")
-
-
-@contextlib.contextmanager
-def told_under(names_of: Callable[[], Mapping[str, str]]) -> Iterator[None]:
-    """Let a refusal name the field that the client sent instead of what it was translated to.
-
-    ``names_of`` gives the client's names by ours, of whole fields and of items of lists.
-    """
-    try:
-        yield
-    except RequestError as error:
-        found, names = _ROOT.match(error.param or ""), names_of()
-        assert found is not None  # the pattern may match nothing, and that it always does
-        ours = found.group() if found.group() in names else found.group(1)
-        theirs = names.get(ours)
-        if theirs is not None and error.param is not None:
-            error.param = theirs + error.param.removeprefix(ours)
-            if error.message.startswith(ours):
-                error.message = theirs + error.message.removeprefix(ours)
-        raise
+from router.http.told import told_under
 
 
 class ForeignEndpoints:
     """Handlers of ``/generate``, ``/v1/messages`` and ``/v1/responses``."""
 
-    def __init__(self, endpoints: OpenAIEndpoints) -> None:
+    def __init__(self, endpoints: OpenAIEndpoints, serving: Serving) -> None:
         self._endpoints = endpoints
+        self._serving = serving
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """``POST /generate``, as SGLang has it."""
+        """``POST /generate``: what follows prompts, as SGLang has it."""
         asked = GenerateRequest()
 
         def parse(raw: bytes) -> CompletionRequest:
@@ -85,19 +55,22 @@ class ForeignEndpoints:
             return await self._endpoints.serve_completion(request, parse, form)
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
-        """``POST /v1/messages``, as Anthropic has it."""
+        """``POST /v1/messages``: what follows a conversation, as Anthropic has it."""
+        asked: MessagesRequest | None = None
 
         def parse(raw: bytes) -> ChatRequest:
-            return as_chat(parse_body(raw, MessagesRequest))
+            nonlocal asked
+            asked = parse_body(raw, MessagesRequest)
+            return as_chat(asked, backend_for(self._serving, request, asked.model).model)
 
         def form(body: ChatRequest, info: ResponseInfo) -> ResponseFormat:
             return MessageStream(info) if body.stream else MessageBody(info)
 
-        with told_under(lambda: NAMES):
+        with told_under(lambda: names_of_messages(asked)):
             return await self._endpoints.serve_chat(request, parse, form, ANTHROPIC)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
-        """``POST /v1/responses``, as OpenAI has it."""
+        """``POST /v1/responses``: what follows items, as OpenAI has it; nothing is stored."""
         asked: ResponsesRequest | None = None
         answer: ResponseEvents | None = None
 

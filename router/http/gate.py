@@ -242,6 +242,12 @@ def may_use(request: web.Request, names: Sequence[str]) -> bool:
     return use is None or use.record.may_use(names)
 
 
+def key_of(request: web.Request) -> KeyRecord | None:
+    """The key of ``request``; None where none is asked for."""
+    use = request.get(KEY_USE)
+    return use.record if use else None
+
+
 def cache_salt_of(request: web.Request, salt: str | None) -> str:
     """The salt of the request's cached prefixes: its tenant's, and the client's own beside it."""
     use = request.get(KEY_USE)

@@ -12,6 +12,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict
 
 from router.errors import RequestError
+from router.http.generate_logprobs import ChoiceLogprobs
 from router.http.response import Choice, Json, ResponseInfo
 from router.http.schema import CompletionRequest, neutral, validated
 from router.http.sse import event
@@ -84,13 +85,14 @@ class GenerateRequest(BaseModel):
     rid: str | None = None
     extra_key: str | None = None
     """Requests share cached prefixes with those of the same key."""
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    """The prompt's token with which log-probabilities begin; -1: those of the output alone."""
+    top_logprobs_num: int | None = None
+    return_text_in_logprobs: bool | None = None
     # Harmless: they change no answer here.
     log_metrics: bool | None = None
     priority: int | None = None
-    logprob_start_len: int | None = None
-    top_logprobs_num: int | None = None
-    return_text_in_logprobs: bool | None = None
-    return_logprob: _Unsupported = None
     token_ids_logprob: _Unsupported = None
     return_hidden_states: _Unsupported = None
     return_routed_experts: _Unsupported = None
@@ -115,7 +117,8 @@ def names_of(request: GenerateRequest) -> dict[str, str]:
     """Where the client finds the fields of the completion that ``request`` becomes."""
     prompt = "input_ids" if request.text is None else "text"
     sampling = {ours: f"sampling_params.{theirs}" for ours, theirs in _SAMPLING.items()}
-    return {"prompt": prompt, "cache_salt": "extra_key", **sampling}
+    names = {"prompt": prompt, "cache_salt": "extra_key", "logprobs": "top_logprobs_num"}
+    return {**names, **sampling}
 
 
 def as_completion(request: GenerateRequest) -> CompletionRequest:
@@ -137,9 +140,28 @@ def as_completion(request: GenerateRequest) -> CompletionRequest:
         "prompt": request.input_ids if request.text is None else request.text,
         "stream": request.stream,
         "cache_salt": request.extra_key,
+        "priority": request.priority,
         "return_token_ids": True,
     }
+    if request.return_logprob:
+        fields["logprobs"] = request.top_logprobs_num or 0
+        fields["echo"] = _prompt_start(request) is not None
     return validated(fields, CompletionRequest)
+
+
+def _prompt_start(request: GenerateRequest) -> int | None:
+    """From which of the prompt's tokens log-probabilities are wanted; None: of none.
+
+    Raises:
+        RequestError: ``logprob_start_len`` is below -1.
+    """
+    start = request.logprob_start_len
+    if start is not None and start < -1:
+        raise RequestError(
+            f"logprob_start_len = {start} is out of range. Fix: send -1, or a token's number",
+            param="logprob_start_len",
+        )
+    return None if start is None or start == -1 or not request.return_logprob else start
 
 
 class GenerateText:
@@ -150,10 +172,28 @@ class GenerateText:
         self._id = request.rid or info.response_id.removeprefix("cmpl-")
         self._texts = [""] * len(info.choices)
         self._ids: list[list[int]] = [[] for _ in info.choices]
+        self._prompt_start = _prompt_start(request)
+        self._logprobs = [
+            ChoiceLogprobs(
+                info.vocabulary,
+                num_tops=request.top_logprobs_num or 0,
+                with_text=bool(request.return_text_in_logprobs),
+            )
+            for _ in (info.choices if request.return_logprob else ())
+        ]
         self.is_list = request.is_list
+
+    def open(self, choice: Choice, first: prefill_pb2.FirstToken) -> None:
+        """What is known of a choice with its first token."""
+        if self._prompt_start is not None:
+            self._logprobs[choice.index].add_prompt(
+                choice.prompt.token_ids, first.prompt_logprobs, self._prompt_start
+            )
 
     def add(self, choice: Choice, piece: Piece) -> None:
         """News of a choice."""
+        if self._logprobs:
+            self._logprobs[choice.index].add(piece.token_ids, piece.logprobs)
         self._texts[choice.index] += piece.text
         self._ids[choice.index] += piece.token_ids
 
@@ -167,6 +207,8 @@ class GenerateText:
             "completion_tokens": choice.text.num_tokens,
             "cached_tokens": choice.generation.num_cached_tokens,
         }
+        if self._logprobs:
+            meta |= self._logprobs[choice.index].meta()
         payload: Json = {"text": self._texts[choice.index], "meta_info": meta}
         if finish_reason is not None:
             payload["output_ids"] = self._ids[choice.index]
@@ -193,6 +235,7 @@ class GenerateStream:
 
     def opening(self, choice: Choice, first: prefill_pb2.FirstToken) -> bytes:
         """Nothing: the first text says all."""
+        self._text.open(choice, first)
         return b""
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:
@@ -216,6 +259,7 @@ class GenerateBody:
 
     def opening(self, choice: Choice, first: prefill_pb2.FirstToken) -> bytes:
         """Nothing yet."""
+        self._text.open(choice, first)
         return b""
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from aiohttp import web
 
 from router.backend import Backend
@@ -11,6 +13,8 @@ from router.http.gate import may_use
 from router.http.params import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS
 from router.model import ServedModel
 from router.pool.members import Role
+from router.text.calls.formats import CALL_FORMATS
+from router.text.reasoning import REASONING_FORMATS
 from runtime.version import installed_version
 
 UNKNOWN_VERSION = "0+unknown"
@@ -27,7 +31,7 @@ class ModelEndpoints:
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: those that can be served, and that the request's key may use."""
         cards = [
-            _card_of(backend, name)
+            _card_of(backend, name, self._serving.tiers.names)
             for backend in self._serving.backends
             if backend.readiness.was_ready and may_use(request, backend.model.names)
             for name in backend.model.names
@@ -46,10 +50,10 @@ class ModelEndpoints:
                 code="server_not_ready",
                 status=404,
             )
-        return web.json_response(_card_of(backend, name))
+        return web.json_response(_card_of(backend, name, self._serving.tiers.names))
 
     async def version(self, request: web.Request) -> web.Response:
-        """``GET /version``, in vLLM's shape."""
+        """``GET /version``: this server's, in vLLM's shape."""
         return web.json_response({"version": self._version})
 
     async def server_info(self, request: web.Request) -> web.Response:
@@ -62,8 +66,8 @@ class ModelEndpoints:
         body = {
             "version": self._version,
             "ready": backend.readiness.was_ready and not backend.readiness.missing(),
-            "model": _card_of(backend, backend.name),
-            "models": [_card_of(each, each.name) for each in visible],
+            "model": _card_of(backend, backend.name, serving.tiers.names),
+            "models": [_card_of(each, each.name, serving.tiers.names) for each in visible],
             "vocab_size": limits.vocab_size,
             "eos_token_ids": limits.eos_token_ids,
             "workers": {role.value: len(backend.pool.members(role)) for role in Role},
@@ -81,7 +85,7 @@ class ModelEndpoints:
         return web.json_response(body)
 
 
-def _card_of(backend: Backend, name: str) -> dict[str, object]:
+def _card_of(backend: Backend, name: str, tiers: Sequence[str]) -> dict[str, object]:
     """What clients are told of the model under one of its names."""
     return {
         "id": name,
@@ -90,6 +94,9 @@ def _card_of(backend: Backend, name: str) -> dict[str, object]:
         "owned_by": "tandem",
         "root": backend.name,
         "max_model_len": backend.limits().max_model_len,
+        "tool_parser": _name_of(backend.model.formats.calls, CALL_FORMATS),
+        "reasoning_parser": _name_of(backend.model.formats.reasoning, REASONING_FORMATS),
+        "service_tiers": list(tiers),
         "features": _features_of(backend.model),
     }
 
@@ -106,3 +113,8 @@ def _features_of(model: ServedModel) -> list[str]:
         if formats.reasoning is not None:
             features.append("reasoning")
     return sorted(features)
+
+
+def _name_of(found: object, formats: Mapping[str, object]) -> str | None:
+    """By which a configuration knows what is ``found``; None: the model has no such format."""
+    return next((name for name, fmt in formats.items() if fmt is found), None)

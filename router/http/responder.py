@@ -8,7 +8,9 @@ arrives in one turn of the event loop is one write.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import orjson
 from aiohttp import web
@@ -17,6 +19,7 @@ from router.errors import as_tandem_error
 from router.http import sse
 from router.http.dialect import Dialect
 from router.http.errors import failure_from
+from router.http.outlet import Outlet
 from router.http.response import Choice, ResponseFormat, ResponseInfo
 from router.model_metrics import ModelMetrics
 from router.requests.generation import Output
@@ -26,8 +29,6 @@ from runtime.logging import get_logger
 
 logger = get_logger(__name__)
 
-COUNT_S = 0.5
-"""Output tokens reach the counter so late at most: adding them one by one costs a lock each."""
 TIMINGS_HEADER = "x-tandem-timings"
 
 
@@ -51,23 +52,18 @@ class Responder:
         self._info = info
         self._form = form
         self._metrics = metrics
+        self._deliveries = metrics.deliveries
         self._dialect = dialect
         self._keep_alive_s = keep_alive_s
         self._loop = asyncio.get_running_loop()
         self._error: TandemError | None = None
         self._num_open = len(info.choices)
         self._last_delivery = [0.0] * len(info.choices)
-        self._num_uncounted = 0
-        self._counted_at = self._loop.time()
 
     async def body(self) -> web.Response:
         """The whole answer at once."""
-        try:
-            while self._num_open:
-                self._absorb(await self._run.mailbox.take())
-                self._raise_failure()
-        finally:
-            self._count_tokens()
+        await self._follow(None)
+        self._raise_failure()
         headers = self._headers
         if self._info.wants_timings:
             headers[TIMINGS_HEADER] = orjson.dumps(self._info.timings()).decode()
@@ -80,48 +76,74 @@ class Responder:
         response = web.StreamResponse(
             headers={**self._headers, **sse.HEADERS, "x-request-id": request_id}
         )
-        take = self._run.mailbox.take
-        self._wake_later()
+        mailbox = self._run.mailbox
+        self._keep_alive_later(mailbox.wake)
         try:
-            outputs = await take()
-            data = self._absorb(outputs)
+            outputs = await mailbox.take()
+            data = self._absorb(outputs) if outputs else sse.KEEP_ALIVE
             self._raise_failure()
             await response.prepare(request)
             try:
-                while True:
-                    if not outputs:
-                        data = sse.KEEP_ALIVE
-                    if not self._num_open:
-                        break
-                    if data:
-                        await response.write(data)
-                    self._raise_failure()
-                    outputs = await take()
-                    data = self._absorb(outputs)
-                data += self._form.closing()
+                if self._num_open:
+                    await response.write(data)  # even if empty: the headers go with it
+                    data = await self._follow(Outlet(request))
+                if self._error is not None:
+                    data += self._failure(self._error, request_id)
+                else:
+                    data += self._form.closing()
             except (asyncio.CancelledError, ConnectionError):
                 raise
             except Exception as error:
                 data = self._failure(error, request_id)
-            await response.write(data + self._dialect.done)
-            await response.write_eof()
+            await response.write_eof(data + self._dialect.done)
         finally:
             self._timer.cancel()
-            self._count_tokens()
         return response
+
+    async def _follow(self, outlet: Outlet | None) -> bytes:
+        """Take in all outputs as they come, and send them; returns what the last of them gave.
+
+        Each turn of the event loop that brings some is one call of ``deliver``, and one write.
+        Without room in ``outlet`` they wait in the mailbox; without ``outlet`` nothing is sent.
+        """
+        mailbox = self._run.mailbox
+        last: asyncio.Future[bytes] = self._loop.create_future()
+
+        def deliver() -> None:
+            if last.done() or not (outlet is None or outlet.has_room):
+                return
+            try:
+                data = self._absorb(mailbox.take_now())
+                if not self._num_open or self._error is not None:
+                    last.set_result(data)
+                elif outlet is not None and data:
+                    outlet.write(data)
+            except Exception as error:
+                last.set_exception(error)
+
+        mailbox.listen(deliver)
+        if outlet is None:
+            return await last
+        outlet.on_room(deliver)
+        self._timer.cancel()
+        self._keep_alive_later(partial(_keep_alive, outlet))
+        try:
+            return await last
+        finally:
+            outlet.close()
 
     def _raise_failure(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _wake_later(self) -> None:
-        """Have ``take`` return empty-handed now and then."""
+    def _keep_alive_later(self, keep_alive: Callable[[], None]) -> None:
+        """Call ``keep_alive`` now and then."""
 
-        def wake() -> None:
-            self._run.mailbox.wake()
-            self._wake_later()
+        def ring() -> None:
+            keep_alive()
+            self._keep_alive_later(keep_alive)
 
-        self._timer = self._loop.call_later(self._keep_alive_s, wake)
+        self._timer = self._loop.call_later(self._keep_alive_s, ring)
 
     def _failure(self, error: Exception, request_id: str) -> bytes:
         """The event that tells of a failure after the headers are gone."""
@@ -156,31 +178,34 @@ class Responder:
         return b"".join(parts)
 
     def _measure(self, choice: Choice, output: Output, now: float) -> None:
-        metrics = self._metrics
-        self._num_uncounted += len(output.token_ids)
-        if now - self._counted_at >= COUNT_S:
-            self._count_tokens()
-            self._counted_at = now
+        num_tokens = len(output.token_ids)
         if output.first is not None:
+            metrics = self._metrics
             metrics.ttft.observe(now - choice.generation.timings.received)
             metrics.cached_tokens.inc(output.first.num_cached_tokens)
-        elif output.token_ids:
-            metrics.itl.observe(now - self._last_delivery[choice.index])
+            self._deliveries.add(num_tokens, None)
+        elif num_tokens:
+            self._deliveries.add(num_tokens, now - self._last_delivery[choice.index])
         self._last_delivery[choice.index] = now
-
-    def _count_tokens(self) -> None:
-        num_tokens, self._num_uncounted = self._num_uncounted, 0
-        self._metrics.output_tokens.inc(num_tokens)
 
     def _end(self, choice: Choice, output: Output, reason: str, now: float) -> None:
         self._num_open -= 1
         generation = choice.generation
         generation.timings.ended = now
+        split = generation.timings.split()
         self._metrics.choice_finished(
             reason,
-            generation.timings.split(),
+            split,
             num_tokens=generation.num_tokens,
             max_tokens=generation.sampling.max_tokens,
         )
+        self._metrics.tiers.finished(generation.standing, split, generation.num_tokens)
         if output.finish_reason is None:  # a stop string: decode does not know yet
             self._run.stop(choice.index)
+
+
+def _keep_alive(outlet: Outlet) -> None:
+    """Say that the stream lives, to a client that listens."""
+    with contextlib.suppress(ConnectionError):  # whoever waits for the answer is told elsewhere
+        if outlet.has_room:
+            outlet.write(sse.KEEP_ALIVE)

@@ -54,17 +54,20 @@ class ResponseInfo:
     wants_logprobs: bool = False
     wants_token_ids: bool = False
     wants_timings: bool = False
+    service_tier: str = ""
+    """Of the request; empty: there are no tiers."""
     choices_per_prompt: int = 1
     choices: list[Choice] = field(default_factory=list)
 
     def head(self, kind: str) -> Json:
         """The fields with which every chunk and body begins."""
-        return {
+        head: Json = {
             "id": self.response_id,
             "object": kind,
             "created": self.created,
             "model": self.model,
         }
+        return {**head, "service_tier": self.service_tier} if self.service_tier else head
 
     def chunk(self, kind: str, choice: Json) -> Json:
         """A streamed chunk with one choice; usage, if asked for, is null before the last."""

@@ -78,10 +78,11 @@ def _logit_bias(value: object) -> dict[int, float]:
 class StreamOptions(BaseModel):
     """``stream_options``."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Annotated[None, neutral(False)] = None
 
 
 class GenerationRequest(BaseModel):
@@ -114,6 +115,8 @@ class GenerationRequest(BaseModel):
     return_token_ids: bool | None = None
     cache_salt: str | None = None
     timings: bool | None = None
+    service_tier: str | None = None
+    priority: int | None = None
 
     @property
     def includes_usage(self) -> bool:

@@ -28,6 +28,7 @@ from router.text.lanes import Lanes
 from runtime.config import RouterSection
 from runtime.errors import ConfigError
 from runtime.net import Credentials
+from runtime.tiers import Tiers
 
 TICK_S = 0.5
 SHUTDOWN_S = 2.0
@@ -46,6 +47,7 @@ class HttpServer:
         metrics: RouterMetrics | None = None,
         keys: KeySource | None = None,
         ledger: Ledger | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         """``section`` has this process's share of what is the whole router's.
 
@@ -54,8 +56,10 @@ class HttpServer:
         self._tls = credentials.http_ssl_context()
         loop = asyncio.get_running_loop()
         self.metrics = metrics or RouterMetrics()
+        tiers = tiers or Tiers()
+        self.metrics.tiers.expect(tiers.names)
         self.metrics.introduce([model.name for model in models])
-        self.backends = _backends_of(models, section, self.metrics, credentials)
+        self.backends = _backends_of(models, section, self.metrics, credentials, tiers)
         self._lanes = Lanes()
         self._connections = Connections(_limits_of(section), loop.time)
         self._recent = RecentWindow(lambda: Totals.of(self.metrics.sums().collect()), loop.time)
@@ -69,6 +73,7 @@ class HttpServer:
             metrics=self.metrics,
             recent=self._recent.recent,
             gate=self._gate,
+            tiers=tiers,
         )
         self._journal = PoolJournal(time.time)
         for backend in self.backends:
@@ -113,6 +118,8 @@ class HttpServer:
             lag_s = max(0.0, loop.time() - wanted)
             self.metrics.loop_lag.set(lag_s)
             self.metrics.process.measure()
+            self.metrics.settle()
+            self.metrics.tiers.set_waiting(self.backends.num_waiting_by_tier())
             self.metrics.connections.set(len(self._connections))
             self.metrics.texts_pending.set(self._lanes.num_pending)
             self._gate.follow()
@@ -138,6 +145,7 @@ class HttpServer:
         await self._runner.cleanup()
         self._lanes.close()
         await self.backends.close()
+        self.metrics.settle()
 
 
 def _backends_of(
@@ -145,6 +153,7 @@ def _backends_of(
     section: RouterSection,
     metrics: RouterMetrics,
     credentials: Credentials,
+    tiers: Tiers,
 ) -> Backends:
     bodies = BodyBudget(section.max_queue_bytes)
     router_id, clock = f"router-{secrets.token_hex(6)}", asyncio.get_running_loop().time
@@ -155,10 +164,11 @@ def _backends_of(
             router_id=router_id,
             clock=clock,
             bodies=bodies,
+            tiers=tiers,
         )
         for model in models
     ]
-    return Backends(backends, bodies)
+    return Backends(backends)
 
 
 def _gate_of(

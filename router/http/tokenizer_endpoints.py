@@ -1,4 +1,4 @@
-"""The tokenizer as endpoints: no worker hears of these requests.
+"""The tokenizer as endpoints, by the names that several APIs have for it. No worker hears of them.
 
 Bodies are bounded, counted and worked on in threads like those of generation.
 """
@@ -6,13 +6,16 @@ Bodies are bounded, counted and worked on in threads like those of generation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import orjson
 from aiohttp import web
 
+from router.backend import Backend
 from router.http.body import read_body
 from router.http.endpoints import Serving, backend_for
+from router.http.messages.request import CountRequest
+from router.http.messages.request import as_chat as chat_of_messages
+from router.http.messages.request import names_of as names_of_messages
 from router.http.prompts import (
     Abandoned,
     chat_prompt,
@@ -21,7 +24,10 @@ from router.http.prompts import (
     completion_prompts,
 )
 from router.http.response import Json
-from router.http.schema import ChatRequest, parse_body
+from router.http.responses.request import InputRequest
+from router.http.responses.request import as_chat as chat_of_responses
+from router.http.responses.request import names_of as names_of_responses
+from router.http.schema import ChatRequest, CompletionRequest, parse_body
 from router.http.tokenization import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -29,14 +35,15 @@ from router.http.tokenization import (
     text_answer,
     tokens_answer,
 )
+from router.http.told import told_under
 from router.http.unsupported import refuse_unsupported
 from router.model import ModelLimits, ServedModel
 
-BodyT = TypeVar("BodyT", TokenizeRequest, DetokenizeRequest)
+Work = Callable[[bytes, Abandoned], Json]
 
 
 class TokenizerEndpoints:
-    """Handlers of ``/tokenize`` and ``/detokenize``."""
+    """Handlers of ``/tokenize``, ``/detokenize`` and of what counts the tokens of a prompt."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
@@ -44,50 +51,80 @@ class TokenizerEndpoints:
     async def tokenize(self, request: web.Request) -> web.Response:
         """``POST /tokenize``: the tokens that the model would be given."""
 
-        def answer(
-            body: TokenizeRequest, model: ServedModel, limits: ModelLimits, is_abandoned: Abandoned
-        ) -> Json:
-            token_ids = _token_ids(body, model, limits, is_abandoned)
+        def answer(raw: bytes, is_abandoned: Abandoned) -> Json:
+            body = parse_body(raw, TokenizeRequest)
+            backend = backend_for(self._serving, request, body.model)
+            model, limits = backend.model, backend.limits()
+            token_ids = _token_ids(as_generation(body), model, limits, is_abandoned)
             return tokens_answer(
                 token_ids, model, limits, with_strings=bool(body.return_token_strs)
             )
 
-        return await self._answer(request, TokenizeRequest, answer)
+        return await self._answer(request, answer)
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """``POST /detokenize``: the text of tokens."""
-        return await self._answer(
-            request,
-            DetokenizeRequest,
-            lambda body, model, limits, _: text_answer(body, model, limits),
-        )
 
-    async def _answer(
-        self,
-        request: web.Request,
-        body_type: type[BodyT],
-        answer: Callable[[BodyT, ServedModel, ModelLimits, Abandoned], Json],
-    ) -> web.Response:
+        def answer(raw: bytes, _: Abandoned) -> Json:
+            body = parse_body(raw, DetokenizeRequest)
+            backend = backend_for(self._serving, request, body.model)
+            return text_answer(body, backend.model, backend.limits())
+
+        return await self._answer(request, answer)
+
+    async def count_of_messages(self, request: web.Request) -> web.Response:
+        """``POST /v1/messages/count_tokens``: how many tokens a prompt has, as Anthropic has it."""
+        asked: CountRequest | None = None
+
+        def answer(raw: bytes, is_abandoned: Abandoned) -> Json:
+            nonlocal asked
+            asked = parse_body(raw, CountRequest)
+            backend = backend_for(self._serving, request, asked.model)
+            chat = chat_of_messages(asked, backend.model)
+            return {"input_tokens": _num_tokens(chat, backend, is_abandoned)}
+
+        with told_under(lambda: names_of_messages(asked)):
+            return await self._answer(request, answer)
+
+    async def count_of_responses(self, request: web.Request) -> web.Response:
+        """``POST /v1/responses/input_tokens``: how many tokens a prompt has, as OpenAI has it."""
+        asked: InputRequest | None = None
+
+        def answer(raw: bytes, is_abandoned: Abandoned) -> Json:
+            nonlocal asked
+            asked = parse_body(raw, InputRequest)
+            backend = backend_for(self._serving, request, asked.model)
+            num_tokens = _num_tokens(chat_of_responses(asked), backend, is_abandoned)
+            return {"object": "response.input_tokens", "input_tokens": num_tokens}
+
+        with told_under(lambda: names_of_responses(asked)):
+            return await self._answer(request, answer)
+
+    async def _answer(self, request: web.Request, answer: Work) -> web.Response:
         serving = self._serving
         section = serving.section
-        with serving.backends.bodies.body() as held:
+        with serving.backends.body() as held:
             raw = await read_body(
                 request, held, max_bytes=section.max_body_bytes, timeout_s=section.body_timeout_s
             )
 
             def work(is_abandoned: Abandoned) -> bytes:
-                body = parse_body(raw, body_type)
-                backend = backend_for(serving, request, body.model)
-                return orjson.dumps(answer(body, backend.model, backend.limits(), is_abandoned))
+                return orjson.dumps(answer(raw, is_abandoned))
 
             data = await serving.lanes.run(len(raw), work)
         return web.Response(body=data, content_type="application/json")
 
 
+def _num_tokens(chat: ChatRequest, backend: Backend, is_abandoned: Abandoned) -> int:
+    return len(_token_ids(chat, backend.model, backend.limits(), is_abandoned))
+
+
 def _token_ids(
-    body: TokenizeRequest, model: ServedModel, limits: ModelLimits, is_abandoned: Abandoned
+    generation: ChatRequest | CompletionRequest,
+    model: ServedModel,
+    limits: ModelLimits,
+    is_abandoned: Abandoned,
 ) -> list[int]:
-    generation = as_generation(body)
     refuse_unsupported(generation)
     if isinstance(generation, ChatRequest):
         check_chat(generation, model, limits)

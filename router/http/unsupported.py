@@ -53,6 +53,8 @@ _NEUTRAL: Mapping[str, Sequence[object]] = {
     "typical_p": (1,),
     "web_search_options": (),
     "audio": (),
+    "moderation": (),
+    "prompt_cache_options": ({}, {"mode": "implicit"}),
     "lora_path": (),
     "lora_request": (),
     "lora_name": (),
@@ -66,7 +68,10 @@ _NEUTRAL: Mapping[str, Sequence[object]] = {
     "max_reasoning_tokens": (),
 }
 """Fields of other servers that change an answer, each with the values that do not, besides null."""
-_TEMPLATE_SWITCHES = ("reasoning_effort", "enable_thinking", "thinking", "thinking_budget")
+_TEMPLATE_SWITCHES = (
+    *("reasoning_effort", "verbosity"),
+    *("enable_thinking", "thinking", "thinking_budget"),
+)
 """Fields that reach the chat template, of the body or of chat_template_kwargs."""
 _OTHER_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -82,8 +87,8 @@ _OTHER_NAMES = {
 }
 _HARMLESS = frozenset(
     {
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
-        *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "priority"),
+        *("user", "metadata", "store", "safety_identifier", "prediction"),
+        *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
         *("request_id", "rid", "stream_reasoning", "mm_processor_kwargs", "kv_transfer_params"),
         *("bootstrap_host", "bootstrap_port", "bootstrap_room", "guided_decoding_backend"),
         *(
@@ -260,3 +265,12 @@ def _unsupported(param: str, value: object, fix: str) -> RequestError:
         param=param,
         code="unsupported_value",
     )
+
+
+def unknown_fields() -> dict[str, list[str]]:
+    """Fields that no request has and that are known all the same, by what becomes of them."""
+    return {
+        "refused, but for values that change nothing": sorted({*_CONSTRAINTS, *_NEUTRAL}),
+        "read by some chat templates, else refused": sorted(_TEMPLATE_SWITCHES),
+        "of no meaning here": sorted(_HARMLESS),
+    }

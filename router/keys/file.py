@@ -32,6 +32,8 @@ _TYPES: dict[str, type] = {
     "models": list,
     "rights": list,
     "cache_salt": str,
+    "tiers": list,
+    "tier": str,
 } | dict.fromkeys(_LIMITS, int)
 _HEADER = """\
 # API keys of a Tandem router (router.keys_file), by their SHA-256; read again when it changes.
@@ -137,17 +139,20 @@ def _record(name: str, fields: object) -> KeyRecord:
         if type(value) is not expected:
             found, fix = type(value).__name__, f"a value of type {expected.__name__}"
             raise ConfigError(f"{where}.{key}", "...", f"is a {found}", fix)
-    models = fields.get("models", [])
-    for model in models:
-        if not isinstance(model, str) or not model:
-            raise ConfigError(f"{where}.models", model, "is no name", "names of models, as strings")
+    for field in ("models", "tiers"):
+        for item in fields.get(field, []):
+            if not isinstance(item, str) or not item:
+                fix = f"names of {field}, as strings"
+                raise ConfigError(f"{where}.{field}", item, "is no name", fix)
     rights = fields.get("rights", [Right.INFERENCE.value])
     return KeyRecord(
         name=name,
         sha256=fields.get("sha256", ""),
         rights=frozenset(parse_right(right, f"{where}.rights") for right in rights),
-        models=tuple(models),
+        models=tuple(fields.get("models", [])),
         cache_salt=fields.get("cache_salt", ""),
+        tiers=tuple(fields.get("tiers", [])),
+        tier=fields.get("tier", ""),
         limits=KeyLimits(**{limit: fields.get(limit, 0) for limit in _LIMITS}),
     )
 
@@ -161,6 +166,10 @@ def _table_of(record: KeyRecord) -> str:
         lines.append(f"models = [{', '.join(map(_quoted, record.models))}]")
     if record.cache_salt:
         lines.append(f'cache_salt = "{record.cache_salt}"')
+    if record.tiers:
+        lines.append(f"tiers = [{', '.join(map(_quoted, record.tiers))}]")
+    if record.tier:
+        lines.append(f"tier = {_quoted(record.tier)}")
     limits = ((limit, getattr(record.limits, limit)) for limit in _LIMITS)
     lines += [f"{limit} = {value}" for limit, value in limits if value]
     return "\n".join(lines) + "\n"

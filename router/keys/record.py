@@ -63,6 +63,10 @@ class KeyRecord:
     """Names of models that it may use; empty: all."""
     cache_salt: str = ""
     """Keys with the same one share cached prefixes; empty: the key's own name."""
+    tiers: tuple[str, ...] = ()
+    """Names of tiers of service that it may have; empty: all."""
+    tier: str = ""
+    """Of its requests that name none; empty: the cluster's default, or the last of ``tiers``."""
     limits: KeyLimits = field(default_factory=KeyLimits)
     rights: frozenset[Right] = frozenset({Right.INFERENCE})
 
@@ -76,6 +80,11 @@ class KeyRecord:
             raise ConfigError(f"{where}.sha256", "...", problem, fix)
         if self.cache_salt and not _NAME.fullmatch(self.cache_salt):
             raise _bad_name(f"{where}.cache_salt", self.cache_salt)
+        if self.tier and not self.may_have(self.tier):
+            problem = f"is none of {where}.tiers"
+            raise ConfigError(
+                f"{where}.tier", self.tier, problem, f"one of {', '.join(self.tiers)}"
+            )
         if not self.rights:
             fix = f"one or more of {', '.join(right.value for right in Right)}"
             raise ConfigError(f"{where}.rights", [], "the key would be good for nothing", fix)
@@ -97,6 +106,10 @@ class KeyRecord:
     def may_use(self, names: Iterable[str]) -> bool:
         """Whether requests of this key may ask for the model of these ``names``."""
         return not self.models or not set(self.models).isdisjoint(names)
+
+    def may_have(self, tier: str) -> bool:
+        """Whether requests of this key may be of ``tier``."""
+        return not self.tiers or tier in self.tiers
 
 
 def parse_right(text: object, path: str) -> Right:

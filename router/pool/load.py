@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from router.pool.members import WorkerLoad
+from router.pool.rates import MeasuredRates
 
 
 class _Ours(NamedTuple):
@@ -29,6 +30,8 @@ class MergedLoad:
 
     report: WorkerLoad = field(default_factory=WorkerLoad)
     """The newest."""
+    rates: MeasuredRates = field(default_factory=MeasuredRates)
+    """From all reports."""
     num_ours: int = 0
     """Requests of this process in flight there."""
     _our_tokens: int = 0
@@ -53,6 +56,7 @@ class MergedLoad:
 
     def apply(self, report: WorkerLoad) -> bool:
         """Take a report; False where it is not newer than the one that is held."""
+        self.rates.observe(report)  # by its clock: it may say more than a newer one
         if report.sequence == 0:
             if report == self.report:
                 return False

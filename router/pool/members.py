@@ -71,6 +71,12 @@ class WorkerLoad:
     """Bytes of KV that came to a decode rank, by the endpoint that sent them."""
     clock_s: float = field(default=0.0, compare=False)
     """The worker's own clock at this report; 0: not told."""
+    busy_s: float = 0.0
+    """Of this life, in steps."""
+    num_requests_done: int = 0
+    """Of this life, that ended by themselves in decode."""
+    received_s: tuple[tuple[str, float], ...] = ()
+    """Seconds in which the bytes of ``received`` were on their way, by the same endpoints."""
 
     @property
     def num_requests(self) -> int:
@@ -103,6 +109,8 @@ class Member:
     """That a decode rank takes on at once; 0: no such limit."""
     num_routers: int = 1
     """That have it in their pools, this one included: each lets in its share of the places."""
+    kv_block_bytes: int = 0
+    """Of one block of a decode rank, all layers; 0: not told."""
     load: WorkerLoad = field(default_factory=WorkerLoad, compare=False)
     """Of its last renewal; two members are equal whatever their loads are."""
 
@@ -139,6 +147,9 @@ def load_from_proto(message: registry_pb2.WorkerLoad) -> WorkerLoad:
         num_steps_done=message.num_steps_done,
         received=tuple((item.peer, item.num_bytes) for item in message.received),
         clock_s=message.clock_s,
+        busy_s=message.busy_s,
+        num_requests_done=message.num_requests_done,
+        received_s=tuple((item.peer, item.seconds) for item in message.received),
     )
 
 
@@ -175,6 +186,7 @@ def member_from_proto(
         started_ms=record.started_ms,
         max_num_requests=record.max_num_requests,
         num_routers=max(1, record.num_routers),
+        kv_block_bytes=record.kv_block_bytes,
         load=WorkerLoad() if load is None else load_from_proto(load),
     )
 
@@ -182,6 +194,7 @@ def member_from_proto(
 def member_to_proto(member: Member) -> registry_pb2.PoolMember:
     """The inverse of ``member_from_proto``."""
     load = member.load
+    seconds = dict(load.received_s)
     return registry_pb2.PoolMember(
         worker=registry_pb2.WorkerRecord(
             identity=member.identity,
@@ -200,6 +213,7 @@ def member_to_proto(member: Member) -> registry_pb2.PoolMember:
             started_ms=member.started_ms,
             max_num_requests=member.max_num_requests,
             num_routers=member.num_routers,
+            kv_block_bytes=member.kv_block_bytes,
         ),
         load=registry_pb2.WorkerLoad(
             num_requests_running=load.num_requests_running,
@@ -213,9 +227,12 @@ def member_to_proto(member: Member) -> registry_pb2.PoolMember:
             num_tokens_done=load.num_tokens_done,
             num_steps_done=load.num_steps_done,
             received=[
-                registry_pb2.PeerBytes(peer=peer, num_bytes=num) for peer, num in load.received
+                registry_pb2.PeerBytes(peer=peer, num_bytes=num, seconds=seconds.get(peer, 0.0))
+                for peer, num in load.received
             ],
             clock_s=load.clock_s,
+            busy_s=load.busy_s,
+            num_requests_done=load.num_requests_done,
         ),
     )
 

@@ -6,6 +6,11 @@ what decode can hold, so that workers are never asked for more than they have; t
 for a request that has a place. Some of it is held back: a request that was aborted leaves its place
 here before its place in decode. An HTTP request is admitted whole: one with many choices may pass
 the limit by those that it runs at once, but is never refused halfway.
+
+With tiers of service the order is that of ``WaitingLine``. Places are held for as long as an answer
+takes, so a request of a tier before the last that would miss its target for the first token is let
+into part of what is held back; nobody's place is ever kept empty for somebody who may come. Where
+bodies take too much memory, the latest requests of the last tier in order make room.
 """
 
 from __future__ import annotations
@@ -13,12 +18,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 
 from router.errors import TooManyRequestsError
 from router.pool.members import Member
+from router.requests.line import WaitingLine
+from router.requests.pace import Pace
 from runtime.budget import Budget, BudgetKind, earliest
 from runtime.errors import DrainingError
+from runtime.tiers import NO_TIER, Standing
 
 QUEUE_TIMEOUT_S = 900.0
 MAX_QUEUE_BYTES = 256 * 2**20
@@ -28,19 +37,27 @@ SMALL_BODY_BYTES = 64 * 2**10
 LET_IN_SHARE = 0.75
 """Of what decode takes on. The rest is for requests that end in decode a moment later than here,
 and for one with many choices that passes the limit."""
+URGENT_SHARE = 0.9
+"""The same for requests of a tier before the last that would miss their target otherwise."""
+WAIT_SHARE = 0.5
+"""Of that target, what a request may wait here: workers need the rest."""
 REQUESTS_OF_SILENT_RANK = 128
 """Of a decode rank that does not say how many it takes on."""
 
 
-def limit_of(decodes: Iterable[Member], num_processes: int) -> int:
+MAX_RETRY_AFTER_S = 60.0
+
+
+def limit_of(decodes: Iterable[Member], num_processes: int, share: float = LET_IN_SHARE) -> int:
     """Choices that one of ``num_processes`` lets in, for these decode ranks; 0 without any.
 
-    Where a rank is in the pools of several routers, each lets in its share.
+    ``share`` is of what the ranks take on. Where a rank is in the pools of several routers, each
+    lets in its part.
     """
     shares = [
         (rank.max_num_requests or REQUESTS_OF_SILENT_RANK) / rank.num_routers for rank in decodes
     ]
-    return math.ceil(LET_IN_SHARE * sum(shares) / num_processes)
+    return math.ceil(share * sum(shares) / num_processes)
 
 
 class Place:
@@ -57,11 +74,19 @@ class Place:
             self._admission.release(num_choices)
 
 
+class BodyBudget:
+    """Bytes of bodies that are read or wait, whichever model they are for."""
+
+    def __init__(self, max_bytes: int = MAX_QUEUE_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+
+
 class BodyBytes:
     """What one body takes of the memory for bodies that are read or wait."""
 
-    def __init__(self, budget: BodyBudget) -> None:
-        self._budget = budget
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
@@ -70,51 +95,24 @@ class BodyBytes:
         Raises:
             TooManyRequestsError: all bodies together are too large, and this one is not small.
         """
-        self._budget.count(num_bytes)
+        self._admission.count_body(num_bytes)
         self.num_bytes += num_bytes
         if self.num_bytes > SMALL_BODY_BYTES:
-            self._budget.check()
+            self._admission.check_body_bytes()
 
     def release(self) -> None:
         """It waits no more; idempotent."""
-        self._budget.count(-self.num_bytes)
+        self._admission.count_body(-self.num_bytes)
         self.num_bytes = 0
-
-
-class BodyBudget:
-    """Bytes of bodies that are read or wait, whichever model they are for."""
-
-    def __init__(self, max_bytes: int = MAX_QUEUE_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self.num_bytes = 0
-
-    @contextlib.contextmanager
-    def body(self) -> Iterator[BodyBytes]:
-        """Count the bytes of one body until it is released, at the latest at the end."""
-        held = BodyBytes(self)
-        try:
-            yield held
-        finally:
-            held.release()
-
-    def count(self, num_bytes: int) -> None:
-        """``num_bytes`` more (or fewer) are held."""
-        self.num_bytes += num_bytes
-
-    def check(self) -> None:
-        """Raise TooManyRequestsError where bodies take more than they may."""
-        if self.num_bytes > self._max_bytes:
-            raise TooManyRequestsError(
-                f"bodies of {self.num_bytes} bytes are read or wait for a place, and "
-                f"router.max_queue_bytes is {self._max_bytes}. Fix: retry in a moment"
-            )
 
 
 class _Waiter:
     """One request in the queue."""
 
-    def __init__(self, num_choices: int) -> None:
+    def __init__(self, num_choices: int, standing: Standing, num_bytes: int) -> None:
         self.num_choices = num_choices
+        self.standing = standing
+        self.num_bytes = num_bytes
         loop = asyncio.get_running_loop()
         self.since = loop.time()
         self.turn: asyncio.Future[None] = loop.create_future()
@@ -132,18 +130,26 @@ class Admission:
         limit: int,
         *,
         queue_timeout_s: float = QUEUE_TIMEOUT_S,
+        max_queue_bytes: int = MAX_QUEUE_BYTES,
         bodies: BodyBudget | None = None,
+        last_order: int = 0,
+        on_refused: Callable[[Standing], None] = lambda standing: None,
     ) -> None:
         """``limit``: choices in flight, until ``set_limit`` says otherwise.
 
-        ``bodies``: what all that wait here or elsewhere may take; None: a budget of its own.
+        ``bodies`` are those of several admissions together, in the place of ``max_queue_bytes``.
+        ``last_order`` is that of the last tier in order; ``on_refused`` is told of requests that
+        were to wait and are answered 429.
         """
-        self._limit = limit
+        self._limit = self._urgent_limit = limit
+        self._last_order = last_order
+        self._on_refused = on_refused
         self._queue_timeout_s = queue_timeout_s
-        self._bodies = bodies or BodyBudget()
+        self._bodies = bodies or BodyBudget(max_queue_bytes)
         self._num_in_flight = 0
         self._draining = False
-        self._waiters: dict[_Waiter, None] = {}  # in the order of arrival
+        self._line = WaitingLine[_Waiter]()
+        self._pace = Pace()
 
     @property
     def limit(self) -> int:
@@ -158,38 +164,55 @@ class Admission:
     @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._waiters)
+        return len(self._line)
+
+    def num_waiting_by_tier(self) -> Counter[str]:
+        """The same by the names of tiers; those of no tier under ""."""
+        return self._line.counts()
 
     @property
     def oldest_wait_s(self) -> float:
-        """How long the first of them has waited; 0 where nobody does."""
-        first = next(iter(self._waiters), None)
+        """How long the oldest of them has waited; 0 where nobody does."""
+        first = next(iter(self._line), None)
         return asyncio.get_running_loop().time() - first.since if first is not None else 0.0
+
+    @property
+    def body_bytes(self) -> int:
+        """Of bodies that are being read or wait."""
+        return self._bodies.num_bytes
 
     @property
     def draining(self) -> bool:
         """Whether new requests are refused because the process is about to end."""
         return self._draining
 
-    def set_limit(self, limit: int) -> None:
-        """What the workers can hold has changed."""
-        self._limit = limit
+    def set_limit(self, limit: int, urgent_limit: int = 0) -> None:
+        """What the workers can hold has changed.
+
+        ``urgent_limit``: the limit for requests that would miss their tier's target, if it is more.
+        """
+        self._limit, self._urgent_limit = limit, max(limit, urgent_limit)
         self._let_in()
 
     def drain(self) -> None:
         """Admit nothing from now on; who waits is told so."""
         self._draining = True
-        for waiter in self._waiters:
+        for waiter in self._line:
             if not waiter.turn.done():
                 waiter.turn.set_exception(_draining())
 
     @contextlib.asynccontextmanager
     async def admit(
-        self, num_choices: int, limits: Collection[Budget] = ()
+        self,
+        num_choices: int,
+        limits: Collection[Budget] = (),
+        *,
+        standing: Standing = NO_TIER,
+        num_bytes: int = 0,
     ) -> AsyncIterator[Place]:
         """Wait for a place for one HTTP request that runs ``num_choices`` at once, and hold it.
 
-        ``limits`` are the request's own.
+        ``limits`` are the request's own; its body has ``num_bytes``.
 
         Raises:
             TooManyRequestsError: none was free in time, or too much waits already.
@@ -198,8 +221,8 @@ class Admission:
         """
         if self._draining:
             raise _draining()
-        if self._waiters or self._num_in_flight >= self._limit:
-            await self._wait(num_choices, limits)
+        if self._line or self._num_in_flight >= self._limit:
+            await self._wait(_Waiter(num_choices, standing, num_bytes), limits)
         else:
             self._num_in_flight += num_choices
         place = Place(self, num_choices)
@@ -208,44 +231,130 @@ class Admission:
         finally:
             place.give_back()
 
+    @contextlib.contextmanager
+    def body(self) -> Iterator[BodyBytes]:
+        """Count the bytes of one body until it is released, at the latest at the end."""
+        held = BodyBytes(self)
+        try:
+            yield held
+        finally:
+            held.release()
+
     def release(self, num_choices: int) -> None:
         """A ``Place`` was given back."""
         self._num_in_flight -= num_choices
+        self._pace.note(num_choices, asyncio.get_running_loop().time())
         self._let_in()
 
-    async def _wait(self, num_choices: int, limits: Collection[Budget]) -> None:
-        self._bodies.check()
-        now = asyncio.get_running_loop().time()
+    def count_body(self, num_bytes: int) -> None:
+        """``num_bytes`` more (or fewer) are held."""
+        self._bodies.num_bytes += num_bytes
+
+    def check_body_bytes(self, num_leaving: int = 0) -> None:
+        """Raise TooManyRequestsError where bodies take more than they may.
+
+        ``num_leaving`` are bytes of requests that were told to go, and have not gone.
+        """
+        if self.body_bytes - num_leaving > self._bodies.max_bytes:
+            raise TooManyRequestsError(
+                f"bodies of {self.body_bytes} bytes are read or wait for a place, and "
+                f"router.max_queue_bytes is {self._bodies.max_bytes}. Fix: retry in a moment",
+                retry_after_s=self._retry_after_s(self._last_order),
+            )
+
+    def _retry_after_s(self, order: int) -> float:
+        """When a request of this tier that comes now would be let in, as far as is known."""
+        num_ahead = self._line.num_ahead_of(order) + 1
+        wait_s = self._pace.wait_s(num_ahead, asyncio.get_running_loop().time())
+        return min(wait_s or 1.0, MAX_RETRY_AFTER_S)
+
+    def _shed_for(self, waiter: _Waiter) -> None:
+        """Make room for the body of ``waiter``, at the cost of tiers behind its own.
+
+        Raises:
+            TooManyRequestsError: there is nobody of them, or it would not do.
+        """
+        num_leaving = 0
+        while self.body_bytes - num_leaving > self._bodies.max_bytes:
+            victim = self._line.last_behind(waiter.standing.order)
+            if victim is None:
+                break
+            self._line.remove(victim)
+            if not victim.turn.done():
+                num_leaving += victim.num_bytes
+                victim.turn.set_exception(self._shed(victim.standing))
+        self.check_body_bytes(num_leaving)
+
+    def _shed(self, standing: Standing) -> TooManyRequestsError:
+        return TooManyRequestsError(
+            f"service_tier = {standing.tier!r}: requests of other tiers go first, and there is no "
+            "more room to wait (router.max_queue_bytes). Fix: retry later, or send another tier",
+            retry_after_s=self._retry_after_s(standing.order),
+        )
+
+    async def _wait(self, waiter: _Waiter, limits: Collection[Budget]) -> None:
+        try:
+            await self._wait_in_line(waiter, limits)
+        except TooManyRequestsError:
+            self._on_refused(waiter.standing)
+            raise
+
+    async def _wait_in_line(self, waiter: _Waiter, limits: Collection[Budget]) -> None:
+        self._shed_for(waiter)
+        loop = asyncio.get_running_loop()
+        now = loop.time()
         queue = Budget.start(BudgetKind.QUEUE, self._queue_timeout_s, now, "router.queue_timeout_s")
         budget = earliest((queue, *limits))
-        waiter = _Waiter(num_choices)
-        self._waiters[waiter] = None
+        self._line.add(waiter)
+        self._let_in()
+        urgent = loop.call_at(now + WAIT_SHARE * waiter.standing.ttft_s, self._let_in)
         try:
             async with asyncio.timeout_at(budget.until):
                 await waiter.turn
         except BaseException as error:
             if waiter.has_place:  # given in the same turn of the loop in which the wait ended
-                self.release(num_choices)
+                self.release(waiter.num_choices)
             if isinstance(error, TimeoutError):
                 failure = budget.error(
                     f"{self._num_in_flight} choices were in flight, of {self._limit} that may be"
                 )
                 if budget is not queue:
                     raise failure from error
-                raise TooManyRequestsError(f"{failure.message}. Fix: retry later") from error
+                raise TooManyRequestsError(
+                    f"{failure.message}. Fix: retry later",
+                    retry_after_s=self._retry_after_s(waiter.standing.order),
+                ) from error
             raise
         finally:
-            self._waiters.pop(waiter, None)
+            urgent.cancel()
+            self._line.remove(waiter)
 
     def _let_in(self) -> None:
-        while self._num_in_flight < self._limit:
-            waiter = next(iter(self._waiters), None)
-            if waiter is None:
-                return
-            del self._waiters[waiter]
+        while (waiter := self._next()) is not None:
             if not waiter.turn.done():
                 self._num_in_flight += waiter.num_choices
                 waiter.turn.set_result(None)
+
+    def _next(self) -> _Waiter | None:
+        """Take out who may come in now; None: nobody."""
+        if self._num_in_flight < self._limit:
+            return self._line.pop()
+        if self._num_in_flight >= self._urgent_limit:
+            return None
+        first = self._line.first_in_order()
+        if first is None or not self._is_urgent(first):
+            return None
+        self._line.remove(first)
+        return first
+
+    def _is_urgent(self, waiter: _Waiter) -> bool:
+        """Whether it would miss its target if it waited for the next place that comes free."""
+        standing = waiter.standing
+        if standing.order >= self._last_order or not standing.ttft_s:
+            return False
+        now = asyncio.get_running_loop().time()
+        wait_s = now - waiter.since + (self._pace.wait_s(1, now) or 0.0)
+        return wait_s >= WAIT_SHARE * standing.ttft_s
 
 
 def _draining() -> DrainingError:

@@ -37,7 +37,7 @@ from runtime.errors import (
 from runtime.logging import get_logger
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2
 from runtime.rpc import map_rpc_errors
-from runtime.wire import error_from_proto, sampling_to_proto
+from runtime.wire import error_from_proto, sampling_to_proto, standing_to_proto
 
 logger = get_logger(__name__)
 
@@ -125,15 +125,13 @@ class Attempt:
         self._workers = workers
         self._generation = generation
         self._sink = AttemptSink(generation)
-        self._pair = pair
-        self._budget = budget
+        self._pair, self._budget = pair, budget
         self._seek_room = seek_room
         self.queued_since = queued_since
         self._context = generation.context_token_ids
         self._num_output_tokens = generation.num_tokens
         # Another name per attempt: an abort of the first must not hit the second.
-        suffix = f"-r{number}" if number else ""
-        self.worker_request_id = generation.request_id + suffix
+        self.worker_request_id = generation.request_id + (f"-r{number}" if number else "")
         self.culprits: set[WorkerKey] = set()
         """After a failure: who is known to be at fault; empty where nobody is."""
         self.has_prefilled = False
@@ -185,6 +183,7 @@ class Attempt:
             prefill_address=pair.prefill.address,
             num_prefill_ranks=pair.prefill.num_parts,
             cache_salt=generation.cache_salt,
+            standing=standing_to_proto(generation.standing_now()),
         )
         stub = self._workers.clients.decode(pair.decode)
         num_breaks = stream.num_breaks
@@ -222,6 +221,7 @@ class Attempt:
             reservation=reservation,
             timeout_s=self._time_left(),
             cache_salt=generation.cache_salt,
+            standing=standing_to_proto(generation.standing_now()),
             waited_s=now - self.queued_since,
         )
         call = self._workers.clients.prefill(prefill).Run(request)

@@ -16,12 +16,20 @@ import grpc.aio
 from router.pool.members import Member, WorkerKey
 from runtime.background import BackgroundTasks
 from runtime.net import Credentials
-from runtime.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from runtime.pb import (
+    cache_pb2,
+    cache_pb2_grpc,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
 from runtime.rpc import open_channel
 
 ReserveCall = grpc.aio.UnaryUnaryCall[decode_pb2.ReserveRequest, decode_pb2.ReserveResponse]
 FramesCall = grpc.aio.UnaryStreamCall[decode_pb2.FramesRequest, decode_pb2.Frame]
 RunCall = grpc.aio.UnaryUnaryCall[prefill_pb2.RunRequest, prefill_pb2.RunResponse]
+FollowCall = grpc.aio.UnaryStreamCall[cache_pb2.FollowRequest, cache_pb2.CacheFrame]
 AbortCall = grpc.aio.UnaryUnaryCall[decode_pb2.AbortRequest, decode_pb2.AbortResponse]
 
 
@@ -67,6 +75,8 @@ class _Line:
             Abort=self._counted(decode.Abort),
         )
         self.prefill = PrefillStub(Run=self._counted(prefill_pb2_grpc.PrefillStub(channel).Run))
+        # Not counted: it is open for as long as the worker is in the pool.
+        self.follow: Callable[..., FollowCall] = cache_pb2_grpc.CacheStub(channel).Follow
 
     def _counted(self, call: Callable[P, C]) -> Callable[P, C]:
         """``call``, such that it counts from its start to its end."""
@@ -107,6 +117,10 @@ class WorkerClients:
     def prefill(self, member: Member) -> PrefillStub:
         """The stub of a prefill worker."""
         return self._line(member).prefill
+
+    def cache(self, member: Member) -> Callable[[cache_pb2.FollowRequest], FollowCall]:
+        """The call that follows a worker's prefix cache; on the channel of that moment."""
+        return lambda request: self._line(member).follow(request)
 
     def retain(self, keys: Collection[WorkerKey]) -> None:
         """Close the channels of all other workers, each when no call is on it any more."""

@@ -1,24 +1,27 @@
 """One choice on its way through the workers: what it asks for, and the tokens that came back.
 
 Tokens reach an HTTP request through its ``Mailbox``. Frames put them there directly, without a task
-per request or token; whatever arrives in one turn of the event loop is taken out together. What
-belongs to one try only is in ``router.requests.sink``.
+per request or token; whatever arrives in one turn of the event loop is taken out together, by who
+listens: no coroutine is woken for a token. What belongs to one try only is in
+``router.requests.sink``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from router.pool.members import WorkerKey
 from runtime.errors import TandemError
 from runtime.pb import common_pb2, prefill_pb2
 from runtime.sampling import FinishReason, SamplingParams, finish_reason_after
+from runtime.tiers import NO_TIER, Standing
 
 
-class Output(NamedTuple):
+@dataclass(slots=True)
+class Output:
     """New tokens of one choice, or its end, or its failure."""
 
     choice: int
@@ -42,7 +45,16 @@ _TOP_BYTES = 12
 class Mailbox:
     """Outputs of all choices of one HTTP request; one consumer."""
 
-    __slots__ = ("_items", "_loop", "_max_bytes", "_num_bytes", "_on_full", "_waiter")
+    __slots__ = (
+        "_is_due",
+        "_items",
+        "_listener",
+        "_loop",
+        "_max_bytes",
+        "_num_bytes",
+        "_on_full",
+        "_waiter",
+    )
 
     def __init__(
         self,
@@ -56,6 +68,9 @@ class Mailbox:
         self._loop = asyncio.get_running_loop()
         self._items: list[Output] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
+        self._is_due = False
+        """Whether the listener is to be called in this turn of the loop or the next."""
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._on_full = on_full
@@ -72,9 +87,10 @@ class Mailbox:
         self._num_bytes = num_bytes
         if num_bytes > self._max_bytes:
             self._on_full()
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if self._listener is not None:
+            self._call_listener()
+        elif self._waiter is not None:
+            self.wake()
 
     def wake(self) -> None:
         """Let ``take`` return, with nothing if there is nothing."""
@@ -89,10 +105,34 @@ class Mailbox:
                 await self._waiter
             finally:
                 self._waiter = None
+        return self.take_now()
+
+    def take_now(self) -> list[Output]:
+        """All outputs since the last call; none where none came."""
         items, self._items = self._items, []
         if self._num_bytes <= self._max_bytes:
             self._num_bytes = 0
         return items
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` once for each turn of the event loop in which outputs come.
+
+        It takes them, or leaves them here until its client has room. What is here now counts as
+        having come.
+        """
+        self._listener = listener
+        if self._items:
+            self._call_listener()
+
+    def _call_listener(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._tell)
+
+    def _tell(self) -> None:
+        self._is_due = False
+        if self._listener is not None:
+            self._listener()
 
 
 def _size_of_logprobs(output: Output) -> int:
@@ -156,6 +196,7 @@ class Generation:
         cache_salt: str,
         mailbox: Mailbox,
         received: float,
+        standing: Standing = NO_TIER,
     ) -> None:
         """``request_id`` is unique in the cluster: workers know the choice by it."""
         self.request_id = request_id
@@ -163,6 +204,8 @@ class Generation:
         self.prompt_token_ids = prompt_token_ids
         self.sampling = sampling
         self.cache_salt = cache_salt
+        self.standing = standing
+        """As it was when the request was received."""
         self.timings = RequestTimings(received)
         self.phase = "waiting for a worker"
         self.workers: tuple[WorkerKey, WorkerKey] | None = None
@@ -182,6 +225,11 @@ class Generation:
     def context_token_ids(self) -> list[int]:
         """Prompt and output so far: what the next attempt goes on from."""
         return [*self.prompt_token_ids, *self.output_token_ids]
+
+    def standing_now(self) -> Standing:
+        """With what is left of its target; nothing is, once the client has its first token."""
+        waited_s = math.inf if self.num_tokens else self._loop.time() - self.timings.received
+        return self.standing.with_ttft_left(waited_s)
 
     def finish_so_far(self) -> FinishReason | None:
         """Why nothing can follow what was handed over; None where something can."""

@@ -159,7 +159,13 @@ class _Course:
             pair,
             number=number,
             budget=self._budget,
-            seek_room=partial(self._rooms.seek, pair, self._finder.shape, self._patience_s),
+            seek_room=partial(
+                self._rooms.seek,
+                pair,
+                self._finder.shape,
+                self._patience_s,
+                self._generation.standing,
+            ),
             queued_since=self._queued_since,
         )
 

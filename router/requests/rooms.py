@@ -1,9 +1,10 @@
 """Requests that wait for a decode rank without room, while another one has room for them.
 
 A reservation binds a request to one rank. Who waits for his prompt's turn while that rank has
-claims that wait for blocks is shown to another rank, the oldest first; the tokens of all requests
-of this process that are on their way to a rank, and may not be in its reports yet, are taken off
-its room, so that one free place does not draw a crowd. See docs/adr/0012-room-elsewhere.md.
+claims that wait for blocks is shown to another rank, by tier, priority and age; the tokens of all
+requests of this process that are on their way to a rank, and may not be in its reports yet, are
+taken off its room, so that one free place does not draw a crowd. See
+docs/adr/0012-room-elsewhere.md.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from router.pool.members import Role, WorkerKey
 from router.pool.view import Candidate, PoolView
 from router.routing.policy import NoWorkersError, Pair
 from router.routing.request_shape import RequestShape
+from runtime.tiers import NO_TIER, Standing
 
 LOOK_S = 0.5
 PATIENCE_S = 2.0
@@ -35,6 +37,7 @@ class _Seeker:
     patience_s: float
     num_tokens: int
     roomy: asyncio.Future[Pair]
+    standing: Standing
     on_way_to: list[WorkerKey] = field(default_factory=list)
     blocked_since: float | None = None
 
@@ -53,7 +56,11 @@ class Rooms:
 
     @contextmanager
     def seek(
-        self, pair: Pair, shape: Callable[[], RequestShape], patience_s: float
+        self,
+        pair: Pair,
+        shape: Callable[[], RequestShape],
+        patience_s: float,
+        standing: Standing = NO_TIER,
     ) -> Iterator[asyncio.Future[Pair]]:
         """While entered, look for room; the future is a pair that has some.
 
@@ -61,10 +68,12 @@ class Rooms:
             pair: whose decode rank may have none.
             shape: the request, and whom it must not be given to.
             patience_s: how long its rank must have no room before.
+            standing: before whom it is looked after.
         """
         loop = asyncio.get_running_loop()
         num_tokens = shape().num_tokens_needed
-        seeker = _Seeker(pair, shape, patience_s, num_tokens, loop.create_future())
+        roomy: asyncio.Future[Pair] = loop.create_future()
+        seeker = _Seeker(pair, shape, patience_s, num_tokens, roomy, standing)
         self._seekers[seeker] = None
         self._send(seeker, pair.decode.key)
         self._look_later()
@@ -84,7 +93,7 @@ class Rooms:
         """Show who has waited for long enough to a rank with room."""
         now = asyncio.get_running_loop().time()
         too_many: float | None = None
-        for seeker in self._seekers:
+        for seeker in sorted(self._seekers, key=lambda each: each.standing.place):  # then by age
             if seeker.roomy.done() or not self._is_blocked(seeker, now):
                 continue
             if too_many is not None and seeker.num_tokens >= too_many:

@@ -8,29 +8,39 @@ over tokens comes out with its last byte; bytes that are no UTF-8 become U+FFFD.
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Sequence
-
-_new_decoder = codecs.getincrementaldecoder("utf-8")
+from codecs import utf_8_decode
+from collections.abc import Iterable, Sequence
 
 
 class Detokenizer:
     """The growing text of one choice."""
 
-    __slots__ = ("_decode", "_pieces")
+    __slots__ = ("_held", "_pieces")
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         """``pieces[token_id]`` are the bytes of a token, empty for those that leave no text."""
         self._pieces = pieces
-        self._decode = _new_decoder(errors="replace").decode
+        self._held = b""
+        """The beginning of a character."""
 
     def feed(self, token_id: int) -> str:
         """The text that ``token_id`` completes; empty inside a character. Unknown ids have none."""
+        return self.feed_all((token_id,))
+
+    def feed_all(self, token_ids: Iterable[int]) -> str:
+        """The text that all of these complete."""
+        pieces = self._pieces
         try:
-            return self._decode(self._pieces[token_id])
+            data = b"".join([pieces[token_id] for token_id in token_ids])
         except IndexError:
-            return ""
+            data = b"".join([pieces[i] for i in token_ids if i < len(pieces)])
+        if self._held:
+            data = self._held + data
+        text, num_used = utf_8_decode(data, "replace")
+        self._held = data[num_used:]
+        return text
 
     def flush(self) -> str:
         """U+FFFD if the output ended inside a character, else empty."""
-        return self._decode(b"", True)
+        held, self._held = self._held, b""
+        return utf_8_decode(held, "replace", True)[0]

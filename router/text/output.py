@@ -99,7 +99,7 @@ class ChoiceText:
         assert not self.finished
         if self._is_plain and finish is None:  # nearly every token of a stream
             self.num_tokens += len(token_ids)
-            text = "".join([self._detokenizer.feed(token_id) for token_id in token_ids])
+            text = self._detokenizer.feed_all(token_ids)
             return Piece(text, self._ids, self._logprobs, None) if text else None
         text = ""
         last = len(token_ids) - 1

@@ -14,6 +14,7 @@ from runtime.config.decode import DecodeSection
 from runtime.config.kv_transfer import KVTransferSection
 from runtime.config.prefill import PrefillSection
 from runtime.config.router import RouterSection
+from runtime.config.tiers import TierSection, check_tiers
 from runtime.config.tls import TlsSection
 from runtime.errors import ConfigError
 from runtime.net import is_wildcard, join_address
@@ -26,6 +27,7 @@ __all__ = [
     "ModelSection",
     "PrefillSection",
     "RouterSection",
+    "TierSection",
     "TlsSection",
 ]
 
@@ -41,6 +43,8 @@ class ClusterConfig:
     prefill: PrefillSection = field(default_factory=PrefillSection)
     decode: DecodeSection = field(default_factory=DecodeSection)
     kv_transfer: KVTransferSection = field(default_factory=KVTransferSection)
+    tiers: tuple[TierSection, ...] = ()
+    """Of service, in any order; none: all requests wait in the order in which they came."""
 
     def __post_init__(self) -> None:
         if self.prefill.block_size != self.decode.block_size:
@@ -61,6 +65,11 @@ class ClusterConfig:
                 f"prefill stores its KV in {stored['prefill']}",
                 "the same kv_dtype in both roles",
             )
+        check_tiers(self.tiers)
+        num_seqs = min(self.prefill.max_num_seqs, self.decode.max_num_seqs)
+        if len(self.tiers) > num_seqs:
+            problem = f"are more than max_num_seqs of prefill or decode, {num_seqs}"
+            raise ConfigError("tiers", len(self.tiers), problem, "fewer, or larger steps")
         self.kv_transfer.check_data_ports(self.kv_transfer.transport, self.cluster.host)
         port, control_port = self.router.port, self.router.control_port
         if port and port == control_port:

@@ -10,6 +10,8 @@ from runtime.errors import ConfigError
 TOOL_PARSERS = ("auto", "none", "deepseek-v3", "deepseek-v3.1", "glm-4.5", "hermes", "llama3-json")
 REASONING_PARSERS = ("auto", "none", "think", "deepseek-r1")
 
+MAX_PRIORITY = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSection:
@@ -38,6 +40,9 @@ class RouterSection:
     max_concurrent_requests: int = 0
     """Choices in flight at once, further requests wait; 0: three quarters of what the decode ranks
     take on, divided by the routers that they are registered at."""
+    max_priority: int = 0
+    """A request's ``priority`` may be from its negative to this, the lowest goes first; 0: it says
+    nothing."""
     max_choices_per_request: int = 1024
     """Prompts of one request times its ``n``."""
     queue_timeout_s: float = 900.0
@@ -97,6 +102,10 @@ class RouterSection:
         self._check_ports_of_all()
         at_least("router.http_processes", self.http_processes, 1)
         at_least("router.max_concurrent_requests", self.max_concurrent_requests, 0)
+        at_least("router.max_priority", self.max_priority, 0)
+        if self.max_priority > MAX_PRIORITY:
+            fix = f"{MAX_PRIORITY} or less"
+            raise ConfigError("router.max_priority", self.max_priority, "is too large", fix)
         at_least("router.max_choices_per_request", self.max_choices_per_request, 1)
         at_least("router.queue_timeout_s", self.queue_timeout_s, 0.001)
         at_least("router.max_queue_bytes", self.max_queue_bytes, 1024)

@@ -20,6 +20,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORT: _ClassVar[FinishReason]
     FINISH_REASON_ERROR: _ClassVar[FinishReason]
+    FINISH_REASON_COMPLETE: _ClassVar[FinishReason]
 
 class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -43,6 +44,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
+FINISH_REASON_COMPLETE: FinishReason
 ERROR_CODE_UNSPECIFIED: ErrorCode
 ERROR_CODE_INVALID_REQUEST: ErrorCode
 ERROR_CODE_OVERLOADED: ErrorCode
@@ -142,20 +144,22 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., message: _Optional[str] = ..., request_id: _Optional[str] = ..., worker_ended: bool = ..., relayed_from: _Optional[str] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("prefill_queue_s", "prefill_compute_s", "kv_transfer_s", "decode_reserve_s", "decode_admission_s", "kv_exposed_s")
+    __slots__ = ("prefill_queue_s", "prefill_compute_s", "kv_transfer_s", "decode_reserve_s", "decode_admission_s", "kv_exposed_s", "kv_wire_s")
     PREFILL_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     KV_TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_RESERVE_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_ADMISSION_S_FIELD_NUMBER: _ClassVar[int]
     KV_EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
+    KV_WIRE_S_FIELD_NUMBER: _ClassVar[int]
     prefill_queue_s: float
     prefill_compute_s: float
     kv_transfer_s: float
     decode_reserve_s: float
     decode_admission_s: float
     kv_exposed_s: float
-    def __init__(self, prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., kv_transfer_s: _Optional[float] = ..., decode_reserve_s: _Optional[float] = ..., decode_admission_s: _Optional[float] = ..., kv_exposed_s: _Optional[float] = ...) -> None: ...
+    kv_wire_s: float
+    def __init__(self, prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., kv_transfer_s: _Optional[float] = ..., decode_reserve_s: _Optional[float] = ..., decode_admission_s: _Optional[float] = ..., kv_exposed_s: _Optional[float] = ..., kv_wire_s: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_s",)
@@ -170,3 +174,19 @@ class DrainResponse(_message.Message):
     num_requests_left: int
     num_tokens_left: int
     def __init__(self, num_requests_left: _Optional[int] = ..., num_tokens_left: _Optional[int] = ...) -> None: ...
+
+class Standing(_message.Message):
+    __slots__ = ("tier", "order", "priority", "share", "ttft_left_s", "tpot_s")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    TTFT_LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    order: int
+    priority: int
+    share: float
+    ttft_left_s: float
+    tpot_s: float
+    def __init__(self, tier: _Optional[str] = ..., order: _Optional[int] = ..., priority: _Optional[int] = ..., share: _Optional[float] = ..., ttft_left_s: _Optional[float] = ..., tpot_s: _Optional[float] = ...) -> None: ...

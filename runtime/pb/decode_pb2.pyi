@@ -41,7 +41,7 @@ class PeerEndpoint(_message.Message):
     def __init__(self, decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[bytes] = ..., kv_region_bytes: _Optional[int] = ..., metadata_region_bytes: _Optional[int] = ..., metadata_slot_bytes: _Optional[int] = ..., fence_generation: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "router_id", "context_token_ids", "num_output_tokens", "sampling", "timeout_s", "prefill", "prefill_address", "num_prefill_ranks", "cache_salt")
+    __slots__ = ("request_id", "router_id", "context_token_ids", "num_output_tokens", "sampling", "timeout_s", "prefill", "prefill_address", "num_prefill_ranks", "cache_salt", "standing")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class ReserveRequest(_message.Message):
     PREFILL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFILL_RANKS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    STANDING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     router_id: str
     context_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -62,7 +63,8 @@ class ReserveRequest(_message.Message):
     prefill_address: str
     num_prefill_ranks: int
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., context_token_ids: _Optional[_Iterable[int]] = ..., num_output_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., timeout_s: _Optional[float] = ..., prefill: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., prefill_address: _Optional[str] = ..., num_prefill_ranks: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    standing: _common_pb2.Standing
+    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., context_token_ids: _Optional[_Iterable[int]] = ..., num_output_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., timeout_s: _Optional[float] = ..., prefill: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., prefill_address: _Optional[str] = ..., num_prefill_ranks: _Optional[int] = ..., cache_salt: _Optional[str] = ..., standing: _Optional[_Union[_common_pb2.Standing, _Mapping]] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("reservation", "error")

@@ -26,7 +26,7 @@ from runtime.pb import common_pb2 as runtime_dot_pb_dot_common__pb2
 from runtime.pb import decode_pb2 as runtime_dot_pb_dot_decode__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18runtime/pb/prefill.proto\x12\ttandem.v1\x1a\x17runtime/pb/common.proto\x1a\x17runtime/pb/decode.proto\"\x9a\x02\n\nRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12+\n\x08\x65xpected\x18\x02 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x1d\n\x11\x63ontext_token_ids\x18\x03 \x03(\x05\x42\x02\x10\x01\x12\x19\n\x11num_output_tokens\x18\x04 \x01(\r\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12+\n\x0breservation\x18\x06 \x01(\x0b\x32\x16.tandem.v1.Reservation\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x10\n\x08waited_s\x18\t \x01(\x01\"h\n\x0bRunResponse\x12,\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x15.tandem.v1.FirstTokenH\x00\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tandem.v1.ErrorH\x00\x42\x08\n\x06result\"\x82\x02\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12-\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1b.tandem.v1.PositionLogprobs\x12\x34\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x1b.tandem.v1.PositionLogprobs\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12#\n\x07timings\x18\x06 \x01(\x0b\x32\x12.tandem.v1.Timings\x12\r\n\x05index\x18\x07 \x01(\r\"\x9d\x01\n\rRevokeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x06\x12)\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x12\n\nremember_s\x18\x04 \x01(\x01\x12*\n\x07prefill\x18\x05 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\"!\n\x0eRevokeResponse\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08\x32\xba\x01\n\x07Prefill\x12\x34\n\x03Run\x12\x15.tandem.v1.RunRequest\x1a\x16.tandem.v1.RunResponse\x12=\n\x06Revoke\x12\x18.tandem.v1.RevokeRequest\x1a\x19.tandem.v1.RevokeResponse\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18runtime/pb/prefill.proto\x12\ttandem.v1\x1a\x17runtime/pb/common.proto\x1a\x17runtime/pb/decode.proto\"\xc1\x02\n\nRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12+\n\x08\x65xpected\x18\x02 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x1d\n\x11\x63ontext_token_ids\x18\x03 \x03(\x05\x42\x02\x10\x01\x12\x19\n\x11num_output_tokens\x18\x04 \x01(\r\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12+\n\x0breservation\x18\x06 \x01(\x0b\x32\x16.tandem.v1.Reservation\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12%\n\x08standing\x18\n \x01(\x0b\x32\x13.tandem.v1.Standing\x12\x10\n\x08waited_s\x18\t \x01(\x01\"h\n\x0bRunResponse\x12,\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x15.tandem.v1.FirstTokenH\x00\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tandem.v1.ErrorH\x00\x42\x08\n\x06result\"\x82\x02\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12-\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1b.tandem.v1.PositionLogprobs\x12\x34\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x1b.tandem.v1.PositionLogprobs\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12#\n\x07timings\x18\x06 \x01(\x0b\x32\x12.tandem.v1.Timings\x12\r\n\x05index\x18\x07 \x01(\r\"\x9d\x01\n\rRevokeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x06\x12)\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x12\n\nremember_s\x18\x04 \x01(\x01\x12*\n\x07prefill\x18\x05 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\"!\n\x0eRevokeResponse\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08\x32\xba\x01\n\x07Prefill\x12\x34\n\x03Run\x12\x15.tandem.v1.RunRequest\x1a\x16.tandem.v1.RunResponse\x12=\n\x06Revoke\x12\x18.tandem.v1.RevokeRequest\x1a\x19.tandem.v1.RevokeResponse\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,15 +36,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNREQUEST'].fields_by_name['context_token_ids']._loaded_options = None
   _globals['_RUNREQUEST'].fields_by_name['context_token_ids']._serialized_options = b'\020\001'
   _globals['_RUNREQUEST']._serialized_start=90
-  _globals['_RUNREQUEST']._serialized_end=372
-  _globals['_RUNRESPONSE']._serialized_start=374
-  _globals['_RUNRESPONSE']._serialized_end=478
-  _globals['_FIRSTTOKEN']._serialized_start=481
-  _globals['_FIRSTTOKEN']._serialized_end=739
-  _globals['_REVOKEREQUEST']._serialized_start=742
-  _globals['_REVOKEREQUEST']._serialized_end=899
-  _globals['_REVOKERESPONSE']._serialized_start=901
-  _globals['_REVOKERESPONSE']._serialized_end=934
-  _globals['_PREFILL']._serialized_start=937
-  _globals['_PREFILL']._serialized_end=1123
+  _globals['_RUNREQUEST']._serialized_end=411
+  _globals['_RUNRESPONSE']._serialized_start=413
+  _globals['_RUNRESPONSE']._serialized_end=517
+  _globals['_FIRSTTOKEN']._serialized_start=520
+  _globals['_FIRSTTOKEN']._serialized_end=778
+  _globals['_REVOKEREQUEST']._serialized_start=781
+  _globals['_REVOKEREQUEST']._serialized_end=938
+  _globals['_REVOKERESPONSE']._serialized_start=940
+  _globals['_REVOKERESPONSE']._serialized_end=973
+  _globals['_PREFILL']._serialized_start=976
+  _globals['_PREFILL']._serialized_end=1162
 # @@protoc_insertion_point(module_scope)

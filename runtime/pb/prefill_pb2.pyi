@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RunRequest(_message.Message):
-    __slots__ = ("request_id", "expected", "context_token_ids", "num_output_tokens", "sampling", "reservation", "timeout_s", "cache_salt", "waited_s")
+    __slots__ = ("request_id", "expected", "context_token_ids", "num_output_tokens", "sampling", "reservation", "timeout_s", "cache_salt", "standing", "waited_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class RunRequest(_message.Message):
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    STANDING_FIELD_NUMBER: _ClassVar[int]
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     expected: _common_pb2.WorkerIdentity
@@ -27,8 +28,9 @@ class RunRequest(_message.Message):
     reservation: _decode_pb2.Reservation
     timeout_s: float
     cache_salt: str
+    standing: _common_pb2.Standing
     waited_s: float
-    def __init__(self, request_id: _Optional[str] = ..., expected: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., context_token_ids: _Optional[_Iterable[int]] = ..., num_output_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., reservation: _Optional[_Union[_decode_pb2.Reservation, _Mapping]] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., waited_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., expected: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., context_token_ids: _Optional[_Iterable[int]] = ..., num_output_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., reservation: _Optional[_Union[_decode_pb2.Reservation, _Mapping]] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., standing: _Optional[_Union[_common_pb2.Standing, _Mapping]] = ..., waited_s: _Optional[float] = ...) -> None: ...
 
 class RunResponse(_message.Message):
     __slots__ = ("first_token", "error")

@@ -20,7 +20,7 @@ DEPARTURE_REASON_LOST: DepartureReason
 DEPARTURE_REASON_REPLACED: DepartureReason
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("identity", "role", "address", "num_ranks", "model", "max_model_len", "layout_fingerprint", "transport", "block_size", "draining", "metrics_address", "pid", "num_parts", "started_ms", "max_num_requests", "num_routers")
+    __slots__ = ("identity", "role", "address", "num_ranks", "model", "max_model_len", "layout_fingerprint", "transport", "block_size", "draining", "metrics_address", "pid", "num_parts", "started_ms", "max_num_requests", "num_routers", "kv_block_bytes")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class WorkerRecord(_message.Message):
     STARTED_MS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     identity: _common_pb2.WorkerIdentity
     role: _common_pb2.Role
     address: str
@@ -53,10 +54,11 @@ class WorkerRecord(_message.Message):
     started_ms: int
     max_num_requests: int
     num_routers: int
-    def __init__(self, identity: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., layout_fingerprint: _Optional[str] = ..., transport: _Optional[str] = ..., block_size: _Optional[int] = ..., draining: bool = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., num_parts: _Optional[int] = ..., started_ms: _Optional[int] = ..., max_num_requests: _Optional[int] = ..., num_routers: _Optional[int] = ...) -> None: ...
+    kv_block_bytes: int
+    def __init__(self, identity: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., layout_fingerprint: _Optional[str] = ..., transport: _Optional[str] = ..., block_size: _Optional[int] = ..., draining: bool = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., num_parts: _Optional[int] = ..., started_ms: _Optional[int] = ..., max_num_requests: _Optional[int] = ..., num_routers: _Optional[int] = ..., kv_block_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_requests_running", "num_requests_waiting", "num_tokens_waiting", "num_free_blocks", "num_total_blocks", "num_quarantined_blocks", "sequence", "num_requests_blocked", "num_tokens_done", "num_steps_done", "received", "clock_s")
+    __slots__ = ("num_requests_running", "num_requests_waiting", "num_tokens_waiting", "num_free_blocks", "num_total_blocks", "num_quarantined_blocks", "sequence", "num_requests_blocked", "num_tokens_done", "num_steps_done", "received", "clock_s", "busy_s", "num_requests_done")
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +71,8 @@ class WorkerLoad(_message.Message):
     NUM_STEPS_DONE_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     CLOCK_S_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_DONE_FIELD_NUMBER: _ClassVar[int]
     num_requests_running: int
     num_requests_waiting: int
     num_tokens_waiting: int
@@ -81,15 +85,19 @@ class WorkerLoad(_message.Message):
     num_steps_done: int
     received: _containers.RepeatedCompositeFieldContainer[PeerBytes]
     clock_s: float
-    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_tokens_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., sequence: _Optional[int] = ..., num_requests_blocked: _Optional[int] = ..., num_tokens_done: _Optional[int] = ..., num_steps_done: _Optional[int] = ..., received: _Optional[_Iterable[_Union[PeerBytes, _Mapping]]] = ..., clock_s: _Optional[float] = ...) -> None: ...
+    busy_s: float
+    num_requests_done: int
+    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_tokens_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., sequence: _Optional[int] = ..., num_requests_blocked: _Optional[int] = ..., num_tokens_done: _Optional[int] = ..., num_steps_done: _Optional[int] = ..., received: _Optional[_Iterable[_Union[PeerBytes, _Mapping]]] = ..., clock_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., num_requests_done: _Optional[int] = ...) -> None: ...
 
 class PeerBytes(_message.Message):
-    __slots__ = ("peer", "num_bytes")
+    __slots__ = ("peer", "num_bytes", "seconds")
     PEER_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     peer: str
     num_bytes: int
-    def __init__(self, peer: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    seconds: float
+    def __init__(self, peer: _Optional[str] = ..., num_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("worker", "load")

@@ -14,8 +14,8 @@ import torch
 
 from engine.attention.kv_spec import KVSpec
 from engine.memory.kv_pool import KVPool
+from engine.pending_step import StepResult
 from engine.request import Request, ScheduledRequest
-from engine.runner import StepResult
 from engine.sampling.inputs import SampledToken
 from kv_transfer.layout import KVDtype, KVLayout
 

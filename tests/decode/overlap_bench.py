@@ -19,8 +19,8 @@ from decode.loop import DecodeSteps, EngineLoop
 from decode.metrics import DecodeMetrics
 from decode.requests import DecodeRequest, TicketUpdate
 from engine.parallel.lockstep import Lockstep, SoloLockstep
+from engine.pending_step import StepResult
 from engine.request import Request, ScheduledRequest
-from engine.runner import StepResult
 from engine.sampling.inputs import SampledToken
 from runtime.endings import RankName
 from runtime.lifecycle import DecodeStatus

@@ -13,8 +13,8 @@ from decode.frames import Delta
 from decode.loop import DecodeSteps, EngineLoop
 from decode.metrics import DecodeMetrics
 from engine.parallel.lockstep import GroupState, RankState, SoloLockstep
+from engine.pending_step import StepResult
 from engine.request import ScheduledRequest
-from engine.runner import StepResult
 from runtime.endings import RankName
 from runtime.errors import DrainingError, InternalError, PeerLostError
 from runtime.pb import registry_pb2

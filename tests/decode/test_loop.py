@@ -14,9 +14,10 @@ from decode.loop import DecodeSteps, EngineLoop
 from decode.metrics import DecodeMetrics
 from decode.requests import DecodeRequest, RejectedUpdate
 from engine.parallel.lockstep import GroupState, Lockstep, RankState, SoloLockstep
+from engine.pending_step import StepResult
 from engine.request import ScheduledRequest
-from engine.runner import StepResult
 from engine.sampling.inputs import SampledToken
+from engine.step_error import StepError
 from runtime.endings import RankName
 from runtime.errors import (
     DrainingError,
@@ -54,12 +55,16 @@ class FakeRunner:
         self.num_in_flight = 0
         self.most_in_flight = 0
         self.error: Exception | None = None
+        self.errors: list[StepError | None] = []  # of the next steps
 
     def launch(
         self, scheduled: Sequence[ScheduledRequest], *, after: object = None, group_mean: int = 0
     ) -> FakePending:
         if self.error is not None:
             raise self.error
+        error = self.errors.pop(0) if self.errors else None
+        if error is not None:
+            raise error
         assert group_mean > 0
         assert (after is not None) == (self.num_in_flight > 0)
         self.num_in_flight += 1
@@ -205,6 +210,39 @@ def test_a_failing_step_ends_the_loop() -> None:
     driver.add_running()
     assert "RuntimeError: no device" in str(driver.ended.result(TIMEOUT_S))
     assert driver.last.finish_reason is FinishReason.ERROR
+
+
+@pytest.mark.parametrize("at_fault", [False, True])
+def test_a_step_that_fails_ends_its_requests_and_the_rest_goes_on(at_fault: bool) -> None:
+    driver = Driver()
+    first = driver.loop.submit(lambda: driver.bench.reserve(6, max_tokens=6))
+    second = driver.loop.submit(lambda: driver.bench.reserve(6, max_tokens=6))
+
+    def arrive() -> None:
+        driver.bench.arrive(first.result())
+        driver.bench.arrive(second.result())
+        name = second.result().request_id if at_fault else ""
+        driver.runner.errors = [
+            None,
+            StepError("no room", request_id=name, has_joined=not at_fault),
+        ]
+
+    driver.loop.submit(arrive)
+    driver.loop.start()
+    driver.wait(lambda: sum(delta.finish_reason is not None for delta in driver.deltas) == 2)
+    ends = {delta.request_id: delta for delta in driver.deltas if delta.finish_reason}
+    failed = ends[second.result().request_id]
+    assert failed.finish_reason is FinishReason.ERROR
+    assert type(failed.error) is InternalError
+    assert failed.error.message == "its step failed: no room"
+    other = ends[first.result().request_id]
+    assert other.finish_reason is (FinishReason.LENGTH if at_fault else FinishReason.ERROR)
+    driver.add_running()
+    driver.wait(lambda: sum(delta.finish_reason is not None for delta in driver.deltas) == 3)
+    assert driver.last.finish_reason is FinishReason.LENGTH
+    driver.loop.submit(driver.bench.check_empty).result(TIMEOUT_S)
+    assert driver.loop.stop(TIMEOUT_S)
+    assert driver.ended.result(TIMEOUT_S) is None
 
 
 def test_what_was_submitted_before_the_end_is_answered() -> None:

@@ -28,8 +28,9 @@ from engine.parallel.gathered_dispatcher import GatheredDispatcher
 from engine.parallel.groups import RankGroup
 from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.row_formats import ExpertShare, choose_row_format
+from engine.pending_step import StepResult
 from engine.request import Request, ScheduledRequest
-from engine.runner import ModelRunner, StepResult
+from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from runtime.sampling import SamplingParams
 from tests.engine.formats.fp8 import fp8_of

@@ -10,8 +10,9 @@ import engine.runner
 from engine.attention.kv_spec import KVSpec
 from engine.batch import build_forward_batch
 from engine.memory.kv_pool import KVPool
+from engine.pending_step import StepResult
 from engine.request import Request, ScheduledRequest, num_blocks_for
-from engine.runner import ModelRunner, StepResult
+from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from runtime.sampling import SamplingParams
 from tests.engine.fake_model import LATENT_DIM, FakeModel

@@ -147,6 +147,9 @@ def test_fields_of_the_charts_own_exist() -> None:
         ("config.decode.dp", 0, "/config/decode/dp"),
         ("config.prefill.device", "gpu", "/config/prefill/device"),
         ("config.router.port", 80, "/config/router"),
+        ("config.tiers", {"name": "max"}, "/config/tiers"),
+        ("config.tiers", [{"order": 1}], "/config/tiers/0"),
+        ("config.tiers", [{"name": "max", "share": -1}], "/config/tiers/0/share"),
         ("config.router.allow_anonymous", True, "/config/router"),
         ("keys.file", "etc/keys.toml", "/keys/file"),
         ("config.cluster.secret", "x", "/config/cluster"),
@@ -203,10 +206,17 @@ def test_what_the_chart_writes_is_a_configuration() -> None:
             },
             "decode": {"enable_prefix_caching": False, "gpu_memory_fraction": 0.5},
             "model": {"name": 'a "quoted" <name> & more'},
+            "tiers": [
+                {"name": "max", "ttft_ms": 1000, "share": 0.5},
+                {"name": "base", "order": 1, "default": True},
+            ],
         }
     }
     toml = render(values).get("ConfigMap", "demo-tandem-config")["data"]["config.toml"]
     config = parse_config(tomllib.loads(toml))
+    assert [tier.name for tier in config.tiers] == ["max", "base"]
+    assert config.tiers[0].share == 0.5
+    assert config.tiers[1].default
     assert config.router.queue_timeout_s == 30.0
     assert config.router.max_queue_bytes == 268435456
     assert config.decode.gpu_memory_fraction == 0.5

@@ -27,8 +27,8 @@ from engine.graphs.graph_runner import GraphRunner
 from engine.memory.kv_pool import KVPool
 from engine.parallel.groups import RankGroup
 from engine.parallel.lockstep import create_lockstep
+from engine.pending_step import PendingStep, StepResult
 from engine.request import Request, ScheduledRequest
-from engine.runner import PendingStep, StepResult
 from runtime.worker import WorkerOptions
 from tests.integration.fixed_decode import fixed_runner
 from worker.host import WorkerHost

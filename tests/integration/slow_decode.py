@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from decode.assembly import ModelSide, build_model_side
 from decode.loop import StepRunner
 from decode.worker import DecodeDriver
+from engine.pending_step import PendingStep
 from engine.request import ScheduledRequest
-from engine.runner import PendingStep
 from runtime.worker import WorkerOptions
 from worker.host import WorkerHost
 from worker.run import RankService, run_worker

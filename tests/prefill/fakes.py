@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.pending_step import StepResult
 from engine.request import Request, ScheduledRequest
-from engine.runner import StepResult
 from engine.sampling.inputs import SampledToken
+from engine.step_error import StepError
 from kv_transfer.metadata import MetadataRecord
 from kv_transfer.ticket import PeerEndpoint, SendTicket
 from prefill.commands import PushBlocks
@@ -142,6 +143,13 @@ class FakeTicketSender:
                 self.close_ticket(nonce)
 
 
+def raise_next(errors: list[StepError | None]) -> None:
+    """Raise what comes next, if anything does."""
+    error = errors.pop(0) if errors else None
+    if error is not None:
+        raise error
+
+
 @dataclass
 class FakePending:
     """A step that is done when it was looked at `num_polls` times, or when it is collected.
@@ -167,6 +175,7 @@ class FakePending:
             self.runner.log.append(f"wait {self.number}")
             self.runner.running.discard(self.number)
         self.runner.log.append(f"collect {self.number}")
+        raise_next(self.runner.unread)
         return self.results
 
 
@@ -181,6 +190,10 @@ class FakeRunner:
     num_layers: int = 3
     steps: list[list[tuple[str, int, int]]] = field(default_factory=list)
     failure: Exception | None = None
+    # Of the next steps: why the host cannot prepare, launch and read them.
+    unprepared: list[StepError | None] = field(default_factory=list)
+    unlaunched: list[StepError | None] = field(default_factory=list)
+    unread: list[StepError | None] = field(default_factory=list)
     broken_requests: set[str] = field(default_factory=set)
     before_step: Callable[[], None] | None = None
     num_polls: int = 0
@@ -192,10 +205,14 @@ class FakeRunner:
     def run_dummy(self) -> None:
         self.log.append("dummy")
 
+    def prepare(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        raise_next(self.unprepared)
+
     def launch(
         self,
         scheduled: Sequence[ScheduledRequest],
         *,
+        batch: None = None,
         on_layer_done: Callable[[int], None] | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> FakePending:
@@ -203,6 +220,7 @@ class FakeRunner:
             self.before_step()
         if self.failure:
             raise self.failure
+        raise_next(self.unlaunched)
         self.log.append(f"launch {len(self.steps)}")
         self.steps.append([(item.request.request_id, item.start, item.end) for item in scheduled])
         for layer in range(self.num_layers):

@@ -11,6 +11,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
+from engine.constraint.constraints import Constraints
 from engine.memory.block_pool import BlockPool
 from prefill.claims import Claims, cancel_of_unknown
 from prefill.closer import TicketCloser
@@ -28,6 +29,7 @@ from prefill.service import PrefillService
 from prefill.validation import RunLimits
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
 from runtime.rpc import bind_port, create_server, open_channel
+from tests.engine.constraint.fakes import FakeCompiler
 from tests.prefill.fake_decode import (
     CREDENTIALS,
     LAYOUT,
@@ -167,12 +169,33 @@ def make_claims(
     return Claims(peers, renewer, submit, block_size=BLOCK_SIZE, clock=clock), peers
 
 
+def make_runs(
+    nonces: NonceMemory,
+    claims: Claims,
+    peers: PeerDirectory,
+    closer: TicketCloser,
+    metrics: PrefillMetrics,
+) -> LiveRuns:
+    """The live calls of a worker of one rank."""
+    return LiveRuns(
+        IDENTITY,
+        1,
+        nonces=nonces,
+        claims=claims,
+        closer=closer,
+        metrics=metrics,
+        forget_peer=peers.forget,
+    )
+
+
 def make_service(
     runs: LiveRuns,
     nonces: NonceMemory,
     submit: Callable[[Command], None],
     num_tokens_left: Callable[[], int],
     drains: list[int],
+    *,
+    constraints: Constraints,
 ) -> PrefillService:
     """The service, which counts in ``drains`` how often it began to refuse."""
     return PrefillService(
@@ -180,6 +203,7 @@ def make_service(
         runs,
         nonces,
         submit,
+        constraints=constraints,
         num_tokens_left=num_tokens_left,
         on_draining=lambda: drains.append(1),
     )
@@ -187,10 +211,15 @@ def make_service(
 
 @contextlib.asynccontextmanager
 async def service_bench(
-    num_blocks: int = 33, max_num_batched_tokens: int = 64, *, num_nonces: int = 1000
+    num_blocks: int = 33,
+    max_num_batched_tokens: int = 64,
+    *,
+    num_nonces: int = 1000,
+    compiler: FakeCompiler | None = None,
 ) -> AsyncIterator[ServiceBench]:
     """Serve, and stop everything at the end."""
     event_loop = asyncio.get_running_loop()
+    compiler = compiler or FakeCompiler()
     channels = ChannelCache(partial(open_channel, credentials=CREDENTIALS))
     closer = TicketCloser(channels, retry_delays_s=(0.01,))
     registry = CollectorRegistry()
@@ -202,15 +231,7 @@ async def service_bench(
 
     given_up: list[int] = []
     claims, peers = make_claims(channels, submit, given_up)
-    runs = LiveRuns(
-        IDENTITY,
-        1,
-        nonces=nonces,
-        claims=claims,
-        closer=closer,
-        metrics=metrics,
-        forget_peer=peers.forget,
-    )
+    runs = make_runs(nonces, claims, peers, closer, metrics)
     pool = BlockPool(num_blocks, BLOCK_SIZE)
     scheduler = Scheduler(pool, max_num_seqs=4, max_num_batched_tokens=max_num_batched_tokens)
     runner = FakeRunner()
@@ -223,7 +244,10 @@ async def service_bench(
     loop = EngineLoop(scheduler, runner, SenderGroup(sender), emit, settings)
     metrics.watch(lambda: loop.load, lambda: closer.num_dropped)
     drains: list[int] = []
-    service = make_service(runs, nonces, submit, lambda: scheduler.num_tokens_waiting, drains)
+    constraints = Constraints("/nonexistent", 1000, open_compiler=lambda *_: compiler)
+    num_waiting = partial(getattr, scheduler, "num_tokens_waiting")
+    service = make_service(runs, nonces, submit, num_waiting, drains, constraints=constraints)
+    ending = partial(_end, runs, claims, closer, channels)
     async with serve_decode(FakeDecode()) as decode, serve_prefill(service) as stub:
         loop.start()
         yield ServiceBench(
@@ -242,10 +266,18 @@ async def service_bench(
             given_up=given_up,
         )
         loop.submit(StopLoop())
-        await runs.loop_ended
-        await claims.close()
-        await closer.flush()
-        await channels.close()
+        await ending()
+        compiler.may_end.set()
+        constraints.close()
+
+
+async def _end(
+    runs: LiveRuns, claims: Claims, closer: TicketCloser, channels: ChannelCache
+) -> None:
+    await runs.loop_ended
+    await claims.close()
+    await closer.flush()
+    await channels.close()
 
 
 @contextlib.asynccontextmanager

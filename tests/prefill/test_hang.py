@@ -9,13 +9,13 @@ import pytest
 
 from engine.memory.block_pool import BlockPool
 from engine.parallel.lockstep import GroupLockstep, Lockstep
-from engine.runner import StepResult
+from engine.pending_step import StepResult
 from prefill.kv_push import PushSettings
 from prefill.loop import EngineLoop, LoopSettings
-from prefill.messages import AddRequest, Event, LoopEnded, RankClosed, RequestFailed
+from prefill.messages import AddRequest, Event, LoopEnded, RequestFailed
 from prefill.rank_plan import BatchArrays
 from prefill.scheduler import Scheduler
-from prefill.sender_group import Followers, SenderGroup
+from prefill.sender_group import Answer, Followers, SenderGroup
 from runtime.config import PrefillSection
 from runtime.endings import RankName
 from runtime.errors import InternalError, PeerLostError
@@ -160,10 +160,10 @@ class SilentFollowers:
     def __init__(self) -> None:
         self.release = threading.Event()
 
-    def exchange(self, batch: BatchArrays | None, commands: bytes) -> list[RankClosed]:
+    def exchange(self, batch: BatchArrays | None, commands: bytes) -> Answer:
         if batch is not None:
             self.release.wait(TIMEOUT_S)
-        return []
+        return Answer()
 
     def stop(self) -> None:
         raise AssertionError("nobody is there to be told")

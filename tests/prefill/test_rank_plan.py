@@ -13,6 +13,7 @@ from prefill.rank_plan import (
     ClosureOutcome,
     PlanKind,
     PlanShape,
+    RankAnswer,
     StepPlan,
     decode_plan,
     decode_row,
@@ -93,14 +94,16 @@ closures = st.builds(
 def test_a_row_round_trips_in_a_message_of_fixed_size(
     epoch: int, step: int, items: list[Closure]
 ) -> None:
-    row = encode_row(epoch, step, items)
-    assert row.shape == (ROW_BYTES,)
-    assert decode_row(row, epoch, step) == items
+    for refuses in (False, True):
+        answer = RankAnswer(closures=items, refuses=refuses)
+        row = encode_row(epoch, step, answer)
+        assert row.shape == (ROW_BYTES,)
+        assert decode_row(row, epoch, step) == answer
 
 
 def test_a_long_error_is_cut() -> None:
     closure = Closure(nonce=1, outcome=ClosureOutcome.FAILED, error="\u00e9" * 90)
-    (got,) = decode_row(encode_row(1, 2, [closure]), 1, 2)
+    (got,) = decode_row(encode_row(1, 2, RankAnswer(closures=[closure])), 1, 2).closures
     assert got.error.startswith("\u00e9" * 48)
     assert len(got.error.encode()) <= 99
 
@@ -108,4 +111,4 @@ def test_a_long_error_is_cut() -> None:
 @pytest.mark.parametrize(("epoch", "step"), [(1, 3), (2, 2)])
 def test_a_row_of_another_step_or_life_is_an_error(epoch: int, step: int) -> None:
     with pytest.raises(InternalError, match="answers step 2"):
-        decode_row(encode_row(1, 2, []), epoch, step)
+        decode_row(encode_row(1, 2, RankAnswer()), epoch, step)

@@ -10,7 +10,9 @@ import torch
 from engine.batch import ForwardBatch, build_forward_batch
 from engine.memory.block_pool import BlockPool
 from engine.parallel.groups import RankGroup, agree_on_epoch
-from prefill.follower import Follower
+from engine.step_error import StepError
+from prefill import follower
+from prefill.follower import Follower, make_batch
 from prefill.kv_push import PushSettings
 from prefill.loop import EngineLoop, LoopSettings
 from prefill.messages import (
@@ -21,6 +23,7 @@ from prefill.messages import (
     LoopEnded,
     PartClosed,
     RankClosed,
+    RequestFailed,
     RequestFinished,
     StopLoop,
 )
@@ -208,6 +211,41 @@ def test_a_cancelled_request_keeps_its_blocks_until_the_follower_has_drained(
     parts = [event for event in pair.events if isinstance(event, PartClosed)]
     assert [event.rank for event in parts] == [0, 1]
     assert {event.closure.outcome for event in parts} == {ClosureOutcome.ABANDONED}
+
+
+@pytest.mark.parametrize("max_ahead", [0, 1])
+@pytest.mark.parametrize("where", ["rank 0", "follower"])
+def test_a_step_that_one_rank_cannot_prepare_no_rank_runs(
+    where: str, max_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(max_ahead=max_ahead)
+    if where == "rank 0":
+        pair.leader_runner.unprepared = [StepError("no room", has_joined=False)]
+        reason = "its step failed: no room"
+    else:
+        makers = iter([fail_to_make])
+        monkeypatch.setattr(follower, "make_batch", lambda *args: next(makers, make_batch)(*args))
+        reason = "its step failed: rank 1 cannot prepare it; its log says why"
+    pair.loop.submit(AddRequest(make_item(1, 16)))
+    pair.loop.submit(AddRequest(make_item(2, 12)))
+    pair.start()
+    pair.until(lambda: pair.count(FirstTokenSampled) == 1)
+    pair.until(lambda: "open" not in pair.follower_sender.open_tickets.values())
+    pair.leader_sender.close_all()
+    pair.follower_sender.close_all()
+    pair.until(lambda: pair.count(RequestFinished) == 2)
+    pair.stop()
+    (failed,) = (event for event in pair.events if isinstance(event, RequestFailed))
+    assert (failed.nonce, failed.error.message) == (1, reason)
+    assert pair.failure is None
+    assert len(pair.leader_runner.batches) == len(pair.follower_runner.batches) == 1
+    assert {push.nonce for push, _ in pair.follower_sender.pushed} == {2}
+    assert pair.follower_sender.pushed == pair.leader_sender.pushed
+    pair.scheduler.check_integrity()
+
+
+def fail_to_make(*args: object) -> ForwardBatch:
+    raise MemoryError("no pinned memory")
 
 
 def test_more_closures_than_fit_one_row_come_in_several() -> None:

@@ -15,7 +15,7 @@ import tokenizers
 
 from router.service import RouterService
 from router.text.tokenizer import Tokenizer
-from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection
+from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection, TierSection
 from tests.router.fakes import MAX_MODEL_LEN, SECRET, FakeDecode, FakePrefill
 from tests.tcp_proxy import Proxy
 
@@ -180,7 +180,9 @@ async def start_router(model_dir: Path, tokenizer: Tokenizer) -> AsyncIterator[S
     """
     closers: list[Callable[[], Awaitable[None]]] = []
 
-    async def start(folder: Path | None = None, **section: object) -> Cluster:
+    async def start(
+        folder: Path | None = None, tiers: tuple[TierSection, ...] = (), **section: object
+    ) -> Cluster:
         # A test that is about waiting for workers, or about leases, says so.
         waits = {"worker_wait_s": 0.2, "lease_ttl_s": 30.0}
         options = {"port": 0, "control_port": 0, **waits, **section}
@@ -188,6 +190,7 @@ async def start_router(model_dir: Path, tokenizer: Tokenizer) -> AsyncIterator[S
             cluster=ClusterSection(secret=SECRET),
             model=ModelSection(path=str(folder or model_dir), name=MODEL),
             router=RouterSection(**options),  # type: ignore[arg-type]
+            tiers=tiers,
         )
         service = RouterService(config, Path("unused.toml"))
         await service.startup()

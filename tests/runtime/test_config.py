@@ -16,10 +16,16 @@ from runtime.config import (
     KVTransferSection,
     PrefillSection,
     RouterSection,
+    TierSection,
     TlsSection,
 )
 from runtime.config_file import cluster_credentials, dump_config, load_config, parse_config
 from runtime.errors import ConfigError
+
+TWO_TIERS = (
+    '[[tiers]]\nname = "max"\nshare = 0.5\ndefault = true\n'
+    '[[tiers]]\nname = "{}"\norder = {}\nshare = {}'
+)
 
 
 def test_defaults_round_trip(tmp_path: Path) -> None:
@@ -39,6 +45,18 @@ def test_values_round_trip(name: str, port: int, timeout_s: float) -> None:
     printable = "".join(c for c in cluster.name if c.isprintable())
     config = dataclasses.replace(
         config, router=router, cluster=dataclasses.replace(cluster, name=printable)
+    )
+    assert parse_config(tomllib.loads(dump_config(config))) == config
+
+
+def test_tiers_round_trip() -> None:
+    import tomllib
+
+    table = tomllib.loads(TWO_TIERS.format("base", 3, 0.25))
+    config = parse_config(table)
+    assert config.tiers == (
+        TierSection(name="max", share=0.5, default=True),
+        TierSection(name="base", order=3, share=0.25),
     )
     assert parse_config(tomllib.loads(dump_config(config))) == config
 
@@ -83,6 +101,27 @@ def test_values_round_trip(name: str, port: int, timeout_s: float) -> None:
             "kv_transfer.allow_open_data_ports = true",
         ),
         ("prefill = 3", "prefill", "[prefill]"),
+        ('[tiers]\nname = "max"', "tiers", "[[tiers]]"),
+        ("[[tiers]]\norder = 1", "tiers.name", "1 to 32 of"),
+        ('[[tiers]]\nname = "auto"', "tiers.name", "another name"),
+        ('[[tiers]]\nname = "max"\nttft = 1', "tiers.ttft", "did you mean tiers.ttft_ms?"),
+        ('[[tiers]]\nname = "max"\nshare = 1.5', "tiers.max.share", "0 to 1"),
+        ('[[tiers]]\nname = "max"\nshare = -1', "tiers.max.share", "0.0 or more"),
+        ('[[tiers]]\nname = "max"\ntpot_ms = nan', "tiers.max.tpot_ms", "a finite number"),
+        ('[[tiers]]\nname = "max"\norder = -1', "tiers.max.order", "0 or more"),
+        (TWO_TIERS.format("max", 1, 0.1), "tiers.name", "two names"),
+        (TWO_TIERS.format("base", 0, 0.1), "tiers.base.order", "one for each tier"),
+        (TWO_TIERS.format("base", 1, 0.6), "tiers.base.share", "1 or less together"),
+        (
+            TWO_TIERS.format("base", 1, 0.1) + "\ndefault = true",
+            "tiers.base.default",
+            "one default",
+        ),
+        (
+            TWO_TIERS.format("base", 1, 0.1) + "\n[prefill]\nmax_num_seqs = 1",
+            "tiers",
+            "fewer, or larger steps",
+        ),
         ("[prefill", "file", "mend"),
     ],
 )

@@ -50,6 +50,7 @@ def test_what_is_not_set_stays_secrets_too() -> None:
         ("decode.instance=1", "decode.instance", "did you mean decode.instances?"),
         ("tls.qqqqqqqqqqq=1", "tls.qqqqqqqqqqq", "one of tls.mode, tls.cert"),
         ("xxxxx.qqqqqqqqq=1", "xxxxx.qqqqqqqqq", "one of cluster, tls, model"),
+        ("tiers.share=1", "--set", "[[tiers]] of the file"),
         ("decode.dp=two", "decode.dp", "a value of type int"),
         ("decode.dp=1.5", "decode.dp", "a value of type int"),
         ("decode.dp=0", "decode.dp", "1 or more"),

@@ -16,7 +16,7 @@ from runtime.lifecycle import (
     PrefillStatus,
     check_transition,
 )
-from runtime.pb import common_pb2
+from runtime.pb import common_pb2, prefill_pb2
 from runtime.sampling import (
     FinishReason,
     OutputConstraint,
@@ -24,6 +24,7 @@ from runtime.sampling import (
     SamplingParams,
     finish_reason_after,
 )
+from runtime.tiers import NO_TIER, Standing
 from runtime.wire import (
     error_from_proto,
     error_to_proto,
@@ -33,6 +34,8 @@ from runtime.wire import (
     logprobs_to_proto,
     sampling_from_proto,
     sampling_to_proto,
+    standing_from_proto,
+    standing_to_proto,
 )
 
 f32 = st.floats(-100, 100, width=32)
@@ -153,3 +156,24 @@ def test_finish_reason_after_a_token() -> None:
     assert after(7, 2) is FinishReason.STOP
     assert after(5, 3) is FinishReason.LENGTH
     assert after(5, 1, 64) is FinishReason.LENGTH
+
+
+standings = st.builds(
+    Standing,
+    tier=st.text(max_size=10),
+    order=st.integers(0, 1000),
+    priority=st.integers(-1000, 1000),
+    share=st.floats(0, 1),
+    ttft_s=st.floats(0, 100),
+    tpot_s=st.floats(0, 1),
+)
+
+
+@given(standings)
+def test_a_standing_survives_the_wire(standing: Standing) -> None:
+    request = prefill_pb2.RunRequest(standing=standing_to_proto(standing))
+    assert (
+        standing_from_proto(prefill_pb2.RunRequest.FromString(request.SerializeToString()).standing)
+        == standing
+    )
+    assert prefill_pb2.RunRequest(standing=standing_to_proto(NO_TIER)) == prefill_pb2.RunRequest()

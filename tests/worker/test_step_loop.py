@@ -8,16 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 
 from engine.parallel.lockstep import GroupState, Lockstep, RankState, SoloLockstep
-from engine.runner import StepResult
+from engine.pending_step import StepResult
+from engine.step_error import StepError, may_fail
 from runtime.endings import RankName
 from runtime.errors import DrainingError, InternalError, InvalidRequestError, TandemError
 from runtime.watchdog import WatchdogOptions
 from worker.health import Health
 from worker.step_driver import LoopOptions, steps_ahead
-from worker.step_loop import StepLoop
+from worker.step_loop import MAX_FAILED_STEPS, StepLoop
 
 TIMEOUT_S = 60.0
 
@@ -29,13 +31,16 @@ class Work:
     num_tokens: int
 
 
+@dataclass
 class Done:
     """A step that is over when it is collected."""
 
+    read: Callable[[], None]
     idle_s = None
     is_done = True
 
     def collect(self) -> list[StepResult]:
+        self.read()
         return []
 
 
@@ -51,6 +56,7 @@ class CountingDriver:
         self.num_rests = 0
         self.on_launch: Callable[[], None] = lambda: None
         self.on_book: Callable[[], None] = lambda: None
+        self.collect: Callable[[], None] = lambda: None
         self.lets_through = False
         self.is_broken = False
         self.is_alone = True
@@ -72,17 +78,23 @@ class CountingDriver:
 
     def launch(
         self, plan: Work, after: Done | None, group_mean: int, meanwhile: Callable[[], None]
-    ) -> Done | None:
+    ) -> Done:
         assert plan.num_tokens == group_mean > 0 or not self.is_alone
         self.means.append(group_mean)
-        if not plan.num_tokens:
-            return None
         self.on_launch()
         if self.lets_through:
             self.log.append(f"launching {plan.num_tokens}")
             meanwhile()
             self.log.append(f"launched {plan.num_tokens}")
-        return Done()
+        return Done(self.collect)
+
+    def launch_dummy(self, group_mean: int) -> None:
+        self.means.append(group_mean)
+        self.log.append("join")
+
+    def give_up(self, plan: Work, error: StepError) -> None:
+        self.log.append(f"gave up {plan.num_tokens}")
+        self.work.pop(0)
 
     def book(
         self, plan: Work, results: Sequence[StepResult], seconds: float, idle_s: float | None
@@ -212,6 +224,93 @@ def test_it_counts_its_own_tokens_and_those_that_it_waited_for() -> None:
     Health(registry).watch_loop(loop)
     assert registry.get_sample_value("pd_worker_step_tokens_total") == 4
     assert registry.get_sample_value("pd_worker_longest_step_tokens_total") == 30
+
+
+def failing(errors: list[StepError | None]) -> Callable[[], None]:
+    """Raise them one by one, None for nothing; then nothing any more."""
+
+    def fail() -> None:
+        error = errors.pop(0) if errors else None
+        if error is not None:
+            raise error
+
+    return fail
+
+
+def test_a_step_that_fails_alone_is_given_up_and_the_next_one_runs() -> None:
+    loop, driver = make_loop()
+    driver.on_launch = failing([None, StepError("no room", has_joined=True)])
+    loop.submit(lambda: driver.work.extend([3, 2, 1]))
+    loop.start()
+    while len(driver.booked) < 2:
+        time.sleep(0.001)
+    assert loop.stop(TIMEOUT_S)
+    assert driver.booked == [3, 1]
+    assert driver.log == ["gave up 2", "leave", "end"]
+    assert loop.ended.result(TIMEOUT_S) is None
+
+
+@pytest.mark.parametrize("has_joined", [False, True])
+def test_the_others_do_not_wait_for_a_rank_whose_step_failed(has_joined: bool) -> None:
+    loop, driver = make_loop(LeavingGroup())
+    driver.on_launch = failing([StepError("no room", has_joined=has_joined)])
+    driver.work = [3, 1]
+    loop.step()
+    assert driver.log == ["join"] * (not has_joined) + ["gave up 3"]
+    loop.step()
+    assert driver.booked == [1]
+
+
+def test_a_rank_whose_every_step_fails_ends() -> None:
+    loop, driver = make_loop()
+    errors: list[StepError | None] = [None]
+    errors += [StepError("no room", has_joined=True)] * (MAX_FAILED_STEPS - 1)
+    errors += [None]  # one that succeeds: they were not in a row
+    errors += [StepError("a bad token", request_id="r", has_joined=False)] * 2 * MAX_FAILED_STEPS
+    errors += [StepError("no room", has_joined=True)] * MAX_FAILED_STEPS
+    driver.on_launch = failing(list(errors))
+    driver.work = [1] * len(errors) + [7]
+    loop.start()
+    error = loop.ended.result(TIMEOUT_S)
+    assert isinstance(error, InternalError)
+    assert "8 steps in a row failed, the last of them: no room" in str(error)
+    assert driver.work == [7]
+
+
+def test_a_result_that_cannot_be_read_fails_its_step() -> None:
+    loop, driver = make_loop()
+    errors = failing([StepError("unreadable", has_joined=True)])
+    driver.collect = lambda: errors()
+    driver.work = [3, 1]
+    loop.step()
+    loop.step()
+    assert (driver.log, driver.booked) == (["gave up 3"], [1])
+
+
+class FailingAhead(AheadDriver):
+    """Whatever is raised in a launch, a runner would call the failure of its step."""
+
+    def launch(
+        self, plan: Work, after: Done | None, group_mean: int, meanwhile: Callable[[], None]
+    ) -> Done:
+        with may_fail(torch.device("cpu"), has_joined=True):
+            return super().launch(plan, after, group_mean, meanwhile)
+
+
+def test_what_fails_while_a_step_is_booked_is_not_the_fault_of_the_launch_around_it() -> None:
+    driver = FailingAhead()
+    options = LoopOptions(name=RankName(instance="rank"), step="counting", max_ahead=1)
+    loop = StepLoop[Work](driver, SoloLockstep(), options)
+    driver.lets_through = True
+
+    def break_books() -> None:
+        raise RuntimeError("the books are wrong")
+
+    driver.on_book = break_books
+    loop.submit(lambda: driver.work.extend([3, 1]))
+    loop.start()
+    assert "the books are wrong" in str(loop.ended.result(TIMEOUT_S))
+    assert not any(line.startswith("gave up") for line in driver.log)
 
 
 def test_what_a_posted_command_raises_ends_the_loop() -> None:

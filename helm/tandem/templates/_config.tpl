@@ -55,12 +55,16 @@ decode:
 {{- $own := include "tandem.ownConfig" . | fromYaml -}}
 {{- $config := mergeOverwrite (deepCopy .Values.config) $own -}}
 {{- range $section := keys $config | sortAlpha }}
-[{{ $section }}]
-{{- range $key := keys (index $config $section) | sortAlpha }}
+{{- $tables := index $config $section }}
+{{- $isList := kindIs "slice" $tables }}
+{{- range $table := ternary $tables (list $tables) $isList }}
+{{ ternary (printf "[[%s]]" $section) (printf "[%s]" $section) $isList }}
+{{- range $key := keys $table | sortAlpha }}
 {{- /* A JSON string, number or boolean is one of TOML, too. */}}
-{{ $key }} = {{ index $config $section $key | toJson }}
+{{ $key }} = {{ index $table $key | toJson }}
 {{- end }}
 {{ end }}
+{{- end }}
 {{- end -}}
 
 {{/* Ranks of one worker: (dict "root" $ "role" "decode"). */}}

@@ -107,7 +107,7 @@ class Answer:
                 "summary": None,
             },
             "safety_identifier": request.safety_identifier,
-            "service_tier": "default",
+            "service_tier": self._info.service_tier or "default",
             "background": False,
             "store": False,
             "temperature": 1.0 if request.temperature is None else request.temperature,

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, PlainValidator
 from router.http.response import Json
 from router.http.responses.items import Conversation, conversation_of
 from router.http.schema import ChatRequest, neutral, validated
+from router.http.told import items_told
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
@@ -21,10 +22,11 @@ _NAMES = {
     "reasoning_effort": "reasoning.effort",
     "messages": "input",
 }
-_PASSED_ON = (
-    *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "seed"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos"),
-    *("stop", "stop_token_ids", "chat_template_kwargs", "cache_salt", "logit_bias"),
+_OF_INPUT = ("model", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
+_OF_OUTPUT = (
+    *("stream", "temperature", "top_p", "top_logprobs", "top_k", "min_p", "seed", "stop"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
+    *("min_tokens", "ignore_eos", "stop_token_ids", "cache_salt", "service_tier", "priority"),
 )
 """Fields of a chat request that have the same name and meaning here."""
 
@@ -115,24 +117,34 @@ class StreamConfig(BaseModel):
     include_obfuscation: Annotated[None, neutral(False)] = None
 
 
-class ResponsesRequest(BaseModel):
-    """``POST /v1/responses``; ranges are checked in the chat request that it becomes."""
+class InputRequest(BaseModel):
+    """``POST /v1/responses/input_tokens``: all of which a prompt is made."""
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
     model: str | None = None
     input: Annotated[Conversation, PlainValidator(conversation_of)]
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_logprobs: int | None = None
-    include: Annotated[list[str], PlainValidator(_include)] = []
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     tools: Annotated[list[Json] | None, PlainValidator(_tools)] = None
     tool_choice: Annotated[str | Json | None, PlainValidator(_tool_choice)] = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    truncation: Annotated[None, neutral("disabled")] = None
+    previous_response_id: _Unsupported = None
+    conversation: _Unsupported = None
+    personality: _Unsupported = None
+
+
+class ResponsesRequest(InputRequest):
+    """``POST /v1/responses``; ranges are checked in the chat request that it becomes."""
+
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: Annotated[list[str], PlainValidator(_include)] = []
     stream: bool | None = None
     stream_options: StreamConfig | None = None
     metadata: Annotated[dict[str, str] | None, PlainValidator(_metadata)] = None
@@ -144,7 +156,6 @@ class ResponsesRequest(BaseModel):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
-    truncation: Annotated[None, neutral("disabled")] = None
     # Beyond OpenAI's API, as other engines name them.
     top_k: int | None = None
     min_p: float | None = None
@@ -157,13 +168,11 @@ class ResponsesRequest(BaseModel):
     ignore_eos: bool | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     # What needs answers to be stored, or is done nowhere here.
     background: _Unsupported = None
     background_options: _Unsupported = None
-    previous_response_id: _Unsupported = None
-    conversation: _Unsupported = None
     prompt: _Unsupported = None
     context_management: _Unsupported = None
     access_programs: _Unsupported = None
@@ -172,35 +181,40 @@ class ResponsesRequest(BaseModel):
     prompt_cache_options: Annotated[None, neutral({}, {"mode": "implicit"})] = None
 
 
-def names_of(request: ResponsesRequest | None) -> dict[str, str]:
+def names_of(request: InputRequest | None) -> dict[str, str]:
     """Under which names the client knows the fields of the chat request, its messages included."""
     if request is None:
         return _NAMES
     origins = [f"input[{number}]" for number in request.input.origins]
     if request.instructions:
         origins.insert(0, "instructions")
-    return {**_NAMES, **{f"messages[{number}]": name for number, name in enumerate(origins)}}
+    messages = items_told("messages", origins)
+    results = {f"{ours}.tool_call_id": f"{name}.call_id" for ours, name in messages.items()}
+    places = [f"tools[{number}]" for number in range(len(request.tools or ()))]
+    tools = {f"{place}.function": place for place in places}
+    return {**_NAMES, **messages, **results, **tools}
 
 
-def as_chat(request: ResponsesRequest) -> ChatRequest:
+def as_chat(request: InputRequest) -> ChatRequest:
     """The same as a request of ``/v1/chat/completions``."""
     first = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    fields: dict[str, object] = {name: getattr(request, name) for name in _PASSED_ON}
-    fields |= {
+    fields: dict[str, object] = {
         "messages": [*first, *request.input.messages],
-        "max_completion_tokens": request.max_output_tokens,
-        "tools": request.tools,
-        "tool_choice": request.tool_choice,
         "response_format": _response_format(request),
-        "logprobs": LOGPROBS in request.include or None,
-        "top_logprobs": request.top_logprobs,
+        **{name: getattr(request, name) for name in _OF_INPUT},
     }
-    if request.reasoning is not None and request.reasoning.effort is not None:
+    if request.reasoning is not None:
         fields["reasoning_effort"] = request.reasoning.effort
+    if isinstance(request, ResponsesRequest):
+        fields |= {name: getattr(request, name) for name in _OF_OUTPUT}
+        fields |= {
+            "max_completion_tokens": request.max_output_tokens,
+            "logprobs": LOGPROBS in request.include or None,
+        }
     return validated({n: value for n, value in fields.items() if value is not None}, ChatRequest)
 
 
-def _response_format(request: ResponsesRequest) -> Json | None:
+def _response_format(request: InputRequest) -> Json | None:
     """The format as chat requests nest it."""
     found = None if request.text is None else request.text.format
     if found is None or found.get("type") != "json_schema":

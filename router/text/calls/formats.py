@@ -18,6 +18,14 @@ from router.text.calls.deepseek import (
     DeepSeekCalls,
 )
 from router.text.calls.events import NewCallParser
+from router.text.calls.forms import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GLM,
+    HERMES,
+    LLAMA,
+    CallShape,
+)
 from router.text.calls.glm import GLM_MARKS, KEY, GlmCalls
 from router.text.calls.json_call import HERMES_MARKS, LLAMA_MARKS, HermesCalls, LlamaCalls
 from router.text.marks import Item, Mark
@@ -35,6 +43,8 @@ class CallFormat:
     new_parser: NewCallParser
     looks_like: tuple[str, ...]
     """What a rendered call of ``PROBE_NAME`` holds, white space left out."""
+    shape: CallShape
+    """How calls are put together, for who has to call."""
     opening: tuple[Item, ...]
     """How a call begins, up to its arguments, with ``_NAME`` for the name."""
 
@@ -50,18 +60,21 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         marks=DEEPSEEK_MARKS,
         new_parser=partial(DeepSeekCalls, names_first=False),
         looks_like=(f"{CALL_BEGIN}function{SEPARATOR}{PROBE_NAME}",),
+        shape=DEEPSEEK_V3,
         opening=(*_REGION, "function", Mark(SEPARATOR), "NAME\n```json\n{"),
     ),
     "deepseek-v3.1": CallFormat(
         marks=DEEPSEEK_MARKS,
         new_parser=partial(DeepSeekCalls, names_first=True),
         looks_like=(f"{CALL_BEGIN}{PROBE_NAME}{SEPARATOR}",),
+        shape=DEEPSEEK_V31,
         opening=(*_REGION, "NAME", Mark(SEPARATOR), "{"),
     ),
     "glm-4.5": CallFormat(
         marks=GLM_MARKS,
         new_parser=GlmCalls,
         looks_like=(f"{GLM_MARKS[0]}{PROBE_NAME}{KEY}",),
+        shape=GLM,
         opening=(Mark(GLM_MARKS[0]), "NAME\n"),
     ),
     "hermes": CallFormat(
@@ -71,12 +84,14 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
             f'{HERMES_MARKS[0]}{{"name":"{PROBE_NAME}","arguments":{{',
             f'{HERMES_MARKS[0]}{{"arguments":{{',
         ),
+        shape=HERMES,
         opening=(Mark(HERMES_MARKS[0]), '\n{"name": "NAME", "arguments": {'),
     ),
     "llama3-json": CallFormat(
         marks=LLAMA_MARKS,
         new_parser=LlamaCalls,
         looks_like=(f'{{"name":"{PROBE_NAME}","parameters":{{',),
+        shape=LLAMA,
         opening=('{"name": "NAME", "parameters": {',),
     ),
 }

@@ -14,8 +14,8 @@ from bench.engine.requests import (
     SamplingChoice,
     draw_contexts,
 )
+from engine.pending_step import StepResult
 from engine.request import ScheduledRequest
-from engine.runner import StepResult
 from engine.sampling.inputs import SampledToken
 
 BLOCK = 8

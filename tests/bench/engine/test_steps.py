@@ -16,8 +16,8 @@ from bench.engine.requests import RunningRequests, SamplingChoice
 from bench.engine.steps import BenchSteps, LoopPlace, measure_steps
 from bench.engine.timing import StepClock, StepTimes
 from engine.parallel.lockstep import GroupState, RankState, SoloLockstep
+from engine.pending_step import StepResult
 from engine.request import ScheduledRequest
-from engine.runner import StepResult
 from engine.sampling.inputs import SampledToken
 from runtime.errors import PeerLostError, TandemError
 

@@ -6,24 +6,39 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_benchmark_measures_a_real_router() -> None:
+def run(*options: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.router.request_path", "--streams", "3", "--tokens", "5"]
     result = subprocess.run(
-        [*command, "--requests", "4", "--step-ms", "1"],
+        [*command, "--requests", "4", "--step-ms", "1", *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     )
-    measured = json.loads(result.stdout)
+    measured: dict[str, Any] = json.loads(result.stdout)
     (streams,) = measured["streams"]
     assert streams["output_tokens"] == 15
     assert 0 < streams["events_per_token"] <= 1
     assert streams["tokens_per_core_s"] > 0
+    assert streams["cpu_us_per_chunk"] > 0
+    return measured
+
+
+def test_the_benchmark_measures_a_real_router() -> None:
+    measured = run()
     assert measured["added_ttft_p50_ms"] <= measured["added_ttft_p99_ms"]
-    assert [requests["stream"] for requests in measured["short_requests"]] == [False, True]
+    kinds = [requests["stream"] for requests in measured["short_requests"]]
+    assert kinds == [False, True, True]
+
+
+def test_another_router_is_measured_in_the_same_way() -> None:
+    """A pipe to the decode worker stands for it."""
+    pipe = f"{sys.executable} -m tests.bench.router.pipe {{port}} {{decode}}"
+    measured = run("--command", pipe)
+    assert [each["num_requests"] for each in measured["short_requests"]] == [16, 16, 16]

@@ -16,8 +16,9 @@ from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.graphs.step_graphs import StepGraphs
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.pending_step import PendingStep, StepResult
 from engine.request import Request, ScheduledRequest
-from engine.runner import ModelRunner, PendingStep, StepResult
+from engine.runner import ModelRunner
 from engine.sampling.graph_sampler import MAX_EDITS
 from engine.sampling.sampler import Sampler
 from runtime.sampling import SamplingParams

@@ -16,8 +16,9 @@ from engine.layers.shared_expert import SharedSchedule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.groups import RankGroup
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
+from engine.pending_step import PendingStep
 from engine.request import Request, ScheduledRequest
-from engine.runner import ModelRunner, PendingStep
+from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.side_stream import SideStream
 from runtime.sampling import SamplingParams

@@ -94,6 +94,36 @@ async def test_a_stop_string_is_named(http, cluster: Cluster) -> None:
     assert answer["text"] == ANSWER[: ANSWER.index("END") + 3]
 
 
+async def test_log_probabilities(http, cluster: Cluster) -> None:
+    wanted = {"return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True}
+    prompt = [40, 41, 42]
+    completion = {"prompt": prompt, "max_tokens": 4, "logprobs": 2, "echo": True}
+    async with http.post("/v1/completions", json=completion) as response:
+        expected = (await response.json())["choices"][0]["logprobs"]["token_logprobs"]
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 4}, **wanted}
+    for start, first in ((None, 3), (-1, 3), (0, 0), (2, 2), (3, 3)):
+        _, answer = await generate(http, **body, logprob_start_len=start)
+        meta = answer["meta_info"]
+        before, after = meta["input_token_logprobs"], meta["output_token_logprobs"]
+        assert [entry[1] for entry in before] == prompt[first:]
+        assert [entry[1] for entry in after] == answer["output_ids"]
+        assert [entry[0] for entry in (*before, *after)] == expected[first:]
+        assert "".join(entry[2] for entry in after) == answer["text"]
+        assert [len(tops) for tops in meta["output_top_logprobs"]] == [2] * 4
+        tops = [tops if tops is None else len(tops) for tops in meta["input_top_logprobs"]]
+        assert tops == [None, 2, 2][first:]
+    async with http.post("/generate", json={**body, "stream": True}) as response:
+        events = payloads(await response.read())
+    found = [event["meta_info"]["output_token_logprobs"] for event in events]
+    assert found[-1] == after
+    assert all(later[: len(some)] == some for some, later in itertools.pairwise(found))
+    _, answer = await generate(http, text="x", return_logprob=True)
+    assert answer["meta_info"]["output_token_logprobs"][0][2] is None
+    assert "output_top_logprobs" not in answer["meta_info"]
+    _, answer = await generate(http, text="x", top_logprobs_num=3, logprob_start_len=0)
+    assert "output_token_logprobs" not in answer["meta_info"]
+
+
 async def test_a_failure_within_a_stream_is_told(http, cluster: Cluster) -> None:
     cluster.decode.fail_after = 3
     async with http.post("/generate", json={"text": "x", "stream": True, **BENCH}) as response:
@@ -132,7 +162,9 @@ async def test_a_client_that_leaves_ends_its_request(cluster: Cluster) -> None:
         ({"text": 3}, "text", "3"),
         ({"input_ids": [10**7]}, "input_ids", "10000000"),
         ({"input_ids": [1] * 256}, "input_ids", "256 tokens"),
-        ({"text": "x", "return_logprob": True}, "return_logprob", "not supported"),
+        ({"text": "x", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len", "-2"),
+        ({"text": "x", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num", "20"),
+        ({"text": "x", "token_ids_logprob": [1]}, "token_ids_logprob", "not supported"),
         ({"text": "x", "lora_path": "adapter"}, "lora_path", "not supported"),
         ({"text": "x", "image_data": ["a"]}, "image_data", "not supported"),
         ({"input_ids": ["a"]}, "input_ids[0]", "integer"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import aiohttp
 import orjson
 import pytest
@@ -10,8 +12,11 @@ from hypothesis import strategies as st
 
 from router.errors import NotReadyError, RequestError, TooManyRequestsError
 from router.http.errors import failure_from
-from router.http.messages import ANTHROPIC, MessagesRequest, as_chat
+from router.http.messages.answer import ANTHROPIC
+from router.http.messages.request import MessagesRequest, as_chat
 from router.http.schema import validated
+from router.model import ServedModel, load_served_model
+from runtime.config import ModelSection
 from runtime.errors import ERRORS_BY_CODE, PeerLostError
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
 from tests.router.http.test_operations import metric_values
@@ -62,6 +67,7 @@ async def test_an_answer(http, cluster: Cluster) -> None:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": num_cached,
         "output_tokens": cluster.num_answer_tokens,
+        "output_tokens_details": {"thinking_tokens": 0},
     }
     values = await metric_values(http)
     assert (
@@ -148,6 +154,14 @@ async def test_a_client_that_leaves_ends_its_request(cluster: Cluster) -> None:
     await cluster.until(lambda: len(cluster.decode.aborted) == 1)
 
 
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
+EFFORT = {"effort": "low"}
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+CALLS = {
+    "role": "assistant",
+    "content": [{"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}}],
+}
+RESULTS = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1"}]}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
 
 
@@ -159,7 +173,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
         ({"messages": []}, 400, "invalid_request_error", "messages"),
         (
-            {"messages": [{"role": "system", "content": "x"}]},
+            {"messages": [{"role": "robot", "content": "x"}]},
             400,
             "invalid_request_error",
             "messages[0].role",
@@ -184,8 +198,22 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"messages": [{"role": "user"}]}, 400, "invalid_request_error", "messages[0].content"),
         ({"system": [IMAGE]}, 400, "invalid_request_error", "system[0].type"),
         ({"system": 3}, 400, "invalid_request_error", "system"),
-        ({"tools": [{"name": "f"}]}, 400, "invalid_request_error", "tools"),
-        ({"thinking": {"type": "enabled"}}, 400, "invalid_request_error", "thinking"),
+        ({"tools": [{"name": "f"}]}, 400, "invalid_request_error", "tools[0].input_schema"),
+        ({"tools": [TOOL]}, 400, "invalid_request_error", "tools"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, 400, "invalid_request_error", "tools[0].name"),
+        ({"tools": [SEARCH]}, 400, "invalid_request_error", "tools[0].type"),
+        ({"tools": [TOOL], "tool_choice": "any"}, 400, "invalid_request_error", "tool_choice"),
+        ({"thinking": {"type": "enabled"}}, 400, "invalid_request_error", "thinking.type"),
+        ({"thinking": {"type": "nonsense"}}, 400, "invalid_request_error", "thinking.type"),
+        (
+            {"output_config": {"effort": "low"}},
+            400,
+            "invalid_request_error",
+            "output_config.effort",
+        ),
+        ({"messages": [CALLS]}, 400, "invalid_request_error", "messages[0].content"),
+        ({"messages": [*TURNS, CALLS, RESULTS]}, 400, "invalid_request_error", "messages[1]"),
+        ({"messages": [RESULTS]}, 400, "invalid_request_error", "messages[0].tool_use_id"),
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences"),
         ({"stop_sequences": ["a", 3]}, 400, "invalid_request_error", "stop_sequences[1]"),
         ({"temperature": 3}, 400, "invalid_request_error", "temperature"),
@@ -232,6 +260,11 @@ def test_every_failure_has_a_type_that_clients_know() -> None:
     }
 
 
+@pytest.fixture(scope="module")
+def plain_model(model_dir: Path) -> ServedModel:
+    return load_served_model(ModelSection(path=str(model_dir)))
+
+
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 CONTENT = WORDS | st.lists(st.builds(lambda text: {"type": "text", "text": text}, WORDS))
 
@@ -249,10 +282,10 @@ def text_of(content: str | list[dict[str, str]]) -> str:
     stops=st.none() | st.lists(WORDS),
 )
 def test_a_translation_keeps_every_text_in_its_place(
-    turns: list[dict], system: str | list | None, stops: list[str] | None
+    plain_model: ServedModel, turns: list[dict], system: str | list | None, stops: list[str] | None
 ) -> None:
     fields = {"messages": turns, "system": system, "stop_sequences": stops, "max_tokens": 5}
-    chat = as_chat(validated(fields, MessagesRequest))
+    chat = as_chat(validated(fields, MessagesRequest), plain_model)
     expected = [(turn["role"], text_of(turn["content"])) for turn in turns]
     if system:
         before = text_of(system)

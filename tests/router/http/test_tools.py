@@ -388,6 +388,7 @@ async def test_other_apis_read_the_same_model(http, cluster: Cluster) -> None:
     async with http.get("/v1/models") as response:
         (card,) = (await response.json())["data"]
     assert {"tools", "reasoning"} <= set(card["features"])
+    assert (card["tool_parser"], card["reasoning_parser"]) == ("hermes", "think")
 
 
 BAD_TOOLS = [

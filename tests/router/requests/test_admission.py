@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.errors import TooManyRequestsError
 from router.pool.members import member_from_proto
-from router.requests.admission import SMALL_BODY_BYTES, Admission, BodyBudget, limit_of
+from router.requests.admission import SMALL_BODY_BYTES, Admission, limit_of
 from router.requests.time_limits import limits_from_arrival
 from runtime.config import RouterSection
 from runtime.errors import DeadlineExceededError, DrainingError
@@ -180,9 +180,8 @@ async def test_the_time_of_a_request_runs_in_the_queue() -> None:
 
 
 async def test_bodies_that_wait_are_bounded_together() -> None:
-    bodies = BodyBudget(10 * SMALL_BODY_BYTES)
-    admission = Admission(1, bodies=bodies)
-    with bodies.body() as first, bodies.body() as second:
+    admission = Admission(1, max_queue_bytes=10 * SMALL_BODY_BYTES)
+    with admission.body() as first, admission.body() as second:
         first.add(10 * SMALL_BODY_BYTES)
         second.add(SMALL_BODY_BYTES)  # small ones are read all the same
         with pytest.raises(TooManyRequestsError, match="max_queue_bytes"):
@@ -192,8 +191,8 @@ async def test_bodies_that_wait_are_bounded_together() -> None:
                 async with admission.admit(1):
                     pass
             first.release()
-            assert bodies.num_bytes == SMALL_BODY_BYTES + 1
-    assert bodies.num_bytes == 0
+            assert admission.body_bytes == SMALL_BODY_BYTES + 1
+    assert admission.body_bytes == 0
 
 
 @pytest.mark.parametrize(

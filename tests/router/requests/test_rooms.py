@@ -18,6 +18,7 @@ from router.requests import rooms as rooms_module
 from router.requests.rooms import Rooms
 from router.routing.policy import Pair, PairingPolicy
 from router.routing.request_shape import RequestShape
+from runtime.tiers import Standing
 from tests.router.conftest import ANSWER, Cluster, StartRouter
 from tests.router.deltas import tell_load
 from tests.router.fakes import FakeDecode
@@ -54,6 +55,19 @@ async def test_who_waits_longest_is_shown_the_room_and_no_crowd_follows() -> Non
     with rooms.seek(pair, lambda: SHAPE, 0.0) as seeker:
         rooms.look()
         assert found(seeker) == "decode-1"
+
+
+async def test_the_first_tier_is_shown_the_room_though_it_came_last() -> None:
+    members = prefill(0), decode(0, load=BLOCKED), decode(1, load=OPEN)
+    _, rooms = rooms_of(*members)
+    pair = Pair(members[0], members[1])
+    with contextlib.ExitStack() as stack:
+        seekers = [
+            stack.enter_context(rooms.seek(pair, lambda: SHAPE, 0.0, Standing(order=order)))
+            for order in (2, 1, 2, 0)
+        ]
+        rooms.look()
+        assert [found(seeker) for seeker in seekers] == ["none", "decode-1", "none", "decode-1"]
 
 
 @pytest.mark.parametrize(

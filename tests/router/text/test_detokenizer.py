@@ -34,6 +34,16 @@ def test_pieces_add_up_to_the_whole_decode(ids: list[int]) -> None:
     assert "".join(texts(VOCABULARY.pieces, ids)) == shown
 
 
+@given(IDS, st.lists(st.integers(0, 5)))
+def test_the_text_does_not_depend_on_how_many_tokens_come_together(
+    ids: list[int], sizes: list[int]
+) -> None:
+    together = Detokenizer(VOCABULARY.pieces)
+    parts = [together.feed_all(part) for part in deltas(ids, sizes)]
+    assert "".join([*parts, together.flush()]) == "".join(texts(VOCABULARY.pieces, ids))
+    assert together.flush() == ""
+
+
 @given(TEXT)
 def test_encode_then_decode_gives_the_text(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)
@@ -43,6 +53,8 @@ def test_encode_then_decode_gives_the_text(text: str) -> None:
 
 def test_ids_beyond_the_vocabulary_have_no_text() -> None:
     assert texts(VOCABULARY.pieces, [10**6]) == ["", ""]
+    known = TOKENIZER.encode("fox", add_special_tokens=False)
+    assert Detokenizer(VOCABULARY.pieces).feed_all([10**6, *known, 10**6]) == "fox"
     assert VOCABULARY.token_text(10**6) == ""
 
 

@@ -1,0 +1,231 @@
+"""Makes matchers for requests: compiles grammars on threads of its own, and keeps them.
+
+Called on a worker's event loop (any thread may), never on the one that runs steps; that one gets
+the finished matcher. Nothing is read, imported or started before the first grammar comes. What is
+compiled is kept by its text, the least recently used first to go once all of it is too large; two
+requests with one grammar compile it once.
+"""
+
+import importlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from engine.constraint.matcher import GrammarState, Matcher
+from engine.constraint.vocabulary import read_vocabulary
+from runtime.errors import InternalError, InvalidRequestError, TandemError
+from runtime.logging import get_logger
+from runtime.sampling import OutputConstraint, SamplingParams
+
+CACHE_BYTES: Final = 256 << 20
+"""Of compiled grammars. A schema of twenty fields takes some 100 KB of it at 130,000 tokens."""
+MAX_GRAMMAR_BYTES: Final = 1 << 20
+"""Of one text: what takes minutes to compile would keep others from being compiled."""
+NUM_THREADS: Final = 2
+"""That compile: a grammar that takes long holds up one other at most."""
+
+logger = get_logger(__name__)
+
+
+class Compiled(Protocol):
+    """A grammar for any number of outputs."""
+
+    num_bytes: int
+
+    def begin(self) -> GrammarState:
+        """Return the state of an empty output."""
+        ...
+
+
+class Compiler(Protocol):
+    """What turns a text into a grammar; several threads call."""
+
+    def compile(self, text: str) -> Compiled:
+        """Compile; raises InvalidRequestError for a text that is none."""
+        ...
+
+
+@dataclass(slots=True)
+class _Entry:
+    outcome: Future[Compiled]
+    num_bytes: int = 0
+
+
+class Constraints:
+    """The grammars of one model in one process."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        vocab_size: int,
+        *,
+        cache_bytes: int = CACHE_BYTES,
+        open_compiler: Callable[[Path, int], Compiler] | None = None,
+    ) -> None:
+        """Remember where the model is; reads nothing.
+
+        Args:
+            folder: of the checkpoint, with its tokenizer.
+            vocab_size: of the model.
+            cache_bytes: of compiled grammars, at most; the latest is kept whatever its size.
+            open_compiler: given both, on a thread that compiles; None for that of xgrammar.
+        """
+        self._folder, self._vocab_size = Path(folder), vocab_size
+        self._cache_bytes = cache_bytes
+        self._open_compiler = open_compiler or _open_xgrammar
+        self._compiler: Compiler | None = None
+        self._opening = threading.Lock()
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._num_bytes = 0
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+
+    def begin(
+        self, params: SamplingParams, output_token_ids: Sequence[int] = ()
+    ) -> Future[Matcher | None]:
+        """Begin to make the matcher of a request.
+
+        Args:
+            params: of the request; without a constraint its matcher is None, at once.
+            output_token_ids: the output of earlier tries.
+
+        Returns:
+            The matcher, told that output. It fails with InvalidRequestError where the grammar
+            cannot be compiled, where the model has no tokenizer, or where the output cannot be the
+            beginning of what the grammar describes.
+
+        Raises:
+            InvalidRequestError: a field of the constraint, which the message names.
+        """
+        made: Future[Matcher | None] = Future()
+        constraint = params.constraint
+        if constraint is None:
+            made.set_result(None)
+            return made
+        _check(constraint, self._vocab_size)
+
+        def make(grammar: GrammarState | None) -> Matcher:
+            return _make_matcher(
+                constraint, grammar, params, output_token_ids, vocab_size=self._vocab_size
+            )
+
+        if not constraint.grammar:
+            _settle(made, lambda: make(None))
+            return made
+        self._compiled(constraint.grammar).add_done_callback(
+            lambda compiled: _settle(made, lambda: make(compiled.result().begin()))
+        )
+        return made
+
+    @property
+    def num_cached_bytes(self) -> int:
+        """Of compiled grammars that are kept."""
+        return self._num_bytes
+
+    def close(self) -> None:
+        """Compile nothing more; what is being compiled ends by itself."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _compiled(self, text: str) -> Future[Compiled]:
+        with self._lock:
+            entry = self._entries.get(text)
+            if entry is not None:
+                self._entries.move_to_end(text)
+                return entry.outcome
+            entry = self._entries[text] = _Entry(Future())
+        self._pool.submit(self._compile, text, entry)
+        return entry.outcome
+
+    def _compile(self, text: str, entry: _Entry) -> None:
+        try:
+            compiled = self._open().compile(text)
+        except Exception as error:
+            with self._lock:
+                del self._entries[text]
+            if not isinstance(error, TandemError):
+                logger.exception("a grammar could not be compiled")
+                error = InternalError(f"a grammar could not be compiled: {error!r}")
+            entry.outcome.set_exception(error)
+            return
+        with self._lock:
+            entry.num_bytes = compiled.num_bytes + len(text)
+            self._num_bytes += entry.num_bytes
+            self._evict(entry)
+        entry.outcome.set_result(compiled)
+
+    def _evict(self, latest: _Entry) -> None:
+        """Forget the least recently used of those that are compiled."""
+        for text, entry in list(self._entries.items()):
+            if self._num_bytes <= self._cache_bytes:
+                return
+            if entry.num_bytes and entry is not latest:
+                del self._entries[text]
+                self._num_bytes -= entry.num_bytes
+
+    def _open(self) -> Compiler:
+        with self._opening:
+            if self._compiler is None:
+                self._compiler = self._open_compiler(self._folder, self._vocab_size)
+            return self._compiler
+
+
+def _open_xgrammar(folder: Path, vocab_size: int) -> Compiler:
+    vocabulary = read_vocabulary(folder, vocab_size)
+    # Imported late: it takes a second, and most workers are never asked for a grammar.
+    compiler: Compiler = importlib.import_module("engine.constraint.grammars").Grammars(vocabulary)
+    return compiler
+
+
+def _settle(made: Future[Matcher | None], make: Callable[[], Matcher]) -> None:
+    try:
+        matcher = make()
+    except Exception as error:
+        made.set_exception(error)
+    else:
+        made.set_result(matcher)
+
+
+def _make_matcher(
+    constraint: OutputConstraint,
+    grammar: GrammarState | None,
+    params: SamplingParams,
+    output_token_ids: Sequence[int],
+    *,
+    vocab_size: int,
+) -> Matcher:
+    stops = [token_id for token_id in params.stop_token_ids if 0 <= token_id < vocab_size]
+    matcher = Matcher(constraint, grammar, stop_token_ids=stops, vocab_size=vocab_size)
+    matcher.follow(output_token_ids)
+    if matcher.error is not None:
+        raise InvalidRequestError(
+            f"the output so far is none of constraint.grammar's: {matcher.error.message}"
+        )
+    if matcher.is_over:
+        raise InvalidRequestError(
+            f"nothing can follow the {len(output_token_ids)} output tokens so far by "
+            "constraint.grammar: the request was over"
+        )
+    return matcher
+
+
+def _check(constraint: OutputConstraint, vocab_size: int) -> None:
+    for token_id in constraint.starts_after:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                f"constraint.starts_after has token id {token_id}; the model knows "
+                f"0..{vocab_size - 1}"
+            )
+    if constraint.max_tokens_before and not constraint.starts_after:
+        raise InvalidRequestError(
+            f"constraint.max_tokens_before is {constraint.max_tokens_before} and "
+            "constraint.starts_after is empty: give the tokens that end what is limited"
+        )
+    num_bytes = len(constraint.grammar.encode())
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise InvalidRequestError(
+            f"constraint.grammar has {num_bytes} bytes: give at most {MAX_GRAMMAR_BYTES}"
+        )

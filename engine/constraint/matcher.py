@@ -1,0 +1,197 @@
+"""Which tokens may come next in one request's output: pure, a function of the output so far.
+
+A `Matcher` is made for a constraint and then told the output token by token; one that is told the
+same output anew, after a retry, a move to another worker or a preemption, is in the same state.
+Nothing here knows text, devices or threads. The thread that runs steps owns it from then on.
+
+    before the marker   anything but stop tokens; once the budget is used up the marker, by force
+    in the grammar      what can go on with it; stop tokens where it may end
+    over                nothing: the request ends with the token that leaves nothing to follow
+"""
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.errors import InternalError, InvalidRequestError, TandemError
+from runtime.sampling import OutputConstraint
+
+Int32Array = npt.NDArray[np.int32]
+
+WORD_BITS = 32
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """Return how many 32-bit words have a bit for every token."""
+    return -(-vocab_size // WORD_BITS)
+
+
+class GrammarState(Protocol):
+    """How far an output has come in a grammar; knows no stop tokens."""
+
+    def accept(self, token_id: int) -> bool:
+        """Go on with a token; False, and no change, where it cannot follow."""
+        ...
+
+    def fill(self, words: Int32Array) -> None:
+        """Set the bits of the tokens that can follow, and clear all others.
+
+        Args:
+            words: [W] int32 and contiguous; token t is bit t % 32 of word t // 32.
+        """
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output may end here."""
+        ...
+
+
+class Matcher:
+    """The state of one output.
+
+    Attributes:
+        num_taken: output tokens that it was told.
+        is_over: nothing can follow.
+        error: why the request cannot go on: it was told a token that could not follow, or none can.
+    """
+
+    def __init__(
+        self,
+        constraint: OutputConstraint,
+        grammar: GrammarState | None,
+        *,
+        stop_token_ids: Sequence[int],
+        vocab_size: int,
+    ) -> None:
+        """Begin before the first output token.
+
+        Args:
+            constraint: what is asked for.
+            grammar: at its beginning; None where the constraint has none.
+            stop_token_ids: below `vocab_size`; they end the output where the grammar may end.
+            vocab_size: of the model.
+        """
+        self._marker = constraint.starts_after
+        self._borders = _borders(self._marker)
+        self._num_matched = 0  # of the marker, by the latest tokens
+        self._has_started = not self._marker
+        self._budget = constraint.max_tokens_before
+        self._grammar = grammar
+        self._stops = frozenset(stop_token_ids)
+        self._stop_words = _words_of(stop_token_ids, vocab_size)
+        self.num_taken = 0
+        self.is_over = False
+        self.error: TandemError | None = None
+
+    @property
+    def is_binding(self) -> bool:
+        """Whether some token may not come next."""
+        if self.is_over or self.error is not None:
+            return False
+        return self._grammar is not None or self._is_forced
+
+    def follow(self, output_token_ids: Sequence[int]) -> None:
+        """Take those tokens of an output that were not taken yet."""
+        for token_id in islice(output_token_ids, self.num_taken, None):
+            self._take(token_id)
+
+    def take(self, index: int, token_id: int) -> None:
+        """Take the token at an output index, if it is the next.
+
+        Others were taken already, or belong to a request that ended at a token before.
+        """
+        if index == self.num_taken:
+            self._take(token_id)
+
+    def fill(self, words: Int32Array) -> None:
+        """Set the bits of the tokens that may come next, and clear all others.
+
+        Where none may, `error` says so afterwards, and the matcher is not binding any more.
+
+        Args:
+            words: [W] int32 and contiguous; see `GrammarState.fill`. Bits beyond the vocabulary
+                mean nothing.
+        """
+        if self._is_forced:
+            words[:] = 0
+            _set_bit(words, self._marker[self._num_matched])
+            return
+        assert self._grammar is not None, "nothing binds it"
+        if not self._has_started:
+            words[:] = ~self._stop_words
+            return
+        self._fill_from_grammar(self._grammar, words)
+        if self._grammar.is_complete:
+            words |= self._stop_words
+        if not words.any():
+            self.error = InvalidRequestError(
+                f"after {self.num_taken} output tokens the grammar leaves no token of the model's "
+                "vocabulary, and may not end: every part of it needs an end that tokens can spell"
+            )
+
+    @property
+    def _is_forced(self) -> bool:
+        return not self._has_started and 0 < self._budget <= self.num_taken
+
+    def _take(self, token_id: int) -> None:
+        self.num_taken += 1
+        if not self._has_started:
+            self._look_for_marker(token_id)
+        elif self._grammar is not None and not self.is_over and self.error is None:
+            self._go_on(self._grammar, token_id)
+
+    def _look_for_marker(self, token_id: int) -> None:
+        """One step of Knuth, Morris and Pratt's search."""
+        while self._num_matched and self._marker[self._num_matched] != token_id:
+            self._num_matched = self._borders[self._num_matched - 1]
+        if self._marker[self._num_matched] == token_id:
+            self._num_matched += 1
+        self._has_started = self._num_matched == len(self._marker)
+
+    def _go_on(self, grammar: GrammarState, token_id: int) -> None:
+        if token_id in self._stops:
+            self.is_over = grammar.is_complete
+            is_taken = self.is_over
+        else:
+            is_taken = grammar.accept(token_id)
+        if not is_taken:
+            self.error = InternalError(
+                f"output token {token_id} at index {self.num_taken - 1} cannot follow by the "
+                "grammar. Fix: run one version of Tandem and xgrammar on all workers"
+            )
+        elif not self.is_over and grammar.is_complete:
+            words = np.empty_like(self._stop_words)
+            self._fill_from_grammar(grammar, words)
+            self.is_over = not words.any()
+
+    def _fill_from_grammar(self, grammar: GrammarState, words: Int32Array) -> None:
+        """Without stop tokens, also where one of them is a text that could follow."""
+        grammar.fill(words)
+        words &= ~self._stop_words
+
+
+def _borders(marker: Sequence[int]) -> list[int]:
+    """Return, per place, how long a true beginning of the marker also ends there."""
+    borders = [0] * len(marker)
+    for place in range(1, len(marker)):
+        length = borders[place - 1]
+        while length and marker[length] != marker[place]:
+            length = borders[length - 1]
+        borders[place] = length + (marker[length] == marker[place])
+    return borders
+
+
+def _words_of(token_ids: Sequence[int], vocab_size: int) -> Int32Array:
+    words = np.zeros(num_mask_words(vocab_size), dtype=np.int32)
+    for token_id in token_ids:
+        if 0 <= token_id < vocab_size:
+            _set_bit(words, token_id)
+    return words
+
+
+def _set_bit(words: Int32Array, token_id: int) -> None:
+    words.view(np.uint32)[token_id // WORD_BITS] |= np.uint32(1 << token_id % WORD_BITS)

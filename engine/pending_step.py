@@ -1,0 +1,143 @@
+"""A step that is launched and not read: what of it is still on the device, and how it comes home.
+
+Made by `ModelRunner.launch` and `StepGraphs.launch_step` alike, read once by whoever launched it
+(`worker.step_loop`). Who waits: `collect`, by one event behind the copies of all results; nobody
+else, so a next step is launched meanwhile. What it holds belongs to it until then: the pinned
+memory of the results, and the sampled tokens on the device, which the next step may read
+(`unread`). Static buffers of captured steps are none of it: their tokens are copied on the device
+before the next replay overwrites them. All of it is issued to the one stream of steps, so memory
+that is dropped here is taken again only by what comes behind it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.batch import UnreadTokens
+from engine.constraint.step_masks import ReadTokens, take_sampled
+from engine.device_span import DeviceSpan
+from engine.host_copy import HostCopies
+from engine.request import Request, ScheduledRequest
+from engine.sampling.inputs import SampledToken
+from engine.sampling.logprobs import PendingLogprobs
+from engine.sampling.sampler import PendingSample
+from engine.step_error import may_fail
+from runtime.sampling import PositionLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step found out about one request.
+
+    Attributes:
+        request: the request of the `ScheduledRequest` in the same place.
+        sampled: the next token, or None if the step ended inside the prompt or failed.
+        prompt_logprobs: one entry per prompt token whose predecessor was run in this step, in
+            order; empty unless the request asked for them. Token 0 never has one.
+        is_failed: a token was due, and the logits hold NaN or infinity, or the request's constraint
+            leaves none: it has to end by its `failure`, which says nothing about the others.
+    """
+
+    request: Request
+    sampled: SampledToken | None
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    is_failed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingStep:
+    """A step that is issued to the device. Nothing has been read from it.
+
+    Attributes:
+        scheduled: what runs.
+        sample: one token for each of the scheduled that samples, in order; None if none does.
+        is_usable: one bool for each of these on the host, False where the logits hold NaN or
+            infinity; the device's token is then any token.
+        prompts: per scheduled request its prompt logprobs, in pieces.
+        copies: after which the host has all of these.
+        span: when the device ran it; None on a CPU.
+        span_before: the same of the step before it, if there was one.
+    """
+
+    scheduled: Sequence[ScheduledRequest]
+    sample: PendingSample | None
+    is_usable: torch.Tensor | None
+    prompts: Sequence[Sequence[PendingLogprobs]]
+    copies: HostCopies
+    span: DeviceSpan | None = None
+    span_before: DeviceSpan | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `collect` would return at once."""
+        return self.copies.is_done
+
+    def unread(self) -> UnreadTokens | None:
+        """The sampled tokens, for a step that is launched before these are read."""
+        if self.sample is None:
+            return None
+        samplers = (item.request for item in self.scheduled if item.samples)
+        places = {id(request): place for place, request in enumerate(samplers)}
+        return UnreadTokens(token_ids=self.sample.token_ids, places=places)
+
+    def read_tokens(self) -> dict[int, int]:
+        """Wait for the step's end; the usable tokens, by `id` of their requests."""
+        if self.sample is None or self.is_usable is None:
+            return {}
+        self.copies.wait()
+        samplers = (item.request for item in self.scheduled if item.samples)
+        tokens = zip(samplers, self.sample.host_ids.tolist(), self.is_usable.tolist(), strict=True)
+        return {id(request): token_id for request, token_id, is_usable in tokens if is_usable}
+
+    def collect(self) -> list[StepResult]:
+        """Wait for the step's end; one result per scheduled request, in order.
+
+        Their matchers have taken the tokens then; the requests themselves have not.
+
+        Raises:
+            StepError: the step is over, and what it gave cannot be read.
+        """
+        self.copies.wait()
+        with may_fail(torch.device("cpu"), has_joined=True):  # the device is through with it
+            return self._read()
+
+    def _read(self) -> list[StepResult]:
+        tokens = iter(self.sample.collect() if self.sample is not None else ())
+        usable = iter(self.is_usable.tolist() if self.is_usable is not None else ())
+        results = []
+        for item, pieces in zip(self.scheduled, self.prompts, strict=True):
+            token = next(tokens) if item.samples else None
+            is_failed = item.samples and not (next(usable) and _fits(item, token))
+            results.append(
+                StepResult(
+                    request=item.request,
+                    sampled=None if is_failed else token,
+                    prompt_logprobs=[entry for piece in pieces for entry in piece.collect()],
+                    is_failed=is_failed,
+                )
+            )
+        return results
+
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds that the device idled before this step, once it is over; None on a CPU."""
+        if self.span is None or self.span_before is None:
+            return None
+        return self.span.gap_after(self.span_before)
+
+
+def reader_of(after: PendingStep | None) -> ReadTokens:
+    """Return what waits for the tokens of the step before; without one none are unread."""
+    return after.read_tokens if after is not None else dict
+
+
+def _fits(item: ScheduledRequest, token: SampledToken | None) -> bool:
+    """Tell the request's matcher, if it has one; whether the request can go on."""
+    matcher = item.request.matcher
+    if matcher is None:
+        return True
+    assert token is not None
+    if matcher.error is None:
+        take_sampled(item, token.token_id)
+    return matcher.error is None

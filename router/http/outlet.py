@@ -1,0 +1,55 @@
+"""The body of a streamed answer, once its headers are gone: bytes for the connection itself.
+
+A token is some bytes for one socket, so they are framed here and given to the transport, without a
+coroutine to wake for each of them: the way through aiohttp's response and writer costs as much as
+all else that a token needs before its system call.
+
+The client's pace is the transport's word: it says when more waits than its limit (64 KiB), and when
+most of that was taken. In between nothing is written; whoever fills the outlet keeps it until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aiohttp import web
+from aiohttp.http import HttpVersion11
+
+from router.http.connections import Connection
+
+
+class Outlet:
+    """Of one answer. Close it before aiohttp writes the end of the answer."""
+
+    __slots__ = ("_connection", "_is_chunked")
+
+    def __init__(self, request: web.Request) -> None:
+        """The answer to ``request`` has no length, and its headers are sent."""
+        connection = request.protocol
+        assert isinstance(connection, Connection)
+        self._connection = connection
+        self._is_chunked = request.version >= HttpVersion11
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the client takes what is sent."""
+        return not self._connection.writing_paused
+
+    def on_room(self, refill: Callable[[], None]) -> None:
+        """Call ``refill`` each time there is room again."""
+        self._connection.on_room = refill
+
+    def write(self, data: bytes) -> None:
+        """Send ``data``, which is not empty.
+
+        Raises:
+            ConnectionResetError: the connection is closed, or about to be.
+        """
+        transport = self._connection.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client is gone")
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+
+    def close(self) -> None:
+        """The rest is not sent here."""
+        self._connection.on_room = None

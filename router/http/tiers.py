@@ -1,0 +1,65 @@
+"""The standing of a request: its tier by ``service_tier`` and its key, and its ``priority``."""
+
+from __future__ import annotations
+
+from router.errors import ForbiddenError, RequestError
+from router.http.schema import GenerationRequest
+from router.keys.record import KeyRecord
+from runtime.config.tiers import RESERVED_NAMES
+from runtime.tiers import Standing, Tiers
+
+
+def standing_of(
+    request: GenerationRequest, tiers: Tiers, key: KeyRecord | None, *, max_priority: int
+) -> Standing:
+    """Where ``request``, of ``key``, stands among others.
+
+    Without tiers its ``service_tier`` says nothing, and so does its ``priority`` where
+    ``max_priority`` (router.max_priority) is 0.
+
+    Raises:
+        RequestError: there is no such tier, or the priority is out of range.
+        ForbiddenError: the key may not have the tier.
+    """
+    tier = _tier_of(request.service_tier, tiers, key) if tiers else ""
+    return tiers.standing(tier, _priority_of(request.priority, max_priority))
+
+
+def _tier_of(asked: str | None, tiers: Tiers, key: KeyRecord | None) -> str:
+    allowed = [name for name in tiers.names if key is None or key.may_have(name)]
+    if asked is None or asked in RESERVED_NAMES:
+        if key is not None and key.tier in allowed:
+            return key.tier
+        if tiers.default in allowed:
+            return tiers.default
+        if allowed:
+            return allowed[-1]
+        asked = tiers.default
+    elif asked not in tiers.names:
+        names = ", ".join((*RESERVED_NAMES, *tiers.names))
+        raise RequestError(
+            f"service_tier = {asked[:40]!r} is no tier of this server. Fix: send one of {names}",
+            param="service_tier",
+            code="unsupported_value",
+        )
+    if asked in allowed:
+        return asked
+    assert key is not None
+    fix = f"send one of {', '.join(allowed)}" if allowed else "a key that may have one of them"
+    raise ForbiddenError(
+        f"service_tier = {asked!r}: the key {key.name!r} may not have it. Fix: {fix}",
+        param="service_tier",
+        code="service_tier_not_allowed",
+    )
+
+
+def _priority_of(asked: int | None, most: int) -> int:
+    if asked is None or not most:
+        return 0
+    if not -most <= asked <= most:
+        raise RequestError(
+            f"priority = {asked} is out of range (router.max_priority). Fix: send an integer from "
+            f"{-most} to {most}; the lowest goes first",
+            param="priority",
+        )
+    return asked

@@ -1,0 +1,38 @@
+"""Refusals under the names that a client knows, where its request was translated into another."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+from router.errors import RequestError
+
+
+@contextlib.contextmanager
+def told_under(names_of: Callable[[], Mapping[str, str]]) -> Iterator[None]:
+    """Let a refusal name the field that the client sent instead of what it was translated to.
+
+    ``names_of`` gives the client's names by ours: of fields, of items of lists, of parts of either.
+    """
+    try:
+        yield
+    except RequestError as error:
+        if error.param is not None:
+            names = names_of()
+            ours = _longest_within(error.param, names)
+            theirs = names.get(ours, ours)
+            error.param = theirs + error.param.removeprefix(ours)
+            if error.message.startswith(ours):
+                error.message = theirs + error.message.removeprefix(ours)
+        raise
+
+
+def _longest_within(param: str, names: Mapping[str, str]) -> str:
+    """The longest of ``names`` that is ``param`` or its beginning; empty: none is."""
+    found = [name for name in names if param == name or param.startswith((f"{name}.", f"{name}["))]
+    return max(found, key=len, default="")
+
+
+def items_told(ours: str, theirs: list[str]) -> dict[str, str]:
+    """The names of a list's items, one by one."""
+    return {f"{ours}[{number}]": name for number, name in enumerate(theirs)}

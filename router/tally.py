@@ -1,0 +1,44 @@
+"""What the token path counts, added up here and handed to Prometheus now and then.
+
+A counter takes a lock for every number and a histogram two, more than a token's text costs; the
+sums over half a second are the same. One event loop owns a tally.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from prometheus_client import Counter, Histogram
+
+
+class DeliveryTally:
+    """Output tokens, and the time between deliveries of them."""
+
+    def __init__(self, tokens: Counter, intervals: Histogram) -> None:
+        """``settle`` adds to these two, which have no labels left to give."""
+        self._tokens = tokens
+        self._intervals = intervals
+        self._bounds = intervals._upper_bounds
+        self._num_tokens = 0
+        self._sum_s = 0.0
+        self._counts = [0] * len(self._bounds)
+        """Intervals by bucket."""
+
+    def add(self, num_tokens: int, interval_s: float | None) -> None:
+        """One delivery to a client; ``interval_s`` since the one before, None of the first."""
+        self._num_tokens += num_tokens
+        if interval_s is not None:
+            self._sum_s += interval_s
+            self._counts[bisect_left(self._bounds, interval_s)] += 1
+
+    def settle(self) -> None:
+        """Hand over what was added; call it before anyone reads, and now and then."""
+        if not self._num_tokens:
+            return
+        self._tokens.inc(self._num_tokens)
+        self._intervals._sum.inc(self._sum_s)
+        for bucket, count in enumerate(self._counts):
+            if count:  # as ``observe`` does for one: Prometheus adds the buckets up itself
+                self._intervals._buckets[bucket].inc(count)
+        self._num_tokens, self._sum_s = 0, 0.0
+        self._counts = [0] * len(self._bounds)

@@ -1,0 +1,168 @@
+"""Calls as the models of a format write them, as forms that an output has to follow. Pure.
+
+A form of calls is what the format's parser reads without a doubt, written as the templates write
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from router.text.calls.deepseek import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from router.text.calls.glm import CLOSING, KEY, KEY_END, OPENING, VALUE, VALUE_END
+from router.text.calls.json_call import HERMES_MARKS
+from router.text.grammar.forms import (
+    Form,
+    MarkForms,
+    json_of_canonical,
+    maybe,
+    one_of,
+    sequence,
+    tag,
+    tags,
+    text,
+    triggered,
+)
+from router.text.grammar.schema import Canonical, SchemaError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolForm:
+    """One tool that may be called."""
+
+    name: str
+    param: str
+    """The field that holds the schema of its arguments."""
+    arguments: Canonical
+    """That schema; of an object."""
+
+    @property
+    def json(self) -> Form:
+        """The arguments as JSON."""
+        return json_of_canonical(self.arguments, self.param)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallShape:
+    """How calls of one format are put together."""
+
+    begin: str
+    """Of a call."""
+    content: Callable[[ToolForm, MarkForms], Form]
+    end: str
+    separator: str = ""
+    """Between two calls."""
+    region: tuple[str, str] | None = None
+    """What stands around all calls."""
+    is_marked: bool = True
+    """Whether a begin is a mark; else it is text with ``NAME`` for the tool's name."""
+
+    def calls(self, tools: Sequence[ToolForm], marks: MarkForms, *, only_one: bool) -> Form:
+        """At least one call of one of ``tools``."""
+        each = [
+            tag(
+                marks.of(self.begin) if self.is_marked else text(_named(self.begin, tool)),
+                self.content(tool, marks),
+                marks.of(self.end) if self.is_marked else text(self.end),
+            )
+            for tool in tools
+        ]
+        form = tags(each, self.separator, only_one=only_one)
+        if self.region is None:
+            return form
+        begin, end = self.region
+        return sequence(marks.of(begin), form, marks.of(end))
+
+    def within_text(self, tools: Sequence[ToolForm], marks: MarkForms) -> Form | None:
+        """Any text, in which what begins as a call is one; None: a beginning may be text, too."""
+        if not self.is_marked:
+            return None
+        if self.region is None:
+            contents = one_of([self.content(tool, marks) for tool in tools])
+            return triggered(marks, self.begin, contents, self.end)
+        each = [
+            tag(marks.of(self.begin), self.content(tool, marks), marks.of(self.end))
+            for tool in tools
+        ]
+        begin, end = self.region
+        return triggered(marks, begin, tags(each, self.separator, only_one=False), end)
+
+
+def _named(template: str, tool: ToolForm) -> str:
+    return template.replace("NAME", tool.name)
+
+
+def _deepseek_v3(tool: ToolForm, marks: MarkForms) -> Form:
+    head = text(f"{tool.name}\n```json\n")
+    return sequence(text("function"), marks.of(SEPARATOR), head, tool.json, text("\n```"))
+
+
+def _deepseek_v31(tool: ToolForm, marks: MarkForms) -> Form:
+    return sequence(text(tool.name), marks.of(SEPARATOR), tool.json)
+
+
+def _hermes(tool: ToolForm, marks: MarkForms) -> Form:
+    return sequence(text(f'\n{{"name": "{tool.name}", "arguments": '), tool.json, text("}\n"))
+
+
+def _llama(tool: ToolForm, marks: MarkForms) -> Form:
+    return tool.json
+
+
+def _glm(tool: ToolForm, marks: MarkForms) -> Form:
+    """Keys in the order of the schema: strings as they are, other values as JSON."""
+    found = tool.arguments
+    schema = found.schema if isinstance(found.schema, dict) else {}
+    if "properties" not in schema and any(name not in ("type", "$defs") for name in schema):
+        problem = "is no object with properties, which this model's calls have to be"
+        raise SchemaError((), problem)
+    required = schema.get("required", ())
+    fields = []
+    for name, value in schema.get("properties", {}).items():
+        field = _glm_field(tool, name, value, marks)
+        fields.append(field if name in required else maybe(field))
+    return sequence(text(f"{tool.name}\n"), *fields)
+
+
+def _glm_field(tool: ToolForm, name: str, value: Any, marks: MarkForms) -> Form:
+    if not name.strip() or "<" in name:
+        raise SchemaError(("properties", name), "has a name that this model's calls cannot have")
+    key = sequence(marks.of(KEY), text(name), marks.of(KEY_END), text("\n"), marks.of(VALUE))
+    value = dict(value) if isinstance(value, dict) else value
+    if value == {"type": "string"}:
+        content = marks.text_up_to(VALUE_END)
+    elif isinstance(value, dict) and _are_strings(value.get("enum")):
+        content = one_of([text(item) for item in value["enum"]])
+    else:
+        defs = tool.arguments.schema.get("$defs") if isinstance(tool.arguments.schema, dict) else {}
+        inner: Mapping[str, Any] = {**value, "$defs": defs} if defs else value
+        found = Canonical(schema=dict(inner), origins=tool.arguments.origins, left_out=())
+        content = json_of_canonical(found, f"{tool.param}.properties.{name}")
+    return sequence(key, content, marks.of(VALUE_END), text("\n"))
+
+
+def _are_strings(values: object) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
+DEEPSEEK_V3 = CallShape(
+    begin=CALL_BEGIN,
+    content=_deepseek_v3,
+    end=CALL_END,
+    separator="\n",
+    region=(CALLS_BEGIN, CALLS_END),
+)
+DEEPSEEK_V31 = CallShape(
+    begin=CALL_BEGIN, content=_deepseek_v31, end=CALL_END, region=(CALLS_BEGIN, CALLS_END)
+)
+GLM = CallShape(begin=OPENING, content=_glm, end=CLOSING, separator="\n")
+HERMES = CallShape(begin=HERMES_MARKS[0], content=_hermes, end=HERMES_MARKS[1], separator="\n")
+LLAMA = CallShape(
+    begin='{"name": "NAME", "parameters": ',
+    content=_llama,
+    end="}",
+    separator="; ",
+    is_marked=False,
+)

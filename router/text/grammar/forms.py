@@ -1,0 +1,182 @@
+"""What an output has to look like, as one tree of the library's formats. Pure.
+
+A ``Form`` is such a tree with the places of its schemas in the request, so that what cannot be made
+a grammar of is told by the field that says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from router.text.grammar.schema import Canonical, Path, canonical, spelled
+from router.text.marks import MarkTable
+from router.text.reasoning import ReasoningFormat
+
+Format = dict[str, Any]
+"""One of the library's formats: an object with a type."""
+MAX_WHITESPACE = 32
+"""Characters in a row between the parts of a document: models that are lost write them for ever."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What an output, or a part of it, has to look like."""
+
+    format: Format
+    schemas: tuple[tuple[str, Canonical], ...] = ()
+    """Those of ``format`` from the first to the last, each with the field that holds it."""
+
+    @property
+    def left_out(self) -> list[str]:
+        """Fields that are not followed."""
+        return [param + spelled(path) for param, found in self.schemas for path in found.left_out]
+
+    def param(self, index: int, path: Path) -> str:
+        """The field that holds what stands at ``path`` of the schema number ``index``."""
+        param, found = self.schemas[index]
+        return param + spelled(found.origin(path))
+
+
+def text(value: str) -> Form:
+    """``value`` itself."""
+    return Form(format={"type": "const_string", "value": value})
+
+
+def matching(pattern: str) -> Form:
+    """What the regular expression ``pattern`` takes as a whole."""
+    return Form(format={"type": "regex", "pattern": pattern})
+
+
+def by_rules(ebnf: str) -> Form:
+    """What the rule ``root`` of ``ebnf`` derives."""
+    return Form(format={"type": "grammar", "grammar": ebnf})
+
+
+def json_of(schema: object, param: str, *, closed: bool = False, lenient: bool = False) -> Form:
+    """A document of ``schema``, which the field ``param`` holds; see ``canonical``.
+
+    Raises:
+        SchemaError: no grammar can be made of it.
+    """
+    return json_of_canonical(canonical(schema, closed=closed, lenient=lenient), param)
+
+
+def json_of_canonical(found: Canonical, param: str) -> Form:
+    """A document of ``found``, which the field ``param`` holds."""
+    body = {"json_schema": found.schema, "max_whitespace_cnt": MAX_WHITESPACE}
+    return Form(format={"type": "json_schema", **body}, schemas=((param, found),))
+
+
+def sequence(*forms: Form) -> Form:
+    """One behind the other."""
+    return _joined("sequence", forms)
+
+
+def one_of(forms: Sequence[Form]) -> Form:
+    """Any one."""
+    return forms[0] if len(forms) == 1 else _joined("or", forms)
+
+
+def maybe(form: Form) -> Form:
+    """It, or nothing."""
+    return Form(format={"type": "optional", "content": form.format}, schemas=form.schemas)
+
+
+def tag(begin: Form, content: Form, end: Form) -> Form:
+    """One of ``tags``: its begin and end are a text or a mark."""
+    parts = {"begin": _plain(begin), "content": content.format, "end": _plain(end)}
+    return Form(format={"type": "tag", **parts}, schemas=content.schemas)
+
+
+def tags(each: Sequence[Form], separator: str, *, only_one: bool) -> Form:
+    """At least one of the tags ``each``, with the ``separator`` between two; or only one."""
+    schemas = tuple(schema for form in each for schema in form.schemas)
+    rest = {"separator": separator, "at_least_one": True, "stop_after_first": only_one}
+    formats = [form.format for form in each]
+    return Form(format={"type": "tags_with_separator", "tags": formats, **rest}, schemas=schemas)
+
+
+def triggered(marks: MarkForms, begin: str, content: Form, end: str) -> Form:
+    """Any text; behind each mark ``begin`` comes ``content``, then the mark ``end``."""
+    each = [tag(marks.of(begin), content, marks.of(end)).format]
+    token = marks.token_of(begin)
+    if token is None:
+        return Form(
+            format={"type": "triggered_tags", "triggers": [begin], "tags": each},
+            schemas=content.schemas,
+        )
+    return Form(
+        format={"type": "token_triggered_tags", "trigger_tokens": [token], "tags": each},
+        schemas=content.schemas,
+    )
+
+
+def _plain(form: Form) -> object:
+    """A text as such, as tags have it."""
+    return form.format["value"] if form.format["type"] == "const_string" else form.format
+
+
+def _joined(kind: str, forms: Iterable[Form]) -> Form:
+    forms = list(forms)
+    schemas = tuple(schema for form in forms for schema in form.schemas)
+    return Form(format={"type": kind, "elements": [form.format for form in forms]}, schemas=schemas)
+
+
+@dataclass(frozen=True, slots=True)
+class MarkForms:
+    """The marks of one model: the one token that each is, or its text."""
+
+    table: MarkTable
+
+    def token_of(self, mark: str) -> int | None:
+        """The one token that ``mark`` is; None: it is spelled."""
+        ids = [token_id for token_id, text in self.table.by_id.items() if text == mark]
+        return ids[0] if ids else None
+
+    def of(self, mark: str) -> Form:
+        """``mark``."""
+        token = self.token_of(mark)
+        return text(mark) if token is None else Form(format={"type": "token", "token": token})
+
+    def text_up_to(self, mark: str) -> Form:
+        """Text alone: no control token, and no spelling of ``mark`` where that is one."""
+        if self.token_of(mark) is not None:
+            return matching(r"[\s\S]*")
+        return Form(format={"type": "any_text", "excludes": [mark]})
+
+    def all_but(self, mark: str, *, max_tokens: int = 0) -> Form:
+        """Any output without ``mark``, of at most ``max_tokens``; 0: of any length."""
+        token = self.token_of(mark)
+        bound = {"max_tokens": max_tokens} if max_tokens else {}
+        if token is None:
+            return Form(format={"type": "any_text", "excludes": [mark], **bound})
+        return Form(format={"type": "any_tokens", "exclude_tokens": [token], **bound})
+
+
+def behind_reasoning(form: Form) -> Form:
+    """``form`` right behind the mark that ends the reasoning: models write line breaks there."""
+    return sequence(matching("\n{0,2}"), form)
+
+
+def with_reasoning(
+    form: Form, reasoning: ReasoningFormat, marks: MarkForms, *, max_tokens: int = 0
+) -> Form:
+    """``form`` where the model may reason first, with at most ``max_tokens``; 0: as many it likes.
+
+    No grammar of ``form`` begins with the mark that opens the reasoning.
+    """
+    thought = sequence(
+        matching("\n{0,2}"),
+        marks.of(reasoning.opening),
+        marks.all_but(reasoning.closing, max_tokens=max_tokens),
+        marks.of(reasoning.closing),
+        matching("\n{0,2}"),
+    )
+    return sequence(maybe(thought), form)
+
+
+def anything(reasoning: ReasoningFormat, marks: MarkForms) -> Form:
+    """Any output without the mark that opens the reasoning."""
+    return marks.all_but(reasoning.opening)

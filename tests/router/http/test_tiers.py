@@ -1,0 +1,187 @@
+"""Tiers over HTTP: which one a request gets, and what client, workers and metrics are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from router.keys.file import add_to_file, read_keys
+from router.keys.record import KeyRecord, hash_key, new_key
+from runtime.config import TierSection
+from runtime.errors import ConfigError
+from tests.router.conftest import MODEL, Cluster, StartRouter
+
+TIERS = (
+    TierSection(name="max", order=0, ttft_ms=60_000, tpot_ms=60_000, share=0.5),
+    TierSection(name="base", order=1, share=0.1),
+)
+BODY: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 4, "temperature": 0}
+
+
+async def started(start_router: StartRouter, **options: object) -> Cluster:
+    cluster = await start_router(**options)
+    await cluster.add_prefill()
+    await cluster.add_decode()
+    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    return cluster
+
+
+async def post(
+    cluster: Cluster, path: str = "/v1/completions", key: str = "", **fields: object
+) -> tuple[int, dict[str, Any]]:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with (
+        aiohttp.ClientSession(cluster.url) as http,
+        http.post(path, json={**BODY, **fields}, headers=headers) as response,
+    ):
+        return response.status, await response.json()
+
+
+async def metrics_of(cluster: Cluster) -> list[str]:
+    async with aiohttp.ClientSession(cluster.url) as http, http.get("/metrics") as response:
+        return (await response.text()).splitlines()
+
+
+def add(path: Path, name: str, **fields: Any) -> str:
+    key = new_key()
+    add_to_file(path, KeyRecord(name=name, sha256=hash_key(key), **fields))
+    return key
+
+
+@pytest.mark.parametrize(
+    ("asked", "served"),
+    [("max", "max"), ("base", "base"), ("auto", "base"), ("default", "base"), (None, "base")],
+)
+async def test_the_tier_that_serves_is_told_to_client_and_workers(
+    start_router: StartRouter, asked: str | None, served: str
+) -> None:
+    cluster = await started(start_router, tiers=TIERS)
+    status, answer = await post(cluster, service_tier=asked)
+    assert (status, answer["service_tier"]) == (200, served)
+    wanted = {tier.name: tier for tier in TIERS}[served]
+    for message in (cluster.prefill.seen[0].standing, cluster.decode.seen[0].standing):
+        assert (message.tier, message.order, message.share) == (
+            served,
+            wanted.order,
+            wanted.share,
+        )
+    left_s = cluster.prefill.seen[0].standing.ttft_left_s
+    assert left_s == 0 if served == "base" else 0 < left_s < 60
+
+
+async def test_every_chunk_of_a_stream_names_the_tier(start_router: StartRouter) -> None:
+    cluster = await started(start_router, tiers=TIERS)
+    body = {**BODY, "stream": True, "service_tier": "max"}
+    async with (
+        aiohttp.ClientSession(cluster.url) as http,
+        http.post("/v1/completions", json=body) as response,
+    ):
+        lines = (await response.text()).split("\n\n")
+    chunks = [line for line in lines if line.startswith("data: {")]
+    assert chunks
+    assert all('"service_tier":"max"' in chunk for chunk in chunks)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}),
+    ],
+)
+async def test_every_api_of_generation_has_tiers(
+    start_router: StartRouter, path: str, fields: dict[str, Any]
+) -> None:
+    cluster = await started(start_router, tiers=TIERS)
+    body = {"model": MODEL, "service_tier": "max", **fields}
+    async with (
+        aiohttp.ClientSession(cluster.url) as http,
+        http.post(path, json=body) as response,
+    ):
+        answer = await response.json()
+    assert response.status == 200
+    assert cluster.prefill.seen[0].standing.tier == "max"
+    assert answer.get("service_tier", "max") == "max"
+
+
+async def test_a_tier_that_is_none_is_refused_by_name(start_router: StartRouter) -> None:
+    cluster = await started(start_router, tiers=TIERS)
+    status, answer = await post(cluster, service_tier="gold")
+    assert (status, answer["error"]["param"]) == (400, "service_tier")
+    assert "Fix: send one of auto, default, max, base" in answer["error"]["message"]
+
+
+async def test_without_tiers_the_field_says_nothing(start_router: StartRouter) -> None:
+    cluster = await started(start_router)
+    status, answer = await post(cluster, service_tier="gold", priority=7)
+    assert status == 200
+    assert "service_tier" not in answer
+    assert not cluster.prefill.seen[0].HasField("standing")
+    assert not any(line.startswith("pd_tier_") for line in await metrics_of(cluster))
+
+
+async def test_priority_is_bounded_by_its_setting(start_router: StartRouter) -> None:
+    cluster = await started(start_router, max_priority=10)
+    assert (await post(cluster, priority=-10))[0] == 200
+    assert cluster.prefill.seen[0].standing.priority == -10
+    status, answer = await post(cluster, priority=11)
+    assert (status, answer["error"]["param"]) == (400, "priority")
+    assert "from -10 to 10" in answer["error"]["message"]
+
+
+async def test_a_key_says_which_tiers_it_may_have(
+    start_router: StartRouter, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.toml"
+    rich = add(file, "rich", tiers=("base", "max"), tier="max")
+    poor = add(file, "poor", tiers=("base",))
+    anyone = add(file, "anyone")
+    lost = add(file, "lost", tiers=("gold",))
+    cluster = await started(start_router, tiers=TIERS, keys_file=str(file))
+    assert (await post(cluster, key=rich))[1]["service_tier"] == "max"
+    assert (await post(cluster, key=rich, service_tier="base"))[1]["service_tier"] == "base"
+    assert (await post(cluster, key=poor))[1]["service_tier"] == "base"
+    assert (await post(cluster, key=anyone, service_tier="max"))[1]["service_tier"] == "max"
+    for key, asked, fix in ((poor, "max", "send one of base"), (lost, "auto", "a key that may")):
+        status, answer = await post(cluster, key=key, service_tier=asked)
+        error = answer["error"]
+        assert (status, error["param"], error["code"]) == (
+            403,
+            "service_tier",
+            "service_tier_not_allowed",
+        )
+        assert fix in error["message"]
+
+
+def test_tiers_of_a_key_survive_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    add(file, "rich", tiers=("max", "base"), tier="base")
+    (record,) = read_keys(file)
+    assert (record.tiers, record.tier) == (("max", "base"), "base")
+    with pytest.raises(ConfigError, match=r"keys\.x\.tier = 'max'.*one of base"):
+        add(file, "x", tiers=("base",), tier="max")
+
+
+async def test_goodput_is_counted_by_tier(start_router: StartRouter) -> None:
+    hard = TierSection(name="hard", order=2, ttft_ms=0.001, tpot_ms=0.001)
+    cluster = await started(start_router, tiers=(*TIERS, hard))
+    for tier in ("max", "base", "hard"):
+        assert (await post(cluster, service_tier=tier))[0] == 200
+    lines = await metrics_of(cluster)
+    for line in (
+        'pd_tier_targets_total{result="met",target="ttft",tier="max"} 1.0',
+        'pd_tier_targets_total{result="met",target="tpot",tier="max"} 1.0',
+        'pd_tier_targets_total{result="met",target="ttft",tier="base"} 0.0',
+        'pd_tier_targets_total{result="missed",target="ttft",tier="hard"} 1.0',
+        'pd_tier_output_tokens_total{result="met",tier="max"} 4.0',
+        'pd_tier_output_tokens_total{result="met",tier="base"} 4.0',
+        'pd_tier_output_tokens_total{result="missed",tier="hard"} 4.0',
+        'pd_tier_ttft_seconds_count{tier="base"} 1.0',
+        'pd_tier_requests_waiting{tier="max"} 0.0',
+        'pd_tier_refused_total{tier="max"} 0.0',
+    ):
+        assert line in lines, line

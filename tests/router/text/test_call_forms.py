@@ -1,0 +1,214 @@
+"""What a model can write that has to call: calls that the format's own parser reads, no less."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+
+from router.text.calls.formats import CALL_FORMATS
+from router.text.calls.forms import ToolForm
+from router.text.grammar.forms import (
+    Form,
+    MarkForms,
+    anything,
+    behind_reasoning,
+    json_of,
+    one_of,
+    with_reasoning,
+)
+from router.text.grammar.schema import SchemaError, canonical
+from router.text.marks import MarkTable
+from router.text.reasoning import Start
+from tests.router.text.grammar.writer import FIRST_MARK, Writer
+from tests.router.text.outputs import THINK, Message, all_marks, read, reader_of, spelled
+
+FORMATS = sorted(CALL_FORMATS)
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "unit": {"enum": ["C", "F"]},
+        "more": {"$ref": "#/$defs/More"},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+    "$defs": {"More": {"type": "object", "properties": {"a": {"type": "null"}}}},
+}
+SCHEMAS: dict[str, Any] = {"get_weather": WEATHER, "now": {"type": "object", "properties": {}}}
+TOOLS = [
+    ToolForm(name=name, param=f"tools[{n}]", arguments=canonical(schema, closed=True))
+    for n, (name, schema) in enumerate(SCHEMAS.items())
+]
+
+
+# Whoever writes at random never spells a mark, so a text that a mark ends goes on for ever.
+BOUNDED = [
+    ToolForm(
+        name=tool.name,
+        param=tool.param,
+        arguments=canonical(
+            {**SCHEMAS[tool.name], "properties": {**WEATHER["properties"], "city": {"const": "K"}}}
+            if tool.name == "get_weather"
+            else SCHEMAS[tool.name],
+            closed=True,
+        ),
+    )
+    for tool in TOOLS
+]
+
+
+def by_id(name: str) -> MarkTable:
+    """Every mark is one token."""
+    return MarkTable(
+        by_id={FIRST_MARK + n: mark for n, mark in enumerate(all_marks(name))}, spelled=()
+    )
+
+
+def read_output(name: str, table: MarkTable, output: list[int], start: Start | None) -> Message:
+    """What a client has of ``output``, of bytes and marks."""
+    if not table.by_id:
+        return read(reader_of(table, name, start), [bytes(output).decode(errors="replace")])
+    reader = reader_of(table, name, start)
+    parts, run = [], bytearray()
+    for token in [*output, None]:
+        if token is None or token in table.by_id:
+            parts.append((-1, run.decode(errors="replace")))
+            run = bytearray()
+            if token is not None:
+                parts.append((token, table.by_id[token]))
+        else:
+            run.append(token)
+    for token, text in parts:
+        reader.tell(token, len(text))
+        reader.feed(text)
+    return read(reader, [])
+
+
+def check_calls(message: Message) -> None:
+    for name, arguments in message.calls:
+        jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+
+
+@pytest.mark.parametrize("tables", [by_id, spelled], ids=["tokens", "spelled"])
+@pytest.mark.parametrize("only_one", [True, False], ids=["one", "several"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_whoever_has_to_call_calls(name: str, only_one: bool, tables: Any) -> None:
+    table = tables(name)
+    tools = TOOLS if table.by_id else BOUNDED
+    form = CALL_FORMATS[name].shape.calls(tools, MarkForms(table), only_one=only_one)
+    writer, rng = Writer(form), random.Random(3)
+    nums, names = set(), set()
+    for _ in range(40):
+        output = writer.write(rng)
+        if output is None:
+            continue
+        message = read_output(name, table, output, None)
+        assert message.content == ""
+        check_calls(message)
+        nums.add(len(message.calls))
+        names |= {call[0] for call in message.calls}
+    assert names == set(SCHEMAS)
+    assert (max(nums) == 1) is only_one
+
+
+def test_calls_are_written_as_templates_write_them() -> None:
+    arguments = '{"city": "K\u00f6ln", "unit": "C"}'
+    marks = by_id("hermes")
+    begin, end = (MarkForms(marks).token_of(m) for m in CALL_FORMATS["hermes"].marks)
+    shape = CALL_FORMATS["hermes"].shape
+    writer = Writer(shape.calls(TOOLS, MarkForms(marks), only_one=False))
+    call = [begin, f'\n{{"name": "get_weather", "arguments": {arguments}}}\n', end]
+    assert writer.takes(call)
+    assert writer.takes([*call, "\n", *call])
+    assert not writer.takes([*call, "\n"])
+    assert not writer.takes(["x", *call])
+    assert not writer.takes(
+        ['<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>']
+    )  # letters are no mark
+
+
+@pytest.mark.parametrize("tables", [by_id, spelled], ids=["tokens", "spelled"])
+@pytest.mark.parametrize("name", [name for name in FORMATS if CALL_FORMATS[name].shape.is_marked])
+def test_within_text_only_calls_are_bound(name: str, tables: Any) -> None:
+    table = tables(name)
+    marks = MarkForms(table)
+    shape = CALL_FORMATS[name].shape
+    form = shape.within_text(TOOLS, marks)
+    assert form is not None
+    writer = Writer(form)
+    assert writer.takes("just text {")
+    mark = (shape.region or (shape.begin,))[0]
+    begin = marks.token_of(mark)
+    opening: int | str = mark if begin is None else begin
+    assert not writer.takes(["text ", opening, "more text"])
+    whole = Writer(shape.calls(BOUNDED, marks, only_one=True)).write(random.Random(1))
+    assert whole is not None
+    assert writer.takes(["text ", *whole])
+
+
+def test_without_marks_text_cannot_be_told_from_calls() -> None:
+    shape = CALL_FORMATS["llama3-json"].shape
+    assert shape.within_text(TOOLS, MarkForms(by_id("llama3-json"))) is None
+
+
+def test_a_document_or_a_call() -> None:
+    marks = MarkForms(by_id("llama3-json"))
+    calls = CALL_FORMATS["llama3-json"].shape.calls(TOOLS, marks, only_one=True)
+    document = json_of(
+        {"type": "object", "properties": {"a": {"type": "integer"}}}, "x", closed=True
+    )
+    writer = Writer(one_of([calls, document]))
+    assert writer.takes('{"a": 1}')
+    assert writer.takes('{"name": "now", "parameters": {}}')
+    assert not writer.takes('{"name": "now"}')
+
+
+def test_arguments_that_keys_and_values_cannot_say_are_refused() -> None:
+    tool = ToolForm(name="f", param="x", arguments=canonical({"anyOf": [{"type": "object"}, {}]}))
+    with pytest.raises(SchemaError, match="object with properties"):
+        CALL_FORMATS["glm-4.5"].shape.calls([tool], MarkForms(by_id("glm-4.5")), only_one=True)
+
+
+OPEN, CLOSE = FIRST_MARK, FIRST_MARK + 1
+
+
+@pytest.mark.parametrize("tables", [by_id, spelled], ids=["tokens", "spelled"])
+def test_reasoning_may_come_first(tables: Any) -> None:
+    table = tables("hermes")
+    opening: int | str = OPEN if table.by_id else THINK.opening
+    closing: int | str = CLOSE if table.by_id else THINK.closing
+    marks = MarkForms(table)
+    answer: Form = json_of({"type": "integer"}, "x")
+    writer = Writer(with_reasoning(answer, THINK, marks))
+    assert writer.takes("12")
+    assert writer.takes([opening, "any {thing", closing, "\n\n12"])
+    assert writer.takes(["\n", opening, "\n", closing, "12"])
+    assert not writer.takes([opening, "any {thing", closing, "\n\nx"])
+    assert not writer.takes([opening, "12"])
+    assert Writer(behind_reasoning(answer)).takes("\n\n12")
+    assert not Writer(behind_reasoning(answer)).takes("\n\n\n12")
+
+
+def test_reasoning_has_a_budget() -> None:
+    marks = MarkForms(by_id("hermes"))
+    writer = Writer(with_reasoning(json_of({"type": "integer"}, "x"), THINK, marks, max_tokens=3))
+    assert writer.takes([OPEN, "abc", CLOSE, "1"])
+    assert not writer.takes([OPEN, "abcd", CLOSE, "1"])
+
+
+@pytest.mark.parametrize("tables", [by_id, spelled], ids=["tokens", "spelled"])
+def test_a_budget_holds_without_a_form_of_the_answer(tables: Any) -> None:
+    table = tables("hermes")
+    opening: int | str = OPEN if table.by_id else THINK.opening
+    closing: int | str = CLOSE if table.by_id else THINK.closing
+    marks = MarkForms(table)
+    writer = Writer(with_reasoning(anything(THINK, marks), THINK, marks, max_tokens=3))
+    assert writer.takes("no thought at all")
+    assert writer.takes("")
+    assert writer.takes([opening, "abc", closing, "the answer"])
+    assert not writer.takes([opening, "abcd", closing, "the answer"])
