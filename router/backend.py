@@ -25,10 +25,12 @@ from router.requests.admission import (
     limit_of,
 )
 from router.requests.attempt import Workers
+from router.requests.cache_streams import CacheStreams
 from router.requests.clients import WorkerClients
 from router.requests.frames import FrameStreams
 from router.requests.pipeline import Pipeline
 from router.routing.policy import PairingPolicy
+from router.routing.prefixes import Prefixes
 from runtime.config import RouterSection
 from runtime.net import Credentials
 from runtime.tiers import Tiers
@@ -60,7 +62,10 @@ class Backend:
         frames = FrameStreams(
             self.pool, clients, router_id, resume_timeout_s=section.resume_timeout_s
         )
-        self._workers = Workers(self.pool, clients, frames, router_id, metrics)
+        policy = PairingPolicy(section.policy, prefixes=Prefixes(clock))
+        prefixes = policy.prefixes  # what workers' caches hold is followed where it matters
+        caches = CacheStreams(self.pool, clients, router_id, prefixes.index) if prefixes else None
+        self._workers = Workers(self.pool, clients, frames, router_id, metrics, caches=caches)
         self.pool.on_change(self._workers.follow_pool)
         self._section = section
         self.admission = Admission(
@@ -71,7 +76,6 @@ class Backend:
             on_refused=metrics.tiers.count_refused,
         )
         self.readiness = Readiness(self.pool)
-        policy = PairingPolicy(section.policy)
         self.pipeline = Pipeline(self._workers, policy, section, self.readiness)
 
     @property

@@ -45,6 +45,7 @@ from router.http.prompts import chat_prompt, check_chat, check_completion, compl
 from router.http.request_id import REQUEST_ID_KEY
 from router.http.responder import TIMINGS_HEADER, Responder
 from router.http.response import Choice, Prompt, ResponseFormat, ResponseInfo
+from router.http.routing_headers import conversation_of, wants_routing
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
 from router.http.tiers import standing_of
 from router.http.unsupported import IGNORED_HEADER, ignored_fields, refuse_unsupported
@@ -113,10 +114,9 @@ class OpenAIEndpoints:
         """``POST /v1/chat/completions``: what follows a conversation, as OpenAI has it."""
 
         def form(body: ChatRequest, info: ResponseInfo) -> ResponseFormat:
-            if body.stream:
-                return ChatStream(info)
             model = self._serving.backends.choose(body.model).model
-            return ChatBody(info, tells_reasoning=tells_reasoning(body, model))
+            tells = tells_reasoning(body, model)
+            return ChatStream(info) if body.stream else ChatBody(info, tells_reasoning=tells)
 
         return await self.serve_chat(request, lambda raw: parse_body(raw, ChatRequest), form)
 
@@ -257,7 +257,9 @@ class OpenAIEndpoints:
                 continuous_usage=body.continuous_usage,
                 wants_logprobs=body.logprobs is not None and body.logprobs is not False,
                 wants_token_ids=bool(body.return_token_ids),
+                wants_prompt_logprobs=body.prompt_logprobs is not None,
                 wants_timings=bool(body.timings) or call.request.headers.get(TIMINGS_HEADER) == "1",
+                wants_routing=wants_routing(call.request),
                 choices_per_prompt=choices_per_prompt(body),
                 service_tier=call.standing.tier,
             )
@@ -317,7 +319,6 @@ class OpenAIEndpoints:
     ) -> None:
         """Prompt i's choice j is number ``i * n + j``."""
         body, limits = call.body, call.limits
-        salt = cache_salt_of(call.request, body.cache_salt)
         # Another id than the client's: two clients may send the same, and workers know it alone.
         unique = f"{call.request_id}.{secrets.token_hex(4)}"
         for prompt in prompts:
@@ -336,15 +337,16 @@ class OpenAIEndpoints:
                     index=index,
                     prompt_token_ids=prompt.token_ids,
                     sampling=for_choice(capped, number),
-                    cache_salt=salt,
+                    cache_salt=cache_salt_of(call.request, body.cache_salt),
                     mailbox=mailbox,
                     received=call.received,
+                    conversation=conversation_of(call.request, body.prompt_cache_key),
+                    explain=info.wants_routing,
                     standing=call.standing,
                 )
                 text = ChoiceText(info.vocabulary, options, reader_of(prompt))
-                info.choices.append(
-                    Choice(index=index, prompt=prompt, generation=generation, text=text)
-                )
+                choice = Choice(index=index, prompt=prompt, generation=generation, text=text)
+                info.choices.append(choice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,8 +381,7 @@ class _Call(Generic[RequestT]):
 
 def _headers_of(call: _Call[RequestT]) -> dict[str, str]:
     """What the answer says of the request."""
-    headers = limit_headers(call.request)
-    ignored = ignored_fields(call.body)
+    headers, ignored = limit_headers(call.request), ignored_fields(call.body)
     if not ignored:
         return headers
     logger.debug("ignored fields request_id=%s fields=%s", call.request_id, ignored)

@@ -64,7 +64,7 @@ class Responder:
         """The whole answer at once."""
         await self._follow(None)
         self._raise_failure()
-        headers = self._headers
+        headers = {**self._headers, **self._info.routing()}
         if self._info.wants_timings:
             headers[TIMINGS_HEADER] = orjson.dumps(self._info.timings()).decode()
         return web.Response(
@@ -73,15 +73,14 @@ class Responder:
 
     async def stream(self, request: web.Request, request_id: str) -> web.StreamResponse:
         """The answer as server-sent events; a failure before the first of them is raised."""
-        response = web.StreamResponse(
-            headers={**self._headers, **sse.HEADERS, "x-request-id": request_id}
-        )
         mailbox = self._run.mailbox
         self._keep_alive_later(mailbox.wake)
         try:
             outputs = await mailbox.take()
             data = self._absorb(outputs) if outputs else sse.KEEP_ALIVE
             self._raise_failure()
+            headers = {**self._headers, **self._info.routing(), **sse.HEADERS}
+            response = web.StreamResponse(headers={**headers, "x-request-id": request_id})
             await response.prepare(request)
             try:
                 if self._num_open:

@@ -35,7 +35,6 @@ _CONSTRAINTS = (
     "grammar",
 )
 _NEUTRAL: Mapping[str, Sequence[object]] = {
-    "prompt_logprobs": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
@@ -88,7 +87,7 @@ _OTHER_NAMES = {
 _HARMLESS = frozenset(
     {
         *("user", "metadata", "store", "safety_identifier", "prediction"),
-        *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
+        *("prompt_cache_retention", "parallel_tool_calls"),
         *("request_id", "rid", "stream_reasoning", "mm_processor_kwargs", "kv_transfer_params"),
         *("bootstrap_host", "bootstrap_port", "bootstrap_room", "guided_decoding_backend"),
         *(
