@@ -20,7 +20,7 @@ from router.http.dialect import Dialect
 from router.http.errors import failure_from
 from router.http.outlet import Outlet
 from router.http.response import Choice, ResponseFormat, ResponseInfo
-from router.metrics import RouterMetrics
+from router.model_metrics import ModelMetrics
 from router.requests.generation import Output
 from router.requests.run import RequestRun
 from runtime.errors import TandemError
@@ -49,7 +49,7 @@ class Responder:
         run: RequestRun,
         info: ResponseInfo,
         form: ResponseFormat,
-        metrics: RouterMetrics,
+        metrics: ModelMetrics,
         *,
         dialect: Dialect,
         keep_alive_s: float,

@@ -82,7 +82,7 @@ class Mailbox:
             return
         self._items.append(output)
         num_bytes += _OUTPUT_BYTES + _TOKEN_BYTES * len(output.token_ids)
-        if output.logprobs or output.first is not None:
+        if output.logprobs:
             num_bytes += _size_of_logprobs(output)
         self._num_bytes = num_bytes
         if num_bytes > self._max_bytes:
@@ -134,9 +134,11 @@ class Mailbox:
 
 
 def _size_of_logprobs(output: Output) -> int:
-    """About what the log-probabilities of ``output`` take of memory."""
-    positions = [*output.logprobs, *(output.first.prompt_logprobs if output.first else ())]
-    return sum(_POSITION_BYTES + _TOP_BYTES * len(p.top_ids) for p in positions)
+    """About what the log-probabilities of ``output`` take of memory.
+
+    Not those of its prompt, which come once and are bounded (``MAX_PROMPT_LOGPROBS``).
+    """
+    return sum(_POSITION_BYTES + _TOP_BYTES * len(p.top_ids) for p in output.logprobs)
 
 
 @dataclass(slots=True)
