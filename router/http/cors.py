@@ -19,7 +19,7 @@ MAX_AGE_S = 600
 _METHODS = "GET, HEAD, POST, OPTIONS"
 _EXPOSED = ", ".join(
     (
-        *("x-request-id", "x-tandem-ignored-fields", "x-tandem-timings"),
+        *("x-request-id", "x-tandem-ignored-fields", "x-tandem-timings", "x-tandem-routing"),
         *("Retry-After", "x-should-retry"),
         *(f"x-ratelimit-{what}-requests" for what in ("limit", "remaining", "reset")),
         *(f"x-ratelimit-{what}-tokens" for what in ("limit", "remaining", "reset")),

@@ -10,11 +10,18 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+<<<<<<< HEAD
 from dataclasses import dataclass, field, replace
+=======
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, TypeVar
+>>>>>>> main
 
 from aiohttp import web
 
-from router.errors import NotReadyError, RequestError
+from router.backend import Backend, Backends
+from router.errors import NotReadyError
 from router.http.body import read_body
 from router.http.call import Call, RequestT, cut_off, cut_off_reader, headers_of
 from router.http.chat import ChatBody, ChatStream
@@ -28,6 +35,11 @@ from router.http.gate import (
     count_output,
     count_prompt,
     key_of,
+<<<<<<< HEAD
+=======
+    limit_headers,
+    may_use,
+>>>>>>> main
 )
 from router.http.output_rules import rules_of
 from router.http.params import (
@@ -42,17 +54,19 @@ from router.http.prompts import chat_prompt, check_chat, check_completion, compl
 from router.http.request_id import REQUEST_ID_KEY
 from router.http.responder import TIMINGS_HEADER, Responder
 from router.http.response import Choice, Prompt, ResponseFormat, ResponseInfo
+from router.http.routing_headers import conversation_of, wants_routing
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
 from router.http.tiers import standing_of
 from router.http.unsupported import refuse_unsupported
 from router.metrics import RouterMetrics
 from router.model import ModelLimits, ServedModel
-from router.pool.readiness import Readiness
-from router.pool.view import PoolView
 from router.recent import Recent
+<<<<<<< HEAD
 from router.requests.admission import Admission
+=======
+from router.requests.admission import BodyBytes
+>>>>>>> main
 from router.requests.generation import Generation, Mailbox
-from router.requests.pipeline import Pipeline
 from router.requests.run import MAX_PARALLEL, RequestRun
 from router.requests.time_limits import limits_from_arrival
 from router.text.grammar.compilers import Compilers
@@ -62,6 +76,8 @@ from router.text.output import ChoiceText, OutputOptions
 from runtime.config import RouterSection
 from runtime.tiers import Tiers
 
+MODEL_KEY: web.RequestKey[str] = web.RequestKey("model", str)
+"""The name of the model, once it is known."""
 DELIVERY_S = 10.0
 """A client may take its answer for so long after the request's own time is over."""
 
@@ -71,11 +87,7 @@ class Serving:
     """What handlers work with; one per router process."""
 
     section: RouterSection
-    model: ServedModel
-    pool: PoolView
-    readiness: Readiness
-    pipeline: Pipeline
-    admission: Admission
+    backends: Backends
     lanes: Lanes
     compilers: Compilers
     metrics: RouterMetrics
@@ -84,21 +96,18 @@ class Serving:
     tiers: Tiers = field(default_factory=Tiers)
     finished: FinishedRequests = field(default_factory=FinishedRequests)
 
-    def limits(self) -> ModelLimits:
-        """Of the model and of the workers that are there."""
-        return self.model.limits_with(self.pool.members())
 
+def backend_for(serving: Serving, request: web.Request, name: str | None) -> Backend:
+    """The model that ``request``, which asks for ``name``, is served by; any thread may ask.
 
-def check_model(serving: Serving, name: str | None) -> None:
-    """Raise RequestError unless ``name`` is the served model's, or not given."""
-    served = serving.model.name
-    if name is not None and name != served:
-        raise RequestError(
-            f"model = {name!r} does not exist here. Fix: send model = {served!r}",
-            param="model",
-            code="model_not_found",
-            status=404,
-        )
+    Raises:
+        RequestError: there is none of that name (404).
+        ForbiddenError: the request's key may not use it.
+    """
+    backend = serving.backends.choose(name, partial(may_use, request))
+    serving.gate.check_model(request, backend.model.names)
+    request[MODEL_KEY] = backend.name
+    return backend
 
 
 ReaderOf = Callable[[Prompt], MessageReader | None]
@@ -113,12 +122,11 @@ class OpenAIEndpoints:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/chat/completions``: what follows a conversation, as OpenAI has it."""
-        model = self._serving.model
 
         def form(body: ChatRequest, info: ResponseInfo) -> ResponseFormat:
-            if body.stream:
-                return ChatStream(info)
-            return ChatBody(info, tells_reasoning=tells_reasoning(body, model))
+            model = self._serving.backends.choose(body.model).model
+            tells = tells_reasoning(body, model)
+            return ChatStream(info) if body.stream else ChatBody(info, tells_reasoning=tells)
 
         return await self.serve_chat(request, lambda raw: parse_body(raw, ChatRequest), form)
 
@@ -142,14 +150,13 @@ class OpenAIEndpoints:
         dialect: Dialect = OPENAI,
     ) -> web.StreamResponse:
         """Answer the conversation that ``parse`` finds in the body, as ``form_of`` writes it."""
-        model, limits = self._serving.model, self._serving.limits()
 
-        def check(body: ChatRequest) -> int:
+        def check(body: ChatRequest, model: ServedModel, limits: ModelLimits) -> int:
             check_chat(body, model, limits)
             return 1
 
         async with self._receive(request, parse, check) as call:
-            body = call.body
+            body, model, limits = call.body, call.backend.model, call.limits
             return await self._answer(
                 call,
                 lambda is_abandoned: [chat_prompt(body, model, limits, is_abandoned)],
@@ -165,14 +172,13 @@ class OpenAIEndpoints:
         form_of: FormOf[CompletionRequest],
     ) -> web.StreamResponse:
         """Complete the prompts that ``parse`` finds in the body, as ``form_of`` writes it."""
-        model, limits = self._serving.model, self._serving.limits()
 
-        def check(body: CompletionRequest) -> int:
+        def check(body: CompletionRequest, model: ServedModel, limits: ModelLimits) -> int:
             check_completion(body, model, limits)
             return len(body.prompt)
 
         async with self._receive(request, parse, check) as call:
-            body = call.body
+            body, model, limits = call.body, call.backend.model, call.limits
             return await self._answer(
                 call,
                 lambda is_abandoned: completion_prompts(body, model, limits, is_abandoned),
@@ -186,24 +192,29 @@ class OpenAIEndpoints:
         self,
         request: web.Request,
         parse: Callable[[bytes], RequestT],
+<<<<<<< HEAD
         check: Callable[[RequestT], int],
     ) -> AsyncIterator[Call[RequestT]]:
+=======
+        check: Callable[[RequestT, ServedModel, ModelLimits], int],
+    ) -> AsyncIterator[_Call[RequestT]]:
+>>>>>>> main
         """The body of ``request``, read and checked; ``check`` says how many prompts it holds.
 
         All that can be refused without a tokenizer is refused here.
         """
         received = asyncio.get_running_loop().time()
         serving = self._serving
-        section, limits = serving.section, serving.limits()
-        serving.gate.check_model(request, serving.model.name)
-        with serving.admission.body() as held:
+        section = serving.section
+        with serving.backends.body() as held:
             raw = await read_body(
                 request, held, max_bytes=section.max_body_bytes, timeout_s=section.body_timeout_s
             )
 
             def checked(_: object) -> Call[RequestT]:
                 body = parse(raw)
-                check_model(serving, body.model)
+                backend = backend_for(serving, request, body.model)
+                limits = backend.limits()
                 refuse_unsupported(body)
                 standing = standing_of(
                     body, serving.tiers, key_of(request), max_priority=section.max_priority
@@ -214,18 +225,21 @@ class OpenAIEndpoints:
                     request=request,
                     request_id=request[REQUEST_ID_KEY],
                     body=body,
+                    backend=backend,
+                    limits=limits,
                     sampling=sampling,
                     rules=rules_of(body, serving.model),
                     standing=standing,
-                    num_choices=num_choices(body, check(body), most),
+                    num_choices=num_choices(body, check(body, backend.model, limits), most),
                     received=received,
                     held=held,
                     num_bytes=len(raw),
                 )
 
             call = await serving.lanes.run(len(raw), checked)
-            if not serving.readiness.was_ready:
-                missing = ", ".join(serving.readiness.missing())
+            readiness = call.backend.readiness
+            if not readiness.was_ready:
+                missing = ", ".join(readiness.missing())
                 raise NotReadyError(f"the cluster is starting: {missing}. Fix: retry in a moment")
             num_tokens = tokens_asked_for(call.body, len(raw), call.num_choices)
             async with serving.gate.admit(request, num_tokens):
@@ -243,9 +257,9 @@ class OpenAIEndpoints:
         dialect: Dialect,
     ) -> web.StreamResponse:
         """Wait for a place, make tokens, run."""
-        serving, body = self._serving, call.body
+        serving, body, backend = self._serving, call.body, call.backend
         limits = limits_from_arrival(serving.section, call.received)
-        async with serving.admission.admit(
+        async with backend.admission.admit(
             min(call.num_choices, MAX_PARALLEL),
             limits,
             standing=call.standing,
@@ -256,24 +270,26 @@ class OpenAIEndpoints:
             info = ResponseInfo(
                 response_id=f"{call.kind}-{call.request_id}",
                 created=int(time.time()),
-                model=serving.model.name,
-                vocabulary=serving.model.tokenizer.vocabulary,
+                model=backend.name,
+                vocabulary=backend.model.tokenizer.vocabulary,
                 includes_usage=body.includes_usage,
                 continuous_usage=body.continuous_usage,
                 wants_logprobs=body.logprobs is not None and body.logprobs is not False,
                 wants_token_ids=bool(body.return_token_ids),
+                wants_prompt_logprobs=body.prompt_logprobs is not None,
                 wants_timings=bool(body.timings) or call.request.headers.get(TIMINGS_HEADER) == "1",
+                wants_routing=wants_routing(call.request),
                 choices_per_prompt=choices_per_prompt(body),
                 service_tier=call.standing.tier,
             )
             mailbox = Mailbox(serving.section.max_mailbox_bytes, lambda: cut_off_reader(call))
             self._add_choices(info, call, prompts, mailbox, reader_of)
             for prompt in prompts:
-                serving.metrics.prompt_lengths.observe(len(prompt.token_ids))
-                serving.metrics.prompt_tokens.inc(len(prompt.token_ids))
+                backend.metrics.prompt_lengths.observe(len(prompt.token_ids))
+                backend.metrics.prompt_tokens.inc(len(prompt.token_ids))
                 count_prompt(call.request, len(prompt.token_ids))
             generations = [choice.generation for choice in info.choices]
-            run = RequestRun(serving.pipeline, mailbox, generations, on_ended=place.give_back)
+            run = RequestRun(backend.pipeline, mailbox, generations, on_ended=place.give_back)
             form = form_of(body, info)
             return await self._respond(
                 call, run, form, info, dialect=dialect, deadline=limits[0].until
@@ -297,7 +313,7 @@ class OpenAIEndpoints:
                     run,
                     info,
                     form,
-                    serving.metrics,
+                    call.backend.metrics,
                     dialect=dialect,
                     keep_alive_s=serving.section.keep_alive_s,
                     headers=headers_of(call),
@@ -321,8 +337,7 @@ class OpenAIEndpoints:
         reader_of: ReaderOf,
     ) -> None:
         """Prompt i's choice j is number ``i * n + j``."""
-        body, limits = call.body, self._serving.limits()
-        salt = cache_salt_of(call.request, body.cache_salt)
+        body, limits = call.body, call.limits
         # Another id than the client's: two clients may send the same, and workers know it alone.
         unique = f"{call.request_id}.{secrets.token_hex(4)}"
         for prompt in prompts:
@@ -344,12 +359,69 @@ class OpenAIEndpoints:
                     index=index,
                     prompt_token_ids=prompt.token_ids,
                     sampling=for_choice(capped, number),
-                    cache_salt=salt,
+                    cache_salt=cache_salt_of(call.request, body.cache_salt),
                     mailbox=mailbox,
                     received=call.received,
+                    conversation=conversation_of(call.request, body.prompt_cache_key),
+                    explain=info.wants_routing,
                     standing=call.standing,
                 )
                 text = ChoiceText(info.vocabulary, options, reader_of(prompt))
+<<<<<<< HEAD
                 info.choices.append(
                     Choice(index=index, prompt=prompt, generation=generation, text=text)
                 )
+=======
+                choice = Choice(index=index, prompt=prompt, generation=generation, text=text)
+                info.choices.append(choice)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call(Generic[RequestT]):
+    """One call of a generation endpoint."""
+
+    request: web.Request
+    request_id: str
+    body: RequestT
+    backend: Backend
+    limits: ModelLimits
+    """Of its model and workers, when the body was read."""
+    sampling: SamplingParams
+    standing: Standing
+    num_choices: int
+    """Of all prompts."""
+    received: float
+    held: BodyBytes
+    num_bytes: int
+    """Of the body."""
+
+    @property
+    def kind(self) -> str:
+        """What the response's id begins with."""
+        return "chatcmpl" if isinstance(self.body, ChatRequest) else "cmpl"
+
+    @property
+    def param(self) -> str:
+        """The field with the prompt."""
+        return "messages" if isinstance(self.body, ChatRequest) else "prompt"
+
+
+def _headers_of(call: _Call[RequestT]) -> dict[str, str]:
+    """What the answer says of the request."""
+    headers, ignored = limit_headers(call.request), ignored_fields(call.body)
+    if not ignored:
+        return headers
+    logger.debug("ignored fields request_id=%s fields=%s", call.request_id, ignored)
+    return {**headers, IGNORED_HEADER: ", ".join(ignored)}
+
+
+def _cut_off_reader(call: _Call[RequestT]) -> None:
+    _cut_off(call, "more output than router.max_mailbox_bytes waits for it")
+
+
+def _cut_off(call: _Call[RequestT], reason: str) -> None:
+    """End the connection of a client that does not read; that cancels its request."""
+    logger.warning("a client is cut off request_id=%s reason=%r", call.request_id, reason)
+    if call.request.transport is not None:
+        call.request.transport.abort()
+>>>>>>> main

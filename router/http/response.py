@@ -6,10 +6,13 @@ in a stream, nothing until the closing in a plain answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import orjson
+
+from router.http.routing_headers import ROUTING_HEADER
 from router.http.sse import event
 from router.requests.generation import Generation
 from router.text.output import ChoiceText, Piece
@@ -55,7 +58,10 @@ class ResponseInfo:
     continuous_usage: bool = False
     wants_logprobs: bool = False
     wants_token_ids: bool = False
+    wants_prompt_logprobs: bool = False
+    """Apart from those of ``echo``."""
     wants_timings: bool = False
+    wants_routing: bool = False
     service_tier: str = ""
     """Of the request; empty: there are no tiers."""
     choices_per_prompt: int = 1
@@ -101,6 +107,13 @@ class ResponseInfo:
                 "reasoning_tokens": sum(choice.text.num_reasoning_tokens for choice in self.choices)
             },
         }
+
+    def routing(self) -> Mapping[str, str]:
+        """A header that says why the first choice has its pair, where asked for and known."""
+        why = self.choices[0].generation.why
+        if not self.wants_routing or why is None:
+            return {}
+        return {ROUTING_HEADER: orjson.dumps(why).decode()}
 
     def timings(self) -> dict[str, float]:
         """Seconds by stage, of the first choice."""

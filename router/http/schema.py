@@ -113,7 +113,9 @@ class GenerationRequest(BaseModel):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
     timings: bool | None = None
     service_tier: str | None = None
     priority: int | None = None

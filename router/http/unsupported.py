@@ -24,7 +24,6 @@ MAX_NAME = 64
 _ALIKE = 0.85
 _CONSTRAINTS = ("structural_tag", "json_object", "grammar")
 _NEUTRAL: Mapping[str, Sequence[object]] = {
-    "prompt_logprobs": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
@@ -45,6 +44,11 @@ _NEUTRAL: Mapping[str, Sequence[object]] = {
     "moderation": (),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
     "lora_path": (),
+    "lora_request": (),
+    "lora_name": (),
+    "lora_id": (),
+    "adapter": (),
+    "adapter_id": (),
     "reasoning": (),
     "separate_reasoning": (False,),
     "include_reasoning": (True,),
@@ -72,7 +76,7 @@ _OTHER_NAMES = {
 _HARMLESS = frozenset(
     {
         *("user", "metadata", "store", "safety_identifier", "prediction"),
-        *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
+        *("prompt_cache_retention", "parallel_tool_calls"),
         *("request_id", "rid", "stream_reasoning", "mm_processor_kwargs", "kv_transfer_params"),
         *("bootstrap_host", "bootstrap_port", "bootstrap_room", "guided_decoding_backend"),
         *(

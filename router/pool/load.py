@@ -43,6 +43,9 @@ class MergedLoad:
     _most_before: _Ours = field(default_factory=_Ours)
     _others: int = 0
     _others_tokens: int = 0
+    # Sent since the last report, and between that one and the one before.
+    _entered: int = 0
+    _entered_before: int = 0
 
     @property
     def num_requests(self) -> int:
@@ -53,6 +56,17 @@ class MergedLoad:
     def num_tokens(self) -> int:
         """Prompt tokens not computed yet, of all routers."""
         return self._our_tokens + self._others_tokens
+
+    @property
+    def num_tokens_left(self) -> int:
+        """The same as of now: what a worker has computed of our prompts is in its report already.
+
+        A report may have been made before the latest prompts came there, so these count anyway.
+        """
+        if not self._sequence:
+            return self.num_tokens
+        sent = self._entered + self._entered_before
+        return min(self.num_tokens, self.report.num_tokens_waiting + sent)
 
     def apply(self, report: WorkerLoad) -> bool:
         """Take a report; False where it is not newer than the one that is held."""
@@ -69,6 +83,7 @@ class MergedLoad:
         self._others = max(0, report.num_requests - most.num_requests)
         self._others_tokens = max(0, report.num_tokens_waiting - most.num_tokens)
         self._most_before = self._most
+        self._entered_before, self._entered = self._entered, 0
         self._most = _Ours(self.num_ours, self._our_tokens)
         return True
 
@@ -76,6 +91,7 @@ class MergedLoad:
         """One more request of ours, with so many prompt tokens."""
         self.num_ours += 1
         self._our_tokens += num_tokens
+        self._entered += num_tokens
         self._most = self._most.or_more(_Ours(self.num_ours, self._our_tokens))
 
     def leave(self, num_tokens: int) -> None:

@@ -21,6 +21,7 @@ MAX_SETS = 4096
 """Sets of ranks that are remembered, so that equal ones are one object."""
 MAX_EVICTED = 1 << 17
 """Blocks that nobody holds any more are remembered as such, the latest of them."""
+MAX_EXPECTED = 1 << 20
 SLACK = 1024
 
 
@@ -92,6 +93,7 @@ class PrefixIndex:
         self._free: list[int] = []
         self._sets: dict[int, int] = {}
         self._evicted: dict[bytes, None] = {}
+        self._expected: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         """Blocks that any rank holds."""
@@ -119,7 +121,10 @@ class PrefixIndex:
         """Forget a rank and what it held; one that is not known is no error."""
         if key in self._holders:
             self.clear(key)
-            slot = self._holders.pop(key).slot
+            holder = self._holders.pop(key)
+            slot, bit = holder.slot, holder.bit
+            for block_hash in [h for h, ranks in self._expected.items() if ranks & bit]:
+                self._unexpect(block_hash, bit)
             self._keys[slot] = None
             self._free.append(slot)
 
@@ -175,9 +180,24 @@ class PrefixIndex:
         log, holder.log = holder.log, []
         self.discard(key, log)
 
+    def expect(self, key: WorkerKey, block_hashes: Iterable[bytes]) -> None:
+        """A rank is going to hold these: lookups find them until `unexpect`."""
+        holder = self._holders.get(key)
+        if holder is not None and len(self._expected) < MAX_EXPECTED:
+            expected, bit = self._expected, holder.bit
+            for block_hash in block_hashes:
+                expected[block_hash] = expected.get(block_hash, 0) | bit
+
+    def unexpect(self, key: WorkerKey, block_hashes: Iterable[bytes]) -> None:
+        """It holds them by now, or will not."""
+        holder = self._holders.get(key)
+        if holder is not None:
+            for block_hash in block_hashes:
+                self._unexpect(block_hash, holder.bit)
+
     def match(self, block_hashes: Sequence[bytes]) -> PrefixMatch:
         """Who holds how many leading blocks of a context, whose blocks' hashes these are."""
-        get = self._ranks_of.get
+        get = self._look_up if self._expected else self._ranks_of.get
         sets: list[tuple[int, int]] = []
         alive = get(block_hashes[0], 0) if block_hashes else 0
         if not alive:
@@ -200,6 +220,19 @@ class PrefixIndex:
     def was_evicted(self, block_hash: bytes) -> bool:
         """Whether the block was held, and by nobody any more; of the latest of these."""
         return block_hash in self._evicted and block_hash not in self._ranks_of
+
+    def _look_up(self, block_hash: bytes, default: int) -> int:
+        """Ranks that hold the block or are going to."""
+        held = self._ranks_of.get(block_hash, default)
+        expected = self._expected.get(block_hash)
+        return held if expected is None else held | expected
+
+    def _unexpect(self, block_hash: bytes, bit: int) -> None:
+        left = self._expected.get(block_hash, 0) & ~bit
+        if left:
+            self._expected[block_hash] = left
+        else:
+            self._expected.pop(block_hash, None)
 
     def _remember(self, ranks: int) -> int:
         if len(self._sets) >= MAX_SETS:

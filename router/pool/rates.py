@@ -80,3 +80,33 @@ class MeasuredRates:
             rate.add(num_bytes - before.get(peer, 0), seconds)
         for peer in self.received.keys() - now_s.keys():
             del self.received[peer]
+
+
+ASSUMED_TOKENS_PER_S = 20_000.0
+ASSUMED_RECEIVED_PER_S = 20e9
+ASSUMED_REQUESTS_PER_S = 1.0
+SHARE = 0.05
+"""Of the latest worker heard of in what is typical."""
+
+
+@dataclass(slots=True)
+class TypicalSpeeds:
+    """Of the workers of a role, for one that has not said enough of itself yet."""
+
+    tokens_per_s: float = ASSUMED_TOKENS_PER_S
+    received_per_s: float = ASSUMED_RECEIVED_PER_S
+    requests_per_s: float = ASSUMED_REQUESTS_PER_S
+    _is_measured: bool = False
+
+    def observe(self, rates: MeasuredRates) -> None:
+        """One worker has reported."""
+        share = SHARE if self._is_measured else 1.0
+        if tokens := rates.tokens.per_s:
+            self.tokens_per_s += share * (tokens - self.tokens_per_s)
+            self._is_measured = True
+        if ended := rates.requests.per_s:
+            self.requests_per_s += share * (ended - self.requests_per_s)
+        paths = [rate.per_s for rate in rates.received.values() if rate.per_s]
+        if paths:
+            mean = sum(paths) / len(paths)
+            self.received_per_s += share * (mean - self.received_per_s)

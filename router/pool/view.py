@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from router.pool.load import MergedLoad
 from router.pool.members import Member, Role, WorkerKey, WorkerLoad
+from router.pool.rates import TypicalSpeeds
 from runtime.logging import get_logger
 
 logger = get_logger(__name__)
@@ -28,6 +29,8 @@ class Candidate:
     load: MergedLoad
     whole: bool
     """Whether all endpoints of its instance, in this life, are in the pool."""
+    typical: TypicalSpeeds = field(default_factory=TypicalSpeeds)
+    """Of its role, for what was not measured here yet."""
 
     @property
     def num_requests(self) -> int:
@@ -38,6 +41,27 @@ class Candidate:
     def num_tokens(self) -> int:
         """Prompt tokens not computed yet."""
         return self.load.num_tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        """While it works: prompt tokens of a prefill worker, output tokens of a decode rank."""
+        return self.load.rates.tokens.per_s or self.typical.tokens_per_s
+
+    @property
+    def requests_per_s(self) -> float:
+        """That end at a decode rank."""
+        return self.load.rates.requests.per_s or self.typical.requests_per_s
+
+    @property
+    def queue_s(self) -> float:
+        """Until a prefill worker has computed all that waits there."""
+        return self.load.num_tokens_left / self.tokens_per_s
+
+    def received_per_s(self, prefill: Member) -> float:
+        """Bytes of KV per second that come to a decode rank from all parts of ``prefill``."""
+        instance, _, rank = prefill.key
+        peers = [f"{instance}/{rank + part}" for part in range(prefill.num_parts)]
+        return self.load.rates.received_per_s(peers) or self.typical.received_per_s
 
 
 class PoolView:
@@ -50,6 +74,7 @@ class PoolView:
         self._loads: dict[WorkerKey, MergedLoad] = {}
         """Of members, and of workers that left while requests of ours are there."""
         self._failed_until: dict[WorkerKey, float] = {}
+        self._typical = {role: TypicalSpeeds() for role in Role}
         self._version = 0
         self._on_change: list[Callable[[], None]] = []
         self._on_load: list[Callable[[WorkerKey], None]] = []
@@ -82,8 +107,7 @@ class PoolView:
             self._rebuild(members)
         for member in [new for _, new in news] if is_load_only else members:
             self._candidates[member.key].member = member
-            if self._loads[member.key].apply(member.load):
-                self._tell_load(member.key)
+            self.report(member.key, member.load)
         if not is_load_only:
             self._version += 1
             for listener in self._on_change:
@@ -92,7 +116,12 @@ class PoolView:
     def report(self, key: WorkerKey, load: WorkerLoad) -> None:
         """Fresher load of one member, from its frames."""
         candidate = self._candidates.get(key)
-        if candidate is not None and candidate.load.apply(load):
+        if candidate is None:
+            return
+        is_news = candidate.load.apply(load)
+        if load.clock_s:
+            candidate.typical.observe(candidate.load.rates)
+        if is_news:
             self._tell_load(key)
 
     def members(self, role: Role | None = None) -> list[Member]:
@@ -170,6 +199,7 @@ class PoolView:
                 member,
                 self._loads.setdefault(member.key, MergedLoad()),
                 num_present[member.role, member.key.life] >= member.num_endpoints,
+                self._typical[member.role],
             )
             for member in members
         }

@@ -15,10 +15,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from router.metrics import RouterMetrics
+from router.model_metrics import ModelMetrics
 from router.pool.members import Member, Role, WorkerKey
 from router.pool.view import PoolView
 from router.requests.aborts import Aborts
+from router.requests.cache_streams import CacheStreams
 from router.requests.clients import WorkerClients
 from router.requests.frames import FrameStream, FrameStreams
 from router.requests.generation import Generation
@@ -69,9 +70,15 @@ class Workers:
         clients: WorkerClients,
         frames: FrameStreams,
         router_id: str,
-        metrics: RouterMetrics,
+        metrics: ModelMetrics,
+        *,
+        caches: CacheStreams | None = None,
     ) -> None:
-        """``router_id`` names this process to decode ranks and is unique in the cluster."""
+        """``router_id`` names this process to decode ranks and is unique in the cluster.
+
+        ``caches`` are followed where pairs are picked by what they hold.
+        """
+        self._caches = caches
         self.pool = pool
         self.clients = clients
         self.frames = frames
@@ -82,6 +89,8 @@ class Workers:
     def follow_pool(self) -> None:
         """Open and close streams and channels as members come and go."""
         self.frames.follow_pool()
+        if self._caches is not None:
+            self._caches.follow_pool()
         members = {member.key for member in self.pool.members()}
         self.clients.retain(members | self.frames.keys_in_use())
 
@@ -96,6 +105,8 @@ class Workers:
     async def close(self) -> None:
         """Wait for aborts under way, then end all streams and channels."""
         await self._aborts.close()
+        if self._caches is not None:
+            await self._caches.close()
         await self.frames.close()
         await self.clients.close()
 
@@ -229,10 +240,9 @@ class Attempt:
         async def answer() -> prefill_pb2.RunResponse:
             return await call
 
-        with (
-            self._workers.pool.in_flight(prefill.key, len(self._context)),
-            self._seek_room() as roomy,
-        ):
+        num_tokens = self._pair.num_new_tokens(len(self._context))
+        queued = self._workers.pool.in_flight(prefill.key, num_tokens)
+        with queued, self._seek_room() as roomy:
             response = await self._watch(answer(), call.cancel, Role.PREFILL, roomy)
         if response.WhichOneof("result") != "first_token":
             error = error_from_proto(response.error)

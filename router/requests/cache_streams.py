@@ -41,7 +41,7 @@ class CacheStream:
         router_id: str,
         on_frame: Callable[[WorkerKey, cache_pb2.CacheFrame], None],
         *,
-        refused_s: float = REFUSED_S,
+        refused_s: float | None = None,
     ) -> None:
         """``on_frame`` is called with each frame that was taken."""
         self.key = member.key
@@ -52,7 +52,7 @@ class CacheStream:
         self._follow = follow
         self._router_id = router_id
         self._on_frame = on_frame
-        self._refused_s = refused_s
+        self._refused_s = REFUSED_S if refused_s is None else refused_s
         self._task = asyncio.get_running_loop().create_task(
             self._run(), name=f"cache-{member.key}", context=without_trace()
         )

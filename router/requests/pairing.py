@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from router.pool.members import WorkerKey
+from router.pool.members import Role, WorkerKey
 from router.pool.readiness import Readiness
 from router.pool.view import FAILURE_COOLDOWN_S, PoolView
 from router.requests.generation import Generation
 from router.routing.policy import NoWorkersError, Pair, PairingPolicy
 from router.routing.request_shape import RequestShape
+from runtime.block_hash import extend_hashes
 from runtime.errors import ErrorCode, TandemError
 
+HASHED_AT_ONCE = 512
+"""Blocks, which take about a millisecond; a turn of the event loop comes between."""
 LOOK_AGAIN_S = 0.5
 """Who waits for a worker looks so often, also where no member came or went: exclusions end."""
 
@@ -45,6 +48,13 @@ class Pairing:
     def was_ready(self) -> bool:
         """Whether there was ever a pair: then those that are missing may come back."""
         return self._readiness.was_ready
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block, where the policy goes by what caches hold; else 0."""
+        if self._policy.prefixes is None:
+            return 0
+        return max((member.block_size for member in self._pool.members(Role.PREFILL)), default=0)
 
     def pick(self, shape: RequestShape) -> Pair:
         """The best pair now.
@@ -76,6 +86,8 @@ class PairFinder:
         self._excluded_until: dict[WorkerKey, float] = {}
         self._suspected_until: dict[WorkerKey, float] = {}
         self._preferred: WorkerKey | None = None
+        self._hashes: list[bytes] = []
+        self._hashed_size = 0
 
     def note_failure(
         self, pair: Pair, culprits: Collection[WorkerKey], *, has_prefilled: bool
@@ -115,6 +127,7 @@ class PairFinder:
             waits = is_under_way or failure.code is not ErrorCode.OVERLOADED
         until = self._loop.time() + (pairing.worker_wait_s if waits else 0.0)
         while True:
+            await self._hash()
             try:
                 return pairing.pick(self.shape())
             except NoWorkersError:
@@ -123,13 +136,36 @@ class PairFinder:
                     raise
             await pairing.change(min(left, LOOK_AGAIN_S))
 
+    async def _hash(self) -> None:
+        """Hash the whole blocks of the context that are not hashed yet, others between them."""
+        block_size, hashes = self._pairing.block_size, self._hashes
+        if block_size != self._hashed_size:
+            hashes.clear()
+            self._hashed_size = block_size
+        if not block_size:
+            return
+        context = self._generation.context_token_ids
+        num_blocks = len(context) // block_size
+        while len(hashes) < num_blocks:
+            if hashes:
+                await asyncio.sleep(0)
+            end = (len(hashes) + HASHED_AT_ONCE) * block_size
+            extend_hashes(hashes, context[:end], block_size, salt=self._generation.cache_salt)
+
     def shape(self) -> RequestShape:
         """The request as it is now, with what its attempts say of workers."""
         now, generation = self._loop.time(), self._generation
+        hashes: Sequence[bytes] = self._hashes[:]
+        if generation.sampling.num_prompt_logprobs >= 0 and not generation.num_tokens:
+            hashes = ()  # every position is computed, whatever is cached
         return RequestShape(
             num_context_tokens=len(generation.prompt_token_ids) + generation.num_tokens,
             max_output_tokens=generation.sampling.max_tokens - generation.num_tokens,
             cache_salt=generation.cache_salt,
+            block_hashes=hashes,
+            first_tokens=generation.prompt_token_ids[: self._hashed_size],
+            explain=generation.explain,
+            conversation=generation.conversation,
             excluded={key for key, until in self._excluded_until.items() if until > now},
             suspects={key for key, until in self._suspected_until.items() if until > now},
             preferred_prefill=self._preferred,

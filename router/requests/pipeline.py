@@ -153,6 +153,12 @@ class _Course:
     def _attempt(self, pair: Pair) -> Attempt:
         number = self._num_attempts
         self._num_attempts += 1
+        if self._generation.why is None and pair.why is not None:
+            self._generation.why = {
+                "prefill": str(pair.prefill.key),
+                "decode": str(pair.decode.key),
+                **pair.why.as_json(),
+            }
         return Attempt(
             self._workers,
             self._generation,

@@ -6,6 +6,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from router.pool.members import WorkerKey
+from router.pool.prefix_index import NO_MATCH, PrefixMatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,10 @@ class RequestShape:
         max_output_tokens: the most that may come; 0: not known.
         cache_salt: only requests with the same one may share KV.
         block_hashes: of the context's whole blocks, for scorers that know where KV is.
+        match: who holds how many of them.
+        first_tokens: of the context, a block at least where there is one.
+        explain: whether the pick is to say why.
+        conversation: requests of one go on with one another's contexts; empty: not known.
         excluded: members at fault for an earlier attempt: not to be used again.
         suspects: of a pair that failed, nobody knows by whose fault: to be used where there is no
             other.
@@ -29,6 +34,10 @@ class RequestShape:
     max_output_tokens: int = 0
     cache_salt: str = ""
     block_hashes: Sequence[bytes] = ()
+    match: PrefixMatch = NO_MATCH
+    first_tokens: Sequence[int] = ()
+    explain: bool = False
+    conversation: str = ""
     excluded: Set[WorkerKey] = frozenset()
     suspects: Set[WorkerKey] = frozenset()
     preferred_prefill: WorkerKey | None = None

@@ -44,6 +44,11 @@ class Group:
     prefill: Side = field(default_factory=lambda: Side(Role.PREFILL))
     decode: Side = field(default_factory=lambda: Side(Role.DECODE))
 
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """Prefill and decode."""
+        return self.prefill, self.decode
+
 
 class CandidateTable:
     """Follows one pool, for one scorer."""
@@ -55,7 +60,8 @@ class CandidateTable:
         """Of all groups and both roles."""
         self._scorer = scorer
         self._version = -1
-        self._places: dict[WorkerKey, tuple[Side, int]] = {}
+        self.places: dict[WorkerKey, tuple[Side, int]] = {}
+        """Of the usable, in the lists of their sides."""
         self._last_picked: dict[WorkerKey, int] = {}
         self._num_picks = 0
         self._changed: set[WorkerKey] = set()
@@ -66,7 +72,7 @@ class CandidateTable:
         if self._version != self.pool.version:
             self._rebuild()
         for key in self._changed:
-            place = self._places.get(key)
+            place = self.places.get(key)
             if place is not None:
                 self._weigh(*place)
         self._changed.clear()
@@ -83,7 +89,7 @@ class CandidateTable:
         self._version = self.pool.version
         groups: dict[tuple[str, str, str], Group] = {}
         self.usable = []
-        self._places = {}
+        self.places = {}
         present = [candidate for role in Role for candidate in self.pool.candidates(role)]
         for candidate in present:
             if not is_usable(candidate):
@@ -91,7 +97,7 @@ class CandidateTable:
             member = candidate.member
             group = groups.setdefault(member.compatibility, Group())
             side = group.prefill if member.role is Role.PREFILL else group.decode
-            self._places[member.key] = side, len(side.candidates)
+            self.places[member.key] = side, len(side.candidates)
             self.usable.append(candidate)
             side.candidates.append(candidate)
             side.ranks.append(Rank(0, 0.0, 0, 0))
@@ -99,7 +105,7 @@ class CandidateTable:
         self.groups = list(groups.values())
         keys = {candidate.member.key for candidate in present}
         self._last_picked = {k: tick for k, tick in self._last_picked.items() if k in keys}
-        self._changed.update(self._places)
+        self._changed.update(self.places)
 
     def _weigh(self, side: Side, position: int) -> None:
         candidate, scorer = side.candidates[position], self._scorer

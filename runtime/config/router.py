@@ -8,6 +8,7 @@ from runtime.config.checks import at_least, check_origin, check_port, one_of
 from runtime.errors import ConfigError
 
 TOOL_PARSERS = ("auto", "none", "deepseek-v3", "deepseek-v3.1", "glm-4.5", "hermes", "llama3-json")
+POLICIES = ("least-loaded", "round-robin", "prefix-affinity", "lmetric", "predicted-ttft")
 REASONING_PARSERS = ("auto", "none", "think", "deepseek-r1")
 
 MAX_PRIORITY = 2**31 - 1
@@ -22,6 +23,8 @@ class RouterSection:
     keys_file: str = ""
     """TOML file of API keys (`tandem keys add`), followed while the router runs; empty: the keys in
     TANDEM_API_KEYS, and without those none is asked for."""
+    models_file: str = ""
+    """TOML file of models that this router serves beside ``model``; empty: none."""
     allow_anonymous: bool = False
     """Let HTTP listen beyond this machine though it asks nobody for a key."""
     metrics_access: str = "open"
@@ -78,7 +81,8 @@ class RouterSection:
     max_mailbox_bytes: int = 16 * 2**20
     """Output of one request that its client has not taken; beyond, it is cut off."""
     policy: str = "least-loaded"
-    """How a pair is picked: "least-loaded" or "round-robin"."""
+    """How a pair is picked: "least-loaded", "round-robin", or by what prefix caches hold:
+    "predicted-ttft", "lmetric", "prefix-affinity"."""
     lease_ttl_s: float = 5.0
     """A worker that is silent for so long is out of the pool."""
     tool_parser: str = "auto"
@@ -122,7 +126,7 @@ class RouterSection:
         for origin in self.allowed_origins:
             check_origin("router.cors_origins", origin)
         at_least("router.max_mailbox_bytes", self.max_mailbox_bytes, 1024)
-        one_of("router.policy", self.policy, ("least-loaded", "round-robin"))
+        one_of("router.policy", self.policy, POLICIES)
         at_least("router.lease_ttl_s", self.lease_ttl_s, 0.1)
         one_of("router.tool_parser", self.tool_parser, TOOL_PARSERS)
         one_of("router.reasoning_parser", self.reasoning_parser, REASONING_PARSERS)

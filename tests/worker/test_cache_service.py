@@ -9,42 +9,16 @@ from collections.abc import AsyncIterator, Callable
 import grpc.aio
 import pytest
 
-from engine.memory.block_pool import BlockPool
 from runtime.net import Credentials, Listen
 from runtime.pb import cache_pb2, cache_pb2_grpc, registry_pb2
 from runtime.rpc import bind_port, create_server, open_channel
 from runtime.wire import identity
+from tests.worker.cached_rank import Rank, block_hash
 from worker import cache_service
-from worker.cache_log import CacheFeed
 from worker.cache_service import CacheService
 
 CREDENTIALS = Credentials.of_secret("test-secret")
 WORKER = identity("prefill-0", 7, 0)
-
-
-def block_hash(number: int) -> bytes:
-    return number.to_bytes(16, "big")
-
-
-class Rank:
-    """A block pool whose owner runs what is posted at its next step."""
-
-    def __init__(self, num_blocks: int = 9, linger_s: float = 30.0) -> None:
-        self.pool = BlockPool(num_blocks, 4)
-        self.posted: list[Callable[[], None]] = []
-        self.feed = CacheFeed(self.pool, self.posted.append, linger_s=linger_s)
-
-    def step(self) -> None:
-        for work in self.posted:
-            work()
-        self.posted.clear()
-        self.feed.tell()
-
-    def compute(self, *numbers: int) -> None:
-        """Store blocks and let go of them."""
-        blocks = self.pool.allocate(len(numbers))
-        self.pool.commit(blocks, [block_hash(number) for number in numbers])
-        self.pool.release(blocks)
 
 
 class Follower:

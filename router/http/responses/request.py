@@ -27,6 +27,7 @@ _OF_OUTPUT = (
     *("stream", "temperature", "top_p", "top_logprobs", "top_k", "min_p", "seed", "stop"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("min_tokens", "ignore_eos", "stop_token_ids", "cache_salt", "service_tier", "priority"),
+    "prompt_cache_key",
 )
 """Fields of a chat request that have the same name and meaning here."""
 

@@ -15,6 +15,10 @@ class PairScorer(Protocol):
     def separable(self) -> bool:
         """Whether ``score`` is the sum of the two costs."""
 
+    @property
+    def by_prefix(self) -> bool:
+        """Whether it asks who holds which blocks: then the index is kept, and `shape.match` set."""
+
     def prefill_cost(self, prefill: Candidate) -> float:
         """Of this side, whatever the request and the other side."""
 

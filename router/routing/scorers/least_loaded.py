@@ -15,6 +15,7 @@ class LeastLoaded:
     """Requests in hand, prompt tokens that wait, and how full the block pools are."""
 
     separable = True
+    by_prefix = False
 
     def prefill_cost(self, prefill: Candidate) -> float:
         """The queue in requests; the prompt itself takes every worker the same time."""

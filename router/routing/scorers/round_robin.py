@@ -12,6 +12,7 @@ class RoundRobin:
     """All alike: the picker alone decides."""
 
     separable = True
+    by_prefix = False
 
     def prefill_cost(self, prefill: Candidate) -> float:
         """None."""

@@ -44,7 +44,6 @@ REFUSED_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"structural_tag": {}}, "structural_tag"),
     ({"max_reasoning_tokens": 1}, "max_reasoning_tokens"),
     ({"grammar": "x"}, "grammar"),
-    ({"prompt_logprobs": 0}, "prompt_logprobs"),
     ({"allowed_token_ids": [1]}, "allowed_token_ids"),
     ({"bad_words": ["a"]}, "bad_words"),
     ({"max_new_tokens": 3}, "max_new_tokens"),
