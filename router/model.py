@@ -45,12 +45,9 @@ class ServedModel:
     """One model under one name, which workers register with, and its aliases."""
 
     name: str
-<<<<<<< HEAD
     folder: Path
     """Of the checkpoint."""
-=======
     aliases: tuple[str, ...] = ()
->>>>>>> main
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     tool_template: ChatTemplate | None
@@ -145,11 +142,8 @@ def load_served_model(
         calls = history.call_format
     return ServedModel(
         name=section.name or folder.resolve().name,
-<<<<<<< HEAD
         folder=folder,
-=======
         aliases=tuple(filter(None, (name.strip() for name in section.aliases.split(",")))),
->>>>>>> main
         tokenizer=tokenizer,
         chat_template=template,
         tool_template=tool_template,

@@ -7,10 +7,12 @@ from typing import Generic, TypeVar
 
 from aiohttp import web
 
+from router.backend import Backend
 from router.http.gate import limit_headers
 from router.http.output_rules import CompiledRules, OutputRules
 from router.http.schema import ChatRequest, CompletionRequest
 from router.http.unsupported import IGNORED_HEADER, ignored_fields
+from router.model import ModelLimits
 from router.requests.admission import BodyBytes
 from runtime.logging import get_logger
 from runtime.sampling import SamplingParams
@@ -28,6 +30,9 @@ class Call(Generic[RequestT]):
     request: web.Request
     request_id: str
     body: RequestT
+    backend: Backend
+    limits: ModelLimits
+    """Of its model and workers, when the body was read."""
     sampling: SamplingParams
     rules: OutputRules | None
     """What the output has to follow."""

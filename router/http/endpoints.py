@@ -10,13 +10,8 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-<<<<<<< HEAD
 from dataclasses import dataclass, field, replace
-=======
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
->>>>>>> main
 
 from aiohttp import web
 
@@ -35,11 +30,7 @@ from router.http.gate import (
     count_output,
     count_prompt,
     key_of,
-<<<<<<< HEAD
-=======
-    limit_headers,
     may_use,
->>>>>>> main
 )
 from router.http.output_rules import rules_of
 from router.http.params import (
@@ -61,15 +52,9 @@ from router.http.unsupported import refuse_unsupported
 from router.metrics import RouterMetrics
 from router.model import ModelLimits, ServedModel
 from router.recent import Recent
-<<<<<<< HEAD
-from router.requests.admission import Admission
-=======
-from router.requests.admission import BodyBytes
->>>>>>> main
 from router.requests.generation import Generation, Mailbox
 from router.requests.run import MAX_PARALLEL, RequestRun
 from router.requests.time_limits import limits_from_arrival
-from router.text.grammar.compilers import Compilers
 from router.text.lanes import Lanes, Work
 from router.text.message import MessageReader
 from router.text.output import ChoiceText, OutputOptions
@@ -89,7 +74,6 @@ class Serving:
     section: RouterSection
     backends: Backends
     lanes: Lanes
-    compilers: Compilers
     metrics: RouterMetrics
     recent: Callable[[], Recent]
     gate: Gate
@@ -192,13 +176,8 @@ class OpenAIEndpoints:
         self,
         request: web.Request,
         parse: Callable[[bytes], RequestT],
-<<<<<<< HEAD
-        check: Callable[[RequestT], int],
-    ) -> AsyncIterator[Call[RequestT]]:
-=======
         check: Callable[[RequestT, ServedModel, ModelLimits], int],
-    ) -> AsyncIterator[_Call[RequestT]]:
->>>>>>> main
+    ) -> AsyncIterator[Call[RequestT]]:
         """The body of ``request``, read and checked; ``check`` says how many prompts it holds.
 
         All that can be refused without a tokenizer is refused here.
@@ -228,7 +207,7 @@ class OpenAIEndpoints:
                     backend=backend,
                     limits=limits,
                     sampling=sampling,
-                    rules=rules_of(body, serving.model),
+                    rules=rules_of(body, backend.model),
                     standing=standing,
                     num_choices=num_choices(body, check(body, backend.model, limits), most),
                     received=received,
@@ -244,7 +223,7 @@ class OpenAIEndpoints:
             num_tokens = tokens_asked_for(call.body, len(raw), call.num_choices)
             async with serving.gate.admit(request, num_tokens):
                 if call.rules is not None:
-                    compiled = await call.rules.compile(serving.compilers)
+                    compiled = await call.rules.compile(call.backend.compilers)
                     call = replace(call, compiled=compiled)
                 yield call
 
@@ -367,61 +346,5 @@ class OpenAIEndpoints:
                     standing=call.standing,
                 )
                 text = ChoiceText(info.vocabulary, options, reader_of(prompt))
-<<<<<<< HEAD
-                info.choices.append(
-                    Choice(index=index, prompt=prompt, generation=generation, text=text)
-                )
-=======
                 choice = Choice(index=index, prompt=prompt, generation=generation, text=text)
                 info.choices.append(choice)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call(Generic[RequestT]):
-    """One call of a generation endpoint."""
-
-    request: web.Request
-    request_id: str
-    body: RequestT
-    backend: Backend
-    limits: ModelLimits
-    """Of its model and workers, when the body was read."""
-    sampling: SamplingParams
-    standing: Standing
-    num_choices: int
-    """Of all prompts."""
-    received: float
-    held: BodyBytes
-    num_bytes: int
-    """Of the body."""
-
-    @property
-    def kind(self) -> str:
-        """What the response's id begins with."""
-        return "chatcmpl" if isinstance(self.body, ChatRequest) else "cmpl"
-
-    @property
-    def param(self) -> str:
-        """The field with the prompt."""
-        return "messages" if isinstance(self.body, ChatRequest) else "prompt"
-
-
-def _headers_of(call: _Call[RequestT]) -> dict[str, str]:
-    """What the answer says of the request."""
-    headers, ignored = limit_headers(call.request), ignored_fields(call.body)
-    if not ignored:
-        return headers
-    logger.debug("ignored fields request_id=%s fields=%s", call.request_id, ignored)
-    return {**headers, IGNORED_HEADER: ", ".join(ignored)}
-
-
-def _cut_off_reader(call: _Call[RequestT]) -> None:
-    _cut_off(call, "more output than router.max_mailbox_bytes waits for it")
-
-
-def _cut_off(call: _Call[RequestT], reason: str) -> None:
-    """End the connection of a client that does not read; that cancels its request."""
-    logger.warning("a client is cut off request_id=%s reason=%r", call.request_id, reason)
-    if call.request.transport is not None:
-        call.request.transport.abort()
->>>>>>> main

@@ -79,18 +79,14 @@ def chat_prompt(
     for part in parts:
         _check_beginning(part, model, limits, "messages")
     encoded = model.tokenizer.encode_all(parts, add_special_tokens=False, is_abandoned=is_abandoned)
-<<<<<<< HEAD
+    token_ids = [token_id for ids in encoded for token_id in ids]
+    check_prompt_logprobs(body, [len(token_ids)])
     return Prompt(
-        token_ids=[token_id for ids in encoded for token_id in ids],
+        token_ids=token_ids,
         text=text,
         start=Start.CLOSED if body.separate_reasoning is False else start,
         model_start=start,
     )
-=======
-    token_ids = [token_id for ids in encoded for token_id in ids]
-    check_prompt_logprobs(body, [len(token_ids)])
-    return Prompt(token_ids=token_ids, text=text, start=start)
->>>>>>> main
 
 
 def completion_prompts(

@@ -23,22 +23,7 @@ from router.model import ServedModel
 from router.pool.journal import PoolJournal
 from router.pool.members import Departure, Member
 from router.recent import LoadLines, RecentWindow, Totals
-<<<<<<< HEAD
-from router.requests.admission import (
-    REQUESTS_OF_SILENT_RANK,
-    URGENT_SHARE,
-    Admission,
-    limit_of,
-)
-from router.requests.attempt import Workers
-from router.requests.clients import WorkerClients
-from router.requests.frames import FrameStreams
-from router.requests.pipeline import Pipeline
-from router.routing.policy import PairingPolicy
-from router.text.grammar.compilers import Compilers
-=======
 from router.requests.admission import BodyBudget
->>>>>>> main
 from router.text.lanes import Lanes
 from runtime.config import RouterSection
 from runtime.errors import ConfigError
@@ -76,7 +61,6 @@ class HttpServer:
         self.metrics.introduce([model.name for model in models])
         self.backends = _backends_of(models, section, self.metrics, credentials, tiers)
         self._lanes = Lanes()
-        self._compilers = Compilers(model.folder, model.limits.vocab_size)
         self._connections = Connections(_limits_of(section), loop.time)
         self._recent = RecentWindow(lambda: Totals.of(self.metrics.sums().collect()), loop.time)
         self._load_lines = LoadLines(lambda: Totals.of(self.metrics.registry.collect()), loop.time)
@@ -86,7 +70,6 @@ class HttpServer:
             section=section,
             backends=self.backends,
             lanes=self._lanes,
-            compilers=self._compilers,
             metrics=self.metrics,
             recent=self._recent.recent,
             gate=self._gate,
@@ -161,14 +144,8 @@ class HttpServer:
         self._console.close()
         await self._runner.cleanup()
         self._lanes.close()
-<<<<<<< HEAD
-        await self._compilers.close()
-        await self._workers.close()
-        self.metrics.deliveries.settle()
-=======
         await self.backends.close()
         self.metrics.settle()
->>>>>>> main
 
 
 def _backends_of(
