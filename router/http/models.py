@@ -8,9 +8,9 @@ from aiohttp import web
 
 from router.backend import Backend
 from router.errors import RequestError
-from router.http.endpoints import Serving, backend_for
 from router.http.gate import may_use
 from router.http.params import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS
+from router.http.serving import Serving, backend_for
 from router.model import ServedModel
 from router.pool.members import Role
 from router.text.calls.formats import CALL_FORMATS
