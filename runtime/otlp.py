@@ -44,10 +44,8 @@ def exporter(endpoint: str, *, role: str, instance: str) -> Export:
 
     sender = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=TIMEOUT_S)
     version = installed_version() or "0"
-    named = {"service.instance.id": instance} if instance else {}
-    resource = Resource.create(
-        {"service.name": f"tandem-{role}", "service.version": version, **named}
-    )
+    named = {"service.name": f"tandem-{role}", "service.version": version}
+    resource = Resource.create(named | ({"service.instance.id": instance} if instance else {}))
     scope = InstrumentationScope(SCOPE, version)
 
     def context_of(span: Span, span_id: str, *, is_remote: bool) -> SpanContext:
