@@ -8,17 +8,21 @@ A large request at the head must not idle the pool, and must not starve either. 
 request that fits may pass those ahead of it (shortest fit), but each of those counts how often it
 was passed; one that has been passed `max_bypasses` times lets nobody by any more. The pool then
 drains until it fits: every request is passed a bounded number of times, by construction.
+
+With tiers of service the first tier in order is let in first, but for what others are owed by their
+shares (`runtime.tiers`); within a tier all this holds as it does without.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import insort
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
 
-from decode.requests import DecodeRequest
+from decode.requests import DecodeRequest, place_of
 from engine.request import Request, num_blocks_for
 from runtime.sampling import SamplingParams
+from runtime.tiers import Demand, TierPolicy
 
 
 class GrowthEstimator:
@@ -70,23 +74,20 @@ class GrowthEstimator:
         return later - held
 
 
-def _age(request: DecodeRequest) -> int:
-    return request.serial
-
-
 class AdmissionQueue:
-    """CLAIMED requests, oldest reservation first, whenever they were claimed."""
+    """CLAIMED requests by tier, priority and reservation, whenever they were claimed."""
 
     def __init__(self, *, window: int = 16, max_bypasses: int = 8) -> None:
         """Make an empty queue.
 
         Args:
-            window: how many requests from the head are considered at a time.
+            window: how many requests from the head of a tier are considered at a time.
             max_bypasses: how often a request may be passed before it blocks those behind it.
         """
         self._window = window
         self._max_bypasses = max_bypasses
         self._queue: list[DecodeRequest] = []
+        self._policy = TierPolicy()
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -95,31 +96,91 @@ class AdmissionQueue:
         return iter(tuple(self._queue))
 
     def push(self, request: DecodeRequest) -> None:
-        """Put a request behind those that were reserved before it."""
-        insort(self._queue, request, key=_age)
+        """Put a request behind those of its standing that were reserved before it."""
+        insort(self._queue, request, key=place_of)
 
     def remove(self, request: DecodeRequest) -> None:
         """Take a request out, wherever it stands; it must be in."""
         self._queue.remove(request)
 
-    def pick(self, cost: Callable[[DecodeRequest], int], budget: int) -> DecodeRequest | None:
+    def pick(
+        self,
+        cost: Callable[[DecodeRequest], int],
+        budget: int,
+        away: Sequence[DecodeRequest] = (),
+    ) -> DecodeRequest | None:
         """Take out and return the request to admit now, or None.
+
+        The tier whose turn it is comes first, then the others in order. A tier behind passes one
+        that does not fit only where that one has no target.
 
         Args:
             cost: blocks that admitting a request takes, its share of the headroom included.
             budget: blocks that admission may take.
+            away: requests that wait to come back: nobody of their tier, or of one behind, is let in
+                before them.
         """
-        best, best_cost = -1, budget + 1
-        for index, request in enumerate(self._queue[: self._window]):
+        tiers = self._tiers()
+        waiting = [
+            Demand(order, window[0].standing.share, cost(window[0]))
+            for order, window in tiers.items()
+        ]
+        back = [
+            Demand(item.standing.order, item.standing.share, cost(item))
+            for item in away[:1]
+            if item.standing.order not in tiers
+        ]
+        if not waiting:
+            return None
+        turn = self._policy.turn(waiting + back)
+        closed = min((item.standing.order for item in away), default=math.inf)
+        passed: list[DecodeRequest] = []
+        for order in sorted(tiers, key=lambda each: (each != turn, each)):
+            if turn == closed:
+                return None
+            if order >= closed:
+                continue
+            window = tiers[order]
+            best = self._best(window, cost, budget)
+            if best is not None:
+                passed += window[: window.index(best)]
+                for request in passed:
+                    request.num_bypasses += 1
+                self._queue.remove(best)
+                self._policy.granted(order, waiting + back, float(cost(best)))
+                return best
+            if any(self._lets_nobody_by(request) for request in window):
+                return None
+            passed += window
+        return None
+
+    def _tiers(self) -> dict[int, list[DecodeRequest]]:
+        """The first of every tier, in order."""
+        tiers: dict[int, list[DecodeRequest]] = {}
+        start = 0
+        while start < len(self._queue):
+            order = self._queue[start].standing.order
+            behind: tuple[int, ...] = (order + 1,)
+            end = bisect_left(self._queue, behind, lo=start, key=place_of)
+            tiers[order] = self._queue[start : min(end, start + self._window)]
+            start = end
+        return tiers
+
+    def _best(
+        self, window: Sequence[DecodeRequest], cost: Callable[[DecodeRequest], int], budget: int
+    ) -> DecodeRequest | None:
+        """The head if it fits, else the smallest that does and may pass those ahead of it."""
+        best: DecodeRequest | None = None
+        best_cost = budget + 1
+        for index, request in enumerate(window):
             blocks = cost(request)
             if index == 0 and blocks <= budget:
-                return self._queue.pop(0)
+                return request
             if blocks < best_cost:
-                best, best_cost = index, blocks
+                best, best_cost = request, blocks
             if request.num_bypasses >= self._max_bypasses:
                 break
-        if best < 0:
-            return None
-        for passed in self._queue[:best]:
-            passed.num_bypasses += 1
-        return self._queue.pop(best)
+        return best
+
+    def _lets_nobody_by(self, request: DecodeRequest) -> bool:
+        return request.standing.has_target or request.num_bypasses >= self._max_bypasses

@@ -30,7 +30,7 @@ from runtime.errors import (
     StaleTicketError,
 )
 from runtime.pb import common_pb2, decode_pb2
-from runtime.wire import same_identity, sampling_from_proto
+from runtime.wire import same_identity, sampling_from_proto, standing_from_proto
 
 LONG_CONTEXT = 8192
 """Tokens: from here on a context is read and hashed on a thread of its own."""
@@ -118,6 +118,7 @@ class Border:
                 address=message.prefill_address,
             ),
             budget=Budget.start(BudgetKind.REQUEST, message.timeout_s, now),
+            standing=standing_from_proto(message.standing),
         )
 
     def make_claim(

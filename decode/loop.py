@@ -117,6 +117,7 @@ class DecodeSteps:
         """Give the tokens to their requests."""
         num_tokens = self._rank.complete_step(plan, [result.sampled for result in results])
         self._metrics.stepped(len(results), num_tokens, seconds)
+        self._rank.stepped(len(results), seconds)
         if idle_s is not None:
             self._metrics.step_waited(idle_s)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import insort
 
 from decode.offload import HostStore
-from decode.requests import DecodeRequest, age_of
+from decode.requests import DecodeRequest, place_of
 from engine.memory.block_pool import BlockPool
 from engine.request import num_blocks_for
 from runtime.errors import InternalError
@@ -18,7 +18,7 @@ from runtime.lifecycle import DecodeStatus
 
 
 class PreemptedRequests:
-    """All of one rank, oldest first."""
+    """All of one rank, in order of their places."""
 
     def __init__(self, pool: BlockPool, host: HostStore) -> None:
         self._pool = pool
@@ -41,7 +41,7 @@ class PreemptedRequests:
         valid = request.request.block_table[: self._num_valid_blocks(request)]
         self._host.save(request.request_id, valid)
         request.move_to(DecodeStatus.OFFLOADING)
-        insort(self.offloading, request, key=age_of)
+        insort(self.offloading, request, key=place_of)
 
     def settle(self) -> None:
         """Give back the blocks of those whose KV has reached host memory."""
@@ -50,7 +50,7 @@ class PreemptedRequests:
             block_ids, request.request.block_table = request.request.block_table, []
             self._pool.release(block_ids)
             request.move_to(DecodeStatus.PREEMPTED)
-            insort(self.preempted, request, key=age_of)
+            insort(self.preempted, request, key=place_of)
 
     def restore(self, request: DecodeRequest, num_blocks: int) -> None:
         """Make a preempted request RUNNING again, with `num_blocks` blocks, which must be free."""

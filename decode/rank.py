@@ -212,6 +212,10 @@ class DecodeRank:
             if self._scheduler.land(request) and error.ends(request.request_id):
                 self.live.end(request, FinishReason.ERROR, error.answer(request.request_id))
 
+    def stepped(self, num_requests: int, seconds: float) -> None:
+        """A step of so many requests took so long."""
+        self._scheduler.steps.observe(num_requests, seconds)
+
     def load(self) -> registry_pb2.WorkerLoad:
         """What the router should know of us; also mirrored into the metrics."""
         self._num_reports += 1
@@ -256,8 +260,7 @@ class DecodeRank:
         if not self._reservations.num_claimed:
             return
         holders = [*self.desk.requests, *self._scheduler.requests]
-        is_open = not self._scheduler.is_short
-        for request, error in self._reservations.admit(holders, is_open=is_open):
+        for request, error in self._reservations.admit(holders, away=self._scheduler.away):
             failure = InternalError(f"no ticket can be issued: {type(error).__name__}: {error}")
             self.live.end(request, FinishReason.ERROR, failure)
 

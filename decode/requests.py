@@ -15,6 +15,7 @@ from runtime.budget import Budget
 from runtime.errors import TandemError
 from runtime.lifecycle import DecodeStatus, check_transition
 from runtime.pb import common_pb2
+from runtime.tiers import NO_TIER, Standing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,7 @@ class DecodeRequest:
     Attributes:
         request: tokens, block table and progress, as the engine reads them.
         serial: order of arrival at this rank; lower is older.
+        standing: before whom it goes, and what its tier of service is promised.
         nonce: random name of the reservation and of its ticket; never 0.
         router_id: whose frames carry the tokens.
         writer: who may write its KV.
@@ -111,6 +113,7 @@ class DecodeRequest:
         arrived_at: when the KV was complete.
         started_at: when its first step was planned.
         timings: seconds spent so far, for the router.
+        is_parked: whether it has run, and left its place to a tier before its own.
         has_news: whether a delta was emitted; the first and the last carry `timings`.
     """
 
@@ -120,6 +123,7 @@ class DecodeRequest:
     router_id: str
     writer: Writer
     budget: Budget
+    standing: Standing = NO_TIER
     status: DecodeStatus = DecodeStatus.RESERVED
     claims: list[Claim] = field(default_factory=list)
     num_bypasses: int = 0
@@ -129,6 +133,7 @@ class DecodeRequest:
     arrived_at: float = 0.0
     started_at: float = 0.0
     timings: common_pb2.Timings = field(default_factory=common_pb2.Timings)
+    is_parked: bool = False
     has_news: bool = False
 
     @property
@@ -152,6 +157,6 @@ class DecodeRequest:
             claim.tell(update)
 
 
-def age_of(request: DecodeRequest) -> int:
-    """The key by which queues are in order of age."""
-    return request.serial
+def place_of(request: DecodeRequest) -> tuple[int, ...]:
+    """The key by which queues are in order: tier, priority, age."""
+    return (*request.standing.place, request.serial)

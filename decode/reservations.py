@@ -2,8 +2,8 @@
 
 A reservation holds a place and nothing else until its prefill worker claims it. `admission` decides
 who of the claimed is next; this file knows what a ticket costs now, and keeps room for the expected
-growth of those that are in. Nobody is let in while a preempted request waits to come back. Used by
-the engine loop's thread.
+growth of those that are in. Nobody is let in while a preempted request of his tier, or of one
+before it, waits to come back. Used by the engine loop's thread.
 
 A claim that is cancelled before its answer gives back what it got. Queued, the request is RESERVED
 again, and may be claimed anew. With a ticket that nobody else was told of, it ends: whether the
@@ -13,7 +13,7 @@ caller saw the ticket is not known, and a nonce names one allocation only.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from decode.admission import AdmissionQueue, GrowthEstimator
@@ -61,7 +61,8 @@ class Reservations:
         self._requests: dict[int, DecodeRequest] = {}  # by nonce
         self._queue = AdmissionQueue()
         self._ended: OrderedDict[int, TandemError] = OrderedDict()  # by nonce
-        self._blocked_at: tuple[int, int] | None = None  # budget and length of the queue
+        self._blocked_at: tuple[int, int, int] | None = None
+        """Blocks, length of the queue, and first tier that waits to come back, at the last look."""
 
     @property
     def num_reserved(self) -> int:
@@ -174,13 +175,14 @@ class Reservations:
         self._blocked_at = None
 
     def admit(
-        self, holders: Collection[DecodeRequest], *, is_open: bool
+        self, holders: Collection[DecodeRequest], *, away: Sequence[DecodeRequest] = ()
     ) -> list[tuple[DecodeRequest, Exception]]:
         """Issue tickets while they fit.
 
         Args:
             holders: live requests that hold blocks, or will again.
-            is_open: whether anybody may be let in.
+            away: requests that wait to come back, in order; nobody of their tiers, or of one
+                behind, is let in.
 
         Returns:
             Requests that must end, because their tickets could not be issued.
@@ -188,13 +190,14 @@ class Reservations:
         failed: list[tuple[DecodeRequest, Exception]] = []
         headroom = sum(self._growth.expected_blocks(item.request) for item in holders)
         num_holders = len(holders)
-        while is_open and len(self._queue) and self._desk.has_free_slot:
+        before = away[0].standing.order if away else -1
+        while len(self._queue) and self._desk.has_free_slot:
             # With nobody else in, the whole pool is there for one request.
             budget = self._pool.num_free_blocks - headroom
-            state = (budget, len(self._queue))
+            state = (budget, len(self._queue), before)
             if state == self._blocked_at:
                 break
-            request = self._queue.pick(self._cost(alone=num_holders == 0), budget)
+            request = self._queue.pick(self._cost(alone=num_holders == 0), budget, away)
             if request is None:
                 self._blocked_at = state
                 break

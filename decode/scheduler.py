@@ -1,37 +1,44 @@
 """Continuous batching: which requests run in the next step, and who yields when blocks run out.
 
-Pure: knows requests, block counts and a host store, never tensors. Requests are ordered by age
-(`serial`). In a step every running request runs one token. A step may be chosen while the one
+Pure: knows requests, block counts and a host store, never tensors. Requests are ordered by tier of
+service, priority and age (`place_of`), by age alone where there are no tiers; "first" and "last"
+are meant so. In a step every running request runs one token. A step may be chosen while the one
 before it runs and its tokens are unknown: every running request is then taken to go on, but those
 that the next token ends by its number. A request that turns out to be over lingers: it holds its
 blocks until every step that runs it is over. Rules:
 
-- Growth: a request that needs another block gets it, oldest first. If none is free, the youngest
-  running request is preempted: its KV goes to host memory and its blocks are given back. On a GPU
-  the copy takes a while (OFFLOADING); who waits for those blocks sits the steps out until then.
-- If the host store cannot take the youngest, that request fails alone with OUT_OF_BLOCKS.
+- Growth: a request that needs another block gets it, the first of them first. If none is free, the
+  last running request is preempted: its KV goes to host memory and its blocks are given back. On a
+  GPU the copy takes a while (OFFLOADING); who waits for those blocks sits the steps out until then.
+- If the host store cannot take the last, that request fails alone with OUT_OF_BLOCKS.
 - A request that is alone with the pool and cannot grow fails alone with OUT_OF_BLOCKS. If others
   (waiting, or being received) hold the rest, it yields to host memory instead and comes back.
 - Nothing is taken from a request that a launched step runs: where blocks run short, launched steps
   are completed first (`must_wait`), which may free some.
-- Resume first: preempted requests return, oldest first, before a waiting one starts; only when
-  nothing runs and none of them fits does a waiting one start, because then it holds what they need.
+- Resume first: preempted requests return, the first of them first, before a waiting one of their
+  tier, or of one behind, starts; only when nothing runs and none of them fits does a waiting one
+  start, because then it holds what they need.
+- Places: where several tiers are here, `tier_places` says how many of each may run. Who is one too
+  many is parked: he keeps his blocks, unless they are needed, and waits for a place.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decode.offload import HostStore
 from decode.preempted import PreemptedRequests
-from decode.requests import DecodeRequest, age_of
+from decode.requests import DecodeRequest, place_of
+from decode.tier_places import START_MARGIN, Places, has_tiers, last_to_yield
 from engine.memory.block_pool import BlockPool
 from engine.request import Request, ScheduledRequest
 from runtime.errors import InternalError
 from runtime.lifecycle import DecodeStatus
 from runtime.sampling import FinishReason
+from runtime.step_time import StepTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +81,8 @@ class DecodeScheduler:
         self._away = PreemptedRequests(pool, host)
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
+        self.steps = StepTime()
+        """Of the steps that were run; whoever runs them tells it."""
         self.waiting: list[DecodeRequest] = []
         self.running: list[DecodeRequest] = []
         self.lingering: list[DecodeRequest] = []  # FINISHED, and launched steps write their blocks
@@ -99,9 +108,9 @@ class DecodeScheduler:
         return [*self.running, *self.offloading, *self.preempted, *self.waiting]
 
     @property
-    def is_short(self) -> bool:
-        """Whether requests wait to come back, so that nobody else may be let in."""
-        return bool(self.offloading or self.preempted)
+    def away(self) -> Sequence[DecodeRequest]:
+        """Requests that wait to come back: nobody of their tiers, or behind, may be let in."""
+        return sorted([*self.offloading, *self.preempted], key=place_of)
 
     @property
     def num_offloaded_blocks(self) -> int:
@@ -111,7 +120,7 @@ class DecodeScheduler:
     def add(self, request: DecodeRequest) -> None:
         """Take over a request in WAITING: KV of the prompt complete, first token known."""
         assert request.status is DecodeStatus.WAITING
-        insort(self.waiting, request, key=age_of)
+        insort(self.waiting, request, key=place_of)
 
     def finish(self, request: DecodeRequest) -> None:
         """Take a request out, whatever its status here, and give back all that it holds.
@@ -126,7 +135,7 @@ class DecodeScheduler:
         if request.request.num_launched_tokens:
             self.lingering.append(request)
         else:
-            self._release_blocks(request)
+            _release_blocks(request, self._pool)
 
     @property
     def must_wait(self) -> bool:
@@ -144,6 +153,7 @@ class DecodeScheduler:
         The step must be launched, and `land` called for each of its requests when it is over.
         """
         self._away.settle()
+        is_parked = self._park()
         preempted: list[DecodeRequest] = []
         failed: list[DecodeRequest] = []
         requests = self._continuing()
@@ -152,8 +162,11 @@ class DecodeScheduler:
                 self._grow(request, preempted, failed)
         is_short = bool(preempted or failed or self.offloading)
         resumed = [] if is_short else self._resume()
-        started = self._start()
-        if is_short or resumed or started:
+        begun = self._start()
+        started = [item for item in begun if not item.is_parked]
+        for request in begun:
+            request.is_parked = False
+        if is_short or resumed or begun or is_parked:
             requests = [item for item in self._continuing() if not self._num_needed(item)]
         scheduled = [ScheduledRequest(item.request, 1) for item in requests]
         for item in scheduled:
@@ -170,19 +183,19 @@ class DecodeScheduler:
     def land(self, request: DecodeRequest) -> bool:
         """A step that ran the request is over; whether the request still is."""
         request.request.num_launched_tokens -= 1
-        if request.status is DecodeStatus.RUNNING:
+        if request.status is not DecodeStatus.FINISHED:
             return True
         if not request.request.num_launched_tokens:
             self.lingering.remove(request)
-            self._release_blocks(request)
+            _release_blocks(request, self._pool)
         return False
 
     def append_token(self, request: DecodeRequest, token_id: int) -> FinishReason | None:
         """Book the outcome of a step for a request that landed; whether `token_id` ends it."""
-        assert request.status is DecodeStatus.RUNNING
+        assert request.status in (DecodeStatus.RUNNING, DecodeStatus.WAITING)
         inner = request.request
         inner.num_computed_tokens += 1
-        self._commit_last_block(request)
+        _commit_last_block(inner, self._pool)
         inner.output_token_ids.append(token_id)
         return inner.finish_reason(self._max_model_len)
 
@@ -192,36 +205,36 @@ class DecodeScheduler:
         Or if host memory holds other KV than that of the preempted requests.
         """
         self._away.check_integrity()
-        for request in self.lingering:
-            if request.status is not DecodeStatus.FINISHED or not request.request.block_table:
-                raise InternalError("a request lingers without a reason")
-        for status in QUEUED:
-            queue = self._queue_of(status)
-            if any(request.status is not status for request in queue):
-                raise InternalError(f"a request in queue {status.value} has another status")
-            if sorted(queue, key=age_of) != queue:
-                raise InternalError(f"queue {status.value} is not ordered by age")
+        _check_queues(self._queues, self.lingering)
 
     def _queue_of(self, status: DecodeStatus) -> list[DecodeRequest]:
-        queues = {
-            DecodeStatus.WAITING: self.waiting,
-            DecodeStatus.RUNNING: self.running,
-            DecodeStatus.OFFLOADING: self.offloading,
-            DecodeStatus.PREEMPTED: self.preempted,
-        }
-        return queues[status]
+        return self._queues[QUEUED.index(status)]
+
+    @property
+    def _queues(self) -> Sequence[list[DecodeRequest]]:
+        """As ``QUEUED`` names them."""
+        return self.waiting, self.running, self.offloading, self.preempted
 
     def _continuing(self) -> list[DecodeRequest]:
         """Return the running requests that launched steps do not end by the number of tokens."""
-        return [request for request in self.running if self._goes_on(request.request)]
+        return [item for item in self.running if _goes_on(item.request, self._max_model_len)]
 
-    def _goes_on(self, inner: Request) -> bool:
-        if not inner.num_launched_tokens:
-            return True
-        # With the token that the launched step samples.
-        num_tokens = inner.num_computed_tokens + inner.num_launched_tokens + 1
-        num_output = num_tokens - len(inner.prompt_token_ids)
-        return num_output < inner.sampling.max_tokens and num_tokens < self._max_model_len
+    def _places(self, others: Sequence[DecodeRequest], margin: float = 1.0) -> Places:
+        """Of those that run and these."""
+        running, most = self._continuing(), self._max_num_seqs
+        return Places([*self.running, *others], running, most, self.steps, margin=margin)
+
+    def _park(self) -> bool:
+        """Have requests of tiers behind wait, where those before need places or shorter steps."""
+        if not has_tiers(self._queues):
+            return False
+        leaving = self._places([*self.waiting, *self.preempted]).too_many(self._continuing())
+        for request in leaving:
+            self.running.remove(request)
+            request.move_to(DecodeStatus.WAITING)
+            request.is_parked = True
+            insort(self.waiting, request, key=place_of)
+        return bool(leaving)
 
     def _num_needed(self, request: DecodeRequest) -> int:
         return request.request.num_blocks_needed(1, self._pool.block_size)
@@ -238,9 +251,9 @@ class DecodeScheduler:
         while not self._pool.can_allocate(num_needed):
             if self.offloading:
                 return
-            victim = self.running[-1]
+            victim = last_to_yield(self.running, self.waiting)
             if self._can_preempt(victim):
-                self.running.remove(victim)
+                self._queue_of(victim.status).remove(victim)
                 self._away.take(victim)
                 preempted.append(victim)
                 self._away.settle()
@@ -265,43 +278,88 @@ class DecodeScheduler:
         to give it more room.
         """
         resumed: list[DecodeRequest] = []
-        num_places = self._max_num_seqs - len(self._continuing()) if self.preempted else 0
-        while self.preempted and len(resumed) < num_places:
-            request = self.preempted[0]
+        if not self.preempted:
+            return resumed
+        places = self._places([*self.waiting, *self.preempted], START_MARGIN)
+        for request in [item for item in self.preempted if places.has_one(item)]:
+            if not places.has_one(request):
+                continue
             num_needed = self._num_needed(request)
             num_spare = len(self.running) + 1 if self.running else 0
             if not self._pool.can_allocate(num_needed + num_spare):
                 break
             self._away.restore(request, num_needed)
-            insort(self.running, request, key=age_of)
+            places.take(request)
+            insort(self.running, request, key=place_of)
             resumed.append(request)
         return resumed
 
     def _start(self) -> list[DecodeRequest]:
-        """Start waiting requests; those whose grammar is still being compiled let others pass."""
+        """Start waiting requests; who has no room, or no grammar yet, lets others by."""
         started: list[DecodeRequest] = []
-        if self.is_short and self.running:
+        if not self.waiting or len(self._continuing()) >= self._max_num_seqs:
             return started
-        num_places = self._max_num_seqs - len(self._continuing()) if self.waiting else 0
+        closed = self.away[0].standing.order if self.away and self.running else math.inf
         ready = [item for item in self.waiting if item.request.is_ready]
-        for request in ready[: max(num_places, 0)]:
+        places = self._places(ready, START_MARGIN)
+        for request in ready:
+            if places.are_all_taken or request.standing.order >= closed:
+                break
+            has_room = places.has_one(request) and _has_room(request, self._pool)
+            # Where nothing runs, the next step takes the blocks that it needs from the last.
+            if not has_room and (self.running or request.request.num_launched_tokens):
+                continue
             self.waiting.remove(request)
-            # The ticket allocated room for the first generated token, which this step computes.
-            assert self._num_needed(request) == 0
             request.move_to(DecodeStatus.RUNNING)
-            insort(self.running, request, key=age_of)
+            insort(self.running, request, key=place_of)
+            places.take(request)
             started.append(request)
         return started
 
-    def _commit_last_block(self, request: DecodeRequest) -> None:
-        """Make the block that the last step filled findable, for prompts that repeat the output."""
-        inner = request.request
-        num_whole, rest = divmod(inner.num_computed_tokens, self._pool.block_size)
-        if rest == 0:
-            hashes = inner.update_block_hashes(self._pool.block_size)
-            index = num_whole - 1
-            self._pool.commit([inner.block_table[index]], [hashes[index]])
 
-    def _release_blocks(self, request: DecodeRequest) -> None:
-        block_ids, request.request.block_table = request.request.block_table, []
-        self._pool.release(block_ids)
+def _goes_on(inner: Request, max_model_len: int) -> bool:
+    """Whether launched steps do not end it by the number of tokens."""
+    if not inner.num_launched_tokens:
+        return True
+    # With the token that the launched step samples.
+    num_tokens = inner.num_computed_tokens + inner.num_launched_tokens + 1
+    num_output = num_tokens - len(inner.prompt_token_ids)
+    return num_output < inner.sampling.max_tokens and num_tokens < max_model_len
+
+
+def _has_room(request: DecodeRequest, pool: BlockPool) -> bool:
+    """Give a parked request the block for its next token; whether it has one, and may run."""
+    num_needed = request.request.num_blocks_needed(1, pool.block_size)
+    # The ticket allocated room for the first generated token, which the first step computes.
+    assert request.is_parked or num_needed == 0
+    if request.request.num_launched_tokens or not pool.can_allocate(num_needed):
+        return False
+    request.request.block_table += pool.allocate(num_needed)
+    return True
+
+
+def _commit_last_block(inner: Request, pool: BlockPool) -> None:
+    """Make the block that the last step filled findable, for prompts that repeat the output."""
+    num_whole, rest = divmod(inner.num_computed_tokens, pool.block_size)
+    if rest == 0:
+        hashes = inner.update_block_hashes(pool.block_size)
+        index = num_whole - 1
+        pool.commit([inner.block_table[index]], [hashes[index]])
+
+
+def _release_blocks(request: DecodeRequest, pool: BlockPool) -> None:
+    block_ids, request.request.block_table = request.request.block_table, []
+    pool.release(block_ids)
+
+
+def _check_queues(
+    queues: Sequence[Sequence[DecodeRequest]], lingering: Sequence[DecodeRequest]
+) -> None:
+    for request in lingering:
+        if request.status is not DecodeStatus.FINISHED or not request.request.block_table:
+            raise InternalError("a request lingers without a reason")
+    for status, queue in zip(QUEUED, queues, strict=True):
+        if any(request.status is not status for request in queue):
+            raise InternalError(f"a request in queue {status.value} has another status")
+        if sorted(queue, key=place_of) != queue:
+            raise InternalError(f"queue {status.value} is not in order")

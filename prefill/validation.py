@@ -19,7 +19,7 @@ from runtime.errors import (
     StaleTicketError,
 )
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2
-from runtime.sampling import SamplingParams
+from runtime.sampling import MAX_PROMPT_LOGPROBS, SamplingParams, num_prompt_values
 from runtime.wire import same_identity
 
 
@@ -63,6 +63,7 @@ def check_run(request: prefill_pb2.RunRequest, sampling: SamplingParams, limits:
         raise StaleTicketError(f"the reservation is of request {other!r}")
     _check_context(len(request.context_token_ids), request.num_output_tokens, limits)
     _check_sampling(sampling, limits)
+    _check_prompt_logprobs(sampling, len(request.context_token_ids))
     if request.num_output_tokens >= sampling.max_tokens:
         raise InvalidRequestError(
             f"num_output_tokens is {request.num_output_tokens} of max_tokens "
@@ -114,6 +115,15 @@ def _check_context(num_tokens: int, num_output_tokens: int, limits: RunLimits) -
         raise InvalidRequestError(
             f"the context has {num_tokens} tokens and the context length is "
             f"{limits.max_model_len}: at most {limits.max_model_len - 1} leave room for an answer"
+        )
+
+
+def _check_prompt_logprobs(sampling: SamplingParams, num_tokens: int) -> None:
+    number = num_prompt_values(num_tokens, sampling.num_prompt_logprobs)
+    if number > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"num_prompt_logprobs = {sampling.num_prompt_logprobs} for {num_tokens} tokens is "
+            f"{number} log-probabilities: at most {MAX_PROMPT_LOGPROBS} of a prompt are computed"
         )
 
 

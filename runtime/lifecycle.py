@@ -63,8 +63,14 @@ DECODE_TRANSITIONS: Mapping[DecodeStatus, frozenset[DecodeStatus]] = {
         {DecodeStatus.RESERVED, DecodeStatus.WAITING_FOR_KV, DecodeStatus.FINISHED}
     ),
     DecodeStatus.WAITING_FOR_KV: frozenset({DecodeStatus.WAITING, DecodeStatus.FINISHED}),
-    DecodeStatus.WAITING: frozenset({DecodeStatus.RUNNING, DecodeStatus.FINISHED}),
-    DecodeStatus.RUNNING: frozenset({DecodeStatus.OFFLOADING, DecodeStatus.FINISHED}),
+    # WAITING again where it leaves its place in the steps to a tier before its own; so parked, it
+    # may have to leave its blocks, too.
+    DecodeStatus.WAITING: frozenset(
+        {DecodeStatus.RUNNING, DecodeStatus.OFFLOADING, DecodeStatus.FINISHED}
+    ),
+    DecodeStatus.RUNNING: frozenset(
+        {DecodeStatus.WAITING, DecodeStatus.OFFLOADING, DecodeStatus.FINISHED}
+    ),
     DecodeStatus.OFFLOADING: frozenset({DecodeStatus.PREEMPTED, DecodeStatus.FINISHED}),
     DecodeStatus.PREEMPTED: frozenset({DecodeStatus.RUNNING, DecodeStatus.FINISHED}),
     DecodeStatus.FINISHED: frozenset(),

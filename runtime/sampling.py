@@ -69,6 +69,20 @@ class PositionLogprobs:
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: int = 0
+    """How many tokens are at least as likely as the one that stands there; 0: not computed."""
+
+
+MAX_PROMPT_LOGPROBS = 2**18
+"""Log-probabilities of the prompts of a request, of all positions together.
+
+Those of one choice come in one message with its first token; each takes up to 100 bytes on its way.
+"""
+
+
+def num_prompt_values(num_tokens: int, num_top: int) -> int:
+    """Log-probabilities that a prompt of ``num_tokens`` has where each position has the n best."""
+    return num_tokens * (1 + num_top) if num_top >= 0 else 0
 
 
 def finish_reason_after(

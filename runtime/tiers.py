@@ -57,6 +57,11 @@ class Standing:
         """By which requests are sorted, before the time of their arrival."""
         return self.order, self.priority
 
+    @property
+    def has_target(self) -> bool:
+        """Whether something is promised that whoever goes before it could break."""
+        return self.ttft_s > 0.0 or self.tpot_s > 0.0
+
     def with_ttft_left(self, waited_s: float) -> Standing:
         """The same after the request has waited for so long."""
         return replace(self, ttft_s=max(0.0, self.ttft_s - waited_s))

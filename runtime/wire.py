@@ -161,13 +161,17 @@ def standing_from_proto(message: common_pb2.Standing) -> Standing:
 def logprobs_to_proto(logprobs: PositionLogprobs) -> common_pb2.PositionLogprobs:
     """One position."""
     return common_pb2.PositionLogprobs(
-        logprob=logprobs.logprob, top_ids=logprobs.top_ids, top_logprobs=logprobs.top_logprobs
+        logprob=logprobs.logprob,
+        top_ids=logprobs.top_ids,
+        top_logprobs=logprobs.top_logprobs,
+        rank=logprobs.rank,
     )
 
 
 def logprobs_from_proto(message: common_pb2.PositionLogprobs) -> PositionLogprobs:
     """One position."""
-    return PositionLogprobs(message.logprob, tuple(message.top_ids), tuple(message.top_logprobs))
+    tops = tuple(message.top_ids), tuple(message.top_logprobs)
+    return PositionLogprobs(message.logprob, *tops, message.rank)
 
 
 def identity(instance: str, epoch: int, rank: int = 0) -> common_pb2.WorkerIdentity:

@@ -102,6 +102,7 @@ class Constraints:
             InvalidRequestError: a field of the constraint, which the message names.
         """
         made: Future[Matcher | None] = Future()
+        made.set_running_or_notify_cancel()  # who stops waiting does not take it back
         constraint = params.constraint
         if constraint is None:
             made.set_result(None)
@@ -146,10 +147,7 @@ class Constraints:
         except Exception as error:
             with self._lock:
                 del self._entries[text]
-            if not isinstance(error, TandemError):
-                logger.exception("a grammar could not be compiled")
-                error = InternalError(f"a grammar could not be compiled: {error!r}")
-            entry.outcome.set_exception(error)
+            entry.outcome.set_exception(_as_ours(error))
             return
         with self._lock:
             entry.num_bytes = compiled.num_bytes + len(text)
@@ -180,11 +178,18 @@ def _open_xgrammar(folder: Path, vocab_size: int) -> Compiler:
     return compiler
 
 
+def _as_ours(error: Exception) -> TandemError:
+    if isinstance(error, TandemError):
+        return error
+    logger.error("a grammar could not be compiled or followed", exc_info=error)
+    return InternalError(f"a grammar could not be compiled or followed: {error!r}")
+
+
 def _settle(made: Future[Matcher | None], make: Callable[[], Matcher]) -> None:
     try:
         matcher = make()
     except Exception as error:
-        made.set_exception(error)
+        made.set_exception(_as_ours(error))
     else:
         made.set_result(matcher)
 

@@ -1,4 +1,4 @@
-"""Grammars over one vocabulary, by xgrammar, which nobody else imports.
+"""Grammars over one vocabulary, by xgrammar, which no other file here imports.
 
 Importing it takes a second or more (it brings transformers), so this module is imported when the
 first grammar comes, on the thread that compiles. Compiling and matching let go of the interpreter.

@@ -6,7 +6,7 @@ import secrets
 
 import orjson
 
-from router.http.logprobs import chat_logprobs
+from router.http.logprobs import chat_logprobs, prompt_logprobs
 from router.http.response import Choice, Json, ResponseInfo, closing_event, sum_texts
 from router.http.sse import TextEvent, event
 from router.text.calls.events import Content
@@ -119,10 +119,14 @@ class ChatBody:
         """``tells_reasoning``: messages have its fields, null where there was none."""
         self._info = info
         self._tells_reasoning = tells_reasoning
+        self._of_prompt: list[Json | None] = []
         self._pieces: dict[int, list[Piece]] = {choice.index: [] for choice in info.choices}
 
     def opening(self, choice: Choice, first: prefill_pb2.FirstToken) -> bytes:
         """Nothing yet."""
+        if self._info.wants_prompt_logprobs and not choice.index:
+            vocabulary, token_ids = self._info.vocabulary, choice.prompt.token_ids
+            self._of_prompt = prompt_logprobs(vocabulary, token_ids, first.prompt_logprobs)
         return b""
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:
@@ -136,6 +140,8 @@ class ChatBody:
         body = info.body("chat.completion", [self._choice(choice) for choice in info.choices])
         if info.wants_token_ids:
             body["prompt_token_ids"] = info.choices[0].prompt.token_ids
+        if info.wants_prompt_logprobs:
+            body["prompt_logprobs"] = self._of_prompt
         return orjson.dumps(body)
 
     def _choice(self, choice: Choice) -> Json:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import orjson
 
-from router.http.logprobs import CompletionLogprobs, joined
+from router.http.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from router.http.response import Choice, Json, ResponseInfo, closing_event, sum_texts
 from router.http.sse import TextEvent, event
 from router.text.detokenizer import Detokenizer
@@ -121,12 +121,17 @@ class CompletionBody:
     def __init__(self, info: ResponseInfo, text: CompletionText) -> None:
         self._info = info
         self._text = text
+        self._of_prompts: dict[int, list[Json | None]] = {}
         self._echoes: dict[int, tuple[str, Json | None]] = {}
         self._pieces: dict[int, list[Piece]] = {choice.index: [] for choice in info.choices}
 
     def opening(self, choice: Choice, first: prefill_pb2.FirstToken) -> bytes:
         """Nothing yet."""
         self._echoes[choice.index] = self._text.opening(choice, first)
+        if self._info.wants_prompt_logprobs:
+            self._of_prompts[choice.index] = prompt_logprobs(
+                self._info.vocabulary, choice.prompt.token_ids, first.prompt_logprobs
+            )
         return b""
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:
@@ -151,6 +156,8 @@ class CompletionBody:
             "logprobs": joined(present) if info.wants_logprobs else None,
             "finish_reason": pieces[-1].finish_reason,
         }
+        if info.wants_prompt_logprobs:
+            result["prompt_logprobs"] = self._of_prompts[choice.index]
         if info.wants_token_ids:
             result["prompt_token_ids"] = choice.prompt.token_ids
             result["token_ids"] = [i for piece in pieces for i in piece.token_ids]

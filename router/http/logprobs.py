@@ -40,6 +40,30 @@ def chat_logprobs(
     return {"content": content}
 
 
+def prompt_logprobs(
+    vocabulary: Vocabulary,
+    token_ids: Sequence[int],
+    positions: Sequence[common_pb2.PositionLogprobs],
+) -> list[Json | None]:
+    """VLLM's ``prompt_logprobs``: by token id, first the token that stands there, then the best.
+
+    The first token of a prompt has none: null.
+    """
+
+    def entry(token_id: int, logprob: float, rank: int) -> Json:
+        text = vocabulary.token_text(token_id)
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
+
+    entries: list[Json | None] = [None]
+    for token_id, position in zip(token_ids[1:], positions, strict=True):
+        found: Json = {str(token_id): entry(token_id, position.logprob, position.rank)}
+        tops = zip(position.top_ids, position.top_logprobs, strict=True)
+        for rank, (top_id, logprob) in enumerate(tops, 1):
+            found.setdefault(str(top_id), entry(top_id, logprob, rank))
+        entries.append(found)
+    return entries
+
+
 class CompletionLogprobs:
     """The parallel lists of the completions endpoint; offsets are characters of the whole text."""
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from router.errors import RequestError
 from router.http.schema import ChatRequest, CompletionRequest, GenerationRequest
 from router.model import ModelLimits
-from runtime.sampling import SamplingParams
+from runtime.sampling import MAX_PROMPT_LOGPROBS, SamplingParams, num_prompt_values
 
 MAX_CHOICES = 128
 MAX_STOPS = 64
@@ -153,8 +153,38 @@ def _max_tokens(request: GenerationRequest, limits: ModelLimits) -> int:
     return _integer("max_tokens", request.max_tokens, COMPLETION_MAX_TOKENS, 1, top)
 
 
+def check_prompt_logprobs(request: GenerationRequest, num_tokens: Sequence[int]) -> None:
+    """Bound the log-probabilities of the prompts, which come at once and stay until they are sent.
+
+    Args:
+        request: checked.
+        num_tokens: of each of its prompts.
+
+    Raises:
+        RequestError: all choices together have more than MAX_PROMPT_LOGPROBS.
+    """
+    _, num_top = _logprobs(request)
+    number = choices_per_prompt(request) * num_prompt_values(sum(num_tokens), num_top)
+    if number > MAX_PROMPT_LOGPROBS:
+        param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+        raise RequestError(
+            f"{param} = {num_top} for {sum(num_tokens)} tokens of prompt and n = "
+            f"{choices_per_prompt(request)} is {number} log-probabilities of prompts, and a "
+            f"request may have {MAX_PROMPT_LOGPROBS}. Fix: ask for fewer at each token, or send "
+            "less at once",
+            param=param,
+        )
+
+
 def _logprobs(request: GenerationRequest) -> tuple[int, int]:
     """(num_logprobs, num_prompt_logprobs), -1 where none are wanted."""
+    of_prompt = _integer("prompt_logprobs", request.prompt_logprobs, -1, 0, MAX_LOGPROBS)
+    if of_prompt >= 0 and request.stream:
+        raise RequestError(
+            f"prompt_logprobs = {of_prompt} is not told in streams. Fix: send stream: false, or "
+            "leave it out",
+            param="prompt_logprobs",
+        )
     if isinstance(request, ChatRequest):
         if request.top_logprobs and not request.logprobs:
             raise RequestError(
@@ -162,12 +192,12 @@ def _logprobs(request: GenerationRequest) -> tuple[int, int]:
                 param="top_logprobs",
             )
         count = _integer("top_logprobs", request.top_logprobs, 0, 0, MAX_LOGPROBS)
-        return (count if request.logprobs else -1), -1
+        return (count if request.logprobs else -1), of_prompt
     assert isinstance(request, CompletionRequest)
     if request.logprobs is None:
-        return -1, -1
+        return -1, of_prompt
     count = _integer("logprobs", request.logprobs, 0, 0, MAX_LOGPROBS)
-    return count, (count if request.echo else -1)
+    return count, (count if request.echo and of_prompt < 0 else of_prompt)
 
 
 def _stop_token_ids(request: GenerationRequest, limits: ModelLimits) -> tuple[int, ...]:

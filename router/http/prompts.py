@@ -15,7 +15,7 @@ from router.http.conversation import (
     template_for,
     template_messages,
 )
-from router.http.params import check_token_ids, too_long
+from router.http.params import check_prompt_logprobs, check_token_ids, too_long
 from router.http.response import Prompt
 from router.http.schema import ChatRequest, CompletionRequest
 from router.http.unsupported import refuse_unread, template_variables
@@ -82,9 +82,9 @@ def chat_prompt(
     for part in parts:
         _check_beginning(part, model, limits, "messages")
     encoded = model.tokenizer.encode_all(parts, add_special_tokens=False, is_abandoned=is_abandoned)
-    return Prompt(
-        token_ids=[token_id for ids in encoded for token_id in ids], text=text, start=start
-    )
+    token_ids = [token_id for ids in encoded for token_id in ids]
+    check_prompt_logprobs(body, [len(token_ids)])
+    return Prompt(token_ids=token_ids, text=text, start=start)
 
 
 def completion_prompts(
@@ -104,12 +104,14 @@ def completion_prompts(
     )
     if is_abandoned():
         return []
-    return [
+    prompts = [
         Prompt(token_ids=next(encoded) if item else [], text=item)
         if isinstance(item, str)
         else Prompt(token_ids=item)
         for item in body.prompt
     ]
+    check_prompt_logprobs(body, [len(prompt.token_ids) for prompt in prompts])
+    return prompts
 
 
 def _check_chars(num_chars: int, model: ServedModel, limits: ModelLimits, param: str) -> None:

@@ -56,6 +56,8 @@ class ResponseInfo:
     continuous_usage: bool = False
     wants_logprobs: bool = False
     wants_token_ids: bool = False
+    wants_prompt_logprobs: bool = False
+    """Apart from those of ``echo``."""
     wants_timings: bool = False
     wants_routing: bool = False
     service_tier: str = ""

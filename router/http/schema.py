@@ -113,6 +113,7 @@ class GenerationRequest(BaseModel):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
     timings: bool | None = None

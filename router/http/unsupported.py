@@ -35,7 +35,6 @@ _CONSTRAINTS = (
     "grammar",
 )
 _NEUTRAL: Mapping[str, Sequence[object]] = {
-    "prompt_logprobs": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
@@ -56,6 +55,11 @@ _NEUTRAL: Mapping[str, Sequence[object]] = {
     "moderation": (),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
     "lora_path": (),
+    "lora_request": (),
+    "lora_name": (),
+    "lora_id": (),
+    "adapter": (),
+    "adapter_id": (),
     "reasoning": (),
     "separate_reasoning": (False,),
     "include_reasoning": (True,),

@@ -82,13 +82,15 @@ class Mailbox:
             return
         self._items.append(output)
         num_bytes += _OUTPUT_BYTES + _TOKEN_BYTES * len(output.token_ids)
-        if output.logprobs or output.first is not None:
+        if output.logprobs:
             num_bytes += _size_of_logprobs(output)
         self._num_bytes = num_bytes
         if num_bytes > self._max_bytes:
             self._on_full()
         if self._listener is not None:
-            self._call_listener()
+            if not self._is_due:
+                self._is_due = True
+                self._loop.call_soon(self._tell)
         elif self._waiter is not None:
             self.wake()
 
@@ -114,18 +116,14 @@ class Mailbox:
             self._num_bytes = 0
         return items
 
-    def listen(self, listener: Callable[[], None]) -> None:
+    def listen(self, listener: Callable[[], None] | None) -> None:
         """Call ``listener`` once for each turn of the event loop in which outputs come.
 
         It takes them, or leaves them here until its client has room. What is here now counts as
-        having come.
+        having come. None: call nobody any more.
         """
         self._listener = listener
-        if self._items:
-            self._call_listener()
-
-    def _call_listener(self) -> None:
-        if not self._is_due:
+        if listener is not None and self._items and not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._tell)
 
@@ -136,9 +134,11 @@ class Mailbox:
 
 
 def _size_of_logprobs(output: Output) -> int:
-    """About what the log-probabilities of ``output`` take of memory."""
-    positions = [*output.logprobs, *(output.first.prompt_logprobs if output.first else ())]
-    return sum(_POSITION_BYTES + _TOP_BYTES * len(p.top_ids) for p in positions)
+    """About what the log-probabilities of ``output`` take of memory.
+
+    Not those of its prompt, which come once and are bounded (``MAX_PROMPT_LOGPROBS``).
+    """
+    return sum(_POSITION_BYTES + _TOP_BYTES * len(p.top_ids) for p in output.logprobs)
 
 
 @dataclass(slots=True)

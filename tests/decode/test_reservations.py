@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,9 +51,9 @@ class Bench:
         self.queued.append(request)
         return updates
 
-    def admit(self, *, is_open: bool = True) -> int:
+    def admit(self, *, away: Sequence[DecodeRequest] = ()) -> int:
         """How many were let in."""
-        assert self.reservations.admit(self.inside, is_open=is_open) == []
+        assert self.reservations.admit(self.inside, away=away) == []
         entered = [r for r in self.queued if r.status is DecodeStatus.WAITING_FOR_KV]
         self.queued = [r for r in self.queued if r not in entered]
         self.inside += entered
@@ -113,7 +115,7 @@ def test_the_ranks_decide_each_for_itself() -> None:
 def test_nobody_enters_while_a_preempted_request_waits_or_without_a_slot() -> None:
     bench = Bench(30, num_slots=1)
     updates = [bench.claim(make_request(serial, 3, max_tokens=2)) for serial in range(2)]
-    assert bench.admit(is_open=False) == 0
+    assert bench.admit(away=[make_request(9, 3)]) == 0
     assert bench.admit() == 1
     assert bench.admit() == 0
     assert [len(told) for told in updates] == [1, 0]

@@ -6,11 +6,13 @@ did where a counter shows it.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from engine.generate import generate
@@ -150,6 +152,43 @@ def test_split_equals_one_process(
     else:
         for prompt, completion in zip(prompts, again, strict=True):
             assert completion.num_cached_tokens == (len(prompt) - 1) // 64 * 64
+    cluster.wait_idle()
+
+
+async def ask_for_logprobs(url: str, prompt: list[int]) -> dict[str, Any]:
+    body = {"model": "tandem-python", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    body |= {"prompt_logprobs": 2, "echo": True, "logprobs": 2}
+    async with (
+        aiohttp.ClientSession(url) as session,
+        session.post("/v1/completions", json=body) as response,
+    ):
+        assert response.status == 200, await response.text()
+        choice: dict[str, Any] = (await response.json())["choices"][0]
+        return choice
+
+
+def test_logprobs_of_prompts_are_those_of_one_process(
+    oracle: DeepseekV3ForCausalLM, cluster: Cluster, prompts: list[list[int]]
+) -> None:
+    """In chunks, over ranks, and also of prompts that the prefix cache knows."""
+    longest = sorted(prompts, key=len)[-2:]
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, num_prompt_logprobs=2)
+    expected = [output.prompt_logprobs for output in generate(oracle, longest, sampling)]
+    for _ in range(2):
+        for prompt, positions in zip(longest, expected, strict=True):
+            choice = asyncio.run(ask_for_logprobs(cluster.base_url, prompt))
+            first, *entries = choice["prompt_logprobs"]
+            assert first is None
+            for token_id, entry, position in zip(prompt[1:], entries, positions, strict=True):
+                own = entry[str(token_id)]
+                assert own["logprob"] == pytest.approx(position.logprob, abs=1e-4)
+                # Tokens that are next to equally likely change places by rounding.
+                assert own["rank"] == pytest.approx(position.rank, abs=8)
+                for top_id, value in zip(position.top_ids, position.top_logprobs, strict=True):
+                    assert entry[str(top_id)]["logprob"] == pytest.approx(value, abs=1e-4)
+            echoed = choice["logprobs"]["token_logprobs"][1 : len(prompt)]
+            told = zip(prompt[1:], entries, strict=True)
+            assert echoed == [entry[str(token_id)]["logprob"] for token_id, entry in told]
     cluster.wait_idle()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.constraint.step_masks import take_sampled
 from engine.pending_step import StepResult
 from engine.request import Request, ScheduledRequest
 from engine.sampling.inputs import SampledToken
@@ -238,5 +239,8 @@ class FakeRunner:
             for item in scheduled
             for failed in [item.request.request_id in self.broken_requests]
         ]
+        for item in scheduled:
+            if item.samples:
+                take_sampled(item, FIRST_TOKEN)
         number = len(self.steps) - 1
         return FakePending(self, results, number, self.num_polls, self.idle_s)

@@ -117,6 +117,11 @@ BAD_CALLS = {
         "INVALID_REQUEST",
         "num_prompt_logprobs is 21",
     ),
+    "too many prompt logprobs": (
+        {"num_tokens": 60, "sampling": sampling_of(num_prompt_logprobs=2)},
+        "INVALID_REQUEST",
+        "num_prompt_logprobs = 2 for 60 tokens is 180 log-probabilities: at most 179",
+    ),
     "bad bias": ({"sampling": sampling_of(logit_bias={5000: 1.0})}, "INVALID_REQUEST", "5000"),
     "bad stop": ({"sampling": sampling_of(stop_token_ids=[-3])}, "INVALID_REQUEST", "-3"),
     "logprobs": ({"sampling": sampling_of(num_logprobs=21)}, "INVALID_REQUEST", "-1 to 20"),
@@ -127,8 +132,9 @@ BAD_CALLS = {
 
 @pytest.mark.parametrize("name", BAD_CALLS)
 async def test_a_bad_call_is_refused_before_it_is_queued_and_decode_is_not_asked(
-    bench: ServiceBench, name: str
+    bench: ServiceBench, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("prefill.validation.MAX_PROMPT_LOGPROBS", 179)
     changes, code, text = BAD_CALLS[name]
     answer = await bench.run(1, **changes)  # type: ignore[arg-type]
     assert code_of(answer) == code

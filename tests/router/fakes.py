@@ -519,9 +519,10 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         if params.num_logprobs >= 0:
             first.logprobs.CopyFrom(position_logprobs(tokens.at(index), params.num_logprobs))
         if params.num_prompt_logprobs >= 0:
-            first.prompt_logprobs.extend(
-                position_logprobs(token, params.num_prompt_logprobs) for token in context[1:]
-            )
+            for token in context[1:]:
+                position = position_logprobs(token, params.num_prompt_logprobs)
+                position.rank = 1
+                first.prompt_logprobs.append(position)
         return first
 
     async def _claim(self, reservation: decode_pb2.Reservation) -> None:

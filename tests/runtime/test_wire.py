@@ -72,7 +72,7 @@ def test_sampling_params_round_trip(value: SamplingParams) -> None:
 
 @given(f32, st.lists(st.tuples(st.integers(0, 5000), f32), max_size=5))
 def test_logprobs_round_trip(logprob: float, top: list[tuple[int, float]]) -> None:
-    value = PositionLogprobs(logprob, tuple(i for i, _ in top), tuple(p for _, p in top))
+    value = PositionLogprobs(logprob, tuple(i for i, _ in top), tuple(p for _, p in top), len(top))
     assert logprobs_from_proto(logprobs_to_proto(value)) == value
 
 

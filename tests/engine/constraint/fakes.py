@@ -35,7 +35,7 @@ class ListedGrammar:
         return True
 
     def fill(self, words: Int32Array) -> None:
-        assert words.shape == (num_mask_words(VOCAB),)
+        assert len(words) >= num_mask_words(VOCAB)
         words[:] = 0
         for token_id in self.following:
             words.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)

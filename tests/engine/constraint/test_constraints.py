@@ -100,6 +100,16 @@ def test_a_compiler_that_fails_is_our_fault() -> None:
     constraints.close()
 
 
+def test_who_stops_waiting_does_not_end_what_is_made() -> None:
+    compiler = FakeCompiler()
+    constraints = make(compiler)
+    made = constraints.begin(ask("slow 1 2"))
+    assert not made.cancel()
+    compiler.may_end.set()
+    assert made.result(TIMEOUT_S) is not None
+    constraints.close()
+
+
 def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     constraints = Constraints(tmp_path, VOCAB)
     with pytest.raises(InvalidRequestError, match=r"tokenizer\.json does not exist") as caught:

@@ -55,6 +55,13 @@ def test_prompt_logprobs_are_of_the_next_tokens() -> None:
     result = launch_prompt_logprobs(make_logits(3), [3, 0, 2], 1, HostCopies(CPU)).collect()
     assert [math.exp(r.logprob) for r in result] == pytest.approx([0.3, 0.1, 0.4], abs=1e-5)
     assert [r.top_ids for r in result] == [(2,)] * 3
+    assert [r.rank for r in result] == [2, 4, 1]
+
+
+def test_tokens_that_are_equally_likely_share_the_last_of_their_ranks() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]]).expand(4, 4)
+    result = launch_prompt_logprobs(logits, [0, 1, 2, 3], 0, HostCopies(CPU)).collect()
+    assert [r.rank for r in result] == [3, 2, 2, 4]
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,6 @@ REFUSED_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"guided_choice": ["a"]}, "guided_choice"),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"grammar": "x"}, "grammar"),
-    ({"prompt_logprobs": 0}, "prompt_logprobs"),
     ({"allowed_token_ids": [1]}, "allowed_token_ids"),
     ({"bad_words": ["a"]}, "bad_words"),
     ({"max_new_tokens": 3}, "max_new_tokens"),
