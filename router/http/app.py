@@ -307,6 +307,8 @@ def _unknown_url(request: web.Request) -> RequestError:
         path = path.removeprefix("/v1")
     if path != request.path and path in served:
         fix = f"use {path}: the client adds /v1 to a base URL that has it already"
+    elif path.startswith("/v1/responses/"):
+        fix = "send the items of earlier answers as input: no response is stored here"
     else:
         fix = f"use one of {', '.join(sorted(served))}"
     return RequestError(
