@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.http.server import bind_http, port_of
 from router.keys.file import add_to_file
-from router.keys.record import KeyLimits, KeyRecord, hash_key, new_key
+from router.keys.record import KeyLimits, KeyRecord, Right, hash_key, new_key
 from runtime.config import ClusterConfig, ModelSection, RouterSection
 from runtime.config_file import dump_config
 from runtime.errors import ConfigError
@@ -271,12 +271,15 @@ async def test_several_http_processes_share_port_pool_and_metrics(
         process.communicate()
 
 
-async def pids_of(url: str, number: int) -> set[int]:
+RIGHTS = frozenset({Right.INFERENCE, Right.OPERATIONS})
+
+
+async def pids_of(url: str, number: int, headers: dict[str, str] | None = None) -> set[int]:
     """The HTTP processes behind a port; one connection each: the kernel spreads them."""
     pids: set[int] = set()
     async with asyncio.timeout(60):
         while len(pids) < number:
-            async with aiohttp.ClientSession(url) as http:
+            async with aiohttp.ClientSession(url, headers=headers) as http:
                 await wait_ready(http)
                 headers = {"Authorization": f"Bearer {SECRET}"}
                 async with http.get("/status", headers=headers) as response:
@@ -288,7 +291,9 @@ async def pids_of(url: str, number: int) -> set[int]:
 async def test_several_http_processes_count_a_key_together(tmp_path, model_dir, workers) -> None:
     most, key, keys_file = 6, new_key(), tmp_path / "keys.toml"
     limits = KeyLimits(requests_per_minute=most)
-    add_to_file(keys_file, KeyRecord(name="alice", sha256=hash_key(key), limits=limits))
+    add_to_file(
+        keys_file, KeyRecord(name="alice", sha256=hash_key(key), limits=limits, rights=RIGHTS)
+    )
     options = {"http_processes": 2, "keys_file": str(keys_file)}
     path, port, control_port = write_config(tmp_path, model_dir, **options)
     process = start(path)
@@ -296,7 +301,7 @@ async def test_several_http_processes_count_a_key_together(tmp_path, model_dir, 
     try:
         for worker in workers:
             await worker.start(f"127.0.0.1:{control_port}")
-        await pids_of(url, 2)
+        await pids_of(url, 2, headers)
         statuses, began = [], time.monotonic()
         for _ in range(4 * most):  # one connection each: the kernel spreads them
             async with (
@@ -323,7 +328,9 @@ async def test_requests_of_an_http_process_that_died_hold_no_place_of_their_key(
 ) -> None:
     key, keys_file = new_key(), tmp_path / "keys.toml"
     limits = KeyLimits(max_concurrent_requests=1)
-    add_to_file(keys_file, KeyRecord(name="alice", sha256=hash_key(key), limits=limits))
+    add_to_file(
+        keys_file, KeyRecord(name="alice", sha256=hash_key(key), limits=limits, rights=RIGHTS)
+    )
     options = {"http_processes": 2, "keys_file": str(keys_file)}
     path, port, control_port = write_config(tmp_path, model_dir, **options)
     process = start(path)
@@ -339,7 +346,7 @@ async def test_requests_of_an_http_process_that_died_hold_no_place_of_their_key(
     try:
         for worker in workers:
             await worker.start(f"127.0.0.1:{control_port}")
-        pids = await pids_of(url, 2)
+        pids = await pids_of(url, 2, headers)
         prefill = workers[0]
         prefill.holds_runs = True
         held = asyncio.create_task(ask())
@@ -352,7 +359,7 @@ async def test_requests_of_an_http_process_that_died_hold_no_place_of_their_key(
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(aiohttp.ClientError):
             await held
-        assert not await pids_of(url, 2) & pids
+        assert not await pids_of(url, 2, headers) & pids
         assert await ask() == 200
     finally:
         process.kill()
