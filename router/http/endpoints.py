@@ -188,8 +188,8 @@ class OpenAIEndpoints:
             num_tokens = tokens_asked_for(call.body, len(raw), call.num_choices)
             async with serving.gate.admit(request, num_tokens):
                 if call.rules is not None:
-                    compiled = await call.rules.compile(call.backend.compilers)
-                    call = replace(call, compiled=compiled)
+                    made = await call.rules.compile(call.backend.compilers)
+                    call = replace(call, compiled=made)
                 yield call
 
     async def _answer(
@@ -288,8 +288,7 @@ class OpenAIEndpoints:
         for prompt in prompts:
             capped = for_prompt(call.sampling, len(prompt.token_ids), limits, param=call.param)
             if call.compiled is not None:
-                constraint = call.compiled.constraint(prompt.model_start)
-                capped = replace(capped, constraint=constraint)
+                capped = replace(capped, constraint=call.compiled.constraint(prompt.model_start))
             options = OutputOptions(
                 stops=body.stop,
                 include_stop=bool(body.include_stop_str_in_output),
