@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import anthropic
 import openai
 import pytest
 
@@ -99,3 +100,34 @@ def test_a_named_tool_is_called(client: openai.OpenAI, folder: Path) -> None:
             names += [news.function.name] if news.id else []
             arguments += news.function.arguments
     assert (names, arguments) == (["read"], call.function.arguments)
+
+
+def test_other_apis_tell_the_same_call(client: openai.OpenAI) -> None:
+    options = {"tools": [TOOL], "tool_choice": "required"}
+    answer = client.chat.completions.create(**REQUEST, **options)
+    expected = answer.choices[0].message.tool_calls[0].function.arguments
+    tool = {"type": "function", **TOOL["function"], "strict": None}
+    responses = client.responses.create(
+        model=REQUEST["model"],
+        input=REQUEST["messages"],
+        temperature=0,
+        max_output_tokens=REQUEST["max_tokens"],
+        tools=[tool],
+        tool_choice="required",
+    )
+    (call,) = responses.output
+    assert (call.name, call.arguments) == ("read", expected)
+    url = str(client.base_url).removesuffix("/v1/")
+    with (
+        anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as claude,
+        claude.messages.stream(
+            model=REQUEST["model"],
+            messages=REQUEST["messages"],
+            max_tokens=REQUEST["max_tokens"],
+            tools=[{"name": "read", "input_schema": {"type": "object"}}],
+            tool_choice={"type": "any"},
+            extra_body={"temperature": 0},
+        ) as stream,
+    ):
+        told = [event.partial_json for event in stream if event.type == "input_json"]
+    assert "".join(told) == expected
