@@ -1,7 +1,7 @@
 """The bundled model under a template with tools and reasoning: what it writes comes out whole.
 
-It has never learnt either, so a call is one that was begun for it, and reasoning one that nobody
-ends.
+It has never learnt either: its reasoning is one that nobody ends. Calls are in
+``test_structured_output``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import anthropic
 import openai
 import pytest
 
@@ -20,7 +19,6 @@ from tests.integration.conftest import MODEL_DIR
 from tests.router.text import templates
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}
 REQUEST = {
     "model": "tandem-python",
     "messages": [{"role": "user", "content": "def fibonacci(n):"}],
@@ -84,50 +82,3 @@ def test_reasoning_that_the_template_opens(client: openai.OpenAI, folder: Path) 
     answer = client.chat.completions.create(**REQUEST, extra_body=closed)
     assert answer.choices[0].message.reasoning is None
     assert answer.choices[0].message.content
-
-
-def test_a_named_tool_is_called(client: openai.OpenAI, folder: Path) -> None:
-    options = {"tools": [TOOL], "tool_choice": "required"}
-    body = {"return_token_ids": True}
-    answer = client.chat.completions.create(**REQUEST, **options, extra_body=body)
-    (call,) = answer.choices[0].message.tool_calls
-    assert call.function.name == "read"
-    text, _ = raw_text(client, folder, answer.prompt_token_ids)
-    assert ("{" + text).startswith(call.function.arguments)
-    arguments, names = "", []
-    for chunk in client.chat.completions.create(**REQUEST, **options, stream=True):
-        for news in chunk.choices[0].delta.tool_calls or ():
-            names += [news.function.name] if news.id else []
-            arguments += news.function.arguments
-    assert (names, arguments) == (["read"], call.function.arguments)
-
-
-def test_other_apis_tell_the_same_call(client: openai.OpenAI) -> None:
-    options = {"tools": [TOOL], "tool_choice": "required"}
-    answer = client.chat.completions.create(**REQUEST, **options)
-    expected = answer.choices[0].message.tool_calls[0].function.arguments
-    tool = {"type": "function", **TOOL["function"], "strict": None}
-    responses = client.responses.create(
-        model=REQUEST["model"],
-        input=REQUEST["messages"],
-        temperature=0,
-        max_output_tokens=REQUEST["max_tokens"],
-        tools=[tool],
-        tool_choice="required",
-    )
-    (call,) = responses.output
-    assert (call.name, call.arguments) == ("read", expected)
-    url = str(client.base_url).removesuffix("/v1/")
-    with (
-        anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as claude,
-        claude.messages.stream(
-            model=REQUEST["model"],
-            messages=REQUEST["messages"],
-            max_tokens=REQUEST["max_tokens"],
-            tools=[{"name": "read", "input_schema": {"type": "object"}}],
-            tool_choice={"type": "any"},
-            extra_body={"temperature": 0},
-        ) as stream,
-    ):
-        told = [event.partial_json for event in stream if event.type == "input_json"]
-    assert "".join(told) == expected
