@@ -73,8 +73,7 @@ class OpenAIEndpoints:
         """``POST /v1/chat/completions``: what follows a conversation, as OpenAI has it."""
 
         def form(body: ChatRequest, info: ResponseInfo) -> ResponseFormat:
-            model = self._serving.backends.choose(body.model).model
-            tells = tells_reasoning(body, model)
+            tells = tells_reasoning(body, self._serving.backends.choose(body.model).model)
             return ChatStream(info) if body.stream else ChatBody(info, tells_reasoning=tells)
 
         return await self.serve_chat(request, lambda raw: parse_body(raw, ChatRequest), form)
