@@ -78,6 +78,7 @@ def open_execution(
             device=device,
             num_physical_experts=placement.num_physical_experts,
             scatter_tokens=options.steps.scatter_tokens,
+            max_masked_tokens=options.steps.max_masked_tokens,
         )
         opened = open_dispatcher(options, experts, played_ranks=played_ranks)
     dispatcher = None if opened is None else opened.dispatcher
