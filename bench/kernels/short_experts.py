@@ -7,6 +7,8 @@ places, permuting, both products and the sum per token, in microseconds; medians
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from bench.kernels.device_time import median_seconds
@@ -37,7 +39,7 @@ def draw_stack(num_experts: int, rows: int, columns: int) -> StoredWeight:
 
 def make_dispatchers(
     kernels: Kernels, num_experts: int
-) -> tuple[LocalDispatcher[object], LocalDispatcher[object]]:
+) -> tuple[LocalDispatcher[Any], LocalDispatcher[Any]]:
     """Return a way with rows in tiles of 128, and one with masked rows, on a rank alone."""
     codec = fp8_of(kernels).rows
     assert codec is not None, kernels.name
@@ -60,7 +62,7 @@ def main() -> None:
         scores = torch.rand(num_tokens, NUM_EXPERTS, device="cuda")
         weights, ids = scores.topk(TOP_K, dim=-1)
 
-        def step(dispatcher: LocalDispatcher[object]) -> torch.Tensor:
+        def step(dispatcher: LocalDispatcher[Any]) -> torch.Tensor:
             received, plan = dispatcher.start_dispatch(rows, ids, weights).wait()  # noqa: B023
             out = received.mlp(number_format, w13, w2)
             return dispatcher.start_combine(out, plan, None).wait()
