@@ -15,6 +15,8 @@ PACKAGES := deploy bench router prefill decode worker engine kv_transfer runtime
 SOURCES := $(PACKAGES) tools tests
 # Apart from .venv, which has no Triton: nothing else on a CPU may come to need it.
 KERNELS := .venv-kernels
+# Apart as well: others' clients, with whatever they want to have beside them.
+CLIENTS := .venv-clients
 RUNS := $(KERNELS)/runs
 KERNEL_TESTS := -m gpu tests/engine/attention tests/engine/formats tests/engine/kernels \
 	tests/engine/ops tests/engine/parallel/nvlink tests/engine/sampling tests/bench/tuner/test_bench_gpu.py
@@ -23,7 +25,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-b
 
 .DEFAULT_GOAL := help
 .PHONY: help up down test cluster-test kernels-check quick check lint types imports budgets proto \
-	proto-check api-docs api-docs-check chart-files format soak gpu-test install install-dev clean
+	proto-check api-docs api-docs-check chart-files format soak gpu-test clients-test install install-dev clean
 
 help:
 	@echo "make up         set up and start the default cluster (CONFIG=file.toml for another)"
@@ -31,6 +33,7 @@ help:
 	@echo "make test       set up and run the whole test suite"
 	@echo "make cluster-test  run whole clusters that fail, move and roll (a minute each)"
 	@echo "make quick      run the quick tests of what a change touches"
+	@echo "make clients-test  run litellm, lm-eval, guidellm and aiperf against a cluster"
 	@echo "make kernels-check  run the Triton kernels on this CPU, in Triton's interpreter"
 	@echo "make check      lint, types, import direction, size budgets, what is generated"
 	@echo "make format     rewrite the code in the common style"
@@ -38,7 +41,7 @@ help:
 	@echo "make api-docs   write the endpoints and fields of docs/api.md"
 	@echo "make chart-files  write what the Helm chart has from elsewhere"
 	@echo "make soak       the long tests        make gpu-test   the tests that need a GPU"
-	@echo "make clean      remove .venv, .venv-kernels, .prometheus-3 and caches"
+	@echo "make clean      remove .venv, .venv-kernels, .venv-clients, .prometheus-3 and caches"
 
 up: install
 	$(BIN)/tandem up $(CONFIG)
@@ -62,6 +65,9 @@ soak: install-dev
 
 gpu-test: install-dev
 	$(BIN)/python -m pytest -q -m gpu
+
+clients-test: install-dev $(CLIENTS)/.installed
+	TANDEM_CLIENTS=$(CLIENTS) $(BIN)/python -m pytest -q -m clients tests/clients
 
 # In the interpreter; then what needs Triton's compiler and no GPU, and whether every kernel was run.
 kernels-check: $(KERNELS)/.installed
@@ -108,7 +114,7 @@ install: $(VENV)/.installed
 
 install-dev: $(VENV)/.installed-dev
 
-$(VENV)/.made $(KERNELS)/.made:
+$(VENV)/.made $(KERNELS)/.made $(CLIENTS)/.made:
 	@command -v $(PYTHON) >/dev/null || \
 		{ echo "error: no $(PYTHON); install Python 3.11 or later, or: make PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -128,6 +134,12 @@ $(KERNELS)/.installed: constraints-kernels.txt | $(KERNELS)/.made
 		hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $@
 
+$(CLIENTS)/.installed: constraints-clients.txt | $(CLIENTS)/.made
+	@echo "installing clients into $(CLIENTS) (minutes the first time)"
+	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) \
+		-c constraints-clients.txt -q litellm 'lm-eval[api]' transformers guidellm aiperf
+	@touch $@
+
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(VENV)/.made
 	@echo "installing dependencies into $(VENV) (minutes the first time)"
 	$(INSTALL) -q -e .
@@ -139,6 +151,6 @@ $(VENV)/.installed-dev: pyproject.toml constraints-cpu.txt | $(VENV)/.made
 	@touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) $(KERNELS) .prometheus-3 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) $(KERNELS) $(CLIENTS) .prometheus-3 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -295,7 +295,7 @@ class DecodeScheduler:
         return resumed
 
     def _start(self) -> list[DecodeRequest]:
-        """Start waiting requests; who lacks room, or a compiled grammar, lets others by."""
+        """Start waiting requests; who has no room, or no grammar yet, lets others by."""
         started: list[DecodeRequest] = []
         if not self.waiting or len(self._continuing()) >= self._max_num_seqs:
             return started

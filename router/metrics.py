@@ -1,17 +1,16 @@
-"""What the router counts. Label children are bound once: the token path only adds numbers."""
+"""What the router counts, by model where it is of requests (`model_metrics` binds those series)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from router.model_metrics import ModelMetrics
 from router.pool.members import Member, Role
 from router.shared_metrics import SharedMetrics
-from router.tally import DeliveryTally
 from router.tier_metrics import TierMetrics
-from runtime.errors import ErrorCode
 from runtime.metrics import (
     ITL_BUCKETS_S,
     LATENCY_BUCKETS_S,
@@ -24,19 +23,10 @@ from runtime.metrics import (
 from runtime.process_metrics import ProcessMetrics
 from runtime.vllm_names import VllmNames
 
-STAGES = (
-    "router",
-    "reserve",
-    "prefill_queue",
-    "prefill_compute",
-    "kv_transfer",
-    "decode_admission",
-)
 _OF_KEYS = ("key", "outcome")
 MAX_KEY_LABELS = 2000
 """Names of keys that metrics tell apart in the life of a process."""
 OTHER_KEYS = "other keys"
-_BEFORE_INFERENCE = ("router_s", "reserve_s", "prefill_queue_s")
 
 
 class RouterMetrics:
@@ -49,28 +39,38 @@ class RouterMetrics:
         self._vllm: VllmNames | None = None
         self.process = ProcessMetrics(self.registry)
         self._requests = self._counter(
-            "pd_router_requests", "HTTP answers of the generation endpoints", "endpoint", "status"
+            "pd_router_requests",
+            "HTTP answers of the generation endpoints",
+            "model",
+            "endpoint",
+            "status",
         )
         self._errors = self._counter("pd_router_request_errors", "Failed requests", "code")
-        self._migrations = self._counter(
+        self.migrations = self._of_model(
             "pd_router_migrations", "Requests that went on at other workers", "reason"
         )
-        self.room_moves = self._counter(
+        self.room_moves = self._of_model(
             "pd_router_room_moves", "Requests that left a full decode rank for one with room"
         )
-        start_at_zero(self._migrations, (code.name.lower() for code in ErrorCode))
-        self._finished = self._counter(
+        self.finished = self._of_model(
             "pd_router_choices_finished", "Choices that ended by themselves", "reason"
         )
-        start_at_zero(self._finished, ("stop", "length", "tool_calls"))
         self.lost_aborts = self._counter(
             "pd_router_lost_aborts", "Ends of requests that a living worker never heard of"
         )
-        self._tokens = self._counter("pd_router_tokens", "Tokens of prompts and outputs", "kind")
-        self._stages = Histogram(
+        self.tokens = self._of_model("pd_router_tokens", "Tokens of prompts and outputs", "kind")
+        self._models: dict[str, ModelMetrics] = {}
+        self._add_times()
+        self._add_lengths()
+        self._add_gauges()
+        self._add_keys()
+        self.tiers = TierMetrics(self.registry)
+
+    def _add_times(self) -> None:
+        self.stages = Histogram(
             "pd_ttft_stage_seconds",
             "Where the time to the first token, and to the second, went",
-            ["stage"],
+            ["model", "stage"],
             buckets=LATENCY_BUCKETS_S,
             registry=self.registry,
         )
@@ -88,15 +88,6 @@ class RouterMetrics:
             "From the loss of a request's workers to its next token",
             LATENCY_BUCKETS_S,
         )
-        self.prompt_tokens = self._tokens.labels("prompt")
-        self.cached_tokens = self._tokens.labels("cached")
-        self.output_tokens = self._tokens.labels("output")
-        self.deliveries = DeliveryTally(self.output_tokens, self.itl)
-        self._stage = {name: self._stages.labels(name) for name in STAGES}
-        self._add_lengths()
-        self._add_gauges()
-        self._add_keys()
-        self.tiers = TierMetrics(self.registry)
 
     def _add_lengths(self) -> None:
         self.prompt_lengths = self._histogram(
@@ -111,10 +102,13 @@ class RouterMetrics:
 
     def _add_gauges(self) -> None:
         self.in_flight = self._gauge(
-            "pd_router_requests_in_flight", "Choices in the workers' hands", "livesum"
+            "pd_router_requests_in_flight", "Choices in the workers' hands", "livesum", "model"
         )
         self.requests_waiting = self._gauge(
-            "pd_router_requests_waiting", "Requests that wait for a place in flight", "livesum"
+            "pd_router_requests_waiting",
+            "Requests that wait for a place in flight",
+            "livesum",
+            "model",
         )
         self.connections = self._gauge("pd_router_connections", "Open HTTP connections", "livesum")
         self.texts_pending = self._gauge(
@@ -126,7 +120,7 @@ class RouterMetrics:
         self._workers = Gauge(
             "pd_router_workers",
             "Workers of the pool",
-            ["role", "state"],
+            ["model", "role", "state"],
             registry=self.registry,
             multiprocess_mode="livemax",
         )
@@ -148,25 +142,37 @@ class RouterMetrics:
         """All metrics in the text format; with a shared folder, the sums over all processes."""
         return render_metrics(self.sums(), self._vllm)
 
+    def settle(self) -> None:
+        """Hand over what the token paths of all models have added up."""
+        for model in self._models.values():
+            model.deliveries.settle()
+
     def sums(self) -> CollectorRegistry:
         """What to read all metrics of; with a shared folder, the sums over all processes."""
-        self.deliveries.settle()
+        self.settle()
         if self._shared_dir is None:
             return self.registry
         registry = CollectorRegistry()
         registry.register(SharedMetrics(self._shared_dir))
         return registry
 
-    def introduce(self, model: str) -> None:
-        """Say which model this router serves."""
-        self.process.tell(role="router", model=model)
-        self._vllm = VllmNames(role="router", model=model)
+    def introduce(self, models: Sequence[str]) -> None:
+        """Say which models this router serves; the first is whose requests name none."""
+        for model in models:
+            self.process.tell(role="router", model=model)
+        self._vllm = VllmNames(role="router", model=models[0], further_models=models[1:])
+
+    def of_model(self, model: str) -> ModelMetrics:
+        """The series of ``model``, which are exported from now on."""
+        if model not in self._models:
+            self._models[model] = ModelMetrics(self, model)
+        return self._models[model]
 
     def expect(
         self, endpoints: Iterable[str], statuses: Iterable[int], codes: Iterable[str]
     ) -> None:
         """Export these answers and failures before any of them has happened."""
-        start_at_zero(self._requests, endpoints, map(str, statuses))
+        start_at_zero(self._requests, self._models, endpoints, map(str, statuses))
         start_at_zero(self._errors, codes)
 
     @property
@@ -183,24 +189,26 @@ class RouterMetrics:
         return _totals(self._requests, "status")
 
     def set_workers(self, members: Iterable[Member]) -> None:
-        """Count the pool's members by role and state."""
-        counts = {(role.value, state): 0 for role in Role for state in ("ready", "draining")}
+        """Count the pool's members by model, role and state."""
+        states = ("ready", "draining")
+        counts = {
+            (model, role.value, state): 0
+            for model in self._models
+            for role in Role
+            for state in states
+        }
         for member in members:
-            counts[member.role.value, "draining" if member.draining else "ready"] += 1
+            counts[member.model, member.role.value, states[member.draining]] += 1
         for labels, count in counts.items():
             self._workers.labels(*labels).set(count)
 
-    def count_request(self, endpoint: str, status: int) -> None:
-        """One answer."""
-        self._requests.labels(endpoint, str(status)).inc()
+    def count_request(self, model: str, endpoint: str, status: int) -> None:
+        """One answer; ``model`` is "" where the request has asked for none that is here."""
+        self._requests.labels(model, endpoint, str(status)).inc()
 
     def count_error(self, code: str) -> None:
         """One failure, also within a stream that began with status 200."""
         self._errors.labels(code).inc()
-
-    def count_migration(self, reason: ErrorCode) -> None:
-        """One more attempt of a request."""
-        self._migrations.labels(reason.name.lower()).inc()
 
     def set_keys(self, number: int, *, is_stale: bool) -> None:
         """How many keys are in force, and whether they are those of the file as it is now."""
@@ -225,40 +233,19 @@ class RouterMetrics:
             self._named_keys.add(key)
         return key
 
-    def choice_finished(
-        self, reason: str, split: Mapping[str, float], *, num_tokens: int, max_tokens: int
-    ) -> None:
-        """One choice that ended by itself.
-
-        Args:
-            reason: why.
-            split: its seconds by stage (keys end in ``_s``).
-            num_tokens: of its output.
-            max_tokens: that it might have had.
-        """
-        self._finished.labels(reason).inc()
-        self.output_lengths.observe(num_tokens)
-        self.max_lengths.observe(max_tokens)
-        total_s = split["total_s"]
-        self.e2e.observe(total_s)
-        if num_tokens > 1:
-            self.tpot.observe((total_s - split["ttft_s"]) / (num_tokens - 1))
-        if "prefill_queue_s" in split:
-            before_s = sum(split.get(stage, 0.0) for stage in _BEFORE_INFERENCE)
-            self.inference.observe(max(0.0, total_s - before_s))
-        for name, stage in self._stage.items():
-            value = split.get(f"{name}_s")
-            if value is not None:
-                stage.observe(value)
-
-    def _gauge(self, name: str, documentation: str, mode: Literal["livesum", "livemax"]) -> Gauge:
-        return Gauge(name, documentation, registry=self.registry, multiprocess_mode=mode)
+    def _gauge(
+        self, name: str, documentation: str, mode: Literal["livesum", "livemax"], *labels: str
+    ) -> Gauge:
+        return Gauge(name, documentation, labels, registry=self.registry, multiprocess_mode=mode)
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
         return Counter(name, documentation, labels, registry=self.registry)
 
+    def _of_model(self, name: str, documentation: str, *labels: str) -> Counter:
+        return self._counter(name, documentation, "model", *labels)
+
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, documentation, buckets=buckets, registry=self.registry)
+        return Histogram(name, documentation, ["model"], buckets=buckets, registry=self.registry)
 
 
 def _totals(counter: Counter, label: str) -> dict[str, int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from router.models_file import read_models
 from router.pool.members import Member
 from router.text.call_history import CallHistory, call_history
 from router.text.calls.formats import CALL_FORMATS, CallFormat
@@ -14,7 +15,7 @@ from router.text.marks import MarkTable, mark_table
 from router.text.reasoning import ReasoningFormat, reasoning_format
 from router.text.template import ChatTemplate, load_chat_template
 from router.text.tokenizer import Tokenizer, read_json, token_content
-from runtime.config import ModelSection
+from runtime.config import ClusterConfig, ModelSection
 from runtime.errors import ConfigError
 
 
@@ -41,9 +42,10 @@ class MessageFormats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """One model under one name."""
+    """One model under one name, which workers register with, and its aliases."""
 
     name: str
+    aliases: tuple[str, ...] = ()
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     tool_template: ChatTemplate | None
@@ -57,11 +59,47 @@ class ServedModel:
     call_history: CallHistory | None
     """How the template takes earlier calls; None: it does not."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that clients may ask for; its own first."""
+        return self.name, *self.aliases
+
     def limits_with(self, members: Iterable[Member]) -> ModelLimits:
         """The limits, and no worker's context is exceeded either."""
         lengths = [member.max_model_len for member in members if member.max_model_len]
         shortest = min([self.limits.max_model_len, *lengths])
         return replace(self.limits, max_model_len=shortest)
+
+
+def load_served_models(config: ClusterConfig) -> tuple[ServedModel, ...]:
+    """All models of a router: that of ``model`` first, then those of ``router.models_file``.
+
+    Raises:
+        ConfigError: one of them cannot be served, or a name is that of two.
+    """
+    section = config.router
+    models = [
+        load_served_model(
+            config.model, tool_parser=section.tool_parser, reasoning_parser=section.reasoning_parser
+        )
+    ]
+    for entry in read_models(Path(section.models_file)) if section.models_file else ():
+        of_entry = ModelSection(path=entry.path, name=entry.name, max_model_len=entry.max_model_len)
+        model = load_served_model(
+            of_entry, tool_parser=entry.tool_parser, reasoning_parser=entry.reasoning_parser
+        )
+        models.append(replace(model, aliases=entry.aliases))
+    owners: dict[str, str] = {}
+    for model in models:
+        for name in model.names:
+            other = owners.setdefault(name, model.name)
+            if other != model.name or model.names.count(name) > 1:
+                problem = f"is a name of {other!r}, too"
+                raise ConfigError(f"models.{model.name}", name, problem, "a name of its own")
+    if len({model.name for model in models}) < len(models):
+        problem = "is the name of model.name and of a further model"
+        raise ConfigError("router.models_file", models[0].name, problem, "another name")
+    return tuple(models)
 
 
 def load_served_model(
@@ -102,6 +140,7 @@ def load_served_model(
         calls = history.call_format
     return ServedModel(
         name=section.name or folder.resolve().name,
+        aliases=tuple(filter(None, (name.strip() for name in section.aliases.split(",")))),
         tokenizer=tokenizer,
         chat_template=template,
         tool_template=tool_template,

@@ -35,19 +35,20 @@ class Totals:
     def of(cls, families: Iterable[Metric]) -> Totals:
         """From the router's metrics."""
         counts = {"pd_router_requests_total": 0.0, "prompt": 0.0, "output": 0.0}
-        buckets: list[tuple[float, float]] = []
+        buckets: dict[float, float] = {}  # of all models
         for sample in (sample for family in families for sample in family.samples):
             if sample.name == "pd_router_requests_total":
                 counts[sample.name] += sample.value
             elif sample.name == "pd_router_tokens_total" and sample.labels["kind"] in counts:
                 counts[sample.labels["kind"]] += sample.value
             elif sample.name == "pd_ttft_seconds_bucket":
-                buckets.append((float(sample.labels["le"]), sample.value))
+                bound = float(sample.labels["le"])
+                buckets[bound] = buckets.get(bound, 0.0) + sample.value
         return cls(
             num_requests=counts["pd_router_requests_total"],
             num_prompt_tokens=counts["prompt"],
             num_output_tokens=counts["output"],
-            first_tokens=tuple(sorted(buckets)),
+            first_tokens=tuple(sorted(buckets.items())),
         )
 
 

@@ -28,7 +28,7 @@ from router.keys.ledger import KeyLedger
 from router.keys.service import KeysService, RemoteLedger
 from router.keys.source import key_source
 from router.metrics import RouterMetrics
-from router.model import ServedModel, load_served_model
+from router.model import load_served_models
 from router.pool.registry import Registry
 from router.pool.registry_service import RegistryService, watch_forever
 from runtime.config import ClusterConfig, RouterSection
@@ -61,13 +61,6 @@ def _share(total: int, num_processes: int) -> int:
     return -(-total // num_processes)
 
 
-def _load_model(config: ClusterConfig) -> ServedModel:
-    section = config.router
-    return load_served_model(
-        config.model, tool_parser=section.tool_parser, reasoning_parser=section.reasoning_parser
-    )
-
-
 class RouterService:
     """The control process."""
 
@@ -81,7 +74,7 @@ class RouterService:
         self._config = config
         self._config_path = config_path
         self._keys = key_source(config)
-        self._model = _load_model(config)
+        self._models = load_served_models(config)
         self._credentials = cluster_credentials(config)
         self._server: grpc.aio.Server | None = None
         self.http_port = 0
@@ -100,14 +93,14 @@ class RouterService:
         listen = Listen(bind=cluster.host, advertise=cluster.advertise, port=section.control_port)
         self._server = server = create_server(self._credentials, CONTROL_LIMITS)
         control_port = bind_port(server, listen, self._credentials, "router.control_port")
-        registry = Registry(self._model.name, section.lease_ttl_s, loop.time)
+        registry = Registry([model.name for model in self._models], section.lease_ttl_s, loop.time)
         self.http_port = port = port_of(listener)
         self.control_port = control_port
         control = listen.address(control_port)
         if section.http_processes == 1:
             self._http = HttpServer(
                 section,
-                self._model,
+                self._models,
                 self._credentials,
                 keys=self._keys,
                 tiers=Tiers(config.tiers),
@@ -129,8 +122,8 @@ class RouterService:
         await server.start()
         scheme = "http" if self._credentials.tls is None else "https"
         logger.info(
-            "serving model=%s http=%s://%s/v1 control=%s",
-            self._model.name,
+            "serving models=%s http=%s://%s/v1 control=%s",
+            ",".join(model.name for model in self._models),
             scheme,
             join_address(host, port),
             control,
@@ -174,7 +167,7 @@ class HttpWorkerService:
         self._control = control
         self._port = port
         self._keys = key_source(config)
-        self._model = _load_model(config)
+        self._models = load_served_models(config)
         self._credentials = cluster_credentials(config)
         self._http: HttpServer | None = None
         self._ledger: RemoteLedger | None = None
@@ -185,7 +178,7 @@ class HttpWorkerService:
         self._ledger = RemoteLedger(self._control, self._credentials)
         self._http = HttpServer(
             share_of_process(section),
-            self._model,
+            self._models,
             self._credentials,
             metrics=RouterMetrics(os.environ.get(METRICS_DIR_VARIABLE)),
             keys=self._keys,

@@ -30,7 +30,15 @@ from runtime.network import own_address
 SECRET_VARIABLE = "TANDEM_SECRET"
 PREVIOUS_SECRET_VARIABLE = "TANDEM_PREVIOUS_SECRET"
 _SECRETS = {("cluster", "secret"), ("cluster", "previous_secret")}
-_PATHS = {"cluster.run_dir", "model.path", "router.keys_file", "tls.cert", "tls.key", "tls.ca"}
+_PATHS = {
+    "cluster.run_dir",
+    "model.path",
+    "router.keys_file",
+    "router.models_file",
+    "tls.cert",
+    "tls.key",
+    "tls.ca",
+}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _REMOVED = {
     "prefill.collectives": "leave it out: rows move between GPUs by NCCL, which was the faster way",
@@ -105,7 +113,7 @@ def parse_config(table: Mapping[str, object], *, base: Path | None = None) -> Cl
         config,
         cluster=_with_base(config.cluster, ("run_dir",), base),
         model=_with_base(config.model, ("path",), base),
-        router=_with_base(config.router, ("keys_file",), base),
+        router=_with_base(config.router, ("keys_file", "models_file"), base),
         tls=_with_base(config.tls, ("cert", "key", "ca"), base),
     )
 

@@ -15,12 +15,15 @@ Samples = Iterable[tuple[Mapping[str, str], float]]
 class Readings:
     """The samples of one scrape, by name."""
 
-    def __init__(self, families: Iterable[Metric]) -> None:
+    def __init__(self, families: Iterable[Metric], *, model: str = "") -> None:
+        """Of one ``model``, where samples have that label; "": of all."""
         self._samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
         for family in families:
             suffix = "_total" if family.type == "counter" else ""
             self._samples.setdefault(family.name + suffix, [])
             for sample in family.samples:
+                if model and sample.labels.get("model", model) != model:
+                    continue
                 found = self._samples.setdefault(sample.name, [])
                 found.append((sample.labels, sample.value))
 

@@ -300,14 +300,24 @@ class VllmNames:
         role: "prefill", "decode" or "router".
         model: the model's name for clients.
         rank: of a worker's process within its instance.
+        further_models: of a router that serves several.
     """
 
     role: str
     model: str
     rank: int = 0
+    further_models: Sequence[str] = ()
 
     def families(self, ours: Iterable[Metric]) -> list[Metric]:
         """From all that the process exports under our names."""
-        read = Readings(ours)
-        labels = {"model_name": self.model, "engine": str(self.rank), "role": self.role}
+        ours = list(ours)
+        families = self._of_model(self.model, ours)
+        for model in self.further_models:
+            for family, more in zip(families, self._of_model(model, ours), strict=True):
+                family.samples += more.samples
+        return families
+
+    def _of_model(self, model: str, ours: Iterable[Metric]) -> list[Metric]:
+        read = Readings(ours, model=model)
+        labels = {"model_name": model, "engine": str(self.rank), "role": self.role}
         return [row.family(PREFIX, read, labels) for row in ROWS[self.role]]

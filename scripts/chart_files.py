@@ -36,7 +36,9 @@ CHARTS_OWN = {
     },
     "tls": {"mode", "cert", "key", "ca", "mutual", "http_mutual"},
     "model": {"path"},
-    "router": {"instances", "host", "keys_file", "allow_anonymous", "port", "control_port"},
+    "router": {
+        "instances", "host", "keys_file", "models_file", "allow_anonymous", "port", "control_port",
+    },
     "prefill": {"instances"},
     "decode": {"instances"},
 }  # fmt: skip

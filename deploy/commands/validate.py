@@ -12,6 +12,7 @@ from deploy.display import posture_table
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
+    from runtime.config import ClusterConfig
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -59,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         ranks = "1 rank" if plan.num_ranks == 1 else f"{plan.num_ranks} ranks"
         print(f"{plan.name:<12} {ranks} on {plan.device}")
     print(f"model        {config.model.name} ({config.model.path})")
+    _print_further_models(config)
     print(f"computes in  {config.compute_dtype}")
     print(f"devices      {num_devices_needed(plans)} of {num_devices} CUDA devices")
     if keys is not None:
@@ -73,3 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
     print()
     Console().print(posture_table(posture_of(config, has_keys=keys is not None)), highlight=False)
     return 0
+
+
+def _print_further_models(config: ClusterConfig) -> None:
+    """Those that the router serves beside the first."""
+    if not config.router.models_file:
+        return
+    from router.model import load_served_models
+
+    for served in load_served_models(config)[1:]:
+        print(f"beside it    {', '.join(served.names)}")

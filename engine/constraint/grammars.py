@@ -1,12 +1,14 @@
-"""Grammars over one vocabulary, by xgrammar, which nobody else imports.
+"""Grammars over one vocabulary, by xgrammar, which no other file here imports.
 
 Importing it takes a second or more (it brings transformers), so this module is imported when the
-first grammar comes, on the thread that compiles. Compiling and matching let go of the interpreter.
+first grammar comes, on the thread that compiles. Compiling and matching let go of the interpreter;
+sorting the vocabulary, once, does not.
 
 A special token, which ends a turn or begins a document, has a text as well, but is not how a model
 writes that text: it may come only where the grammar itself spells it out.
 """
 
+import os
 import re
 from typing import Final
 
@@ -17,8 +19,8 @@ from engine.constraint.matcher import Int32Array, num_mask_words
 from engine.constraint.vocabulary import PieceEncoding, Vocabulary
 from runtime.errors import InvalidRequestError
 
-NUM_THREADS: Final = 2
-"""Of the compiler, beside the threads of whoever calls."""
+MAX_THREADS: Final = 8
+"""Of the compiler, for one grammar; a quarter of the cores where these are fewer."""
 _ENCODINGS: Final = {
     PieceEncoding.RAW: xgrammar.VocabType.RAW,
     PieceEncoding.BYTE_FALLBACK: xgrammar.VocabType.BYTE_FALLBACK,
@@ -40,8 +42,9 @@ class Grammars:
             stop_token_ids=[],  # a request has its own, and `Matcher` knows them
         )
         self._vocabulary = vocabulary
+        num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 4))
         self._compiler = xgrammar.GrammarCompiler(
-            info, max_threads=NUM_THREADS, cache_enabled=False
+            info, max_threads=num_threads, cache_enabled=False
         )
 
     def compile(self, text: str) -> "CompiledGrammar":

@@ -11,11 +11,12 @@ from collections.abc import Awaitable, Callable, Iterable
 import orjson
 from aiohttp import web
 
+from router.backend import Backend
 from router.errors import RequestError, as_tandem_error
 from router.http.connections import Connections
 from router.http.cors import CrossOrigin
 from router.http.dialect import OPENAI, Dialect
-from router.http.endpoints import OpenAIEndpoints, Serving
+from router.http.endpoints import MODEL_KEY, OpenAIEndpoints, Serving
 from router.http.errors import CLIENT_CLOSED, LABELS, STATUSES, Failure, failure_from
 from router.http.foreign import ForeignEndpoints
 from router.http.messages.answer import ANTHROPIC
@@ -23,6 +24,7 @@ from router.http.models import ModelEndpoints
 from router.http.request_id import REQUEST_ID_KEY, request_id_of
 from router.http.tokenizer_endpoints import TokenizerEndpoints
 from router.pool.members import Member
+from router.pool.view import PoolView
 from runtime.errors import TandemError
 from runtime.logging import get_logger
 from runtime.metrics import CONTENT_TYPE
@@ -106,8 +108,14 @@ class Operations:
         return web.json_response({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:
-        """200 when a request can be served, else 503 and what is missing."""
-        missing = missing_parts(self._serving)
+        """200 when a request can be served, else 503 and what is missing.
+
+        Of several models one is enough: the others are asked for by ``?model=NAME``.
+        """
+        name = request.query.get("model")
+        missing = missing_parts(
+            self._serving, self._serving.backends.choose(name) if name else None
+        )
         if missing:
             body = {"status": "not ready", "missing": missing}
             return web.json_response(body, status=503, headers={"Retry-After": "1"})
@@ -122,18 +130,24 @@ class Operations:
     async def status(self, request: web.Request) -> web.Response:
         """The pool and the load as JSON, for ``tandem status``."""
         serving = self._serving
-        members = sorted(serving.pool.members(), key=lambda m: (m.role.value, m.key))
+        backends = serving.backends
+        rows = [
+            self._worker(member, backend.pool)
+            for backend in backends
+            for member in sorted(backend.pool.members(), key=lambda m: (m.role.value, m.key))
+        ]
         body = {
-            "model": serving.model.name,
+            "model": backends.default.name,
+            "models": [_model_status(backend) for backend in backends],
             "ready": not missing_parts(serving),
             "missing": missing_parts(serving),
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - self._started, 3),
-            "num_requests_in_flight": serving.admission.num_in_flight,
-            "num_requests_waiting": serving.admission.num_waiting,
-            "max_requests_in_flight": serving.admission.limit,
+            "num_requests_in_flight": backends.num_in_flight,
+            "num_requests_waiting": backends.num_waiting,
+            "max_requests_in_flight": backends.limit,
             "recent": dataclasses.asdict(serving.recent()),
-            "workers": [self._worker(member) for member in members],
+            "workers": rows,
         }
         return web.Response(body=orjson.dumps(body), content_type="application/json")
 
@@ -144,23 +158,24 @@ class Operations:
                 "targets": [member.metrics_address],
                 "labels": {
                     "__meta_tandem_role": member.role.value,
+                    "__meta_tandem_model": member.model,
                     "__meta_tandem_worker": str(member.key.instance),
                     "__meta_tandem_rank": str(member.key.rank),
                 },
             }
-            for member in self._serving.pool.members()
+            for member in self._serving.backends.members()
             if member.metrics_address
         ]
         return web.Response(body=orjson.dumps(groups), content_type="application/json")
 
-    def _worker(self, member: Member) -> dict[str, object]:
-        pool = self._serving.pool
+    def _worker(self, member: Member, pool: PoolView) -> dict[str, object]:
         load = pool.reported_load(member.key)
         return {
             "instance": member.key.instance,
             "rank": member.key.rank,
             "epoch": member.key.epoch,
             "role": member.role.value,
+            "model": member.model,
             "address": member.address,
             "state": worker_state(member, pool.recently_failed(member.key)),
             "num_ranks": member.num_ranks,
@@ -187,10 +202,24 @@ def worker_state(member: Member, recently_failed: bool) -> str:
     return "failing" if recently_failed else "ready"
 
 
-def missing_parts(serving: Serving) -> list[str]:
-    """What keeps this process from serving; empty when it can."""
-    draining = ["the router is draining"] if serving.admission.draining else []
-    return draining + serving.readiness.missing()
+def missing_parts(serving: Serving, backend: Backend | None = None) -> list[str]:
+    """What keeps this process from serving ``backend``, or any; empty when it can."""
+    draining = ["the router is draining"] if serving.backends.draining else []
+    missing = serving.backends.missing() if backend is None else backend.readiness.missing()
+    return draining + missing
+
+
+def _model_status(backend: Backend) -> dict[str, object]:
+    missing = backend.readiness.missing()
+    return {
+        "name": backend.name,
+        "aliases": backend.model.aliases,
+        "ready": not missing,
+        "missing": missing,
+        "num_requests_in_flight": backend.admission.num_in_flight,
+        "num_requests_waiting": backend.admission.num_waiting,
+        "max_requests_in_flight": backend.admission.limit,
+    }
 
 
 def _answer_failures(
@@ -226,7 +255,7 @@ def _answer_failures(
         finally:
             connections.ended(request.protocol)
             if endpoint in GENERATION:
-                metrics.count_request(endpoint, status)
+                metrics.count_request(request.get(MODEL_KEY, ""), endpoint, status)
             if right is not None:
                 serving.gate.audit(request, right, request_id, status)
         if not response.prepared:
@@ -278,6 +307,8 @@ def _unknown_url(request: web.Request) -> RequestError:
         path = path.removeprefix("/v1")
     if path != request.path and path in served:
         fix = f"use {path}: the client adds /v1 to a base URL that has it already"
+    elif path.startswith("/v1/responses/"):
+        fix = "send the items of earlier answers as input: no response is stored here"
     else:
         fix = f"use one of {', '.join(sorted(served))}"
     return RequestError(

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from router.errors import RequestError
 from router.http.errors import failure_from
+from router.http.outbox import Outbox
 from runtime.logging import get_logger
 
 logger = get_logger(__name__)
@@ -47,15 +48,18 @@ class ConnectionLimits:
 class Connection(web.RequestHandler):
     """One connection: aiohttp's protocol, which tells ``Connections`` what happens to it."""
 
-    __slots__ = ("_connections", "on_room")
+    __slots__ = ("_connections", "has_room", "on_room", "outbox")
 
     def __init__(
         self, connections: Connections, server: web.Server, loop: asyncio.AbstractEventLoop
     ) -> None:
         super().__init__(server, loop=loop, access_log=None)  # type: ignore[arg-type]
         self._connections = connections
+        self.outbox = connections.outbox
+        self.has_room = True
+        """Whether the client takes what is sent."""
         self.on_room: Callable[[], None] | None = None
-        """Called when the client has taken most of what was sent; see ``Outlet``."""
+        """Called when it does again; see ``Outlet``."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Accepted."""
@@ -75,11 +79,13 @@ class Connection(web.RequestHandler):
     def pause_writing(self) -> None:
         """The client takes less than is sent."""
         super().pause_writing()
+        self.has_room = False
         self._connections.stalled(self)
 
     def resume_writing(self) -> None:
         """The client took most of it."""
         super().resume_writing()
+        self.has_room = True
         self._connections.flows(self)
         if self.on_room is not None:
             self.on_room()
@@ -116,6 +122,7 @@ class Connections:
         self._limits = limits
         self._clock = clock
         self._max = limits.within_open_files()
+        self.outbox = Outbox()
         self._all: set[web.RequestHandler] = set()
         # Since when, the oldest first.
         self._headless: dict[web.RequestHandler, float] = {}

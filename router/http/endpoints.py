@@ -11,11 +11,13 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 from aiohttp import web
 
-from router.errors import NotReadyError, RequestError
+from router.backend import Backend, Backends
+from router.errors import NotReadyError
 from router.http.body import read_body
 from router.http.chat import ChatBody, ChatStream
 from router.http.completions import CompletionBody, CompletionStream, CompletionText
@@ -29,6 +31,7 @@ from router.http.gate import (
     count_prompt,
     key_of,
     limit_headers,
+    may_use,
 )
 from router.http.params import (
     choices_per_prompt,
@@ -48,12 +51,9 @@ from router.http.tiers import standing_of
 from router.http.unsupported import IGNORED_HEADER, ignored_fields, refuse_unsupported
 from router.metrics import RouterMetrics
 from router.model import ModelLimits, ServedModel
-from router.pool.readiness import Readiness
-from router.pool.view import PoolView
 from router.recent import Recent
-from router.requests.admission import Admission, BodyBytes
+from router.requests.admission import BodyBytes
 from router.requests.generation import Generation, Mailbox
-from router.requests.pipeline import Pipeline
 from router.requests.run import MAX_PARALLEL, RequestRun
 from router.requests.time_limits import limits_from_arrival
 from router.text.lanes import Lanes, Work
@@ -66,6 +66,8 @@ from runtime.tiers import Standing, Tiers
 
 logger = get_logger(__name__)
 
+MODEL_KEY: web.RequestKey[str] = web.RequestKey("model", str)
+"""The name of the model, once it is known."""
 DELIVERY_S = 10.0
 """A client may take its answer for so long after the request's own time is over."""
 
@@ -75,11 +77,7 @@ class Serving:
     """What handlers work with; one per router process."""
 
     section: RouterSection
-    model: ServedModel
-    pool: PoolView
-    readiness: Readiness
-    pipeline: Pipeline
-    admission: Admission
+    backends: Backends
     lanes: Lanes
     metrics: RouterMetrics
     recent: Callable[[], Recent]
@@ -87,21 +85,18 @@ class Serving:
     tiers: Tiers = field(default_factory=Tiers)
     finished: FinishedRequests = field(default_factory=FinishedRequests)
 
-    def limits(self) -> ModelLimits:
-        """Of the model and of the workers that are there."""
-        return self.model.limits_with(self.pool.members())
 
+def backend_for(serving: Serving, request: web.Request, name: str | None) -> Backend:
+    """The model that ``request``, which asks for ``name``, is served by; any thread may ask.
 
-def check_model(serving: Serving, name: str | None) -> None:
-    """Raise RequestError unless ``name`` is the served model's, or not given."""
-    served = serving.model.name
-    if name is not None and name != served:
-        raise RequestError(
-            f"model = {name!r} does not exist here. Fix: send model = {served!r}",
-            param="model",
-            code="model_not_found",
-            status=404,
-        )
+    Raises:
+        RequestError: there is none of that name (404).
+        ForbiddenError: the request's key may not use it.
+    """
+    backend = serving.backends.choose(name, partial(may_use, request))
+    serving.gate.check_model(request, backend.model.names)
+    request[MODEL_KEY] = backend.name
+    return backend
 
 
 ReaderOf = Callable[[Prompt], MessageReader | None]
@@ -117,9 +112,9 @@ class OpenAIEndpoints:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/chat/completions``: what follows a conversation, as OpenAI has it."""
-        model = self._serving.model
 
         def form(body: ChatRequest, info: ResponseInfo) -> ResponseFormat:
+            model = self._serving.backends.choose(body.model).model
             tells = tells_reasoning(body, model)
             return ChatStream(info) if body.stream else ChatBody(info, tells_reasoning=tells)
 
@@ -145,14 +140,13 @@ class OpenAIEndpoints:
         dialect: Dialect = OPENAI,
     ) -> web.StreamResponse:
         """Answer the conversation that ``parse`` finds in the body, as ``form_of`` writes it."""
-        model, limits = self._serving.model, self._serving.limits()
 
-        def check(body: ChatRequest) -> int:
+        def check(body: ChatRequest, model: ServedModel, limits: ModelLimits) -> int:
             check_chat(body, model, limits)
             return 1
 
         async with self._receive(request, parse, check) as call:
-            body = call.body
+            body, model, limits = call.body, call.backend.model, call.limits
             return await self._answer(
                 call,
                 lambda is_abandoned: [chat_prompt(body, model, limits, is_abandoned)],
@@ -168,14 +162,13 @@ class OpenAIEndpoints:
         form_of: FormOf[CompletionRequest],
     ) -> web.StreamResponse:
         """Complete the prompts that ``parse`` finds in the body, as ``form_of`` writes it."""
-        model, limits = self._serving.model, self._serving.limits()
 
-        def check(body: CompletionRequest) -> int:
+        def check(body: CompletionRequest, model: ServedModel, limits: ModelLimits) -> int:
             check_completion(body, model, limits)
             return len(body.prompt)
 
         async with self._receive(request, parse, check) as call:
-            body = call.body
+            body, model, limits = call.body, call.backend.model, call.limits
             return await self._answer(
                 call,
                 lambda is_abandoned: completion_prompts(body, model, limits, is_abandoned),
@@ -189,7 +182,7 @@ class OpenAIEndpoints:
         self,
         request: web.Request,
         parse: Callable[[bytes], RequestT],
-        check: Callable[[RequestT], int],
+        check: Callable[[RequestT, ServedModel, ModelLimits], int],
     ) -> AsyncIterator[_Call[RequestT]]:
         """The body of ``request``, read and checked; ``check`` says how many prompts it holds.
 
@@ -197,16 +190,16 @@ class OpenAIEndpoints:
         """
         received = asyncio.get_running_loop().time()
         serving = self._serving
-        section, limits = serving.section, serving.limits()
-        serving.gate.check_model(request, serving.model.name)
-        with serving.admission.body() as held:
+        section = serving.section
+        with serving.backends.body() as held:
             raw = await read_body(
                 request, held, max_bytes=section.max_body_bytes, timeout_s=section.body_timeout_s
             )
 
             def checked(_: object) -> _Call[RequestT]:
                 body = parse(raw)
-                check_model(serving, body.model)
+                backend = backend_for(serving, request, body.model)
+                limits = backend.limits()
                 refuse_unsupported(body)
                 standing = standing_of(
                     body, serving.tiers, key_of(request), max_priority=section.max_priority
@@ -217,17 +210,20 @@ class OpenAIEndpoints:
                     request=request,
                     request_id=request[REQUEST_ID_KEY],
                     body=body,
+                    backend=backend,
+                    limits=limits,
                     sampling=sampling,
                     standing=standing,
-                    num_choices=num_choices(body, check(body), most),
+                    num_choices=num_choices(body, check(body, backend.model, limits), most),
                     received=received,
                     held=held,
                     num_bytes=len(raw),
                 )
 
             call = await serving.lanes.run(len(raw), checked)
-            if not serving.readiness.was_ready:
-                missing = ", ".join(serving.readiness.missing())
+            readiness = call.backend.readiness
+            if not readiness.was_ready:
+                missing = ", ".join(readiness.missing())
                 raise NotReadyError(f"the cluster is starting: {missing}. Fix: retry in a moment")
             num_tokens = tokens_asked_for(call.body, len(raw), call.num_choices)
             async with serving.gate.admit(request, num_tokens):
@@ -242,9 +238,9 @@ class OpenAIEndpoints:
         dialect: Dialect,
     ) -> web.StreamResponse:
         """Wait for a place, make tokens, run."""
-        serving, body = self._serving, call.body
+        serving, body, backend = self._serving, call.body, call.backend
         limits = limits_from_arrival(serving.section, call.received)
-        async with serving.admission.admit(
+        async with backend.admission.admit(
             min(call.num_choices, MAX_PARALLEL),
             limits,
             standing=call.standing,
@@ -255,8 +251,8 @@ class OpenAIEndpoints:
             info = ResponseInfo(
                 response_id=f"{call.kind}-{call.request_id}",
                 created=int(time.time()),
-                model=serving.model.name,
-                vocabulary=serving.model.tokenizer.vocabulary,
+                model=backend.name,
+                vocabulary=backend.model.tokenizer.vocabulary,
                 includes_usage=body.includes_usage,
                 continuous_usage=body.continuous_usage,
                 wants_logprobs=body.logprobs is not None and body.logprobs is not False,
@@ -270,11 +266,11 @@ class OpenAIEndpoints:
             mailbox = Mailbox(serving.section.max_mailbox_bytes, lambda: _cut_off_reader(call))
             self._add_choices(info, call, prompts, mailbox, reader_of)
             for prompt in prompts:
-                serving.metrics.prompt_lengths.observe(len(prompt.token_ids))
-                serving.metrics.prompt_tokens.inc(len(prompt.token_ids))
+                backend.metrics.prompt_lengths.observe(len(prompt.token_ids))
+                backend.metrics.prompt_tokens.inc(len(prompt.token_ids))
                 count_prompt(call.request, len(prompt.token_ids))
             generations = [choice.generation for choice in info.choices]
-            run = RequestRun(serving.pipeline, mailbox, generations, on_ended=place.give_back)
+            run = RequestRun(backend.pipeline, mailbox, generations, on_ended=place.give_back)
             form = form_of(body, info)
             return await self._respond(
                 call, run, form, info, dialect=dialect, deadline=limits[0].until
@@ -298,7 +294,7 @@ class OpenAIEndpoints:
                     run,
                     info,
                     form,
-                    serving.metrics,
+                    call.backend.metrics,
                     dialect=dialect,
                     keep_alive_s=serving.section.keep_alive_s,
                     headers=_headers_of(call),
@@ -322,7 +318,7 @@ class OpenAIEndpoints:
         reader_of: ReaderOf,
     ) -> None:
         """Prompt i's choice j is number ``i * n + j``."""
-        body, limits = call.body, self._serving.limits()
+        body, limits = call.body, call.limits
         # Another id than the client's: two clients may send the same, and workers know it alone.
         unique = f"{call.request_id}.{secrets.token_hex(4)}"
         for prompt in prompts:
@@ -360,6 +356,9 @@ class _Call(Generic[RequestT]):
     request: web.Request
     request_id: str
     body: RequestT
+    backend: Backend
+    limits: ModelLimits
+    """Of its model and workers, when the body was read."""
     sampling: SamplingParams
     standing: Standing
     num_choices: int

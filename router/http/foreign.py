@@ -8,7 +8,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from router.http.dialect import Dialect
-from router.http.endpoints import OpenAIEndpoints, Serving
+from router.http.endpoints import OpenAIEndpoints, Serving, backend_for
 from router.http.errors import Failure
 from router.http.generate import (
     GenerateBody,
@@ -61,7 +61,7 @@ class ForeignEndpoints:
         def parse(raw: bytes) -> ChatRequest:
             nonlocal asked
             asked = parse_body(raw, MessagesRequest)
-            return as_chat(asked, self._serving.model)
+            return as_chat(asked, backend_for(self._serving, request, asked.model).model)
 
         def form(body: ChatRequest, info: ResponseInfo) -> ResponseFormat:
             return MessageStream(info) if body.stream else MessageBody(info)

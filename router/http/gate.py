@@ -11,7 +11,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -156,21 +156,21 @@ class Gate:
         is_for_people = right is not Right.INFERENCE
         return is_for_people and bool(key) and self._credentials.accepts(_bytes_of(key))
 
-    def check_model(self, request: web.Request, model: str) -> None:
-        """Refuse a model that the request's key may not use.
+    def check_model(self, request: web.Request, names: Sequence[str]) -> None:
+        """Refuse a model, of these ``names``, that the request's key may not use.
 
         Raises:
             ForbiddenError: it may not.
         """
         use = request.get(KEY_USE)
-        if use is None or may_use(request, model):
+        if use is None or may_use(request, names):
             return
         use.outcome = "model"
         self._metrics.count_key_request(use.record.name, use.outcome)
         allowed = ", ".join(use.record.models)
         raise ForbiddenError(
-            f"model = {model!r}: the key {use.record.name!r} may not use it. Fix: a key that may "
-            f"(this one may use {allowed})",
+            f"model = {names[0]!r}: the key {use.record.name!r} may not use it. Fix: a key that "
+            f"may (this one may use {allowed})",
             param="model",
             code="model_not_allowed",
         )
@@ -236,10 +236,10 @@ def holder_of(pid: int) -> str:
     return f"http-{pid}"
 
 
-def may_use(request: web.Request, model: str) -> bool:
-    """Whether the key of ``request`` may use ``model``."""
+def may_use(request: web.Request, names: Sequence[str]) -> bool:
+    """Whether the key of ``request`` may use the model of these ``names``."""
     use = request.get(KEY_USE)
-    return use is None or use.record.may_use(model)
+    return use is None or use.record.may_use(names)
 
 
 def key_of(request: web.Request) -> KeyRecord | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from aiohttp import web
 
+from router.backend import Backend
 from router.errors import RequestError
-from router.http.endpoints import Serving, check_model
+from router.http.endpoints import Serving, backend_for
 from router.http.gate import may_use
 from router.http.params import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS
+from router.model import ServedModel
 from router.pool.members import Role
 from router.text.calls.formats import CALL_FORMATS
 from router.text.reasoning import REASONING_FORMATS
@@ -27,25 +29,28 @@ class ModelEndpoints:
         self._version = installed_version() or UNKNOWN_VERSION
 
     async def models(self, request: web.Request) -> web.Response:
-        """``GET /v1/models``: the model, once it can be served."""
-        serving = self._serving
-        is_there = serving.readiness.was_ready and may_use(request, serving.model.name)
-        cards = [self._model_card()] if is_there else []
+        """``GET /v1/models``: those that can be served, and that the request's key may use."""
+        cards = [
+            _card_of(backend, name, self._serving.tiers.names)
+            for backend in self._serving.backends
+            if backend.readiness.was_ready and may_use(request, backend.model.names)
+            for name in backend.model.names
+        ]
         return web.json_response({"object": "list", "data": cards})
 
     async def model(self, request: web.Request) -> web.Response:
-        """``GET /v1/models/{id}``: the model, whose name may have slashes."""
-        check_model(self._serving, request.match_info["model"])
-        self._serving.gate.check_model(request, self._serving.model.name)
-        if not self._serving.readiness.was_ready:
+        """``GET /v1/models/{id}``; ids contain slashes."""
+        name = request.match_info["model"]
+        backend = backend_for(self._serving, request, name)
+        if not backend.readiness.was_ready:
             raise RequestError(
-                f"the model {self._serving.model.name!r} is not served yet: "
-                f"{', '.join(self._serving.readiness.missing())}. Fix: retry in a moment",
+                f"the model {backend.name!r} is not served yet: "
+                f"{', '.join(backend.readiness.missing())}. Fix: retry in a moment",
                 param="model",
                 code="server_not_ready",
                 status=404,
             )
-        return web.json_response(self._model_card())
+        return web.json_response(_card_of(backend, name, self._serving.tiers.names))
 
     async def version(self, request: web.Request) -> web.Response:
         """``GET /version``: this server's, in vLLM's shape."""
@@ -54,15 +59,18 @@ class ModelEndpoints:
     async def server_info(self, request: web.Request) -> web.Response:
         """``GET /server_info``: what clients may ask for, and how much of it."""
         serving = self._serving
-        serving.gate.check_model(request, serving.model.name)
         section = serving.section
+        visible = [each for each in serving.backends if may_use(request, each.model.names)]
+        backend = backend_for(serving, request, visible[0].name if visible else None)
+        limits = backend.limits()
         body = {
             "version": self._version,
-            "ready": serving.readiness.was_ready and not serving.readiness.missing(),
-            "model": self._model_card(),
-            "vocab_size": serving.limits().vocab_size,
-            "eos_token_ids": serving.limits().eos_token_ids,
-            "workers": {role.value: len(serving.pool.members(role)) for role in Role},
+            "ready": backend.readiness.was_ready and not backend.readiness.missing(),
+            "model": _card_of(backend, backend.name, serving.tiers.names),
+            "models": [_card_of(each, each.name, serving.tiers.names) for each in visible],
+            "vocab_size": limits.vocab_size,
+            "eos_token_ids": limits.eos_token_ids,
+            "workers": {role.value: len(backend.pool.members(role)) for role in Role},
             "limits": {
                 "max_body_bytes": section.max_body_bytes,
                 "max_choices_per_request": section.max_choices_per_request,
@@ -76,33 +84,35 @@ class ModelEndpoints:
         }
         return web.json_response(body)
 
-    def _model_card(self) -> dict[str, object]:
-        serving = self._serving
-        return {
-            "id": serving.model.name,
-            "object": "model",
-            "created": serving.model.created,
-            "owned_by": "tandem",
-            "max_model_len": serving.limits().max_model_len,
-            "tool_parser": _name_of(serving.model.formats.calls, CALL_FORMATS),
-            "reasoning_parser": _name_of(serving.model.formats.reasoning, REASONING_FORMATS),
-            "service_tiers": list(serving.tiers.names),
-            "features": self._features(),
-        }
 
-    def _features(self) -> list[str]:
-        """What requests to this model may use; what is not named is refused."""
-        features = ["completions", "streaming", "logprobs", "return_token_ids", "tokenize"]
-        features.append("generate")
-        model = self._serving.model
-        if model.chat_template is not None:
-            features += ["chat", "continue_final_message", "messages", "responses"]
-            template, formats = model.tool_template, model.formats
-            if template is not None and "tools" in template.variables and formats.calls is not None:
-                features.append("tools")
-            if formats.reasoning is not None:
-                features.append("reasoning")
-        return sorted(features)
+def _card_of(backend: Backend, name: str, tiers: Sequence[str]) -> dict[str, object]:
+    """What clients are told of the model under one of its names."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": backend.model.created,
+        "owned_by": "tandem",
+        "root": backend.name,
+        "max_model_len": backend.limits().max_model_len,
+        "tool_parser": _name_of(backend.model.formats.calls, CALL_FORMATS),
+        "reasoning_parser": _name_of(backend.model.formats.reasoning, REASONING_FORMATS),
+        "service_tiers": list(tiers),
+        "features": _features_of(backend.model),
+    }
+
+
+def _features_of(model: ServedModel) -> list[str]:
+    """What requests to this model may use; what is not named is refused."""
+    features = ["completions", "streaming", "logprobs", "return_token_ids", "tokenize"]
+    features.append("generate")
+    if model.chat_template is not None:
+        features += ["chat", "continue_final_message", "messages", "responses"]
+        template, formats = model.tool_template, model.formats
+        if template is not None and "tools" in template.variables and formats.calls is not None:
+            features.append("tools")
+        if formats.reasoning is not None:
+            features.append("reasoning")
+    return sorted(features)
 
 
 def _name_of(found: object, formats: Mapping[str, object]) -> str | None:

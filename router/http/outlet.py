@@ -33,23 +33,22 @@ class Outlet:
     @property
     def has_room(self) -> bool:
         """Whether the client takes what is sent."""
-        return not self._connection.writing_paused
+        return self._connection.has_room
 
     def on_room(self, refill: Callable[[], None]) -> None:
         """Call ``refill`` each time there is room again."""
         self._connection.on_room = refill
 
     def write(self, data: bytes) -> None:
-        """Send ``data``, which is not empty.
+        """Send ``data``, which is not empty, in the next turn of the event loop.
 
-        Raises:
-            ConnectionResetError: the connection is closed, or about to be.
+        A client that is gone gets none of it, and its request is cancelled.
         """
-        transport = self._connection.transport
-        if transport is None or transport.is_closing():
-            raise ConnectionResetError("the client is gone")
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        if self._is_chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        self._connection.outbox.add(self._connection, data)
 
     def close(self) -> None:
-        """The rest is not sent here."""
+        """What comes now is sent elsewhere, but behind what was sent here."""
         self._connection.on_room = None
+        self._connection.outbox.flush()

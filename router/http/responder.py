@@ -8,7 +8,6 @@ arrives in one turn of the event loop is one write.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -21,15 +20,25 @@ from router.http.dialect import Dialect
 from router.http.errors import failure_from
 from router.http.outlet import Outlet
 from router.http.response import Choice, ResponseFormat, ResponseInfo
-from router.metrics import RouterMetrics
+from router.model_metrics import ModelMetrics
 from router.requests.generation import Output
 from router.requests.run import RequestRun
 from runtime.errors import TandemError
 from runtime.logging import get_logger
+from runtime.pb import prefill_pb2
 
 logger = get_logger(__name__)
 
 TIMINGS_HEADER = "x-tandem-timings"
+
+
+class _EventStream(web.StreamResponse):
+    """Keeps its headers until the first event, so that both are one system call.
+
+    As aiohttp's own ``web.Response`` does; where a version knows no such switch, they go before.
+    """
+
+    _send_headers_immediately = False
 
 
 class Responder:
@@ -40,7 +49,7 @@ class Responder:
         run: RequestRun,
         info: ResponseInfo,
         form: ResponseFormat,
-        metrics: RouterMetrics,
+        metrics: ModelMetrics,
         *,
         dialect: Dialect,
         keep_alive_s: float,
@@ -80,11 +89,11 @@ class Responder:
             data = self._absorb(outputs) if outputs else sse.KEEP_ALIVE
             self._raise_failure()
             headers = {**self._headers, **self._info.routing(), **sse.HEADERS}
-            response = web.StreamResponse(headers={**headers, "x-request-id": request_id})
+            response = _EventStream(headers={**headers, "x-request-id": request_id})
             await response.prepare(request)
             try:
                 if self._num_open:
-                    await response.write(data)  # even if empty: the headers go with it
+                    await response.write(data)  # and the headers with it, even if it is empty
                     data = await self._follow(Outlet(request))
                 if self._error is not None:
                     data += self._failure(self._error, request_id)
@@ -121,15 +130,16 @@ class Responder:
                 last.set_exception(error)
 
         mailbox.listen(deliver)
-        if outlet is None:
-            return await last
-        outlet.on_room(deliver)
-        self._timer.cancel()
-        self._keep_alive_later(partial(_keep_alive, outlet))
+        if outlet is not None:
+            outlet.on_room(deliver)
+            self._timer.cancel()
+            self._keep_alive_later(partial(_keep_alive, outlet))
         try:
             return await last
         finally:
-            outlet.close()
+            mailbox.listen(None)
+            if outlet is not None:
+                outlet.close()
 
     def _raise_failure(self) -> None:
         if self._error is not None:
@@ -167,7 +177,11 @@ class Responder:
                 break
             if output.first is not None:
                 parts.append(self._form.opening(choice, output.first))
-            self._measure(choice, output, now)
+                self._measure_first(choice, output.first, now)
+            elif output.token_ids:
+                interval_s = now - self._last_delivery[choice.index]
+                self._deliveries.add(len(output.token_ids), interval_s)
+            self._last_delivery[choice.index] = now
             piece = choice.text.feed(output.token_ids, output.logprobs, output.finish_reason)
             if piece is None:
                 continue
@@ -176,16 +190,10 @@ class Responder:
                 self._end(choice, output, piece.finish_reason, now)
         return b"".join(parts)
 
-    def _measure(self, choice: Choice, output: Output, now: float) -> None:
-        num_tokens = len(output.token_ids)
-        if output.first is not None:
-            metrics = self._metrics
-            metrics.ttft.observe(now - choice.generation.timings.received)
-            metrics.cached_tokens.inc(output.first.num_cached_tokens)
-            self._deliveries.add(num_tokens, None)
-        elif num_tokens:
-            self._deliveries.add(num_tokens, now - self._last_delivery[choice.index])
-        self._last_delivery[choice.index] = now
+    def _measure_first(self, choice: Choice, first: prefill_pb2.FirstToken, now: float) -> None:
+        self._deliveries.add(1, None)
+        self._metrics.ttft.observe(now - choice.generation.timings.received)
+        self._metrics.cached_tokens.inc(first.num_cached_tokens)
 
     def _end(self, choice: Choice, output: Output, reason: str, now: float) -> None:
         self._num_open -= 1
@@ -205,6 +213,5 @@ class Responder:
 
 def _keep_alive(outlet: Outlet) -> None:
     """Say that the stream lives, to a client that listens."""
-    with contextlib.suppress(ConnectionError):  # whoever waits for the answer is told elsewhere
-        if outlet.has_room:
-            outlet.write(sse.KEEP_ALIVE)
+    if outlet.has_room:
+        outlet.write(sse.KEEP_ALIVE)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
+from router.backend import Backend, Backends
 from router.http.app import create_app
 from router.http.connections import ConnectionLimits, Connections
 from router.http.console.console import Console
@@ -20,23 +21,9 @@ from router.keys.source import KeySource
 from router.metrics import RouterMetrics
 from router.model import ServedModel
 from router.pool.journal import PoolJournal
-from router.pool.members import Departure, Member, Role
-from router.pool.readiness import Readiness
-from router.pool.view import PoolView
+from router.pool.members import Departure, Member
 from router.recent import LoadLines, RecentWindow, Totals
-from router.requests.admission import (
-    REQUESTS_OF_SILENT_RANK,
-    URGENT_SHARE,
-    Admission,
-    limit_of,
-)
-from router.requests.attempt import Workers
-from router.requests.cache_streams import CacheStreams
-from router.requests.clients import WorkerClients
-from router.requests.frames import FrameStreams
-from router.requests.pipeline import Pipeline
-from router.routing.policy import PairingPolicy
-from router.routing.prefixes import Prefixes
+from router.requests.admission import BodyBudget
 from router.text.lanes import Lanes
 from runtime.config import RouterSection
 from runtime.errors import ConfigError
@@ -54,7 +41,7 @@ class HttpServer:
     def __init__(
         self,
         section: RouterSection,
-        model: ServedModel,
+        models: Sequence[ServedModel],
         credentials: Credentials,
         *,
         metrics: RouterMetrics | None = None,
@@ -69,30 +56,19 @@ class HttpServer:
         self._tls = credentials.http_ssl_context()
         loop = asyncio.get_running_loop()
         self.metrics = metrics or RouterMetrics()
-        self.metrics.introduce(model.name)
-        self.pool = PoolView(loop.time)
-        policy = PairingPolicy(section.policy, prefixes=Prefixes(loop.time))
-        self._workers = _workers_of(section, self.pool, credentials, self.metrics, policy.prefixes)
-        self.pool.on_change(self._workers.follow_pool)
-        self._section = section
         tiers = tiers or Tiers()
         self.metrics.tiers.expect(tiers.names)
-        self._admission = _admission_of(section, tiers, self.metrics)
+        self.metrics.introduce([model.name for model in models])
+        self.backends = _backends_of(models, section, self.metrics, credentials, tiers)
         self._lanes = Lanes()
         self._connections = Connections(_limits_of(section), loop.time)
-        readiness = Readiness(self.pool)
-        pipeline = Pipeline(self._workers, policy, section, readiness)
         self._recent = RecentWindow(lambda: Totals.of(self.metrics.sums().collect()), loop.time)
         self._load_lines = LoadLines(lambda: Totals.of(self.metrics.registry.collect()), loop.time)
         ledger = ledger or KeyLedger(loop.time)
         self._gate = _gate_of(section, keys, ledger, self.metrics, credentials)
         serving = Serving(
             section=section,
-            model=model,
-            pool=self.pool,
-            readiness=readiness,
-            pipeline=pipeline,
-            admission=self._admission,
+            backends=self.backends,
             lanes=self._lanes,
             metrics=self.metrics,
             recent=self._recent.recent,
@@ -100,8 +76,9 @@ class HttpServer:
             tiers=tiers,
         )
         self._journal = PoolJournal(time.time)
-        self.pool.on_failure(self._journal.note_failure)
-        self._pool_version = self.pool.version
+        for backend in self.backends:
+            backend.pool.on_failure(self._journal.note_failure)
+        self._pool_version = self.backends.version
         self._console = Console(serving, self._connections, self._journal)
         self._runner = web.AppRunner(
             create_app(serving, self._connections, self._console.routes()),
@@ -113,18 +90,11 @@ class HttpServer:
 
     def update(self, members: Sequence[Member], departures: Sequence[Departure] = ()) -> None:
         """The pool changed; ``departures`` are the last that its registry knows of."""
-        self.pool.update(members)
-        if self.pool.version != self._pool_version:
-            self._pool_version = self.pool.version
+        self.backends.update(members)
+        if self.backends.version != self._pool_version:
+            self._pool_version = self.backends.version
             self._journal.observe(members, departures)
         self.metrics.set_workers(members)
-        if self._section.max_concurrent_requests:
-            return
-        ranks = [rank for rank in self.pool.members(Role.DECODE) if not rank.draining]
-        if ranks:  # else the last limit stands: who waits is let in when ranks are back
-            num_processes = self._section.http_processes
-            urgent_limit = limit_of(ranks, num_processes, URGENT_SHARE)
-            self._admission.set_limit(limit_of(ranks, num_processes), urgent_limit)
 
     async def start(self, listener: socket.socket) -> None:
         """Serve on ``listener``, which is bound; this process owns it from now on."""
@@ -148,23 +118,23 @@ class HttpServer:
             lag_s = max(0.0, loop.time() - wanted)
             self.metrics.loop_lag.set(lag_s)
             self.metrics.process.measure()
-            self.metrics.deliveries.settle()
-            self.metrics.requests_waiting.set(self._admission.num_waiting)
-            self.metrics.tiers.set_waiting(self._admission.num_waiting_by_tier())
+            self.metrics.settle()
+            self.metrics.tiers.set_waiting(self.backends.num_waiting_by_tier())
             self.metrics.connections.set(len(self._connections))
             self.metrics.texts_pending.set(self._lanes.num_pending)
             self._gate.follow()
             self._recent.tick()
-            self._load_lines.tick(self._admission.num_in_flight, self._admission.num_waiting)
-            self._workers.follow_pool()
+            self._load_lines.tick(self.backends.num_in_flight, self.backends.num_waiting)
+            for backend in self.backends:
+                backend.tick()
             self._connections.sweep()
             self._console.tick(lag_s)
 
     async def drain(self) -> None:
         """Admit nothing new and refuse who waits; return when nothing is in flight."""
-        self._admission.drain()
+        self.backends.drain()
         self._connections.drain()
-        while self._admission.num_in_flight:
+        while self.backends.num_in_flight:
             await asyncio.sleep(0.05)
 
     async def close(self) -> None:
@@ -174,33 +144,31 @@ class HttpServer:
         self._console.close()
         await self._runner.cleanup()
         self._lanes.close()
-        await self._workers.close()
-        self.metrics.deliveries.settle()
+        await self.backends.close()
+        self.metrics.settle()
 
 
-def _workers_of(
+def _backends_of(
+    models: Sequence[ServedModel],
     section: RouterSection,
-    pool: PoolView,
-    credentials: Credentials,
     metrics: RouterMetrics,
-    prefixes: Prefixes | None,
-) -> Workers:
-    """With ``prefixes`` what workers' caches hold is followed."""
-    router_id = f"router-{secrets.token_hex(6)}"
-    clients = WorkerClients(credentials)
-    frames = FrameStreams(pool, clients, router_id, resume_timeout_s=section.resume_timeout_s)
-    caches = CacheStreams(pool, clients, router_id, prefixes.index) if prefixes else None
-    return Workers(pool, clients, frames, router_id, metrics, caches=caches)
-
-
-def _admission_of(section: RouterSection, tiers: Tiers, metrics: RouterMetrics) -> Admission:
-    return Admission(
-        section.max_concurrent_requests or REQUESTS_OF_SILENT_RANK,
-        queue_timeout_s=section.queue_timeout_s,
-        max_queue_bytes=section.max_queue_bytes,
-        last_order=tiers.standing(tiers.last).order,
-        on_refused=metrics.tiers.count_refused,
-    )
+    credentials: Credentials,
+    tiers: Tiers,
+) -> Backends:
+    bodies = BodyBudget(section.max_queue_bytes)
+    router_id, clock = f"router-{secrets.token_hex(6)}", asyncio.get_running_loop().time
+    backends = [
+        Backend(
+            *(model, section, metrics.of_model(model.name)),
+            credentials=credentials,
+            router_id=router_id,
+            clock=clock,
+            bodies=bodies,
+            tiers=tiers,
+        )
+        for model in models
+    ]
+    return Backends(backends)
 
 
 def _gate_of(

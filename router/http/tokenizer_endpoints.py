@@ -10,8 +10,9 @@ from collections.abc import Callable
 import orjson
 from aiohttp import web
 
+from router.backend import Backend
 from router.http.body import read_body
-from router.http.endpoints import Serving, check_model
+from router.http.endpoints import Serving, backend_for
 from router.http.messages.request import CountRequest
 from router.http.messages.request import as_chat as chat_of_messages
 from router.http.messages.request import names_of as names_of_messages
@@ -36,7 +37,7 @@ from router.http.tokenization import (
 )
 from router.http.told import told_under
 from router.http.unsupported import refuse_unsupported
-from router.model import ModelLimits
+from router.model import ModelLimits, ServedModel
 
 Work = Callable[[bytes, Abandoned], Json]
 
@@ -49,12 +50,12 @@ class TokenizerEndpoints:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """``POST /tokenize``: the tokens that the model would be given."""
-        model, limits = self._serving.model, self._serving.limits()
 
         def answer(raw: bytes, is_abandoned: Abandoned) -> Json:
             body = parse_body(raw, TokenizeRequest)
-            check_model(self._serving, body.model)
-            token_ids = self._token_ids(as_generation(body), limits, is_abandoned)
+            backend = backend_for(self._serving, request, body.model)
+            model, limits = backend.model, backend.limits()
+            token_ids = _token_ids(as_generation(body), model, limits, is_abandoned)
             return tokens_answer(
                 token_ids, model, limits, with_strings=bool(body.return_token_strs)
             )
@@ -63,12 +64,11 @@ class TokenizerEndpoints:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """``POST /detokenize``: the text of tokens."""
-        model, limits = self._serving.model, self._serving.limits()
 
         def answer(raw: bytes, _: Abandoned) -> Json:
             body = parse_body(raw, DetokenizeRequest)
-            check_model(self._serving, body.model)
-            return text_answer(body, model, limits)
+            backend = backend_for(self._serving, request, body.model)
+            return text_answer(body, backend.model, backend.limits())
 
         return await self._answer(request, answer)
 
@@ -79,8 +79,9 @@ class TokenizerEndpoints:
         def answer(raw: bytes, is_abandoned: Abandoned) -> Json:
             nonlocal asked
             asked = parse_body(raw, CountRequest)
-            chat = chat_of_messages(asked, self._serving.model)
-            return {"input_tokens": self._num_tokens(chat, is_abandoned)}
+            backend = backend_for(self._serving, request, asked.model)
+            chat = chat_of_messages(asked, backend.model)
+            return {"input_tokens": _num_tokens(chat, backend, is_abandoned)}
 
         with told_under(lambda: names_of_messages(asked)):
             return await self._answer(request, answer)
@@ -92,36 +93,17 @@ class TokenizerEndpoints:
         def answer(raw: bytes, is_abandoned: Abandoned) -> Json:
             nonlocal asked
             asked = parse_body(raw, InputRequest)
-            num_tokens = self._num_tokens(chat_of_responses(asked), is_abandoned)
+            backend = backend_for(self._serving, request, asked.model)
+            num_tokens = _num_tokens(chat_of_responses(asked), backend, is_abandoned)
             return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
         with told_under(lambda: names_of_responses(asked)):
             return await self._answer(request, answer)
 
-    def _num_tokens(self, chat: ChatRequest, is_abandoned: Abandoned) -> int:
-        check_model(self._serving, chat.model)
-        return len(self._token_ids(chat, self._serving.limits(), is_abandoned))
-
-    def _token_ids(
-        self,
-        generation: ChatRequest | CompletionRequest,
-        limits: ModelLimits,
-        is_abandoned: Abandoned,
-    ) -> list[int]:
-        model = self._serving.model
-        refuse_unsupported(generation)
-        if isinstance(generation, ChatRequest):
-            check_chat(generation, model, limits)
-            return chat_prompt(generation, model, limits, is_abandoned).token_ids
-        check_completion(generation, model, limits)
-        prompts = completion_prompts(generation, model, limits, is_abandoned)
-        return prompts[0].token_ids if prompts else []
-
     async def _answer(self, request: web.Request, answer: Work) -> web.Response:
         serving = self._serving
         section = serving.section
-        serving.gate.check_model(request, serving.model.name)
-        with serving.admission.body() as held:
+        with serving.backends.body() as held:
             raw = await read_body(
                 request, held, max_bytes=section.max_body_bytes, timeout_s=section.body_timeout_s
             )
@@ -131,3 +113,22 @@ class TokenizerEndpoints:
 
             data = await serving.lanes.run(len(raw), work)
         return web.Response(body=data, content_type="application/json")
+
+
+def _num_tokens(chat: ChatRequest, backend: Backend, is_abandoned: Abandoned) -> int:
+    return len(_token_ids(chat, backend.model, backend.limits(), is_abandoned))
+
+
+def _token_ids(
+    generation: ChatRequest | CompletionRequest,
+    model: ServedModel,
+    limits: ModelLimits,
+    is_abandoned: Abandoned,
+) -> list[int]:
+    refuse_unsupported(generation)
+    if isinstance(generation, ChatRequest):
+        check_chat(generation, model, limits)
+        return chat_prompt(generation, model, limits, is_abandoned).token_ids
+    check_completion(generation, model, limits)
+    prompts = completion_prompts(generation, model, limits, is_abandoned)
+    return prompts[0].token_ids if prompts else []

@@ -11,6 +11,7 @@ import enum
 import hashlib
 import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from runtime.errors import ConfigError
@@ -102,9 +103,9 @@ class KeyRecord:
         contained = right is Right.METRICS and Right.OPERATIONS in self.rights
         return right in self.rights or contained
 
-    def may_use(self, model: str) -> bool:
-        """Whether requests of this key may name ``model``."""
-        return not self.models or model in self.models
+    def may_use(self, names: Iterable[str]) -> bool:
+        """Whether requests of this key may ask for the model of these ``names``."""
+        return not self.models or not set(self.models).isdisjoint(names)
 
     def may_have(self, tier: str) -> bool:
         """Whether requests of this key may be of ``tier``."""

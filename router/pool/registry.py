@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from router.pool.lease_clock import LeaseClock
@@ -32,11 +32,11 @@ class _Lease:
 
 
 class Registry:
-    """Leases of workers of one model. One event loop owns it and calls ``tick``."""
+    """Leases of workers of some models. One event loop owns it and calls ``tick``."""
 
-    def __init__(self, model: str, ttl_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, models: Collection[str], ttl_s: float, clock: Callable[[], float]) -> None:
         """``clock`` gives seconds that never go back; ``ttl_s``: the life of an unrenewed lease."""
-        self._model = model
+        self._models = tuple(models)
         self._ttl_s = ttl_s
         self._clock = LeaseClock(clock, min(0.25, ttl_s / 8))
         self._leases: dict[str, _Lease] = {}
@@ -75,14 +75,17 @@ class Registry:
 
         Raises:
             SupersededError: a later life of the same endpoint is in the pool.
-            ValueError: it serves another model than this pool.
+            ValueError: it serves another model than these pools; or its name is that of a worker
+                of another model.
         """
-        if member.model != self._model:
+        if member.model not in self._models:
+            served = ", ".join(map(repr, self._models))
             raise ValueError(
-                f"model = {member.model!r}: this pool serves {self._model!r}. "
-                "Fix: give router and workers the same model.name"
+                f"model = {member.model!r}: this router serves {served}. Fix: give router and "
+                "workers the same model.name, or name the model in router.models_file"
             )
         self.expire()
+        self._refuse_the_name_of_another_model(member)
         for lease_id, lease in list(self._leases.items()):
             if lease.member.key.place == member.key.place:
                 self._refuse_an_earlier_life(member, lease.member)
@@ -140,6 +143,16 @@ class Registry:
         for key in keys:
             self._note_departure(key, DepartureReason.LOST)
         return keys
+
+    def _refuse_the_name_of_another_model(self, member: Member) -> None:
+        # Else two deployments that call their workers alike would take turns in one place.
+        for lease in self._leases.values():
+            other = lease.member
+            if other.key.instance == member.key.instance and other.model != member.model:
+                raise ValueError(
+                    f"instance = {member.key.instance!r} is a worker of the model {other.model!r}. "
+                    "Fix: another --instance (or, with Helm, another release name)"
+                )
 
     def _refuse_an_earlier_life(self, member: Member, holder: Member) -> None:
         # Clocks of hosts differ, so what was seen to be replaced says more than when it started.

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from router.metrics import RouterMetrics
+from router.model_metrics import ModelMetrics
 from router.pool.members import Member, WorkerKey
 from router.requests.clients import WorkerClients
 from runtime.background import BackgroundTasks
@@ -33,7 +33,7 @@ class Aborts:
     def __init__(
         self,
         clients: WorkerClients,
-        metrics: RouterMetrics,
+        metrics: ModelMetrics,
         *,
         is_alive: Callable[[WorkerKey], bool],
         total_s: float = TOTAL_S,

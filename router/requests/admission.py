@@ -74,6 +74,14 @@ class Place:
             self._admission.release(num_choices)
 
 
+class BodyBudget:
+    """Bytes of bodies that are read or wait, whichever model they are for."""
+
+    def __init__(self, max_bytes: int = MAX_QUEUE_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+
+
 class BodyBytes:
     """What one body takes of the memory for bodies that are read or wait."""
 
@@ -123,11 +131,13 @@ class Admission:
         *,
         queue_timeout_s: float = QUEUE_TIMEOUT_S,
         max_queue_bytes: int = MAX_QUEUE_BYTES,
+        bodies: BodyBudget | None = None,
         last_order: int = 0,
         on_refused: Callable[[Standing], None] = lambda standing: None,
     ) -> None:
         """``limit``: choices in flight, until ``set_limit`` says otherwise.
 
+        ``bodies`` are those of several admissions together, in the place of ``max_queue_bytes``.
         ``last_order`` is that of the last tier in order; ``on_refused`` is told of requests that
         were to wait and are answered 429.
         """
@@ -135,12 +145,11 @@ class Admission:
         self._last_order = last_order
         self._on_refused = on_refused
         self._queue_timeout_s = queue_timeout_s
-        self._max_queue_bytes = max_queue_bytes
+        self._bodies = bodies or BodyBudget(max_queue_bytes)
         self._num_in_flight = 0
         self._draining = False
         self._line = WaitingLine[_Waiter]()
         self._pace = Pace()
-        self._body_bytes = 0
 
     @property
     def limit(self) -> int:
@@ -170,7 +179,7 @@ class Admission:
     @property
     def body_bytes(self) -> int:
         """Of bodies that are being read or wait."""
-        return self._body_bytes
+        return self._bodies.num_bytes
 
     @property
     def draining(self) -> bool:
@@ -239,17 +248,17 @@ class Admission:
 
     def count_body(self, num_bytes: int) -> None:
         """``num_bytes`` more (or fewer) are held."""
-        self._body_bytes += num_bytes
+        self._bodies.num_bytes += num_bytes
 
     def check_body_bytes(self, num_leaving: int = 0) -> None:
         """Raise TooManyRequestsError where bodies take more than they may.
 
         ``num_leaving`` are bytes of requests that were told to go, and have not gone.
         """
-        if self._body_bytes - num_leaving > self._max_queue_bytes:
+        if self.body_bytes - num_leaving > self._bodies.max_bytes:
             raise TooManyRequestsError(
-                f"bodies of {self._body_bytes} bytes are read or wait for a place, and "
-                f"router.max_queue_bytes is {self._max_queue_bytes}. Fix: retry in a moment",
+                f"bodies of {self.body_bytes} bytes are read or wait for a place, and "
+                f"router.max_queue_bytes is {self._bodies.max_bytes}. Fix: retry in a moment",
                 retry_after_s=self._retry_after_s(self._last_order),
             )
 
@@ -266,7 +275,7 @@ class Admission:
             TooManyRequestsError: there is nobody of them, or it would not do.
         """
         num_leaving = 0
-        while self._body_bytes - num_leaving > self._max_queue_bytes:
+        while self.body_bytes - num_leaving > self._bodies.max_bytes:
             victim = self._line.last_behind(waiter.standing.order)
             if victim is None:
                 break

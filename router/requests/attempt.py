@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from router.metrics import RouterMetrics
+from router.model_metrics import ModelMetrics
 from router.pool.members import Member, Role, WorkerKey
 from router.pool.view import PoolView
 from router.requests.aborts import Aborts
@@ -70,7 +70,7 @@ class Workers:
         clients: WorkerClients,
         frames: FrameStreams,
         router_id: str,
-        metrics: RouterMetrics,
+        metrics: ModelMetrics,
         *,
         caches: CacheStreams | None = None,
     ) -> None:

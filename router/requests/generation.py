@@ -88,7 +88,9 @@ class Mailbox:
         if num_bytes > self._max_bytes:
             self._on_full()
         if self._listener is not None:
-            self._call_listener()
+            if not self._is_due:
+                self._is_due = True
+                self._loop.call_soon(self._tell)
         elif self._waiter is not None:
             self.wake()
 
@@ -114,18 +116,14 @@ class Mailbox:
             self._num_bytes = 0
         return items
 
-    def listen(self, listener: Callable[[], None]) -> None:
+    def listen(self, listener: Callable[[], None] | None) -> None:
         """Call ``listener`` once for each turn of the event loop in which outputs come.
 
         It takes them, or leaves them here until its client has room. What is here now counts as
-        having come.
+        having come. None: call nobody any more.
         """
         self._listener = listener
-        if self._items:
-            self._call_listener()
-
-    def _call_listener(self) -> None:
-        if not self._is_due:
+        if listener is not None and self._items and not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._tell)
 

@@ -7,7 +7,6 @@ follows is there. After a stream that broke tokens may come twice; each is hande
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from router.requests.generation import Generation
 from runtime.errors import InternalError, TandemError
@@ -28,6 +27,7 @@ class AttemptSink:
         """Output index of prefill's token; decode's begin behind it."""
         self._has_first = False
         """Whether this attempt's prefill has answered."""
+        self._has_logprobs = generation.sampling.num_logprobs >= 0
         self._early: list[decode_pb2.TokenDelta] = []
         self._is_whole = False
         """Whether decode has said its last, which may wait for prefill's token."""
@@ -122,8 +122,8 @@ class AttemptSink:
 
     def _take(self, delta: decode_pb2.TokenDelta, finish: FinishReason | None) -> None:
         generation = self._generation
-        token_ids: Sequence[int] = delta.token_ids
-        logprobs: Sequence[common_pb2.PositionLogprobs] = delta.logprobs
+        token_ids = delta.token_ids[:]  # a list: every use of protobuf's own container costs more
+        logprobs = delta.logprobs[:] if self._has_logprobs else []
         num_known = len(generation.output_token_ids) - delta.start_index
         if num_known < 0:
             self._break(

@@ -9,7 +9,7 @@ over tokens comes out with its last byte; bytes that are no UTF-8 become U+FFFD.
 from __future__ import annotations
 
 from codecs import utf_8_decode
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 class Detokenizer:
@@ -27,11 +27,14 @@ class Detokenizer:
         """The text that ``token_id`` completes; empty inside a character. Unknown ids have none."""
         return self.feed_all((token_id,))
 
-    def feed_all(self, token_ids: Iterable[int]) -> str:
+    def feed_all(self, token_ids: Sequence[int]) -> str:
         """The text that all of these complete."""
         pieces = self._pieces
         try:
-            data = b"".join([pieces[token_id] for token_id in token_ids])
+            if len(token_ids) == 1:  # nearly every delta
+                data = pieces[token_ids[0]]
+            else:
+                data = b"".join([pieces[token_id] for token_id in token_ids])
         except IndexError:
             data = b"".join([pieces[i] for i in token_ids if i < len(pieces)])
         if self._held:

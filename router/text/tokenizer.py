@@ -19,6 +19,8 @@ from runtime.errors import ConfigError
 BATCH_TEXTS = 256
 """Texts handed to the library at once: their results are turned into ours without the library
 letting go of the interpreter."""
+SHORT_CHARS = 1024
+"""A shorter text is encoded where it is: the library's threads would take longer to wake."""
 NORMALIZER_SHRINKS = 4
 """A normalizer joins at most so many characters to one (combining marks, Hangul)."""
 
@@ -137,8 +139,8 @@ class Tokenizer:
     ) -> list[list[int]]:
         """The ids of each text.
 
-        Other threads run meanwhile: the library's function for batches lets go of the interpreter,
-        the one for a single text does not in every version.
+        Other threads run meanwhile, unless it is one short text: the library's function for batches
+        lets go of the interpreter, the one for a single text does not in every version.
 
         Args:
             texts: to encode, each by itself.
@@ -146,18 +148,23 @@ class Tokenizer:
             is_abandoned: nobody waits for the result any more; what it is then does not matter.
         """
         results: list[list[int]] = []
+        if len(texts) == 1 and len(texts[0]) <= SHORT_CHARS:
+            encoding = self._backend.encode(texts[0], add_special_tokens=add_special_tokens)
+            return [self._with_bos(encoding.ids, add_special_tokens)]
         for start in range(0, len(texts), BATCH_TEXTS):
             if is_abandoned():
                 return results
             batch = self._backend.encode_batch_fast(
                 texts[start : start + BATCH_TEXTS], add_special_tokens=add_special_tokens
             )
-            results += [encoding.ids for encoding in batch]
-        if add_special_tokens and self._bos_id is not None:
-            for ids in results:
-                if ids[:1] != [self._bos_id]:
-                    ids.insert(0, self._bos_id)
+            results += [self._with_bos(encoding.ids, add_special_tokens) for encoding in batch]
         return results
+
+    def _with_bos(self, ids: list[int], add_special_tokens: bool) -> list[int]:
+        """``ids``, behind bos if they ask for special tokens and lack it."""
+        if add_special_tokens and self._bos_id is not None and ids[:1] != [self._bos_id]:
+            ids.insert(0, self._bos_id)
+        return ids
 
     def entry(self, token_id: int) -> str | None:
         """One vocabulary entry as tokenizer.json spells it; None beyond the tokenizer's ids."""

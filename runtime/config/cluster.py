@@ -68,6 +68,8 @@ class ModelSection:
     """Folder of a Hugging Face checkpoint; empty: the bundled model."""
     name: str = ""
     """The name that clients ask for; empty: the folder's name."""
+    aliases: str = ""
+    """Further names that clients may ask for, separated by commas."""
     max_model_len: int = 0
     """Most tokens of prompt and output together; 0: what the checkpoint says."""
     load_format: str = "safetensors"

@@ -23,6 +23,8 @@ class RouterSection:
     keys_file: str = ""
     """TOML file of API keys (`tandem keys add`), followed while the router runs; empty: the keys in
     TANDEM_API_KEYS, and without those none is asked for."""
+    models_file: str = ""
+    """TOML file of models that this router serves beside ``model``; empty: none."""
     allow_anonymous: bool = False
     """Let HTTP listen beyond this machine though it asks nobody for a key."""
     metrics_access: str = "open"

@@ -120,7 +120,7 @@ class Cluster:
 
     @property
     def eos(self) -> int:
-        (token_id,) = self.service._model.limits.eos_token_ids
+        (token_id,) = self.service._models[0].limits.eos_token_ids
         return token_id
 
     def script(self, prompt: Sequence[int]) -> list[int]:

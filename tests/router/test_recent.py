@@ -21,10 +21,10 @@ class Clock:
 
 def serve(metrics: RouterMetrics, count: int, ttft_s: float) -> None:
     for _ in range(count):
-        metrics.count_request("/v1/completions", 200)
-        metrics.prompt_tokens.inc(10)
-        metrics.output_tokens.inc(4)
-        metrics.ttft.observe(ttft_s)
+        metrics.count_request("m", "/v1/completions", 200)
+        metrics.of_model("m").prompt_tokens.inc(10)
+        metrics.of_model("m").output_tokens.inc(4)
+        metrics.of_model("m").ttft.observe(ttft_s)
 
 
 def totals_of(metrics: RouterMetrics) -> Totals:

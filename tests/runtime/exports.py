@@ -12,6 +12,7 @@ from decode.metrics import DecodeMetrics
 from prefill.messages import LoopLoad
 from prefill.metrics import PrefillMetrics
 from router.metrics import RouterMetrics
+from router.model_metrics import ModelMetrics
 from runtime.lifecycle import DecodeStatus
 from runtime.metrics import gauge_of
 from runtime.pb import registry_pb2
@@ -27,7 +28,7 @@ class Exports:
     registries: dict[str, CollectorRegistry]
     prefill: PrefillMetrics
     decode: DecodeMetrics
-    router: RouterMetrics
+    router: ModelMetrics
 
 
 def make_exports(load: LoopLoad | None = None) -> Exports:
@@ -39,7 +40,7 @@ def make_exports(load: LoopLoad | None = None) -> Exports:
         registries={"prefill": prefill, "decode": decode, "router": router.registry},
         prefill=of_prefill,
         decode=of_decode,
-        router=router,
+        router=router.of_model("m"),
     )
 
 

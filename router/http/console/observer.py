@@ -94,7 +94,7 @@ class Observer:
         missing = missing_parts(serving)
         snapshot = Snapshot(
             at=round(wall, 3),
-            model=serving.model.name,
+            model=", ".join(backend.name for backend in serving.backends),
             ready=not missing,
             missing=missing,
             num_processes=serving.section.http_processes,
@@ -104,18 +104,18 @@ class Observer:
         return snapshot, self._history.view(self._number, [part.history for part in parts])
 
     def _picture(self, wall: float) -> PoolPicture:
-        pool, now = self._serving.pool, self._loop.time()
-        members = pool.members()
+        backends, now = self._serving.backends, self._loop.time()
+        members, pools = backends.members(), backends.pools()
         self._meter.observe(members, now)
 
         def state_of(member: Member) -> str:
-            return worker_state(member, pool.recently_failed(member.key))
+            return worker_state(member, pools[member.key].recently_failed(member.key))
 
         return picture_of(
             members,
             self._journal.lost(),
             self._meter,
-            load_of=pool.reported_load,
+            load_of=lambda key: pools[key].reported_load(key),
             state_of=state_of,
             now=now,
             wall=wall,
@@ -127,8 +127,8 @@ class Observer:
         finished = serving.finished.since(wall - STEP_S)
         point = Point(
             number=number,
-            num_in_flight=serving.admission.num_in_flight,
-            num_waiting=serving.admission.num_waiting,
+            num_in_flight=serving.backends.num_in_flight,
+            num_waiting=serving.backends.num_waiting,
             num_answers=answers - self._num_answers,
             num_errors=sum(errors.values()) - sum(self._errors[-1].values()),
             num_finished=len(finished),
@@ -140,16 +140,17 @@ class Observer:
 
     def _part(self) -> Part:
         serving, now = self._serving, self._loop.time()
-        admission, live = serving.admission, serving.pipeline.live
+        backends = serving.backends
+        live = {generation for backend in backends for generation in backend.pipeline.live}
         errors, before = serving.metrics.errors(), self._errors[0]
         oldest = sorted(live, key=lambda generation: generation.timings.received)[:MAX_LIVE]
         return Part(
             pid=os.getpid(),
             uptime_s=round(now - self._began, 1),
-            num_in_flight=admission.num_in_flight,
-            num_waiting=admission.num_waiting,
-            max_in_flight=admission.limit,
-            oldest_wait_s=admission.oldest_wait_s,
+            num_in_flight=backends.num_in_flight,
+            num_waiting=backends.num_waiting,
+            max_in_flight=backends.limit,
+            oldest_wait_s=max(backend.admission.oldest_wait_s for backend in backends),
             num_connections=len(self._connections),
             loop_lag_s=self._loop_lag_s,
             num_live=len(live),

@@ -76,38 +76,54 @@ def _messages(where: str, turn: object) -> list[Json]:
 
 def _of_user(where: str, content: object) -> list[Json]:
     found: list[Json] = []
+    texts: list[str] = []
+
+    def end_text() -> None:
+        if texts:
+            found.append({"role": "user", "content": "".join(texts)})
+            texts.clear()
+
     for place, block in _blocks(where, content, ("text", "tool_result")):
-        if block["type"] == "tool_result":
-            found.append(_result(place, block))
-            continue
-        text = _text(place, block)
-        if found and found[-1]["role"] == "user":
-            found[-1]["content"] = f"{found[-1]['content']}{text}"
+        if block["type"] == "text":
+            texts.append(_text(place, block))
         else:
-            found.append({"role": "user", "content": text})
+            end_text()
+            found.append(_result(place, block))
+    end_text()
     return found or [{"role": "user", "content": ""}]
 
 
+class _Said:
+    """One message of the assistant, as its blocks come."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.thoughts: list[str] = []
+        self.calls: list[Json] = []
+
+    def message(self) -> Json:
+        found: Json = {"role": "assistant", "content": "".join(self.texts)}
+        if self.thoughts:
+            found["reasoning_content"] = "".join(self.thoughts)
+        if self.calls:
+            found["tool_calls"] = self.calls
+            found["content"] = found["content"] or None
+        return found
+
+
 def _of_assistant(where: str, content: object) -> list[Json]:
-    found: list[dict[str, Any]] = [{"role": "assistant", "content": None}]
+    found = [_Said()]
     for place, block in _blocks(where, content, ("thinking", "text", "tool_use")):
-        message = found[-1]
         if block["type"] == "tool_use":
-            message.setdefault("tool_calls", []).append(_call(place, block))
+            found[-1].calls.append(_call(place, block))
             continue
-        if message.get("tool_calls"):  # what comes behind calls is another message
-            message = {"role": "assistant", "content": None}
-            found.append(message)
-        name, text = "content", ""
+        if found[-1].calls:  # what comes behind calls is another message
+            found.append(_Said())
         if block["type"] == "thinking":
-            name, text = "reasoning_content", _thought(place, block)
+            found[-1].thoughts.append(_thought(place, block))
         else:
-            text = _text(place, block)
-        message[name] = (message.get(name) or "") + text
-    for message in found:
-        if message["content"] is None and not message.get("tool_calls"):
-            message["content"] = ""
-    return list(found)
+            found[-1].texts.append(_text(place, block))
+    return [said.message() for said in found]
 
 
 def _text(where: str, block: Mapping[str, Any]) -> str:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.http.response import Json
-
 _ROLES = ("user", "system", "developer", "assistant")
 _TEXTS = ("input_text", "output_text")
 _OF_ITEM = ("type", "id", "status")
@@ -22,7 +20,7 @@ _OF_ITEM = ("type", "id", "status")
 class Conversation:
     """What a request's input says."""
 
-    messages: list[Json] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)
     """The number of the item with which each message begins."""
 
@@ -57,19 +55,14 @@ def _take(found: Conversation, number: int, item: object) -> None:
             f"Fix: send one of {', '.join(_READERS)}"
         )
     message = reader(where, item)
-    last = found.messages[-1] if found.messages else {}
-    if _belongs_to(last, message):
-        calls = [*_calls(last), *_calls(message)]
-        last.update({name: value for name, value in message.items() if value is not None})
-        if calls:
-            last["tool_calls"] = calls
-    else:
+    last = found.messages[-1] if found.messages else None
+    if last is None or not _belongs_to(last, message):
         found.messages.append(message)
         found.origins.append(number)
-
-
-def _calls(message: Mapping[str, Any]) -> list[Json]:
-    return message.get("tool_calls") or []
+    elif message.get("tool_calls"):
+        last.setdefault("tool_calls", []).extend(message["tool_calls"])
+    else:
+        last["content"] = message["content"]
 
 
 def _belongs_to(last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
@@ -78,10 +71,10 @@ def _belongs_to(last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
         return False
     if message.get("tool_calls"):
         return True
-    return message["content"] is not None and last["content"] is None and not _calls(last)
+    return message["content"] is not None and last["content"] is None and "tool_calls" not in last
 
 
-def _message(where: str, item: Mapping[str, Any]) -> Json:
+def _message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     role = item.get("role")
     if role not in _ROLES:
         raise ValueError(f"{where}.role is {role!r}; it must be one of {', '.join(_ROLES)}")
@@ -89,7 +82,7 @@ def _message(where: str, item: Mapping[str, Any]) -> Json:
     return {"role": role, "content": _text(f"{where}.content", item.get("content"))}
 
 
-def _call(where: str, item: Mapping[str, Any]) -> Json:
+def _call(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     _refuse_others(where, item, ("call_id", "name", "arguments"), refused=("namespace", "caller"))
     for name in ("call_id", "name", "arguments"):
         if not isinstance(item.get(name), str):
@@ -99,7 +92,7 @@ def _call(where: str, item: Mapping[str, Any]) -> Json:
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
-def _result(where: str, item: Mapping[str, Any]) -> Json:
+def _result(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     _refuse_others(where, item, ("call_id", "output", "name"), refused=("namespace", "caller"))
     if not isinstance(item.get("call_id"), str):
         raise ValueError(f"{where}.call_id must be a string: that of the call")
@@ -107,7 +100,7 @@ def _result(where: str, item: Mapping[str, Any]) -> Json:
     return {"role": "tool", "tool_call_id": item["call_id"], "content": content}
 
 
-def _reasoning(where: str, item: Mapping[str, Any]) -> Json:
+def _reasoning(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     _refuse_others(where, item, ("content", "summary"), refused=("encrypted_content",))
     text = ""
     for name, kind in (("summary", "summary_text"), ("content", "reasoning_text")):
@@ -116,7 +109,7 @@ def _reasoning(where: str, item: Mapping[str, Any]) -> Json:
     return {"role": "assistant", "content": None, "reasoning_content": text}
 
 
-_READERS: Mapping[str, Callable[[str, Mapping[str, Any]], Json]] = {
+_READERS: Mapping[str, Callable[[str, Mapping[str, Any]], dict[str, Any]]] = {
     "message": _message,
     "function_call": _call,
     "function_call_output": _result,

@@ -47,8 +47,10 @@ async def test_an_answer(http, cluster: Cluster) -> None:
     assert meta["e2e_latency"] > 0
     assert list(cluster.prefill.seen[0].context_token_ids) == prompt
     values = await metric_values(http)
-    assert values["pd_router_requests_total{endpoint=/generate,status=200}"] == 1
-    assert values["pd_e2e_seconds_count"] == 1
+    assert (
+        values["pd_router_requests_total{endpoint=/generate,model=org/tiny-model,status=200}"] == 1
+    )
+    assert values["pd_e2e_seconds_count{model=org/tiny-model}"] == 1
 
 
 async def test_a_stream_repeats_the_text_so_far(http, cluster: Cluster) -> None:

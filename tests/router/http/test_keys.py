@@ -137,6 +137,9 @@ async def test_every_api_asks_for_a_key_and_tells_so_in_its_own_way(
     message = {"max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
     calls: list[tuple[str, str, object]] = [
         ("POST", "/v1/messages", message),
+        ("POST", "/v1/messages/count_tokens", {"messages": message["messages"]}),
+        ("POST", "/v1/responses", {"input": "hi", "max_output_tokens": 4}),
+        ("POST", "/v1/responses/input_tokens", {"input": "hi"}),
         ("POST", "/generate", {"text": "x"}),
         ("POST", "/tokenize", {"prompt": "x"}),
         ("POST", "/detokenize", {"tokens": [40]}),
@@ -148,7 +151,7 @@ async def test_every_api_asks_for_a_key_and_tells_so_in_its_own_way(
                 headers = {"x-api-key": sent} if sent else {}
                 async with http.request(method, path, json=body, headers=headers) as response:
                     assert (path, response.status) == (path, status)
-                    if path == "/v1/messages" and status != 200:
+                    if path.startswith("/v1/messages") and status != 200:
                         kind = {401: "authentication_error", 403: "permission_error"}[status]
                         assert (await response.json())["error"]["type"] == kind
         # A browser asks without the key whether it may send one.
@@ -156,7 +159,7 @@ async def test_every_api_asks_for_a_key_and_tells_so_in_its_own_way(
         async with http.options("/v1/messages", headers=asks) as response:
             assert response.status == 204
     line = 'pd_router_key_tokens_total{key="alice",kind="output"}'
-    assert await metric(cluster, line) == 4 + cluster.num_answer_tokens
+    assert await metric(cluster, line) == 4 + 4 + cluster.num_answer_tokens
 
 
 async def test_probes_and_by_default_prometheus_need_no_key(

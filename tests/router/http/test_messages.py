@@ -70,7 +70,10 @@ async def test_an_answer(http, cluster: Cluster) -> None:
         "output_tokens_details": {"thinking_tokens": 0},
     }
     values = await metric_values(http)
-    assert values["pd_router_requests_total{endpoint=/v1/messages,status=200}"] == 1
+    assert (
+        values["pd_router_requests_total{endpoint=/v1/messages,model=org/tiny-model,status=200}"]
+        == 1
+    )
 
 
 async def test_a_stream(http, cluster: Cluster) -> None:

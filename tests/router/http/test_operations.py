@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.http.server import bind_http, port_of
 from router.keys.file import add_to_file
-from router.keys.record import KeyLimits, KeyRecord, hash_key, new_key
+from router.keys.record import KeyLimits, KeyRecord, Right, hash_key, new_key
 from runtime.config import ClusterConfig, ModelSection, RouterSection
 from runtime.config_file import dump_config
 from runtime.errors import ConfigError
@@ -50,17 +50,20 @@ async def test_metrics_count_what_happened(http, cluster: Cluster) -> None:
     async with http.head("/metrics") as response:
         assert response.status == 200
     values = await metric_values(http)
-    requests = "pd_router_requests_total{endpoint=/v1/completions,status="
+    requests = "pd_router_requests_total{endpoint=/v1/completions,model=org/tiny-model,status="
     assert values[requests + "200}"] == 2
     assert values[requests + "400}"] == 1
-    assert values["pd_router_tokens_total{kind=output}"] == 2 * cluster.num_answer_tokens
-    assert values["pd_ttft_seconds_count"] == 2
-    assert values["pd_e2e_seconds_count"] == 2
-    assert values["pd_itl_seconds_count"] > 2
+    assert (
+        values["pd_router_tokens_total{kind=output,model=org/tiny-model}"]
+        == 2 * cluster.num_answer_tokens
+    )
+    assert values["pd_ttft_seconds_count{model=org/tiny-model}"] == 2
+    assert values["pd_e2e_seconds_count{model=org/tiny-model}"] == 2
+    assert values["pd_itl_seconds_count{model=org/tiny-model}"] > 2
     for stage in ("router", "reserve", "prefill_queue", "prefill_compute", "kv_transfer"):
-        assert values[f"pd_ttft_stage_seconds_count{{stage={stage}}}"] == 2
-    assert values["pd_router_workers{role=decode,state=ready}"] == 1
-    assert values["pd_router_requests_in_flight"] == 0
+        assert values[f"pd_ttft_stage_seconds_count{{model=org/tiny-model,stage={stage}}}"] == 2
+    assert values["pd_router_workers{model=org/tiny-model,role=decode,state=ready}"] == 1
+    assert values["pd_router_requests_in_flight{model=org/tiny-model}"] == 0
 
 
 async def test_status_has_the_rates_of_the_last_seconds(http, cluster: Cluster) -> None:
@@ -77,9 +80,14 @@ async def test_status_has_the_rates_of_the_last_seconds(http, cluster: Cluster) 
 
 async def test_failures_have_series_before_the_first_of_them(http, cluster: Cluster) -> None:
     values = await metric_values(http)
-    assert values["pd_router_requests_total{endpoint=/v1/chat/completions,status=502}"] == 0
+    assert (
+        values[
+            "pd_router_requests_total{endpoint=/v1/chat/completions,model=org/tiny-model,status=502}"
+        ]
+        == 0
+    )
     assert values["pd_router_request_errors_total{code=worker_lost}"] == 0
-    assert values["pd_router_migrations_total{reason=peer_lost}"] == 0
+    assert values["pd_router_migrations_total{model=org/tiny-model,reason=peer_lost}"] == 0
 
 
 async def test_the_router_takes_cpu_time_and_memory(http, cluster: Cluster) -> None:
@@ -239,13 +247,15 @@ async def test_several_http_processes_share_port_pool_and_metrics(
                 assert (await response.json())["choices"][0]["text"] == "fox"
         async with aiohttp.ClientSession(url) as http:
             values = await metric_values(http)
-        requests = "pd_router_requests_total{endpoint=/v1/completions,status=200}"
+        requests = (
+            "pd_router_requests_total{endpoint=/v1/completions,model=org/tiny-model,status=200}"
+        )
         assert values[requests] == 12
         vllm = f"{{engine=0,finished_reason=stop,model_name={MODEL},role=router}}"
         assert values[f"vllm:request_success_total{vllm}"] == 12
         assert values[f"pd_process_info{{model={MODEL},rank=0,role=router,worker=router}}"] == 1
         assert values["pd_process_cpu_seconds_total"] > 0
-        assert values["pd_router_workers{role=prefill,state=ready}"] == 1
+        assert values["pd_router_workers{model=org/tiny-model,role=prefill,state=ready}"] == 1
         os.kill(victim := min(pids), signal.SIGKILL)
         pids.clear()
         async with asyncio.timeout(60):
@@ -261,14 +271,18 @@ async def test_several_http_processes_share_port_pool_and_metrics(
         process.communicate()
 
 
-async def pids_of(url: str, number: int) -> set[int]:
+RIGHTS = frozenset({Right.INFERENCE, Right.OPERATIONS})
+
+
+async def pids_of(url: str, number: int, headers: dict[str, str] | None = None) -> set[int]:
     """The HTTP processes behind a port; one connection each: the kernel spreads them."""
     pids: set[int] = set()
     async with asyncio.timeout(60):
         while len(pids) < number:
-            async with aiohttp.ClientSession(url) as http:
+            async with aiohttp.ClientSession(url, headers=headers) as http:
                 await wait_ready(http)
-                async with http.get("/status") as response:
+                headers = {"Authorization": f"Bearer {SECRET}"}
+                async with http.get("/status", headers=headers) as response:
                     pids.add((await response.json())["pid"])
     return pids
 
@@ -277,7 +291,9 @@ async def pids_of(url: str, number: int) -> set[int]:
 async def test_several_http_processes_count_a_key_together(tmp_path, model_dir, workers) -> None:
     most, key, keys_file = 6, new_key(), tmp_path / "keys.toml"
     limits = KeyLimits(requests_per_minute=most)
-    add_to_file(keys_file, KeyRecord(name="alice", sha256=hash_key(key), limits=limits))
+    add_to_file(
+        keys_file, KeyRecord(name="alice", sha256=hash_key(key), limits=limits, rights=RIGHTS)
+    )
     options = {"http_processes": 2, "keys_file": str(keys_file)}
     path, port, control_port = write_config(tmp_path, model_dir, **options)
     process = start(path)
@@ -285,7 +301,7 @@ async def test_several_http_processes_count_a_key_together(tmp_path, model_dir, 
     try:
         for worker in workers:
             await worker.start(f"127.0.0.1:{control_port}")
-        await pids_of(url, 2)
+        await pids_of(url, 2, headers)
         statuses, began = [], time.monotonic()
         for _ in range(4 * most):  # one connection each: the kernel spreads them
             async with (
@@ -312,7 +328,9 @@ async def test_requests_of_an_http_process_that_died_hold_no_place_of_their_key(
 ) -> None:
     key, keys_file = new_key(), tmp_path / "keys.toml"
     limits = KeyLimits(max_concurrent_requests=1)
-    add_to_file(keys_file, KeyRecord(name="alice", sha256=hash_key(key), limits=limits))
+    add_to_file(
+        keys_file, KeyRecord(name="alice", sha256=hash_key(key), limits=limits, rights=RIGHTS)
+    )
     options = {"http_processes": 2, "keys_file": str(keys_file)}
     path, port, control_port = write_config(tmp_path, model_dir, **options)
     process = start(path)
@@ -328,7 +346,7 @@ async def test_requests_of_an_http_process_that_died_hold_no_place_of_their_key(
     try:
         for worker in workers:
             await worker.start(f"127.0.0.1:{control_port}")
-        pids = await pids_of(url, 2)
+        pids = await pids_of(url, 2, headers)
         prefill = workers[0]
         prefill.holds_runs = True
         held = asyncio.create_task(ask())
@@ -341,7 +359,7 @@ async def test_requests_of_an_http_process_that_died_hold_no_place_of_their_key(
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(aiohttp.ClientError):
             await held
-        assert not await pids_of(url, 2) & pids
+        assert not await pids_of(url, 2, headers) & pids
         assert await ask() == 200
     finally:
         process.kill()

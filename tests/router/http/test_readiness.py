@@ -40,7 +40,7 @@ async def test_a_model_is_listed_once_it_can_be_served(start_router: StartRouter
             assert response.status == 200
         # Workers that went are awaited: the model stays listed.
         await decode.die()
-        pool = cluster.service._http.pool  # type: ignore[union-attr]
+        pool = cluster.service._http.backends.default.pool  # type: ignore[union-attr]
         await cluster.until(lambda: len(pool.members()) < 2)
         assert await models(http) == [MODEL]
         assert (await code_of(http, "POST", "/v1/completions"))[1] != "server_not_ready"
@@ -85,7 +85,7 @@ async def test_the_limit_follows_the_decode_ranks(start_router: StartRouter) -> 
         await cluster.add_decode("decode-1", max_num_requests=60)
         assert await limit(http) == 75
         cluster.decodes[1].set_draining()
-        pool = cluster.service._http.pool  # type: ignore[union-attr]
+        pool = cluster.service._http.backends.default.pool  # type: ignore[union-attr]
         await cluster.until(lambda: any(member.draining for member in pool.members()))
         assert await limit(http) == 30
         await cluster.decodes[1].close()
@@ -100,7 +100,7 @@ async def test_routers_share_the_decode_ranks_and_the_last_one_has_them_alone(
     decode = FakeDecode("decode-0", MODEL, clusters[0].script, max_num_requests=40)
     clusters[0].decodes.append(decode)
     await decode.start(",".join(cluster.control for cluster in clusters))
-    admissions = [cluster.service._http._admission for cluster in clusters]  # type: ignore[union-attr]
+    admissions = [cluster.service._http.backends.default.admission for cluster in clusters]  # type: ignore[union-attr]
     await clusters[0].until(lambda: [one.limit for one in admissions] == [15, 15])
     await clusters[1].service.shutdown()
     await clusters[0].until(lambda: admissions[0].limit == 30)
@@ -117,7 +117,7 @@ async def test_draining_answers_who_waits_in_the_queue(start_router: StartRouter
         second = asyncio.create_task(code_of(http, "POST", "/v1/completions"))
         server = cluster.service._http
         assert server is not None
-        await cluster.until(lambda: server._admission.num_waiting == 1)
+        await cluster.until(lambda: server.backends.default.admission.num_waiting == 1)
         drained = asyncio.create_task(cluster.service.drain())
         assert await second == (503, "server_is_draining")
         async with await first as response:

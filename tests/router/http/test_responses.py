@@ -280,6 +280,13 @@ async def test_a_failure_before_the_first_token_has_a_status(
         await client.responses.create(model="other", input="x", stream=True)
 
 
+async def test_no_response_can_be_asked_for_again(client: openai.AsyncOpenAI) -> None:
+    answer = await client.responses.create(**BODY, max_output_tokens=1)
+    for ask_for in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError, match="no response is stored here"):
+            await ask_for(answer.id)
+
+
 async def test_a_client_that_leaves_ends_its_request(
     client: openai.AsyncOpenAI, http: aiohttp.ClientSession, cluster: Cluster
 ) -> None:

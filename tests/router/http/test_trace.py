@@ -50,7 +50,7 @@ async def test_requests_of_one_connection_have_traces_of_their_own(
 async def test_a_stream_of_tokens_that_a_request_opens_is_of_no_trace(
     http: aiohttp.ClientSession, cluster: Cluster
 ) -> None:
-    frames = cluster.service._http._workers.frames  # type: ignore[union-attr]
+    frames = cluster.service._http.backends.default._workers.frames  # type: ignore[union-attr]
     (stream,) = frames._streams.values()
     frames._streams.clear()
     async with http.post("/v1/completions", json=BODY, headers=HEADERS) as response:

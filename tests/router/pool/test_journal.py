@@ -100,7 +100,7 @@ def test_a_failure_that_the_view_notes_is_an_event_with_its_reason() -> None:
 
 def test_the_registry_says_why_each_worker_went() -> None:
     clock = Clock()
-    registry = Registry("m", 5.0, clock)
+    registry = Registry(["m"], 5.0, clock)
     lease = registry.register(decode(0))
     registry.register(decode(1))
     registry.register(decode(1, key=WorkerKey("decode-1", 2, 0)))

@@ -53,7 +53,7 @@ class RegistryMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.awake = 0.0
-        self.registry = Registry("m", TTL_S, lambda: self.now)
+        self.registry = Registry(["m"], TTL_S, lambda: self.now)
         self.model: dict[str, tuple[WorkerKey, float]] = {}
         self.replaced: set[WorkerKey] = set()
         self.versions = [self.registry.version]
@@ -123,7 +123,7 @@ TestRegistryMachine = RegistryMachine.TestCase
 
 
 def test_versions_tell_of_changes_only() -> None:
-    registry = Registry("m", TTL_S, lambda: 0.0)
+    registry = Registry(["m"], TTL_S, lambda: 0.0)
     lease_id = registry.register(member())
     version = registry.version
     registry.renew(lease_id, WorkerLoad())
@@ -138,7 +138,7 @@ def test_versions_tell_of_changes_only() -> None:
 
 def test_a_stall_of_the_router_ends_no_lease() -> None:
     now = 0.0
-    registry = Registry("m", TTL_S, lambda: now)
+    registry = Registry(["m"], TTL_S, lambda: now)
     registry.register(member())
     now += 10 * TTL_S
     assert [m.key.instance for m in registry.members()] == ["decode-0"]
@@ -150,7 +150,7 @@ def test_a_stall_of_the_router_ends_no_lease() -> None:
 
 
 def test_the_earlier_life_of_a_place_is_refused_while_the_later_one_serves() -> None:
-    registry = Registry("m", TTL_S, lambda: 0.0)
+    registry = Registry(["m"], TTL_S, lambda: 0.0)
     earlier, later = member(epoch=1, started_ms=1000), member(epoch=2, started_ms=2000)
     registry.register(earlier)
     lease_id = registry.register(later)
@@ -163,7 +163,7 @@ def test_the_earlier_life_of_a_place_is_refused_while_the_later_one_serves() -> 
 
 
 def test_a_router_that_was_restarted_orders_lives_by_their_start() -> None:
-    registry = Registry("m", TTL_S, lambda: 0.0)
+    registry = Registry(["m"], TTL_S, lambda: 0.0)
     later = member(epoch=2, started_ms=2000)
     registry.register(later)
     with pytest.raises(SupersededError):

@@ -122,7 +122,7 @@ async def test_a_lease_that_ran_out_cuts_no_prefill(start_router: StartRouter) -
         answer = asyncio.create_task(request)
         await cluster.until(lambda: len(prefill.seen) == 1)
         prefill.fall_silent()
-        pool = cluster.service._http.pool
+        pool = cluster.service._http.backends.default.pool
         await cluster.until(lambda: not pool.members(Role.PREFILL))
         await asyncio.sleep(1.0)  # its channel was to be closed by now
         await prefill.join(cluster.control, common_pb2.ROLE_PREFILL)

@@ -159,7 +159,7 @@ async def test_a_request_moves_to_room_and_nobody_is_to_blame(
     await cluster.until(lambda: not cluster.decode.requests)
     assert await metric(http, "pd_router_room_moves_total") == 1
     assert await metric(http, "pd_router_migrations_total") == 0
-    pool = cluster.service._http.pool  # type: ignore[union-attr]
+    pool = cluster.service._http.backends.default.pool  # type: ignore[union-attr]
     assert not pool.failing()
     cluster.decode.blocks.set()
 

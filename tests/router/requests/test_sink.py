@@ -24,7 +24,7 @@ def generation_of(num_tokens: int) -> Generation:
         request_id="r",
         index=0,
         prompt_token_ids=[1, 2, 3],
-        sampling=SamplingParams(max_tokens=num_tokens),
+        sampling=SamplingParams(max_tokens=num_tokens, num_logprobs=0),
         cache_salt="",
         mailbox=Mailbox(),
         received=0.0,

@@ -51,6 +51,14 @@ def test_encode_then_decode_gives_the_text(text: str) -> None:
     assert "\ufffd" in text or all("\ufffd" not in piece for piece in texts(VOCABULARY.pieces, ids))
 
 
+@given(TEXT, st.booleans())
+def test_a_text_has_the_same_ids_alone_and_among_others(text: str, special: bool) -> None:
+    tokenizer = Tokenizer(BACKEND, bos_token=SPECIAL[0])
+    (alone,) = tokenizer.encode_all([text], add_special_tokens=special)
+    assert tokenizer.encode_all([text, "fox"], add_special_tokens=special)[0] == alone
+    assert (alone[:1] == [tokenizer.token_id(SPECIAL[0])]) >= special
+
+
 def test_ids_beyond_the_vocabulary_have_no_text() -> None:
     assert texts(VOCABULARY.pieces, [10**6]) == ["", ""]
     known = TOKENIZER.encode("fox", add_special_tokens=False)

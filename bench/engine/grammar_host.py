@@ -1,0 +1,168 @@
+"""What grammars cost the host: a step of decode with one a row, and the first token of a request.
+
+Run ``python -m bench.engine.grammar_host``; prints one JSON object. The model is left out: tokens
+are drawn among those that a mask leaves. The vocabulary is the bundled model's, widened to
+``--vocab-size`` by pairs of its pieces. Every row has a schema of its own. The parts of a step, in
+milliseconds of the thread's CPU time, medians; a GPU runs the model of the step meanwhile:
+
+- take: the matchers are told the tokens of the step before.
+- fill: the masks of this step.
+- pack: bits and rows into one piece of memory for the copy to the device.
+
+And of a request: `compile` the first time that its schema comes, on a thread of its own (by the
+clock), and `begin` whenever it is kept, which is all that its first token waits for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.engine.machine import describe_machine
+from deploy.model_folder import BUNDLED_MODEL
+from engine.constraint.constraints import Compiler, Constraints
+from engine.constraint.matcher import Matcher, num_mask_words
+from engine.constraint.vocabulary import Vocabulary, read_vocabulary
+from engine.host_copy import pack
+from runtime.sampling import OutputConstraint, SamplingParams
+
+STOP = 1
+_TYPES: tuple[dict[str, Any], ...] = (
+    {"type": "string"},
+    {"type": "integer"},
+    {"type": "number"},
+    {"type": "boolean"},
+    {"type": "array", "items": {"type": "string"}},
+    {"enum": ["low", "middle", "high"]},
+)
+
+
+@dataclass
+class GrammarHost:
+    """Rows in the middle of their outputs, and the seconds that each part took."""
+
+    num_rows: int
+    num_fields: int
+    vocab_size: int
+    seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        self.draw = random.Random(0)
+        self.constraints = Constraints(
+            BUNDLED_MODEL, self.vocab_size, open_compiler=lambda *_: self._open()
+        )
+        self.params = [self._params(row) for row in range(self.num_rows)]
+        self.rows = [self._begin(params, "compile") for params in self.params]
+        self.rows = [self._begin(params, "begin") for params in self.params]
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add what is done within to a part."""
+        clock = time.perf_counter if part in ("compile", "vocabulary") else time.thread_time
+        start = clock()
+        yield
+        self.seconds[part].append(clock() - start)
+
+    def step(self) -> None:
+        """Masks, and a token for every row; who is over begins anew."""
+        words = np.empty((self.num_rows, num_mask_words(self.vocab_size)), dtype=np.int32)
+        with self.timed("fill"):
+            for row, matcher in enumerate(self.rows):
+                matcher.fill(words[row])
+        with self.timed("pack"):
+            pack([np.arange(self.num_rows), words.view(np.uint8)])
+        tokens = [self._choose(words[row]) for row in range(self.num_rows)]
+        with self.timed("take"):
+            for matcher, token_id in zip(self.rows, tokens, strict=True):
+                matcher.take(matcher.num_taken, token_id)
+        for row, matcher in enumerate(self.rows):
+            assert matcher.error is None, matcher.error
+            if matcher.is_over:
+                self.rows[row] = self._begin(self.params[row], "begin")
+
+    def report(self) -> dict[str, float]:
+        """Milliseconds, medians, and the slowest of those that vary."""
+        found = {part: 1e3 * statistics.median(times) for part, times in self.seconds.items()}
+        found |= {f"{part}_most": 1e3 * max(self.seconds[part]) for part in ("fill", "compile")}
+        return {name: round(value, 3) for name, value in found.items()}
+
+    def _begin(self, params: SamplingParams, part: str) -> Matcher:
+        with self.timed(part):
+            matcher = self.constraints.begin(params).result()
+        assert matcher is not None
+        return matcher
+
+    def _params(self, row: int) -> SamplingParams:
+        import xgrammar
+
+        names = [f"field_{row}_{place}" for place in range(self.num_fields)]
+        schema = {
+            "type": "object",
+            "properties": {name: self.draw.choice(_TYPES) for name in names},
+            "required": names,
+            "additionalProperties": False,
+        }
+        grammar = xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=False)
+        return SamplingParams(
+            stop_token_ids=(STOP,), constraint=OutputConstraint(grammar=grammar.serialize_json())
+        )
+
+    def _choose(self, words: np.ndarray[Any, np.dtype[np.int32]]) -> int:
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=self.vocab_size)
+        return int(self.draw.choice(np.flatnonzero(bits)))
+
+    def _open(self) -> Compiler:
+        from engine.constraint.grammars import Grammars  # late: it brings xgrammar
+
+        vocabulary = widened(read_vocabulary(Path(BUNDLED_MODEL), self.vocab_size), self.draw)
+        with self.timed("vocabulary"):
+            return Grammars(vocabulary)
+
+
+def widened(vocabulary: Vocabulary, draw: random.Random) -> Vocabulary:
+    """The same with pairs of pieces for all ids that have none."""
+    pieces = list(vocabulary.pieces)
+    special = set(vocabulary.special.values())
+    texts = [piece for piece in pieces if piece and piece not in special]
+    known = set(pieces)
+    for token_id, piece in enumerate(pieces):
+        while not piece:
+            pair = draw.choice(texts) + draw.choice(texts)
+            if pair not in known:
+                known.add(pair)
+                pieces[token_id] = piece = pair
+    return Vocabulary(pieces=pieces, encoding=vocabulary.encoding, special=vocabulary.special)
+
+
+def main() -> None:
+    """Measure as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=64, help="requests of a step")
+    parser.add_argument("--fields", type=int, default=12, help="of every schema")
+    parser.add_argument("--vocab-size", type=int, default=129280)
+    parser.add_argument("--steps", type=int, default=300)
+    args = parser.parse_args()
+    host = GrammarHost(args.rows, args.fields, args.vocab_size)
+    for _ in range(args.steps):
+        host.step()
+    host.constraints.close()
+    print(
+        json.dumps(
+            {"arguments": vars(args), "machine": describe_machine("cpu", 1), "ms": host.report()}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Others' clients against a running cluster."""

@@ -1,0 +1,113 @@
+"""Streams reach clients that are fast, slow, old or gone, whole and in order."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import orjson
+from aiohttp.web import RequestHandler
+
+from router.http.outbox import Outbox
+from tests.router.conftest import Cluster, StartRouter
+from tests.router.http.test_connections import COMPLETION, add_workers, connect, post
+
+
+class FakeTransport:
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.closing = False
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def write(self, data: bytes) -> None:
+        if self.closing:
+            raise RuntimeError("closed")
+        self.written.append(data)
+
+
+class FakeConnection:
+    def __init__(self) -> None:
+        self.transport: FakeTransport | None = FakeTransport()
+
+
+async def test_a_closed_connection_keeps_nobody_else_from_their_bytes() -> None:
+    gone, closing, open_ = FakeConnection(), FakeConnection(), FakeConnection()
+    outbox = Outbox()
+    for word in (b"a", b"b"):
+        for connection in (gone, closing, open_):
+            outbox.add(cast(RequestHandler, connection), word)
+    gone.transport = None
+    assert closing.transport is not None
+    closing.transport.closing = True
+    assert open_.transport is not None
+    assert open_.transport.written == []
+    await asyncio.sleep(0)
+    assert open_.transport.written == [b"a", b"b"]
+    assert closing.transport.written == []
+    outbox.add(cast(RequestHandler, open_), b"c")
+    outbox.flush()
+    await asyncio.sleep(0)
+    assert open_.transport.written == [b"a", b"b", b"c"]
+
+
+def unchunked(data: bytes) -> bytes:
+    parts = []
+    while data != b"0\r\n\r\n":
+        size, _, data = data.partition(b"\r\n")
+        length = int(size, 16)
+        parts.append(data[:length])
+        assert data[length : length + 2] == b"\r\n"
+        data = data[length + 2 :]
+    return b"".join(parts)
+
+
+def texts_of(events: bytes) -> dict[int, str]:
+    *payloads, done, end = events.split(b"\n\n")
+    assert (done, end) == (b"data: [DONE]", b"")
+    texts: dict[int, str] = {}
+    for payload in payloads:
+        if payload.startswith(b":"):
+            continue  # a comment keeps the stream alive
+        for choice in orjson.loads(payload.removeprefix(b"data: "))["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts
+
+
+def last(body: dict[str, object]) -> bytes:
+    """The only request of its connection."""
+    return post(body).replace(b"Host: x\r\n", b"Host: x\r\nConnection: close\r\n")
+
+
+async def read_answer(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    async with asyncio.timeout(60):
+        data = await reader.read(-1)
+    head, _, body = data.partition(b"\r\n\r\n")
+    assert b" 200 " in head
+    return head, body
+
+
+async def test_a_client_that_reads_late_gets_all_of_it(start_router: StartRouter) -> None:
+    cluster = await add_workers(await start_router(keep_alive_s=0.05))
+    # Some megabytes, and sockets hold kilobytes.
+    body = {**COMPLETION, "stream": True, "n": 32, "logprobs": 20, "max_tokens": 100}
+    reader, writer = await connect(cluster, last(body), receive_buffer=4096)
+    await cluster.until(lambda: len(cluster.decode.seen) == 32 and not cluster.decode.requests)
+    _, answer = await read_answer(reader)
+    texts = texts_of(unchunked(answer))
+    writer.close()
+    quick_reader, quick_writer = await connect(cluster, last({**body, "logprobs": None}))
+    _, quick = await read_answer(quick_reader)
+    assert texts == texts_of(unchunked(quick))
+    assert len(texts) == 32
+    quick_writer.close()
+
+
+async def test_a_client_of_http_1_0_gets_no_chunks(cluster: Cluster) -> None:
+    text = last({**COMPLETION, "stream": True, "max_tokens": 10}).replace(b"HTTP/1.1", b"HTTP/1.0")
+    reader, writer = await connect(cluster, text)
+    head, body = await read_answer(reader)
+    assert b"chunked" not in head.lower()
+    assert texts_of(body)[0]
+    writer.close()
