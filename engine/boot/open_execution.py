@@ -63,8 +63,7 @@ def open_execution(
         kernels: of the model.
         placement: of its experts.
         device: of this rank.
-        played_ranks: for measurements: a rank alone, with steps of single tokens, plays one of so
-            many; 0 to be itself.
+        played_ranks: for measurements: a rank alone plays one of so many; 0 to be itself.
 
     Raises:
         ConfigError: what is asked for does not run here.
