@@ -30,6 +30,7 @@ from runtime.errors import (
     StaleTicketError,
 )
 from runtime.pb import common_pb2, decode_pb2
+from runtime.trace import current_trace
 from runtime.wire import same_identity, sampling_from_proto, standing_from_proto
 
 LONG_CONTEXT = 8192
@@ -119,6 +120,8 @@ class Border:
             ),
             budget=Budget.start(BudgetKind.REQUEST, message.timeout_s, now),
             standing=standing_from_proto(message.standing),
+            trace=current_trace(),
+            reserved_at=now,
         )
 
     def make_claim(

@@ -34,6 +34,8 @@ class WriterOrder:
     demand: WriterDemand
 
 
+EndListener = Callable[[DecodeRequest, FinishReason], None]
+"""Hears of a request that is answered, and why it ended."""
 _WITHOUT_TICKET = (DecodeStatus.RESERVED, DecodeStatus.CLAIMED)
 
 
@@ -58,9 +60,16 @@ class LiveRequests:
         self._metrics = metrics
         self._order = order
         self._requests: dict[str, DecodeRequest] = {}
+        self._on_forgotten: EndListener = lambda request, reason: None
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def on_forgotten(self, listener: EndListener) -> None:
+        """Call ``listener`` with each request that is answered, and why it ended; on the loop's
+        thread.
+        """
+        self._on_forgotten = listener
 
     @property
     def num_tokens_left(self) -> int:
@@ -172,6 +181,7 @@ class LiveRequests:
         del self._requests[request.request_id]
         self._reservations.wake()
         self._metrics.finished(reason)
+        self._on_forgotten(request, reason)
 
 
 def copy_of(error: TandemError, request_id: str) -> TandemError:

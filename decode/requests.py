@@ -16,6 +16,7 @@ from runtime.errors import TandemError
 from runtime.lifecycle import DecodeStatus, check_transition
 from runtime.pb import common_pb2
 from runtime.tiers import NO_TIER, Standing
+from runtime.trace import TraceContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +116,8 @@ class DecodeRequest:
         timings: seconds spent so far, for the router.
         is_parked: whether it has run, and left its place to a tier before its own.
         has_news: whether a delta was emitted; the first and the last carry `timings`.
+        trace: of the call that reserved its place.
+        reserved_at: when that was.
     """
 
     request: Request
@@ -135,6 +138,8 @@ class DecodeRequest:
     timings: common_pb2.Timings = field(default_factory=common_pb2.Timings)
     is_parked: bool = False
     has_news: bool = False
+    trace: TraceContext | None = None
+    reserved_at: float = 0.0
 
     @property
     def request_id(self) -> str:

@@ -26,11 +26,13 @@ from decode.places import Places
 from decode.rank import DecodeRank
 from decode.revoke import RevokeCalls, Revoker
 from decode.service import DecodeService
+from decode.spans import record_request
 from engine.boot.rank import use_device
 from engine.constraint.constraints import Constraints
 from kv_transfer.receiver import Arrival
 from runtime.errors import DrainingError, PeerLostError
 from runtime.pb import cache_pb2_grpc, common_pb2, decode_pb2_grpc, registry_pb2
+from runtime.spans import open_spans
 from runtime.worker import WorkerOptions
 from worker.cache_log import CacheFeed
 from worker.cache_service import CacheService
@@ -74,6 +76,7 @@ class DecodeDriver:
         self._transfer.watch(host.registry)
         rank = build_rank(self._options, self._side, self._transfer, metrics, self._order)
         self._load = rank.load()
+        self._record_spans(rank, host, closing)
         self._cache = CacheFeed(rank.pool, lambda work: engine.post(work))
         engine = self._make_loop(rank, metrics)
         host.health.watch_loop(engine)
@@ -111,6 +114,21 @@ class DecodeDriver:
             flush=self._flush,
         )
         return engine, endpoint
+
+    def _record_spans(
+        self, rank: DecodeRank, host: WorkerHost, closing: contextlib.AsyncExitStack
+    ) -> None:
+        """Of requests that are over, where somebody wants them."""
+        options = self._options
+        name = f"{options.instance}/{options.rank}"
+        tracing = options.config.tracing
+        spans = open_spans(tracing, host.registry, role="decode", instance=name)
+        if spans is None:
+            return
+        closing.push_async_callback(asyncio.to_thread, spans.close)
+        rank.live.on_forgotten(
+            lambda request, reason: record_request(spans, request, reason, time.monotonic())
+        )
 
     def _make_loop(self, rank: DecodeRank, metrics: DecodeMetrics) -> EngineLoop:
         section, name, side = self._options.config.decode, self._options.rank_name, self._side

@@ -8,6 +8,7 @@ no rank will write under it any more, however the request ends.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -57,6 +58,9 @@ class LiveRun:
         remember_s: how long its nonce is remembered.
         trace: of the call.
         answer: the first token or an error; cancelled when the caller goes away.
+        trace: of the call.
+        received: when it was, as ``time.monotonic`` counts; so ``answered_at``, when its first
+            token or its failure was known, and ``closed_at``, when its KV was sent.
         finished: set when no rank will write any more and the blocks are released.
         parts: what is said of each rank's part of the ticket, by rank.
         is_closed: decode was told of the parts.
@@ -71,6 +75,9 @@ class LiveRun:
     remember_s: float
     answer: asyncio.Future[FirstTokenSampled | TandemError]
     trace: TraceContext | None = None
+    received: float = 0.0
+    answered_at: float = 0.0
+    closed_at: float = 0.0
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     parts: dict[int, decode_pb2.PartClosure] = field(default_factory=dict)
     is_closed: bool = False
@@ -96,6 +103,7 @@ class LiveRuns:
         closer: TicketCloser,
         metrics: PrefillMetrics,
         forget_peer: Callable[[str], None],
+        on_finished: Callable[[LiveRun], None] = lambda run: None,
     ) -> None:
         """Start empty.
 
@@ -107,6 +115,7 @@ class LiveRuns:
             closer: tells decode.
             metrics: of the worker.
             forget_peer: called with the transport's name of a decode rank that was not reached.
+            on_finished: called with each run that is over.
         """
         self._identity = identity
         self._num_ranks = num_ranks
@@ -115,6 +124,7 @@ class LiveRuns:
         self._closer = closer
         self._metrics = metrics
         self._forget_peer = forget_peer
+        self._on_finished = on_finished
         self._runs: dict[int, LiveRun] = {}
         self._is_over = False
         self._is_empty = asyncio.Event()
@@ -149,6 +159,7 @@ class LiveRuns:
             budget=budget,
             remember_s=remember_s,
             trace=current_trace(),
+            received=time.monotonic(),
             answer=asyncio.get_running_loop().create_future(),
         )
         self._runs[nonce] = run
@@ -227,6 +238,7 @@ class LiveRuns:
     def _answer(self, run: LiveRun, answer: FirstTokenSampled | TandemError) -> None:
         self._claims.stop_renewing(run.nonce)
         if not run.answer.done():
+            run.answered_at = time.monotonic()
             run.answer.set_result(answer)
 
     def _part_closed(self, run: LiveRun, event: PartClosed) -> None:
@@ -267,7 +279,7 @@ class LiveRuns:
                 )
 
     def _close(self, run: LiveRun) -> None:
-        run.is_closed = True
+        run.is_closed, run.closed_at = True, time.monotonic()
         closure = decode_pb2.TicketClosure(
             request_id=run.request_id, nonce=run.nonce, parts=run.parts.values()
         )
@@ -286,6 +298,7 @@ class LiveRuns:
             )
         del self._runs[run.nonce]
         run.finished.set()
+        self._on_finished(run)
         if not self._runs:
             self._is_empty.set()
 

@@ -20,7 +20,7 @@ from engine.parallel.lockstep import create_lockstep
 from prefill.assembly import build_rank, build_scheduler
 from prefill.claims import Claims, cancel_of_unknown
 from prefill.closer import TicketCloser
-from prefill.live_runs import LiveRuns
+from prefill.live_runs import LiveRun, LiveRuns
 from prefill.loop import EngineLoop, LoopSettings
 from prefill.messages import Command, Event, RankClosed
 from prefill.metrics import PrefillMetrics
@@ -31,11 +31,13 @@ from prefill.rank_plan import Closure
 from prefill.renewals import TicketRenewer
 from prefill.sender_group import SenderGroup
 from prefill.service import PrefillService
+from prefill.spans import record_run
 from prefill.stall import StallMeter
 from prefill.validation import RunLimits
 from runtime.endings import failure_of_requests
 from runtime.pb import cache_pb2_grpc, common_pb2, prefill_pb2_grpc, registry_pb2
 from runtime.rpc import open_channel
+from runtime.spans import open_spans
 from runtime.worker import WorkerOptions
 from worker.cache_log import CacheFeed
 from worker.cache_service import CacheService
@@ -77,6 +79,7 @@ class PrefillDriver:
             closer=closer,
             metrics=metrics,
             forget_peer=peers.forget,
+            on_finished=self._on_finished(host, closing),
         )
         closing.push_async_callback(self._close_tickets)
         self._loop = loop = self._make_loop(metrics)
@@ -129,6 +132,19 @@ class PrefillDriver:
         )
         block_size = self._parts.send.layout.block_size
         return Claims(peers, renewer, self._submit, block_size=block_size, clock=time.monotonic)
+
+    def _on_finished(
+        self, host: WorkerHost, closing: contextlib.AsyncExitStack
+    ) -> Callable[[LiveRun], None]:
+        """What hears of runs that are over: their spans, where somebody wants them."""
+        options = self._options
+        name = f"{options.instance}/{options.rank}"
+        tracing = options.config.tracing
+        spans = open_spans(tracing, host.registry, role="prefill", instance=name)
+        if spans is None:
+            return lambda run: None
+        closing.push_async_callback(asyncio.to_thread, spans.close)
+        return lambda run: record_run(spans, run, time.monotonic())
 
     def _make_loop(self, metrics: PrefillMetrics) -> EngineLoop:
         """On a scheduler, the rank's model and the senders of all ranks that we speak for."""

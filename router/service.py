@@ -104,6 +104,7 @@ class RouterService:
                 self._credentials,
                 keys=self._keys,
                 tiers=Tiers(config.tiers),
+                tracing=config.tracing,
             )
             self._registry = RegistryService(registry, self._http.update)
             await self._http.start(listener)
@@ -184,6 +185,7 @@ class HttpWorkerService:
             keys=self._keys,
             ledger=self._ledger,
             tiers=Tiers(self._config.tiers),
+            tracing=self._config.tracing,
         )
         listener = bind_http(self._config.http_host, self._port, shared=True)
         await self._http.start(listener)

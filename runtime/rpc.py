@@ -28,7 +28,7 @@ from runtime.errors import (
 )
 from runtime.net import Credentials, Listen, TlsFiles, join_address
 from runtime.renewal import Renewed
-from runtime.trace import TRACEPARENT, TraceContext, current_trace, set_trace
+from runtime.trace import TRACEPARENT, TRACESTATE, TraceContext, current_trace, set_trace
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 _AUTHORIZATION = "authorization"
@@ -132,10 +132,14 @@ class _TakeTrace(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        for key, value in handler_call_details.invocation_metadata:
-            if key == TRACEPARENT and isinstance(value, str):
-                trace = TraceContext.parse(value)
-                set_trace(None if trace is None else trace.child())
+        given = {
+            key: value
+            for key, value in handler_call_details.invocation_metadata
+            if key in (TRACEPARENT, TRACESTATE) and isinstance(value, str)
+        }
+        if TRACEPARENT in given:
+            trace = TraceContext.parse(given[TRACEPARENT], given.get(TRACESTATE, ""))
+            set_trace(None if trace is None else trace.child())
         return await continuation(handler_call_details)
 
 
@@ -185,9 +189,11 @@ class _AuthorizedChannel(grpc.aio.Channel):
 
         def call(request: object, **kwargs: Any) -> Any:
             trace = current_trace()
-            metadata = (
-                (authorization,) if trace is None else (authorization, (TRACEPARENT, trace.header))
-            )
+            metadata: tuple[tuple[str, str], ...] = (authorization,)
+            if trace is not None:
+                metadata += ((TRACEPARENT, trace.header),)
+                if trace.state:
+                    metadata += ((TRACESTATE, trace.state),)
             return multi_callable(request, metadata=metadata, **kwargs)
 
         return call

@@ -16,6 +16,8 @@ from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, replace
 
 TRACEPARENT = "traceparent"
+TRACESTATE = "tracestate"
+MAX_STATE = 512
 _HEADER = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED = 0x01
 
@@ -28,20 +30,27 @@ class TraceContext:
         trace_id: 32 hexadecimal digits, not all 0.
         span_id: 16 hexadecimal digits, not all 0.
         is_sampled: whether somebody records the trace.
+        parent_id: the span above this one; empty: there is none.
+        state: the ``tracestate`` header, which is handed on as it is.
     """
 
     trace_id: str
     span_id: str
     is_sampled: bool
+    parent_id: str = ""
+    state: str = ""
 
     @classmethod
-    def begin(cls) -> TraceContext:
-        """A new trace that nobody records yet."""
-        return cls(secrets.token_hex(16), secrets.token_hex(8), is_sampled=False)
+    def begin(cls, sample_ratio: float = 0.0) -> TraceContext:
+        """A new trace, which is recorded with this probability."""
+        trace_id = secrets.token_hex(16)
+        # By the id, as OpenTelemetry's own samplers do.
+        is_sampled = int(trace_id[16:], 16) < sample_ratio * 2**64
+        return cls(trace_id, secrets.token_hex(8), is_sampled=is_sampled)
 
     @classmethod
-    def parse(cls, header: str) -> TraceContext | None:
-        """What a ``traceparent`` header says; None for one that is not valid."""
+    def parse(cls, header: str, state: str = "") -> TraceContext | None:
+        """What ``traceparent`` and ``tracestate`` say; None for one that is not valid."""
         found = _HEADER.fullmatch(header.strip())
         if found is None:
             return None
@@ -49,7 +58,9 @@ class TraceContext:
         is_known = version != "ff" and not (version == "00" and rest)
         if not is_known or not int(trace_id, 16) or not int(span_id, 16):
             return None
-        return cls(trace_id, span_id, is_sampled=bool(int(flags, 16) & _SAMPLED))
+        return cls(
+            trace_id, span_id, is_sampled=bool(int(flags, 16) & _SAMPLED), state=_state(state)
+        )
 
     @property
     def header(self) -> str:
@@ -58,7 +69,13 @@ class TraceContext:
 
     def child(self) -> TraceContext:
         """The same trace below a new span."""
-        return replace(self, span_id=secrets.token_hex(8))
+        return replace(self, span_id=secrets.token_hex(8), parent_id=self.span_id)
+
+
+def _state(header: str) -> str:
+    """``tracestate`` as it may be handed on; what is too long or odd is left out."""
+    header = header.strip()
+    return header if len(header) <= MAX_STATE and header.isascii() and header.isprintable() else ""
 
 
 _current: ContextVar[TraceContext | None] = ContextVar("tandem_trace", default=None)

@@ -26,8 +26,9 @@ OF_A_RUNNING_WORKER = {
     "pd_worker_registered",
     "pd_kv_transfer_registered_bytes",
     "pd_kv_transfer_metadata_slots_in_use",
+    "pd_trace_spans_total",
 }
-"""Metrics that a rank adds when it opens its transport and joins the pool."""
+"""Metrics that a rank adds when it opens its transport and joins the pool, or traces requests."""
 PACKAGES = (
     "deploy",
     "bench",

@@ -16,19 +16,20 @@ from router.errors import RequestError, as_tandem_error
 from router.http.connections import Connections
 from router.http.cors import CrossOrigin
 from router.http.dialect import OPENAI, Dialect
-from router.http.endpoints import MODEL_KEY, OpenAIEndpoints, Serving
+from router.http.endpoints import OpenAIEndpoints
 from router.http.errors import CLIENT_CLOSED, LABELS, STATUSES, Failure, failure_from
 from router.http.foreign import ForeignEndpoints
 from router.http.messages.answer import ANTHROPIC
 from router.http.models import ModelEndpoints
 from router.http.request_id import REQUEST_ID_KEY, request_id_of
+from router.http.serving import MODEL_KEY, Serving
 from router.http.tokenizer_endpoints import TokenizerEndpoints
 from router.pool.members import Member
 from router.pool.view import PoolView
 from runtime.errors import TandemError
 from runtime.logging import get_logger
 from runtime.metrics import CONTENT_TYPE
-from runtime.trace import TRACEPARENT, TraceContext, set_trace
+from runtime.trace import TRACEPARENT, TRACESTATE, TraceContext, set_trace
 
 logger = get_logger(__name__)
 
@@ -232,7 +233,7 @@ def _answer_failures(
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         request_id = request_id_of(request)
         request[REQUEST_ID_KEY] = request_id
-        set_trace(_trace_of(request))  # anew for each request of a connection
+        set_trace(_trace_of(request, serving.sample_ratio))  # anew for each request of a connection
         endpoint = request.path if request.method == "POST" else ""
         status = CLIENT_CLOSED
         asked = cross_origin.preflight(request)  # which browsers send without a key
@@ -265,10 +266,11 @@ def _answer_failures(
     return middleware
 
 
-def _trace_of(request: web.Request) -> TraceContext:
+def _trace_of(request: web.Request, sample_ratio: float) -> TraceContext:
     """The client's trace, where it sends a valid one, else a new one."""
-    given = TraceContext.parse(request.headers.get(TRACEPARENT, ""))
-    return TraceContext.begin() if given is None else given.child()
+    state = request.headers.get(TRACESTATE, "")
+    given = TraceContext.parse(request.headers.get(TRACEPARENT, ""), state)
+    return TraceContext.begin(sample_ratio) if given is None else given.child()
 
 
 def _as_error(error: Exception, request: web.Request) -> TandemError:

@@ -10,28 +10,24 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from aiohttp import web
 
-from router.backend import Backend, Backends
+from router.backend import Backend
 from router.errors import NotReadyError
 from router.http.body import read_body
 from router.http.chat import ChatBody, ChatStream
 from router.http.completions import CompletionBody, CompletionStream, CompletionText
-from router.http.console.finished import FinishedRequests
 from router.http.conversation import new_reader, tells_reasoning
 from router.http.dialect import OPENAI, Dialect
 from router.http.gate import (
-    Gate,
     cache_salt_of,
     count_output,
     count_prompt,
     key_of,
     limit_headers,
-    may_use,
 )
 from router.http.params import (
     choices_per_prompt,
@@ -43,60 +39,31 @@ from router.http.params import (
 )
 from router.http.prompts import chat_prompt, check_chat, check_completion, completion_prompts
 from router.http.request_id import REQUEST_ID_KEY
+from router.http.request_spans import record_request
 from router.http.responder import TIMINGS_HEADER, Responder
 from router.http.response import Choice, Prompt, ResponseFormat, ResponseInfo
 from router.http.routing_headers import conversation_of, wants_routing
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
+from router.http.serving import Serving, backend_for
 from router.http.tiers import standing_of
 from router.http.unsupported import IGNORED_HEADER, ignored_fields, refuse_unsupported
-from router.metrics import RouterMetrics
 from router.model import ModelLimits, ServedModel
-from router.recent import Recent
 from router.requests.admission import BodyBytes
 from router.requests.generation import Generation, Mailbox
 from router.requests.run import MAX_PARALLEL, RequestRun
 from router.requests.time_limits import limits_from_arrival
-from router.text.lanes import Lanes, Work
+from router.text.lanes import Work
 from router.text.message import MessageReader
 from router.text.output import ChoiceText, OutputOptions
-from runtime.config import RouterSection
 from runtime.logging import get_logger
 from runtime.sampling import SamplingParams
-from runtime.tiers import Standing, Tiers
+from runtime.tiers import Standing
+from runtime.trace import current_trace
 
 logger = get_logger(__name__)
 
-MODEL_KEY: web.RequestKey[str] = web.RequestKey("model", str)
-"""The name of the model, once it is known."""
 DELIVERY_S = 10.0
 """A client may take its answer for so long after the request's own time is over."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """What handlers work with; one per router process."""
-
-    section: RouterSection
-    backends: Backends
-    lanes: Lanes
-    metrics: RouterMetrics
-    recent: Callable[[], Recent]
-    gate: Gate
-    tiers: Tiers = field(default_factory=Tiers)
-    finished: FinishedRequests = field(default_factory=FinishedRequests)
-
-
-def backend_for(serving: Serving, request: web.Request, name: str | None) -> Backend:
-    """The model that ``request``, which asks for ``name``, is served by; any thread may ask.
-
-    Raises:
-        RequestError: there is none of that name (404).
-        ForbiddenError: the request's key may not use it.
-    """
-    backend = serving.backends.choose(name, partial(may_use, request))
-    serving.gate.check_model(request, backend.model.names)
-    request[MODEL_KEY] = backend.name
-    return backend
 
 
 ReaderOf = Callable[[Prompt], MessageReader | None]
@@ -307,6 +274,7 @@ class OpenAIEndpoints:
             raise ConnectionAbortedError("the client was too slow") from error
         finally:
             count_output(call.request, sum(each.generation.num_tokens for each in info.choices))
+            record_request(serving.spans, current_trace(), info, time.monotonic())
             serving.finished.add(info.choices[0].generation, time.time())
 
     def _add_choices(

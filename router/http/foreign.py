@@ -8,7 +8,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from router.http.dialect import Dialect
-from router.http.endpoints import OpenAIEndpoints, Serving, backend_for
+from router.http.endpoints import OpenAIEndpoints
 from router.http.errors import Failure
 from router.http.generate import (
     GenerateBody,
@@ -28,6 +28,7 @@ from router.http.responses.request import as_chat as as_chat_of_responses
 from router.http.responses.request import names_of as names_of_responses
 from router.http.responses.stream import ResponseEvents
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
+from router.http.serving import Serving, backend_for
 from router.http.told import told_under
 
 

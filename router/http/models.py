@@ -8,9 +8,9 @@ from aiohttp import web
 
 from router.backend import Backend
 from router.errors import RequestError
-from router.http.endpoints import Serving, backend_for
 from router.http.gate import may_use
 from router.http.params import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS
+from router.http.serving import Serving, backend_for
 from router.model import ServedModel
 from router.pool.members import Role
 from router.text.calls.formats import CALL_FORMATS
@@ -29,7 +29,7 @@ class ModelEndpoints:
         self._version = installed_version() or UNKNOWN_VERSION
 
     async def models(self, request: web.Request) -> web.Response:
-        """``GET /v1/models``: those that can be served, and that the request's key may use."""
+        """``GET /v1/models``: the models that can be served and that the key may use."""
         cards = [
             _card_of(backend, name, self._serving.tiers.names)
             for backend in self._serving.backends
@@ -39,7 +39,7 @@ class ModelEndpoints:
         return web.json_response({"object": "list", "data": cards})
 
     async def model(self, request: web.Request) -> web.Response:
-        """``GET /v1/models/{id}``; ids contain slashes."""
+        """``GET /v1/models/{id}``: the model of that name, which may have slashes."""
         name = request.match_info["model"]
         backend = backend_for(self._serving, request, name)
         if not backend.readiness.was_ready:

@@ -14,8 +14,8 @@ from router.backend import Backend, Backends
 from router.http.app import create_app
 from router.http.connections import ConnectionLimits, Connections
 from router.http.console.console import Console
-from router.http.endpoints import Serving
 from router.http.gate import Gate
+from router.http.serving import Serving
 from router.keys.ledger import KeyLedger, Ledger
 from router.keys.source import KeySource
 from router.metrics import RouterMetrics
@@ -25,12 +25,14 @@ from router.pool.members import Departure, Member
 from router.recent import LoadLines, RecentWindow, Totals
 from router.requests.admission import BodyBudget
 from router.text.lanes import Lanes
-from runtime.config import RouterSection
+from runtime.config import RouterSection, TracingSection
 from runtime.errors import ConfigError
 from runtime.net import Credentials
+from runtime.spans import open_spans
 from runtime.tiers import Tiers
 
 TICK_S = 0.5
+NO_TRACING = TracingSection()
 SHUTDOWN_S = 2.0
 """Handlers get so long to end once the process shuts down."""
 
@@ -48,6 +50,7 @@ class HttpServer:
         keys: KeySource | None = None,
         ledger: Ledger | None = None,
         tiers: Tiers | None = None,
+        tracing: TracingSection = NO_TRACING,
     ) -> None:
         """``section`` has this process's share of what is the whole router's.
 
@@ -56,6 +59,7 @@ class HttpServer:
         self._tls = credentials.http_ssl_context()
         loop = asyncio.get_running_loop()
         self.metrics = metrics or RouterMetrics()
+        self._spans = open_spans(tracing, self.metrics.registry, role="router")
         tiers = tiers or Tiers()
         self.metrics.tiers.expect(tiers.names)
         self.metrics.introduce([model.name for model in models])
@@ -74,6 +78,8 @@ class HttpServer:
             recent=self._recent.recent,
             gate=self._gate,
             tiers=tiers,
+            spans=self._spans,
+            sample_ratio=tracing.sample_ratio if self._spans else 0.0,
         )
         self._journal = PoolJournal(time.time)
         for backend in self.backends:
@@ -145,6 +151,8 @@ class HttpServer:
         await self._runner.cleanup()
         self._lanes.close()
         await self.backends.close()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
         self.metrics.settle()
 
 

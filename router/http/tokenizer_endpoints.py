@@ -12,7 +12,6 @@ from aiohttp import web
 
 from router.backend import Backend
 from router.http.body import read_body
-from router.http.endpoints import Serving, backend_for
 from router.http.messages.request import CountRequest
 from router.http.messages.request import as_chat as chat_of_messages
 from router.http.messages.request import names_of as names_of_messages
@@ -28,6 +27,7 @@ from router.http.responses.request import InputRequest
 from router.http.responses.request import as_chat as chat_of_responses
 from router.http.responses.request import names_of as names_of_responses
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
+from router.http.serving import Serving, backend_for
 from router.http.tokenization import (
     DetokenizeRequest,
     TokenizeRequest,

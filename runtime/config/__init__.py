@@ -16,6 +16,7 @@ from runtime.config.prefill import PrefillSection
 from runtime.config.router import RouterSection
 from runtime.config.tiers import TierSection, check_tiers
 from runtime.config.tls import TlsSection
+from runtime.config.tracing import TracingSection
 from runtime.errors import ConfigError
 from runtime.net import is_wildcard, join_address
 
@@ -29,6 +30,7 @@ __all__ = [
     "RouterSection",
     "TierSection",
     "TlsSection",
+    "TracingSection",
 ]
 
 
@@ -43,6 +45,7 @@ class ClusterConfig:
     prefill: PrefillSection = field(default_factory=PrefillSection)
     decode: DecodeSection = field(default_factory=DecodeSection)
     kv_transfer: KVTransferSection = field(default_factory=KVTransferSection)
+    tracing: TracingSection = field(default_factory=TracingSection)
     tiers: tuple[TierSection, ...] = ()
     """Of service, in any order; none: all requests wait in the order in which they came."""
 

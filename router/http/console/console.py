@@ -16,7 +16,7 @@ from router.http.connections import Connections
 from router.http.console.observer import Observer
 from router.http.console.page import load_page
 from router.http.console.sign_in import SignIn
-from router.http.endpoints import Serving
+from router.http.serving import Serving
 from router.pool.journal import PoolJournal
 from runtime.logging import get_logger
 

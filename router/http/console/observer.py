@@ -16,7 +16,7 @@ from router.http.console.history import NUM_POINTS, STEP_S, History, HistoryView
 from router.http.console.part import Event, LiveRequest, Part, PartFolder, Point
 from router.http.console.rates import RateMeter
 from router.http.console.snapshot import MAX_LIVE, PoolPicture, Requests, merge, picture_of
-from router.http.endpoints import Serving
+from router.http.serving import Serving
 from router.pool.journal import PoolEvent, PoolJournal
 from router.pool.members import Member
 from router.requests.generation import Generation

@@ -1,0 +1,52 @@
+"""What handlers work with, and which model a request is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from aiohttp import web
+
+from router.backend import Backend, Backends
+from router.http.console.finished import FinishedRequests
+from router.http.gate import Gate, may_use
+from router.metrics import RouterMetrics
+from router.recent import Recent
+from router.text.lanes import Lanes
+from runtime.config import RouterSection
+from runtime.spans import Spans
+from runtime.tiers import Tiers
+
+MODEL_KEY: web.RequestKey[str] = web.RequestKey("model", str)
+"""The name of the model, once it is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What handlers work with; one per router process."""
+
+    section: RouterSection
+    backends: Backends
+    lanes: Lanes
+    metrics: RouterMetrics
+    recent: Callable[[], Recent]
+    gate: Gate
+    tiers: Tiers = field(default_factory=Tiers)
+    spans: Spans | None = None
+    """None: requests are not traced."""
+    sample_ratio: float = 0.0
+    finished: FinishedRequests = field(default_factory=FinishedRequests)
+
+
+def backend_for(serving: Serving, request: web.Request, name: str | None) -> Backend:
+    """The model that ``request``, which asks for ``name``, is served by; any thread may ask.
+
+    Raises:
+        RequestError: there is none of that name (404).
+        ForbiddenError: the request's key may not use it.
+    """
+    backend = serving.backends.choose(name, partial(may_use, request))
+    serving.gate.check_model(request, backend.model.names)
+    request[MODEL_KEY] = backend.name
+    return backend

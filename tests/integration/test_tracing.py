@@ -1,0 +1,164 @@
+"""One request through three processes is one trace, at a collector that speaks OTLP over HTTP."""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from runtime.config import ClusterConfig, ModelSection, TracingSection
+from runtime.trace import TraceContext
+from tests.integration.cluster import Cluster, wait_until
+from tests.integration.conftest import MODEL_DIR
+
+pytest.importorskip("opentelemetry.sdk", reason='pip install -e ".[tracing]"')
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+JITTER_NS = 2_000_000
+"""Of a process's reading of two clocks, one after the other, on one machine."""
+
+
+class Collector:
+    """Takes spans by ``POST /v1/traces``."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, Any]] = []
+        """With the service that sent each."""
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                outer._take(self)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def of(self, trace_id: str) -> list[tuple[str, Any]]:
+        return [each for each in self.spans if each[1].trace_id.hex() == trace_id]
+
+    def _take(self, request: http.server.BaseHTTPRequestHandler) -> None:
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+            ExportTraceServiceRequest,
+            ExportTraceServiceResponse,
+        )
+
+        body = request.rfile.read(int(request.headers["Content-Length"]))
+        if request.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        for of_process in ExportTraceServiceRequest.FromString(body).resource_spans:
+            named = {a.key: a.value.string_value for a in of_process.resource.attributes}
+            for of_scope in of_process.scope_spans:
+                self.spans += [(named["service.name"], span) for span in of_scope.spans]
+        answer = ExportTraceServiceResponse().SerializeToString()
+        request.send_response(200)
+        request.send_header("Content-Type", "application/x-protobuf")
+        request.send_header("Content-Length", str(len(answer)))
+        request.end_headers()
+        request.wfile.write(answer)
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    yield collector
+    collector.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    config = ClusterConfig(
+        model=ModelSection(path=str(MODEL_DIR)),
+        tracing=TracingSection(endpoint=collector.endpoint, sample_ratio=0.0),
+    )
+    with Cluster(config, tmp_path_factory.mktemp("tracing")) as cluster:
+        yield cluster
+
+
+async def ask(cluster: Cluster, headers: dict[str, str]) -> None:
+    body = {
+        "model": "tandem-python",
+        "prompt": list(range(300, 500)),
+        "max_tokens": 24,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    async with (
+        aiohttp.ClientSession(cluster.base_url) as http,
+        http.post("/v1/completions", json=body, headers=headers) as response,
+    ):
+        assert response.status == 200, await response.text()
+
+
+def attributes_of(span: Any) -> dict[str, Any]:
+    return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
+
+
+async def test_spans_of_all_roles_are_one_trace_and_lie_within_each_other(
+    cluster: Cluster, collector: Collector
+) -> None:
+    client = TraceContext.begin(1.0)
+    await ask(cluster, {"traceparent": client.header, "tracestate": "vendor=abc"})
+    wanted = {"text_completion tandem-python", "prefill", "decode", "router.decode"}
+    wait_until(
+        lambda: wanted <= {span.name for _, span in collector.of(client.trace_id)},
+        60,
+        "the spans of all roles",
+    )
+    found = collector.of(client.trace_id)
+    by_name = {span.name: span for _, span in found}
+    assert {service for service, _ in found} == {"tandem-router", "tandem-prefill", "tandem-decode"}
+    assert len(by_name) == len(found), "each once"
+    root = by_name["text_completion tandem-python"]
+    assert root.parent_span_id.hex() == client.span_id
+    assert {span.trace_state for _, span in found} == {"vendor=abc"}
+    parents = {
+        **{f"router.{part}": root for part in ("queue", "reserve", "prefill", "decode")},
+        **dict.fromkeys(("prefill", "decode"), root),
+        **{f"prefill.{p}": by_name["prefill"] for p in ("queue", "compute", "kv_transfer")},
+        **{
+            f"decode.{part}": by_name["decode"]
+            for part in ("reserved", "blocks", "kv", "admission", "steps")
+        },
+    }
+    assert set(by_name) == {root.name, *parents}
+    for name, parent in parents.items():
+        span = by_name[name]
+        assert span.parent_span_id == parent.span_id, name
+        assert span.start_time_unix_nano <= span.end_time_unix_nano, name
+        assert parent.start_time_unix_nano - JITTER_NS <= span.start_time_unix_nano, name
+        assert span.end_time_unix_nano <= parent.end_time_unix_nano + JITTER_NS, name
+    told = attributes_of(root)
+    assert told["gen_ai.request.model"] == "tandem-python"
+    assert told["gen_ai.operation.name"] == "text_completion"
+    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (200, 24)
+    assert attributes_of(by_name["decode"])["gen_ai.usage.output_tokens"] == 24
+    assert attributes_of(by_name["prefill.kv_transfer"])["tandem.num_bytes"] > 0
+
+
+async def test_who_is_not_sampled_leaves_nothing(cluster: Cluster, collector: Collector) -> None:
+    client = TraceContext.begin(0.0)
+    before = len(collector.spans)
+    await ask(cluster, {"traceparent": client.header})
+    await ask(cluster, {})  # sample_ratio is 0
+    sampled = TraceContext.begin(1.0)
+    await ask(cluster, {"traceparent": sampled.header})
+    wait_until(lambda: len(collector.of(sampled.trace_id)) >= 15, 60, "the sampled one's spans")
+    assert not collector.of(client.trace_id)
+    assert len(collector.spans) - before == len(collector.of(sampled.trace_id))
