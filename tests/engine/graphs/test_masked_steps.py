@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from engine.constraint.matcher import Int32Array, Matcher
 from engine.generate import generate
@@ -195,6 +196,24 @@ def test_a_grammar_that_leaves_no_token_fails_its_request_alone(
     assert [result.is_failed for result in results] == [False, True, False]
     assert isinstance(requests[1].failure, InvalidRequestError)
     assert results[1].sampled is None
+
+
+@pytest.mark.parametrize("uses_graphs", [False, True], ids=["plain", "graphs"])
+def test_a_bound_row_without_usable_logits_fails_alone_with_a_step_behind_it(
+    model: DeepseekV3ForCausalLM, uses_graphs: bool
+) -> None:
+    """Its token is any token: the step that was launched behind it must not follow it."""
+    runner = make_runner(model)
+    requests = draw_requests(9, 3)
+    for request in requests[:2]:
+        constrain(request)
+    worker = Worker(runner, make_graphs(model, runner.kv_pool) if uses_graphs else None)
+    worker.start(requests)
+    first = replace(worker.launch(requests), is_usable=torch.tensor([True, False, True]))
+    second = worker.launch(requests, first)
+    assert [result.is_failed for result in first.collect()] == [False, True, False]
+    assert "not finite" in requests[1].failure.message
+    assert [result.is_failed for result in second.collect()][::2] == [False, False]
 
 
 def test_greedy_steps_stay_greedy_under_a_mask(model: DeepseekV3ForCausalLM) -> None:

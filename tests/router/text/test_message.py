@@ -182,6 +182,17 @@ def test_stop_strings_see_all_that_is_written(stop: str, include: bool) -> None:
 CALL_TEXT = '{"name": "now", "arguments": {}}'
 
 
+def test_an_output_that_nothing_can_follow_ends_with_the_text_of_its_last_token() -> None:
+    pieces = pieces_of(choice_of(Start.UNDECIDED), ids('{"a": 1}'), 1, FinishReason.COMPLETE)
+    assert message_of(pieces).content == '{"a": 1}'
+    assert pieces[-1].finish_reason == "stop"
+    call = pieces_of(
+        choice_of(None, "hermes"), ids(CALL, CALL_TEXT, CALL_END), 1, FinishReason.COMPLETE
+    )
+    assert len(message_of(call).calls) == 1
+    assert call[-1].finish_reason == "tool_calls"
+
+
 @pytest.mark.parametrize("size", [1, 5, 1000])
 def test_why_a_message_with_calls_ended(size: int) -> None:
     output = ids(CALL, CALL_TEXT, CALL_END, 0)
