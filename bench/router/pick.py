@@ -20,7 +20,9 @@ from dataclasses import dataclass, replace
 from router.pool.members import Member, Role, WorkerKey, WorkerLoad
 from router.pool.view import PoolView
 from router.routing.policy import PairingPolicy
+from router.routing.prefixes import Prefixes
 from router.routing.request_shape import RequestShape
+from router.routing.scorers import SCORERS
 
 RANKS_PER_INSTANCE = 8
 REPORTS_PER_PICK = 4
@@ -67,13 +69,13 @@ def members_of(role: Role, number: int) -> list[Member]:
 class Bench:
     """A pool, a policy, and the numbers that reports have."""
 
-    def __init__(self, num_prefills: int, num_decodes: int) -> None:
+    def __init__(self, num_prefills: int, num_decodes: int, policy: str) -> None:
         self.decodes = members_of(Role.DECODE, num_decodes)
         self.members = [*members_of(Role.PREFILL, num_prefills), *self.decodes]
         self.now = 0.0
         self.pool = PoolView(lambda: self.now)
         self.pool.update(self.members)
-        self.policy = PairingPolicy("least-loaded")
+        self.policy = PairingPolicy(policy, prefixes=Prefixes(lambda: self.now))
         self.random = random.Random(0)
         self.sequences = itertools.count(2)
 
@@ -130,9 +132,11 @@ class Bench:
         return 1e6 * statistics.median(times)
 
 
-def measure(num_prefills: int, num_decodes: int, repeats: int) -> Costs:
+def measure(
+    num_prefills: int, num_decodes: int, repeats: int, policy: str = "least-loaded"
+) -> Costs:
     """All costs at one size of the pool."""
-    bench = Bench(num_prefills, num_decodes)
+    bench = Bench(num_prefills, num_decodes, policy)
     shape = RequestShape(num_context_tokens=1000)
     failed = bench.decodes[0].key
     retry = replace(shape, excluded={failed}, suspects={bench.members[0].key, failed})
@@ -155,10 +159,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.router.pick", description=__doc__)
     parser.add_argument("--prefills", type=int, default=16, help="prefill endpoints")
     parser.add_argument("--decodes", type=int, default=144, help="decode endpoints")
+    parser.add_argument("--policy", choices=list(SCORERS), default="least-loaded")
     parser.add_argument("--repeats", type=int, default=2000)
     options = parser.parse_args(arguments)
-    costs = measure(options.prefills, options.decodes, options.repeats)
+    costs = measure(options.prefills, options.decodes, options.repeats, options.policy)
     result = {
+        "policy": options.policy,
         "prefills": options.prefills,
         "decodes": options.decodes,
         **{name: getattr(costs, name) for name in Costs.__slots__},

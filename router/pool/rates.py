@@ -13,6 +13,8 @@ from router.pool.members import WorkerLoad
 
 HALF_LIFE_S = 30.0
 """Of busy time: what was measured before counts half."""
+BUSY_HALF_LIFE_S = 5.0
+"""Of what says how much a worker works just now."""
 MIN_S = 0.01
 """Of busy time, below which nothing is said."""
 
@@ -23,14 +25,20 @@ class Rate:
 
     amount: float = 0.0
     seconds: float = 0.0
+    half_life_s: float = HALF_LIFE_S
 
     def add(self, amount: float, seconds: float) -> None:
         """So much more in so many more seconds."""
         if amount < 0.0 or seconds <= 0.0:
             return
-        keep = 0.5 ** (seconds / HALF_LIFE_S)
+        keep = 0.5 ** (seconds / self.half_life_s)
         self.amount = keep * self.amount + amount
         self.seconds = keep * self.seconds + seconds
+
+    @property
+    def per_s_of_long(self) -> float:
+        """As if nothing had been before, for half a life at least: a burst alone is no rate."""
+        return self.amount / max(self.seconds, self.half_life_s / 2) if self.seconds else 0.0
 
     @property
     def per_s(self) -> float:
@@ -45,6 +53,8 @@ class MeasuredRates:
     tokens: Rate = field(default_factory=Rate)
     """Prompt tokens computed, or output tokens sampled, in busy seconds."""
     steps: Rate = field(default_factory=Rate)
+    busy: Rate = field(default_factory=lambda: Rate(half_life_s=BUSY_HALF_LIFE_S))
+    """Busy seconds, in seconds of its clock: the share of the time in which it works."""
     requests: Rate = field(default_factory=Rate)
     """That ended, of a decode rank, in seconds of its clock."""
     received: dict[str, Rate] = field(default_factory=dict)
@@ -62,6 +72,7 @@ class MeasuredRates:
         busy_s = load.busy_s - last.busy_s
         self.tokens.add(load.num_tokens_done - last.num_tokens_done, busy_s)
         self.steps.add(load.num_steps_done - last.num_steps_done, busy_s)
+        self.busy.add(busy_s, load.clock_s - last.clock_s)
         ended = load.num_requests_done - last.num_requests_done
         self.requests.add(ended, load.clock_s - last.clock_s)
         if load.received != last.received:

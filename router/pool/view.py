@@ -48,6 +48,11 @@ class Candidate:
         return self.load.rates.tokens.per_s or self.typical.tokens_per_s
 
     @property
+    def busy_share(self) -> float:
+        """Of the last seconds, in which it worked; 0 to 1."""
+        return min(1.0, self.load.rates.busy.per_s_of_long)
+
+    @property
     def requests_per_s(self) -> float:
         """That end at a decode rank."""
         return self.load.rates.requests.per_s or self.typical.requests_per_s
