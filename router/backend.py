@@ -31,6 +31,7 @@ from router.requests.frames import FrameStreams
 from router.requests.pipeline import Pipeline
 from router.routing.policy import PairingPolicy
 from router.routing.prefixes import Prefixes
+from router.text.grammar.compilers import Compilers
 from runtime.config import RouterSection
 from runtime.net import Credentials
 from runtime.tiers import Tiers
@@ -76,6 +77,7 @@ class Backend:
             on_refused=metrics.tiers.count_refused,
         )
         self.readiness = Readiness(self.pool)
+        self.compilers = Compilers(model.folder, model.limits.vocab_size)
         self.pipeline = Pipeline(self._workers, policy, section, self.readiness)
 
     @property
@@ -105,6 +107,7 @@ class Backend:
 
     async def close(self) -> None:
         """End all streams and channels."""
+        await self.compilers.close()
         await self._workers.close()
 
 

@@ -45,6 +45,8 @@ class ServedModel:
     """One model under one name, which workers register with, and its aliases."""
 
     name: str
+    folder: Path
+    """Of the checkpoint."""
     aliases: tuple[str, ...] = ()
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
@@ -140,6 +142,7 @@ def load_served_model(
         calls = history.call_format
     return ServedModel(
         name=section.name or folder.resolve().name,
+        folder=folder,
         aliases=tuple(filter(None, (name.strip() for name in section.aliases.split(",")))),
         tokenizer=tokenizer,
         chat_template=template,

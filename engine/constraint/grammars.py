@@ -5,7 +5,8 @@ first grammar comes, on the thread that compiles. Compiling and matching let go 
 sorting the vocabulary, once, does not.
 
 A special token, which ends a turn or begins a document, has a text as well, but is not how a model
-writes that text: it may come only where the grammar itself spells it out.
+writes that text: it may come only where the grammar names it by its id, or, for vocabularies that do
+not spell bytes, where the grammar spells it out.
 """
 
 import os
@@ -66,11 +67,16 @@ class Grammars:
                 f"Grammar.serialize_json() of xgrammar gives in version "
                 f"{xgrammar.get_serialization_version()}"
             ) from error
+        if self._vocabulary.encoding is PieceEncoding.BYTE_LEVEL:  # where their texts tell
+            return CompiledGrammar(compiled, self._all_words())
         return CompiledGrammar(compiled, self._visible_words(str(grammar)))
+
+    def _all_words(self) -> Int32Array:
+        return np.full(num_mask_words(len(self._vocabulary.pieces)), -1, dtype=np.int32)
 
     def _visible_words(self, printed: str) -> Int32Array:
         """Bits of all tokens but the special ones that the grammar does not spell out."""
-        words = np.full(num_mask_words(len(self._vocabulary.pieces)), -1, dtype=np.int32)
+        words = self._all_words()
         spelled = _ESCAPED.sub(
             lambda found: chr(int(found[1] or found[2] or found[3], 16)), printed
         )

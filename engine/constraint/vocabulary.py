@@ -15,6 +15,8 @@ import orjson
 from runtime.errors import InvalidRequestError
 
 FILE_NAME = "tokenizer.json"
+_NO_TEXT = "\u00ff"
+"""The letter of the byte 0xFF, which stands nowhere in UTF-8."""
 
 
 class PieceEncoding(Enum):
@@ -35,7 +37,9 @@ class Vocabulary:
     Attributes:
         pieces: by token id, as many as the model knows; empty where the tokenizer has none.
         encoding: of all pieces.
-        special: by id the texts of the tokens that are no text (turns, ends of sequences).
+        special: by id the texts of the tokens that are no text (turns, ends of sequences). Where
+            pieces spell bytes, theirs begin with one that no text has: only a grammar that names
+            such a token by its id takes it, and one that spells it takes the letters.
     """
 
     pieces: list[str]
@@ -73,12 +77,23 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
     for token_id, piece in tokens.items():
         if token_id < vocab_size:
             pieces[token_id] = piece
-    special = {item["id"]: item["content"] for item in added if item.get("special")}
+    special = {item["id"]: item["content"] for item in added if _is_control(item)}
+    encoding = _encoding(content)
+    if encoding is PieceEncoding.BYTE_LEVEL:
+        for token_id in special:
+            if token_id < vocab_size:
+                pieces[token_id] = f"{_NO_TEXT}{token_id}"
     return Vocabulary(
         pieces=pieces,
-        encoding=_encoding(content),
+        encoding=encoding,
         special={token_id: text for token_id, text in special.items() if token_id < vocab_size},
     )
+
+
+def _is_control(added: Mapping[str, Any]) -> bool:
+    """Special tokens, and tags: checkpoints leave some of their tags unmarked as special."""
+    text = added["content"]
+    return bool(added.get("special")) or (text.startswith("<") and text.endswith(">"))
 
 
 def _tokens(model: Mapping[str, Any]) -> Iterator[tuple[int, str]]:

@@ -14,7 +14,6 @@ from router.http.response import Prompt
 from router.http.schema import ChatRequest
 from router.model import ServedModel
 from router.text.call_history import CallHistory
-from router.text.marks import text_of
 from router.text.message import MessageReader
 from router.text.reasoning import ReasoningParser, Start
 from router.text.template import ChatTemplate
@@ -69,28 +68,13 @@ def _object(path: str, text: str) -> dict[str, Any]:
     return value
 
 
-def start_of_answer(body: ChatRequest, model: ServedModel, prompt: str) -> Start:
+def start_of_output(body: ChatRequest, model: ServedModel, prompt: str) -> Start:
     """What ``prompt``, as the template wrote it, says of the reasoning."""
     reasoning = model.formats.reasoning
-    if reasoning is None or body.separate_reasoning is False:
+    if reasoning is None:
         return Start.CLOSED
     final = body.messages[-1]
     return reasoning.start_of(prompt, final["content"] if body.continues_final else None)
-
-
-def prompted_call(body: ChatRequest, model: ServedModel, start: Start) -> str:
-    """What is put behind the template's text so that the named tool is called.
-
-    The model then writes the arguments, without a thought before: ``start`` is where the template
-    leaves the reasoning.
-    """
-    formats, name = model.formats, body.named_tool
-    if name is None or formats.calls is None:
-        return ""
-    end = ""
-    if formats.reasoning is not None and start is Start.OPEN:
-        end = f"\n{formats.reasoning.closing}\n\n"
-    return end + "".join(map(text_of, formats.calls.opening_of(name)))
 
 
 def tells_reasoning(body: ChatRequest, model: ServedModel) -> bool:
@@ -110,13 +94,10 @@ def new_reader(body: ChatRequest, model: ServedModel, prompt: Prompt) -> Message
         calls = formats.calls.new_parser({f["name"]: f.get("parameters") or {} for f in functions})
     if reasoning is None and calls is None:
         return None
-    name = body.named_tool
-    opening = [] if name is None or formats.calls is None else formats.calls.opening_of(name)
     return MessageReader(
         formats.marks,
         reasoning,
         calls,
         hides_reasoning=body.include_reasoning is False,
-        one_call=body.parallel_tool_calls is False or name is not None,
-        prompted=opening,
+        one_call=body.parallel_tool_calls is False or body.named_tool is not None,
     )

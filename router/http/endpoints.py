@@ -10,14 +10,13 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import replace
 
 from aiohttp import web
 
-from router.backend import Backend
 from router.errors import NotReadyError
 from router.http.body import read_body
+from router.http.call import Call, RequestT, cut_off, cut_off_reader, headers_of
 from router.http.chat import ChatBody, ChatStream
 from router.http.completions import CompletionBody, CompletionStream, CompletionText
 from router.http.conversation import new_reader, tells_reasoning
@@ -27,8 +26,8 @@ from router.http.gate import (
     count_output,
     count_prompt,
     key_of,
-    limit_headers,
 )
+from router.http.output_rules import rules_of
 from router.http.params import (
     choices_per_prompt,
     for_choice,
@@ -46,28 +45,21 @@ from router.http.routing_headers import conversation_of, wants_routing
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
 from router.http.serving import Serving, backend_for
 from router.http.tiers import standing_of
-from router.http.unsupported import IGNORED_HEADER, ignored_fields, refuse_unsupported
+from router.http.unsupported import refuse_unsupported
 from router.model import ModelLimits, ServedModel
-from router.requests.admission import BodyBytes
 from router.requests.generation import Generation, Mailbox
 from router.requests.run import MAX_PARALLEL, RequestRun
 from router.requests.time_limits import limits_from_arrival
 from router.text.lanes import Work
 from router.text.message import MessageReader
 from router.text.output import ChoiceText, OutputOptions
-from runtime.logging import get_logger
-from runtime.sampling import SamplingParams
-from runtime.tiers import Standing
 from runtime.trace import current_trace
-
-logger = get_logger(__name__)
 
 DELIVERY_S = 10.0
 """A client may take its answer for so long after the request's own time is over."""
 
 
 ReaderOf = Callable[[Prompt], MessageReader | None]
-RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
 FormOf = Callable[[RequestT, ResponseInfo], ResponseFormat]
 
 
@@ -150,7 +142,7 @@ class OpenAIEndpoints:
         request: web.Request,
         parse: Callable[[bytes], RequestT],
         check: Callable[[RequestT, ServedModel, ModelLimits], int],
-    ) -> AsyncIterator[_Call[RequestT]]:
+    ) -> AsyncIterator[Call[RequestT]]:
         """The body of ``request``, read and checked; ``check`` says how many prompts it holds.
 
         All that can be refused without a tokenizer is refused here.
@@ -163,7 +155,7 @@ class OpenAIEndpoints:
                 request, held, max_bytes=section.max_body_bytes, timeout_s=section.body_timeout_s
             )
 
-            def checked(_: object) -> _Call[RequestT]:
+            def checked(_: object) -> Call[RequestT]:
                 body = parse(raw)
                 backend = backend_for(serving, request, body.model)
                 limits = backend.limits()
@@ -173,13 +165,14 @@ class OpenAIEndpoints:
                 )
                 sampling = sampling_from(body, limits)
                 most = section.max_choices_per_request
-                return _Call(
+                return Call(
                     request=request,
                     request_id=request[REQUEST_ID_KEY],
                     body=body,
                     backend=backend,
                     limits=limits,
                     sampling=sampling,
+                    rules=rules_of(body, backend.model),
                     standing=standing,
                     num_choices=num_choices(body, check(body, backend.model, limits), most),
                     received=received,
@@ -194,11 +187,14 @@ class OpenAIEndpoints:
                 raise NotReadyError(f"the cluster is starting: {missing}. Fix: retry in a moment")
             num_tokens = tokens_asked_for(call.body, len(raw), call.num_choices)
             async with serving.gate.admit(request, num_tokens):
+                if call.rules is not None:
+                    compiled = await call.rules.compile(call.backend.compilers)
+                    call = replace(call, compiled=compiled)
                 yield call
 
     async def _answer(
         self,
-        call: _Call[RequestT],
+        call: Call[RequestT],
         prompts_of: Work[list[Prompt]],
         reader_of: ReaderOf,
         form_of: FormOf[RequestT],
@@ -230,7 +226,7 @@ class OpenAIEndpoints:
                 choices_per_prompt=choices_per_prompt(body),
                 service_tier=call.standing.tier,
             )
-            mailbox = Mailbox(serving.section.max_mailbox_bytes, lambda: _cut_off_reader(call))
+            mailbox = Mailbox(serving.section.max_mailbox_bytes, lambda: cut_off_reader(call))
             self._add_choices(info, call, prompts, mailbox, reader_of)
             for prompt in prompts:
                 backend.metrics.prompt_lengths.observe(len(prompt.token_ids))
@@ -245,7 +241,7 @@ class OpenAIEndpoints:
 
     async def _respond(
         self,
-        call: _Call[RequestT],
+        call: Call[RequestT],
         run: RequestRun,
         form: ResponseFormat,
         info: ResponseInfo,
@@ -264,13 +260,13 @@ class OpenAIEndpoints:
                     call.backend.metrics,
                     dialect=dialect,
                     keep_alive_s=serving.section.keep_alive_s,
-                    headers=_headers_of(call),
+                    headers=headers_of(call),
                 )
                 if call.body.stream:
                     return await responder.stream(call.request, call.request_id)
                 return await responder.body()
         except TimeoutError as error:
-            _cut_off(call, "it did not take its answer within router.request_timeout_s")
+            cut_off(call, "it did not take its answer within router.request_timeout_s")
             raise ConnectionAbortedError("the client was too slow") from error
         finally:
             count_output(call.request, sum(each.generation.num_tokens for each in info.choices))
@@ -280,7 +276,7 @@ class OpenAIEndpoints:
     def _add_choices(
         self,
         info: ResponseInfo,
-        call: _Call[RequestT],
+        call: Call[RequestT],
         prompts: Sequence[Prompt],
         mailbox: Mailbox,
         reader_of: ReaderOf,
@@ -291,6 +287,9 @@ class OpenAIEndpoints:
         unique = f"{call.request_id}.{secrets.token_hex(4)}"
         for prompt in prompts:
             capped = for_prompt(call.sampling, len(prompt.token_ids), limits, param=call.param)
+            if call.compiled is not None:
+                constraint = call.compiled.constraint(prompt.model_start)
+                capped = replace(capped, constraint=constraint)
             options = OutputOptions(
                 stops=body.stop,
                 include_stop=bool(body.include_stop_str_in_output),
@@ -315,53 +314,3 @@ class OpenAIEndpoints:
                 text = ChoiceText(info.vocabulary, options, reader_of(prompt))
                 choice = Choice(index=index, prompt=prompt, generation=generation, text=text)
                 info.choices.append(choice)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call(Generic[RequestT]):
-    """One call of a generation endpoint."""
-
-    request: web.Request
-    request_id: str
-    body: RequestT
-    backend: Backend
-    limits: ModelLimits
-    """Of its model and workers, when the body was read."""
-    sampling: SamplingParams
-    standing: Standing
-    num_choices: int
-    """Of all prompts."""
-    received: float
-    held: BodyBytes
-    num_bytes: int
-    """Of the body."""
-
-    @property
-    def kind(self) -> str:
-        """What the response's id begins with."""
-        return "chatcmpl" if isinstance(self.body, ChatRequest) else "cmpl"
-
-    @property
-    def param(self) -> str:
-        """The field with the prompt."""
-        return "messages" if isinstance(self.body, ChatRequest) else "prompt"
-
-
-def _headers_of(call: _Call[RequestT]) -> dict[str, str]:
-    """What the answer says of the request."""
-    headers, ignored = limit_headers(call.request), ignored_fields(call.body)
-    if not ignored:
-        return headers
-    logger.debug("ignored fields request_id=%s fields=%s", call.request_id, ignored)
-    return {**headers, IGNORED_HEADER: ", ".join(ignored)}
-
-
-def _cut_off_reader(call: _Call[RequestT]) -> None:
-    _cut_off(call, "more output than router.max_mailbox_bytes waits for it")
-
-
-def _cut_off(call: _Call[RequestT], reason: str) -> None:
-    """End the connection of a client that does not read; that cancels its request."""
-    logger.warning("a client is cut off request_id=%s reason=%r", call.request_id, reason)
-    if call.request.transport is not None:
-        call.request.transport.abort()

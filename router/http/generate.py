@@ -31,7 +31,7 @@ _SAMPLING = {
         for name in (
             *("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids"),
             *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-            *("logit_bias", "ignore_eos", "skip_special_tokens"),
+            *("logit_bias", "ignore_eos", "skip_special_tokens", "json_schema", "regex", "ebnf"),
         )
     },
 }
@@ -64,9 +64,9 @@ class SamplingFields(BaseModel):
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     spaces_between_special_tokens: bool | None = None  # of no effect on a byte-level vocabulary
-    json_schema: _Unsupported = None
-    regex: _Unsupported = None
-    ebnf: _Unsupported = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     structural_tag: _Unsupported = None
     stop_regex: _Unsupported = None
     custom_params: _Unsupported = None

@@ -104,12 +104,12 @@ def _card_of(backend: Backend, name: str, tiers: Sequence[str]) -> dict[str, obj
 def _features_of(model: ServedModel) -> list[str]:
     """What requests to this model may use; what is not named is refused."""
     features = ["completions", "streaming", "logprobs", "return_token_ids", "tokenize"]
-    features.append("generate")
+    features += ["generate", "structured_outputs"]
     if model.chat_template is not None:
         features += ["chat", "continue_final_message", "messages", "responses"]
         template, formats = model.tool_template, model.formats
         if template is not None and "tools" in template.variables and formats.calls is not None:
-            features.append("tools")
+            features += ["tools", "tool_choice_required"]
         if formats.reasoning is not None:
             features.append("reasoning")
     return sorted(features)

@@ -1,28 +1,40 @@
-"""What streams have to send in one turn of the event loop, for all connections of a process.
+"""What streams have to do and to send in one turn of the event loop, for all of a process.
 
-Written together: system calls in a row cost less than each of them among the work for its bytes.
+Taken together: a handle of the loop for each of a few hundred streams costs more than a list, and
+system calls in a row cost less than each of them among the work for its bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from aiohttp.web import RequestHandler
 
+from runtime.logging import get_logger
+
+logger = get_logger(__name__)
+
 
 class Outbox:
-    """Bytes for connections, in order. One event loop owns it."""
+    """Calls, then bytes for connections, each in order. One event loop owns it."""
 
-    __slots__ = ("_waiting",)
+    __slots__ = ("_calls", "_is_due", "_waiting")
 
     def __init__(self) -> None:
+        self._calls: list[Callable[[], None]] = []
         self._waiting: list[tuple[RequestHandler, bytes]] = []
+        self._is_due = False
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Call ``call`` in the next turn, before what it adds is written."""
+        self._calls.append(call)
+        self._run_soon()
 
     def add(self, connection: RequestHandler, data: bytes) -> None:
-        """Write ``data`` in the next turn."""
-        if not self._waiting:
-            asyncio.get_running_loop().call_soon(self.flush)
+        """Write ``data`` in this turn, if the calls are under way, or in the next."""
         self._waiting.append((connection, data))
+        self._run_soon()
 
     def flush(self) -> None:
         """Write all now; what is for closed connections is dropped."""
@@ -31,3 +43,20 @@ class Outbox:
             transport = connection.transport
             if transport is not None and not transport.is_closing():
                 transport.write(data)
+
+    def _run_soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._run)
+
+    def _run(self) -> None:
+        calls, self._calls = self._calls, []
+        for call in calls:
+            try:
+                call()
+            except Exception:  # of this stream alone
+                logger.exception("a stream's news were not understood")
+        self.flush()
+        self._is_due = False
+        if self._calls:
+            self._run_soon()

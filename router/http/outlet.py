@@ -21,13 +21,15 @@ from router.http.connections import Connection
 class Outlet:
     """Of one answer. Close it before aiohttp writes the end of the answer."""
 
-    __slots__ = ("_connection", "_is_chunked")
+    __slots__ = ("_connection", "_is_chunked", "call_soon")
 
     def __init__(self, request: web.Request) -> None:
         """The answer to ``request`` has no length, and its headers are sent."""
         connection = request.protocol
         assert isinstance(connection, Connection)
         self._connection = connection
+        self.call_soon = connection.outbox.call_soon
+        """Calls what fills the outlet, together with others'."""
         self._is_chunked = request.version >= HttpVersion11
 
     @property
@@ -40,7 +42,7 @@ class Outlet:
         self._connection.on_room = refill
 
     def write(self, data: bytes) -> None:
-        """Send ``data``, which is not empty, in the next turn of the event loop.
+        """Send ``data``, which is not empty, together with others'.
 
         A client that is gone gets none of it, and its request is cancelled.
         """

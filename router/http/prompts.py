@@ -10,8 +10,7 @@ from collections.abc import Callable
 from router.errors import RequestError
 from router.http.conversation import (
     offered_tools,
-    prompted_call,
-    start_of_answer,
+    start_of_output,
     template_for,
     template_messages,
 )
@@ -70,9 +69,7 @@ def chat_prompt(
         continue_final_message=body.continues_final,
         extra=control.mark(template_variables(body)),
     )
-    start = start_of_answer(body, model, text)
-    if body.named_tool is not None:
-        text, start = text + prompted_call(body, model, start), Start.CLOSED
+    start = start_of_output(body, model, text)
     # The template has written the special tokens, and only it may.
     parts = [part for part in control.parts(text) if part]
     text = "".join(parts)
@@ -84,7 +81,12 @@ def chat_prompt(
     encoded = model.tokenizer.encode_all(parts, add_special_tokens=False, is_abandoned=is_abandoned)
     token_ids = [token_id for ids in encoded for token_id in ids]
     check_prompt_logprobs(body, [len(token_ids)])
-    return Prompt(token_ids=token_ids, text=text, start=start)
+    return Prompt(
+        token_ids=token_ids,
+        text=text,
+        start=Start.CLOSED if body.separate_reasoning is False else start,
+        model_start=start,
+    )
 
 
 def completion_prompts(

@@ -129,7 +129,7 @@ class Responder:
             except Exception as error:
                 last.set_exception(error)
 
-        mailbox.listen(deliver)
+        mailbox.listen(deliver, None if outlet is None else outlet.call_soon)
         if outlet is not None:
             outlet.on_room(deliver)
             self._timer.cancel()

@@ -31,7 +31,9 @@ class Prompt:
     text: str | None = None
     """As the client sent it; None where it sent ids."""
     start: Start = Start.CLOSED
-    """Where the output begins: as answer, unless the chat template says otherwise."""
+    """Where the output begins for its reader: as answer, unless the template says otherwise."""
+    model_start: Start = Start.CLOSED
+    """The same for the model, whether or not the client wants its reasoning apart."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -220,15 +220,15 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
     include_reasoning: bool | None = None
+    max_reasoning_tokens: int | None = None
+    thinking_token_budget: int | None = None  # the same, as vLLM names it
 
     @property
     def named_tool(self) -> str | None:
-        """The one tool that has to be called; None: ``tool_choice`` says of none of them."""
+        """The one tool that ``tool_choice`` names; None: it names none of them."""
         names = [tool["function"]["name"] for tool in self.tools or ()]
         name: object = None
-        if self.tool_choice == "required" and len(names) == 1:
-            name = names[0]
-        elif isinstance(self.tool_choice, dict):
+        if isinstance(self.tool_choice, dict):
             function = self.tool_choice.get("function")
             name = function.get("name") if isinstance(function, dict) else None
         return name if isinstance(name, str) and name in names else None

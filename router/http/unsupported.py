@@ -14,6 +14,7 @@ from typing import Any
 
 from router.errors import RequestError
 from router.http.conversation import template_for
+from router.http.output_forms import FIELDS
 from router.http.schema import ChatRequest, CompletionRequest, GenerationRequest
 from router.model import ServedModel
 
@@ -21,19 +22,7 @@ IGNORED_HEADER = "x-tandem-ignored-fields"
 MAX_UNKNOWN = 64
 MAX_NAME = 64
 _ALIKE = 0.85
-_CONSTRAINTS = (
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structural_tag",
-    "json_schema",
-    "json_object",
-    "regex",
-    "ebnf",
-    "grammar",
-)
+_CONSTRAINTS = ("structural_tag", "json_object", "grammar")
 _NEUTRAL: Mapping[str, Sequence[object]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
@@ -107,13 +96,10 @@ def refuse_unsupported(request: GenerationRequest) -> None:
     Raises:
         RequestError: names the field and what to do.
     """
-    kind = (request.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise _unsupported("response_format", kind, 'send {"type": "text"} or leave it out')
     unknown = request.model_extra or {}
     for name in _CONSTRAINTS:
         if unknown.get(name) is not None:
-            raise _unsupported(name, "a constraint", "leave it out")
+            raise _unsupported(name, "a constraint", "send structured_outputs or response_format")
     for name, neutral in _NEUTRAL.items():
         value = unknown.get(name)
         if value is not None and value not in neutral and not _is_implied(request, name, value):
@@ -165,11 +151,8 @@ def template_variables(request: ChatRequest) -> dict[str, Any]:
 
 def ignored_fields(request: GenerationRequest) -> list[str]:
     """Names of fields that nobody here knows, fit for a header."""
-    known = {*_CONSTRAINTS, *_NEUTRAL, *_TEMPLATE_SWITCHES, *_HARMLESS}
+    known = {*FIELDS, *_CONSTRAINTS, *_NEUTRAL, *_TEMPLATE_SWITCHES, *_HARMLESS}
     unknown = [name for name in request.model_extra or {} if name not in known]
-    if isinstance(request, ChatRequest) and request.tool_choice != "none":
-        tools = request.tools or []
-        unknown += ["tools.function.strict"] * any(tool["function"].get("strict") for tool in tools)
     return [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:MAX_NAME]) for name in unknown]
 
 
@@ -181,13 +164,14 @@ def _refuse_of_completion(request: CompletionRequest) -> None:
 
 
 def _refuse_of_chat(request: ChatRequest) -> None:
-    choices = [("function_call", request.function_call, "functions")]
-    if request.named_tool is None:
-        choices.append(("tool_choice", request.tool_choice, "tools"))
-    for name, choice, items in choices:
-        if choice not in (None, "none", "auto"):
-            fix = f'send "auto" or "none", leave out {name} and {items}, or name one of the tools'
-            raise _unsupported(name, choice, fix)
+    if request.function_call not in (None, "none", "auto"):
+        raise _unsupported("function_call", request.function_call, "send tools and tool_choice")
+    has_to_call = request.named_tool is not None or bool(
+        request.tool_choice == "required" and request.tools
+    )
+    if request.tool_choice not in (None, "none", "auto") and not has_to_call:
+        fix = 'send "auto", "none" or, with tools, "required", or name one of the tools'
+        raise _unsupported("tool_choice", request.tool_choice, fix)
     if request.functions and request.function_call != "none":
         raise _unsupported("functions", f"{len(request.functions)} of them", "send them as tools")
     for index, message in enumerate(request.messages):
@@ -241,7 +225,7 @@ def _refuse_misspelt(request: GenerationRequest) -> None:
             f"the body has {len(fields)} unknown fields, the first is {fields[0]}. "
             f"Fix: send at most {MAX_UNKNOWN}"
         )
-    known = [*type(request).model_fields, *_NEUTRAL, *_CONSTRAINTS, *_TEMPLATE_SWITCHES]
+    known = [*type(request).model_fields, *FIELDS, *_NEUTRAL, *_CONSTRAINTS, *_TEMPLATE_SWITCHES]
     for name in fields:
         meant = _OTHER_NAMES.get(name) or next(
             iter(difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE)), None

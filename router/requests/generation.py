@@ -42,10 +42,14 @@ _POSITION_BYTES = 200
 _TOP_BYTES = 12
 
 
+CallSoon = Callable[[Callable[[], None]], object]
+
+
 class Mailbox:
     """Outputs of all choices of one HTTP request; one consumer."""
 
     __slots__ = (
+        "_call_soon",
         "_is_due",
         "_items",
         "_listener",
@@ -69,6 +73,7 @@ class Mailbox:
         self._items: list[Output] = []
         self._waiter: asyncio.Future[None] | None = None
         self._listener: Callable[[], None] | None = None
+        self._call_soon: CallSoon = self._loop.call_soon
         self._is_due = False
         """Whether the listener is to be called in this turn of the loop or the next."""
         self._max_bytes = max_bytes
@@ -90,7 +95,7 @@ class Mailbox:
         if self._listener is not None:
             if not self._is_due:
                 self._is_due = True
-                self._loop.call_soon(self._tell)
+                self._call_soon(self._tell)
         elif self._waiter is not None:
             self.wake()
 
@@ -116,16 +121,20 @@ class Mailbox:
             self._num_bytes = 0
         return items
 
-    def listen(self, listener: Callable[[], None] | None) -> None:
+    def listen(
+        self, listener: Callable[[], None] | None, call_soon: CallSoon | None = None
+    ) -> None:
         """Call ``listener`` once for each turn of the event loop in which outputs come.
 
         It takes them, or leaves them here until its client has room. What is here now counts as
-        having come. None: call nobody any more.
+        having come. None: call nobody any more. ``call_soon``: of who takes such calls together;
+        None: the event loop's.
         """
+        self._call_soon = call_soon or self._loop.call_soon
         self._listener = listener
         if listener is not None and self._items and not self._is_due:
             self._is_due = True
-            self._loop.call_soon(self._tell)
+            self._call_soon(self._tell)
 
     def _tell(self) -> None:
         self._is_due = False

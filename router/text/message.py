@@ -7,7 +7,7 @@ the message. All other text comes out, in order, and the parts do not depend on 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from router.text.calls.events import (
@@ -66,7 +66,6 @@ class MessageReader:
         *,
         hides_reasoning: bool = False,
         one_call: bool = False,
-        prompted: Iterable[Item] = (),
     ) -> None:
         """For one choice, which owns both parsers; None: there is no such part.
 
@@ -76,7 +75,6 @@ class MessageReader:
             calls: reads what is no reasoning.
             hides_reasoning: it is no part of the message.
             one_call: the message is full with its first call.
-            prompted: items of the answer that stand in the prompt: the beginning of a call.
         """
         self.visible_pieces = marks.visible_pieces
         self._finder = MarkFinder(marks)
@@ -95,8 +93,6 @@ class MessageReader:
         self.is_call_open = False
         self.is_full = False
         """Whether nothing can be added to the message."""
-        for item in prompted:
-            self._answer(item)
 
     @property
     def num_calls(self) -> int:

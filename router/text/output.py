@@ -18,7 +18,7 @@ from router.text.tokenizer import Vocabulary
 from runtime.pb import common_pb2
 from runtime.sampling import FinishReason
 
-_NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+_NAMES = {FinishReason.STOP: "stop", FinishReason.COMPLETE: "stop", FinishReason.LENGTH: "length"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

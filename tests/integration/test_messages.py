@@ -1,7 +1,7 @@
 """The bundled model under a template with tools and reasoning: what it writes comes out whole.
 
-It has never learnt either, so a call is one that was begun for it, and reasoning one that nobody
-ends.
+It has never learnt either: its reasoning is one that nobody ends. Calls are in
+``test_structured_output``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from tests.integration.conftest import MODEL_DIR
 from tests.router.text import templates
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}
 REQUEST = {
     "model": "tandem-python",
     "messages": [{"role": "user", "content": "def fibonacci(n):"}],
@@ -83,19 +82,3 @@ def test_reasoning_that_the_template_opens(client: openai.OpenAI, folder: Path) 
     answer = client.chat.completions.create(**REQUEST, extra_body=closed)
     assert answer.choices[0].message.reasoning is None
     assert answer.choices[0].message.content
-
-
-def test_a_named_tool_is_called(client: openai.OpenAI, folder: Path) -> None:
-    options = {"tools": [TOOL], "tool_choice": "required"}
-    body = {"return_token_ids": True}
-    answer = client.chat.completions.create(**REQUEST, **options, extra_body=body)
-    (call,) = answer.choices[0].message.tool_calls
-    assert call.function.name == "read"
-    text, _ = raw_text(client, folder, answer.prompt_token_ids)
-    assert ("{" + text).startswith(call.function.arguments)
-    arguments, names = "", []
-    for chunk in client.chat.completions.create(**REQUEST, **options, stream=True):
-        for news in chunk.choices[0].delta.tool_calls or ():
-            names += [news.function.name] if news.id else []
-            arguments += news.function.arguments
-    assert (names, arguments) == (["read"], call.function.arguments)

@@ -12,7 +12,6 @@ from functools import partial
 
 from router.text.calls.deepseek import (
     CALL_BEGIN,
-    CALLS_BEGIN,
     DEEPSEEK_MARKS,
     SEPARATOR,
     DeepSeekCalls,
@@ -28,11 +27,8 @@ from router.text.calls.forms import (
 )
 from router.text.calls.glm import GLM_MARKS, KEY, GlmCalls
 from router.text.calls.json_call import HERMES_MARKS, LLAMA_MARKS, HermesCalls, LlamaCalls
-from router.text.marks import Item, Mark
 
 PROBE_NAME = "probe_of_calls"
-_NAME = "NAME"
-_REGION = (Mark(CALLS_BEGIN), Mark(CALL_BEGIN))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +41,6 @@ class CallFormat:
     """What a rendered call of ``PROBE_NAME`` holds, white space left out."""
     shape: CallShape
     """How calls are put together, for who has to call."""
-    opening: tuple[Item, ...]
-    """How a call begins, up to its arguments, with ``_NAME`` for the name."""
-
-    def opening_of(self, name: str) -> list[Item]:
-        """How a call of ``name`` begins: behind it a model can but write arguments."""
-        return [
-            item if isinstance(item, Mark) else item.replace(_NAME, name) for item in self.opening
-        ]
 
 
 CALL_FORMATS: Mapping[str, CallFormat] = {
@@ -61,21 +49,18 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         new_parser=partial(DeepSeekCalls, names_first=False),
         looks_like=(f"{CALL_BEGIN}function{SEPARATOR}{PROBE_NAME}",),
         shape=DEEPSEEK_V3,
-        opening=(*_REGION, "function", Mark(SEPARATOR), "NAME\n```json\n{"),
     ),
     "deepseek-v3.1": CallFormat(
         marks=DEEPSEEK_MARKS,
         new_parser=partial(DeepSeekCalls, names_first=True),
         looks_like=(f"{CALL_BEGIN}{PROBE_NAME}{SEPARATOR}",),
         shape=DEEPSEEK_V31,
-        opening=(*_REGION, "NAME", Mark(SEPARATOR), "{"),
     ),
     "glm-4.5": CallFormat(
         marks=GLM_MARKS,
         new_parser=GlmCalls,
         looks_like=(f"{GLM_MARKS[0]}{PROBE_NAME}{KEY}",),
         shape=GLM,
-        opening=(Mark(GLM_MARKS[0]), "NAME\n"),
     ),
     "hermes": CallFormat(
         marks=HERMES_MARKS,
@@ -85,14 +70,12 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
             f'{HERMES_MARKS[0]}{{"arguments":{{',
         ),
         shape=HERMES,
-        opening=(Mark(HERMES_MARKS[0]), '\n{"name": "NAME", "arguments": {'),
     ),
     "llama3-json": CallFormat(
         marks=LLAMA_MARKS,
         new_parser=LlamaCalls,
         looks_like=(f'{{"name":"{PROBE_NAME}","parameters":{{',),
         shape=LLAMA,
-        opening=('{"name": "NAME", "parameters": {',),
     ),
 }
 """By the names that ``router.tool_parser`` may have besides "auto" and "none"."""

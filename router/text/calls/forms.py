@@ -75,19 +75,25 @@ class CallShape:
         begin, end = self.region
         return sequence(marks.of(begin), form, marks.of(end))
 
-    def within_text(self, tools: Sequence[ToolForm], marks: MarkForms) -> Form | None:
-        """Any text, in which what begins as a call is one; None: a beginning may be text, too."""
+    def within_text(
+        self, tools: Sequence[ToolForm], marks: MarkForms, *, without: Sequence[str] = ()
+    ) -> Form | None:
+        """Any text, in which what begins as a call is one; None: a beginning may be text, too.
+
+        ``without``: marks that stand nowhere in it.
+        """
         if not self.is_marked:
             return None
         if self.region is None:
             contents = one_of([self.content(tool, marks) for tool in tools])
-            return triggered(marks, self.begin, contents, self.end)
+            return triggered(marks, self.begin, contents, self.end, without=without)
         each = [
             tag(marks.of(self.begin), self.content(tool, marks), marks.of(self.end))
             for tool in tools
         ]
         begin, end = self.region
-        return triggered(marks, begin, tags(each, self.separator, only_one=False), end)
+        region = tags(each, self.separator, only_one=False)
+        return triggered(marks, begin, region, end, without=without)
 
 
 def _named(template: str, tool: ToolForm) -> str:

@@ -1,9 +1,9 @@
-"""Makes grammars of forms: the process that the router starts for it, and its only use of xgrammar.
+"""Makes grammars of forms: the process that the router starts for it.
 
 ``python -m router.text.grammar.compile_process FOLDER VOCAB_SIZE`` reads one JSON object a line:
 ``{"formats": [...], "cpu_s": ...}``. It answers one line each: ``{"grammars": [...]}``, one for
-each format as EBNF, or ``{"problem": ..., "schema": ..., "path": [...]}``. The first format is
-compiled for the model's vocabulary as well, as the workers will.
+each format as it travels, or ``{"problem": ..., "schema": ..., "path": [...]}``. The first format
+is compiled for the model's vocabulary as well, as the workers will.
 
 A process of its own, as the library may take minutes, or end, for a schema of a kilobyte, and
 importing it imports torch. It ends itself once one request has used its seconds of CPU, and with
@@ -24,29 +24,30 @@ from typing import Any
 
 import xgrammar
 
+from engine.constraint.grammars import Grammars
+from engine.constraint.vocabulary import read_vocabulary
 from router.text.grammar.productive import is_productive
 from router.text.grammar.schema import Path as SchemaPath
 from router.text.grammar.schema import subschemas
-from router.text.tokenizer import Tokenizer
+from runtime.errors import InvalidRequestError
 
 MAX_BYTES = 4 * 2**30
 """Of address space beyond what the libraries take."""
 _PLACE = re.compile(r"^\[[^\]]*\] \S+:\d+: ")
 """When and where in the library's own source an error arose."""
-_NO_TEXT = b"\xff"
-"""With which the texts of control tokens begin here: no text has it, so no grammar takes such a
-token for text that it happens to spell."""
 _ENDLESS = "asks for itself without end: no text has it. Fix: let something in it be left out"
 
 
-def _problem(error: Exception) -> str:
+def _problem(error: BaseException) -> str:
+    if isinstance(error, InvalidRequestError) and error.__cause__ is not None:
+        error = error.__cause__  # which does not speak of the workers' fields
     return _PLACE.sub("", str(error)).strip()[:300]
 
 
-def _grammar(fmt: Mapping[str, Any]) -> str:
-    """The EBNF of a format; its root is referred to by no other rule."""
-    whole = {"type": "sequence", "elements": [fmt]}
-    return str(xgrammar.Grammar.from_structural_tag({"type": "structural_tag", "format": whole}))
+def grammar_of(fmt: Mapping[str, Any]) -> str:
+    """The grammar of a format, as it travels."""
+    tag = {"type": "structural_tag", "format": fmt}
+    return str(xgrammar.Grammar.from_structural_tag(tag).serialize_json())
 
 
 def _schemas_in(fmt: Mapping[str, Any]) -> list[Any]:
@@ -61,10 +62,8 @@ def _schemas_in(fmt: Mapping[str, Any]) -> list[Any]:
 def _fault_of(schema: Any) -> str | None:
     """Why no grammar can be made of a schema by itself; None: one can."""
     try:
-        grammar = xgrammar.Grammar.from_structural_tag(
-            {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
-        )
-        return None if is_productive(grammar.serialize_json()) else _ENDLESS
+        grammar = grammar_of({"type": "json_schema", "json_schema": schema})
+        return None if is_productive(grammar) else _ENDLESS
     except Exception as error:
         return _problem(error)
 
@@ -94,26 +93,15 @@ class Compiler:
     """Of one vocabulary."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
-        tokenizer = Tokenizer.from_dir(folder)
-        pieces = [*tokenizer.vocabulary.pieces[:vocab_size]]
-        pieces += [b""] * (vocab_size - len(pieces))
-        for text in tokenizer.control_tokens:
-            token_id = tokenizer.token_id(text)
-            if token_id is not None and token_id < vocab_size:
-                pieces[token_id] = _NO_TEXT + text.encode()
-        info = xgrammar.TokenizerInfo(
-            pieces, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=[]
-        )
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._grammars = Grammars(read_vocabulary(folder, vocab_size))
 
     def answer(self, formats: list[Mapping[str, Any]]) -> dict[str, Any]:
         """What is said of a request."""
         try:
-            grammars = [_grammar(fmt) for fmt in formats]
-            parsed = xgrammar.Grammar.from_ebnf(grammars[0])
-            if not is_productive(parsed.serialize_json()):
+            grammars = [grammar_of(fmt) for fmt in formats]
+            if not is_productive(grammars[0]):
                 return self._fault(formats[0], _ENDLESS)
-            self._compiler.compile_grammar(parsed)
+            self._grammars.compile(grammars[0])
         except Exception as error:  # the library raises bare RuntimeError, and others
             return self._fault(formats[0], _problem(error))
         return {"grammars": grammars}

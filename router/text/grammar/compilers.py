@@ -22,6 +22,7 @@ import orjson
 
 from router.errors import RequestError, TooManyRequestsError
 from router.text.grammar.forms import Form
+from router.text.grammar.schema import with_fix
 from runtime.errors import InternalError
 from runtime.logging import get_logger
 from runtime.process import dying_with_us
@@ -34,7 +35,7 @@ MAX_WAITING = 64
 """Forms that wait for their turn; beyond, a request is answered 429."""
 CACHE_BYTES = 64 * 2**20
 """Of grammars that are kept."""
-MAX_GRAMMAR_BYTES = 512 * 2**10
+MAX_GRAMMAR_BYTES = 2**20
 """Of one grammar: it travels to the workers with every request."""
 _LINE_BYTES = 64 * 2**20
 
@@ -66,7 +67,7 @@ class Compilers:
         return None if self._process is None else self._process.pid
 
     async def compile(self, forms: Sequence[Form], *, param: str) -> list[str]:
-        """The grammar of each of ``forms``, as EBNF.
+        """The grammar of each of ``forms``, as it travels to workers.
 
         The first is compiled for the model's vocabulary; the others are the same with a beginning.
 
@@ -219,4 +220,4 @@ def _size(answer: _Answer) -> int:
 def _refusal(answer: _Answer, form: Form, param: str) -> RequestError:
     if "schema" in answer:
         param = form.param(answer["schema"], tuple(answer["path"]))
-    return RequestError(f"{param} {answer['problem']}", param=param)
+    return RequestError(f"{param} {with_fix(answer['problem'])}", param=param)

@@ -98,17 +98,30 @@ def tags(each: Sequence[Form], separator: str, *, only_one: bool) -> Form:
     return Form(format={"type": "tags_with_separator", "tags": formats, **rest}, schemas=schemas)
 
 
-def triggered(marks: MarkForms, begin: str, content: Form, end: str) -> Form:
-    """Any text; behind each mark ``begin`` comes ``content``, then the mark ``end``."""
+def triggered(
+    marks: MarkForms, begin: str, content: Form, end: str, *, without: Sequence[str] = ()
+) -> Form:
+    """Any text but the marks ``without``; behind each ``begin`` come ``content`` and ``end``."""
     each = [tag(marks.of(begin), content, marks.of(end)).format]
     token = marks.token_of(begin)
     if token is None:
         return Form(
-            format={"type": "triggered_tags", "triggers": [begin], "tags": each},
+            format={
+                "type": "triggered_tags",
+                "triggers": [begin],
+                "tags": each,
+                "excludes": list(without),
+            },
             schemas=content.schemas,
         )
+    excluded = [found for mark in without if (found := marks.token_of(mark)) is not None]
     return Form(
-        format={"type": "token_triggered_tags", "trigger_tokens": [token], "tags": each},
+        format={
+            "type": "token_triggered_tags",
+            "trigger_tokens": [token],
+            "tags": each,
+            "exclude_tokens": excluded,
+        },
         schemas=content.schemas,
     )
 

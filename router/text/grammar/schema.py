@@ -64,6 +64,11 @@ def spelled(path: Path) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
 
 
+def with_fix(problem: str) -> str:
+    """``problem``, with what to do."""
+    return problem if "Fix: " in problem else f"{problem}. Fix: change it there"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canonical:
     """A schema that means what it says."""

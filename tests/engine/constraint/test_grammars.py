@@ -79,7 +79,7 @@ def test_a_replayed_output_leaves_the_same_tokens(writer: Writer) -> None:
         assert (words[0] == words[1]).all()
 
 
-def test_special_tokens_come_where_the_grammar_spells_them(writer: Writer) -> None:
+def test_special_tokens_come_where_the_grammar_names_them(writer: Writer) -> None:
     vocabulary = read_vocabulary(MODEL_DIR, VOCAB)
     user, call = 3, 7
     assert vocabulary.special[call] == "<\uff5ctool\u2581calls\u2581begin\uff5c>"
@@ -94,9 +94,11 @@ def test_special_tokens_come_where_the_grammar_spells_them(writer: Writer) -> No
         return set(np.flatnonzero(bits).tolist())
 
     assert not first_tokens("root ::= [^a]+") & set(vocabulary.special)
-    spelled = first_tokens('root ::= [^a]+ | "<\\uff5ctool\\u2581calls\\u2581begin\\uff5c>"')
-    assert call in spelled
-    assert user not in spelled
+    text = '"<\\uff5ctool\\u2581calls\\u2581begin\\uff5c>"'
+    assert call not in first_tokens(f"root ::= [^a]+ | {text}")
+    named = first_tokens(f"root ::= [^a]+ | {text} | Token({call})")
+    assert call in named
+    assert user not in named
 
 
 @pytest.mark.parametrize(

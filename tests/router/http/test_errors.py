@@ -61,10 +61,10 @@ BAD_CHATS = [
     ({"logit_bias": {"5": 101}}, 400, "logit_bias[5]", "101"),
     ({"stream": "yes"}, 400, "stream", "true or false"),
     ({"stream_options": 1}, 400, "stream_options", "object"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format", "json_object"),
+    ({"response_format": {"type": "xml"}}, 400, "response_format.type", "xml"),
     ({"tool_choice": "required", "tools": []}, 400, "tool_choice", "required"),
     ({"modalities": ["audio"]}, 400, "modalities", "audio"),
-    ({"guided_regex": "a+"}, 400, "guided_regex", "not supported"),
+    ({"guided_regex": "(?=a)"}, 400, "guided_regex", "Lookahead"),
 ]
 BAD_COMPLETIONS = [
     ({"prompt": ""}, 400, "prompt", "empty"),

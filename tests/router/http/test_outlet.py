@@ -52,6 +52,34 @@ async def test_a_closed_connection_keeps_nobody_else_from_their_bytes() -> None:
     assert open_.transport.written == [b"a", b"b", b"c"]
 
 
+async def test_calls_come_before_the_bytes_and_one_that_fails_spoils_nothing() -> None:
+    connection = FakeConnection()
+    assert connection.transport is not None
+    outbox, calls = Outbox(), []
+
+    def fail() -> None:
+        raise ValueError("of one stream")
+
+    def say(word: bytes) -> None:
+        outbox.add(cast(RequestHandler, connection), word)
+
+    def again() -> None:
+        calls.append("first")
+        outbox.call_soon(lambda: calls.append("second"))
+
+    for call in (lambda: say(b"a"), fail, lambda: say(b"b"), again):
+        outbox.call_soon(call)
+    assert connection.transport.written == []
+    await asyncio.sleep(0)
+    assert connection.transport.written == [b"a", b"b"]
+    assert calls == ["first"]
+    await asyncio.sleep(0)
+    assert calls == ["first", "second"]
+    say(b"c")
+    await asyncio.sleep(0)
+    assert connection.transport.written == [b"a", b"b", b"c"]
+
+
 def unchunked(data: bytes) -> bytes:
     parts = []
     while data != b"0\r\n\r\n":

@@ -195,16 +195,18 @@ async def test_thoughts_and_calls_are_items(thinker: openai.AsyncOpenAI, thinkin
 
 
 async def test_a_named_tool_is_called(thinker: openai.AsyncOpenAI, thinking: Cluster) -> None:
-    thinking.answer = ARGUMENTS[1:] + "}\n</tool_call>" + CALL
+    thinking.answer = f"<think>\nHm.\n</think>\n\n{CALL}{CALL}"
     choice = {"type": "function", "name": "weather"}
     answer = await thinker.responses.create(**BODY, tools=[WEATHER, NOW], tool_choice=choice)
-    (call,) = answer.output
+    thought, call = answer.output
+    assert thought.type == "reasoning"
     assert (call.type, call.name, call.arguments) == ("function_call", "weather", ARGUMENTS)
     assert answer.tool_choice.name == "weather"
-    events = await streamed(thinker, tools=[WEATHER], tool_choice="required")
+    one = {"tool_choice": "required", "parallel_tool_calls": False}
+    events = await streamed(thinker, tools=[WEATHER], **one)
     deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
     assert "".join(deltas) == ARGUMENTS
-    assert events[-1].response.output[0].arguments == ARGUMENTS
+    assert events[-1].response.output[1].arguments == ARGUMENTS
 
 
 def of_chat(tool: dict) -> dict:
@@ -341,7 +343,7 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}
         ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
-        ({"text": {"format": {"type": "nonsense"}}}, "text.format"),
+        ({"text": {"format": {"type": "nonsense"}}}, "text.format.type"),
         ({"metadata": {"a": 1}}, "metadata"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"temperature": 3}, "temperature"),

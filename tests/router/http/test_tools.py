@@ -216,27 +216,26 @@ async def test_one_call_where_only_one_may_be(client, cluster: Cluster) -> None:
 
 
 async def test_a_named_tool_is_called(client, cluster: Cluster) -> None:
-    """Its call begins in the prompt; the model writes the arguments, and is not asked for more."""
-    cluster.answer = ARGUMENTS[1:] + "}\n</tool_call>" + CALL
+    """By a grammar, once, behind the reasoning; the prompt is that of any other request."""
+    cluster.answer = CALL + CALL
     named = {"type": "function", "function": {"name": "weather"}}
-    for choice, tools, thinks in (
-        (named, [WEATHER, NOW], {}),
-        ("required", [WEATHER], {}),
-        (named, [WEATHER], {"thinking": True}),
-    ):
-        options = {"chat_template_kwargs": thinks}
-        answer = await chat(client, tools=tools, tool_choice=choice, extra_body=options)
+    for thinks in ({}, {"thinking": True}):
+        cluster.answer = "hm</think>" * bool(thinks) + CALL + CALL
+        answer = await chat(
+            client,
+            tools=[WEATHER, NOW],
+            tool_choice=named,
+            extra_body={"chat_template_kwargs": thinks},
+        )
         (call,) = answer.choices[0].message.tool_calls
         assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
         assert answer.choices[0].message.content is None
-        assert answer.usage.completion_tokens < cluster.num_answer_tokens
-        begin = "<assistant>" + "<think>\n</think>\n\n" * bool(thinks)
-        opening = '<tool_call>\n{"name": "weather", "arguments": {'
-        assert prompt_of(cluster).endswith(begin + opening)
-    chunks = await streamed(client, tools=[WEATHER], tool_choice="required")
-    calls = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
-    assert calls[0].function.name == "weather"
-    assert "".join(call.function.arguments for call in calls) == ARGUMENTS
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert prompt_of(cluster).endswith("<assistant>" + "<think>" * bool(thinks))
+        constraint = cluster.prefill.seen[-1].sampling.constraint
+        assert constraint.grammar
+        end = [cluster.tokenizer.token_id("</think>")] if thinks else []
+        assert list(constraint.starts_after) == end
 
 
 async def test_a_call_that_is_cut_off(client, cluster: Cluster) -> None:
@@ -435,88 +434,7 @@ async def test_what_is_wrong_is_named_by_its_path(http, cluster: Cluster) -> Non
     for message, path in BAD_MESSAGES:
         error = await refusal(http, messages=[USER, message])
         assert error["param"] == f"messages[1].{path}", error
-    for choice in ("required", {"type": "function", "function": {"name": "then"}}):
-        error = await refusal(http, tools=[NOW, WEATHER], tool_choice=choice)
-        assert (error["param"], error["code"]) == ("tool_choice", "unsupported_value")
+    choice = {"type": "function", "function": {"name": "then"}}
+    error = await refusal(http, tools=[NOW, WEATHER], tool_choice=choice)
+    assert (error["param"], error["code"]) == ("tool_choice", "unsupported_value")
     assert cluster.decode.seen == []
-
-
-async def test_strict_schemas_are_not_promised(http, cluster: Cluster) -> None:
-    strict = {"type": "function", "function": {"name": "now", "strict": True}}
-    body = {"model": MODEL, "messages": [USER], "tools": [strict]}
-    async with http.post("/v1/chat/completions", json=body) as response:
-        assert response.status == 200
-        assert response.headers["x-tandem-ignored-fields"] == "tools.function.strict"
-
-
-async def test_without_parsers_tools_are_refused(start_router: StartRouter, folder: Path) -> None:
-    cluster = await start_router(folder, tool_parser="none", reasoning_parser="none")
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    async with aiohttp.ClientSession(cluster.url) as http:
-        await cluster.until(lambda: cluster.decode.num_streams > 0)
-        error = await refusal(http, tools=[WEATHER])
-        assert error["param"] == "tools"
-        assert "router.tool_parser" in error["message"]
-        assert (await refusal(http, separate_reasoning=True))["param"] == "separate_reasoning"
-        cluster.answer = "<think>a</think>b"
-        body = {"model": MODEL, "messages": [USER]}
-        async with http.post("/v1/chat/completions", json=body) as response:
-            message = (await response.json())["choices"][0]["message"]
-    assert message == {"role": "assistant", "content": "ab", "refusal": None}
-
-
-async def test_arguments_for_a_template_that_wants_objects(
-    start_router: StartRouter, tmp_path: Path
-) -> None:
-    write_model(tmp_path, template=templates.GLM, special=[*SPECIAL, *MARKS])
-    cluster = await start_router(tmp_path)
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"a": [1]}'}}
-    async with aiohttp.ClientSession(cluster.url) as http:
-        await cluster.until(lambda: cluster.decode.num_streams > 0)
-        messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, USER]
-        body = {"model": MODEL, "messages": messages}
-        async with http.post("/v1/chat/completions", json=body) as response:
-            assert response.status == 200
-        written = "<tool_call>now\n<arg_key>a</arg_key>\n<arg_value>[1]</arg_value>\n</tool_call>"
-        assert f"<assistant>{written}<eos>" in prompt_of(cluster)
-        call["function"]["arguments"] = "[1"
-        error = await refusal(http, messages=messages)
-        assert error["param"] == "messages[1].tool_calls[0].function.arguments"
-
-
-BUNDLED = Path(__file__).resolve().parents[3] / "deploy" / "models" / "tandem-python"
-
-
-@pytest.fixture
-async def deepseek(start_router: StartRouter, tmp_path: Path) -> Cluster:
-    """The bundled vocabulary, which has DeepSeek's marks, under a template that writes them."""
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((BUNDLED / name).read_bytes())
-    source = templates.DEEPSEEK_V31
-    for ours, theirs in (("<user>", "User"), ("<assistant>", "Assistant")):
-        source = source.replace(ours, f"<\uff5c{theirs}\uff5c>")
-    (tmp_path / "chat_template.jinja").write_text(source, encoding="utf-8")
-    cluster = await start_router(tmp_path)
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
-    return cluster
-
-
-async def test_deepseeks_marks_are_single_tokens_of_its_vocabulary(deepseek: Cluster) -> None:
-    begin, end = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
-    calls = f"{begin}weather<\uff5ctool\u2581sep\uff5c>{ARGUMENTS}{end}"
-    region = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
-    deepseek.answer = f"hm</think>So.{region[0]}{calls}{region[1]}"
-    options = {"tools": [WEATHER], "extra_body": {"chat_template_kwargs": {"thinking": True}}}
-    async with openai.AsyncOpenAI(base_url=f"{deepseek.url}/v1", api_key="none") as client:
-        (choice,) = (await chat(client, **options)).choices
-        assert choice.finish_reason == "tool_calls"
-        assert (choice.message.reasoning, choice.message.content) == ("hm", "So.")
-        (call,) = choice.message.tool_calls
-        assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
-        deepseek.answer = "I would write tool_call, not a mark."
-        assert (await chat(client, tools=[WEATHER])).choices[0].message.content == deepseek.answer

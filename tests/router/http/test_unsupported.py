@@ -32,16 +32,17 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"separate_reasoning": True}, "separate_reasoning"),
     ({"include_reasoning": False}, "include_reasoning"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        "response_format.json_schema.schema",
+    ),
     ({"max_token": 3}, "max_token"),
     ({"temprature": 0}, "temprature"),
 ]
 REFUSED_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
-    ({"regex": "a+"}, "regex"),
-    ({"json_schema": "{}"}, "json_schema"),
-    ({"ebnf": "root ::= x"}, "ebnf"),
-    ({"guided_choice": ["a"]}, "guided_choice"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"regex": ""}, "regex"),
+    ({"structural_tag": {}}, "structural_tag"),
+    ({"max_reasoning_tokens": 1}, "max_reasoning_tokens"),
     ({"grammar": "x"}, "grammar"),
     ({"allowed_token_ids": [1]}, "allowed_token_ids"),
     ({"bad_words": ["a"]}, "bad_words"),

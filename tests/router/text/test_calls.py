@@ -16,7 +16,7 @@ from router.text.calls.deepseek import (
     SEPARATOR,
 )
 from router.text.calls.formats import CALL_FORMATS
-from router.text.marks import MarkTable, text_of
+from router.text.marks import MarkTable
 from tests.router.text.outputs import (
     Message,
     all_marks,
@@ -161,20 +161,6 @@ def test_arguments_go_out_while_they_are_written(name: str) -> None:
         reader.feed(char)
         num_parts += len(reader.take())
     assert num_parts > 200
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_behind_its_opening_a_call_has_only_arguments(name: str) -> None:
-    opening = "".join(map(text_of, CALL_FORMATS[name].opening_of("get_weather")))
-    text = "".join(written(name, [("get_weather", WEATHER)]))
-    assert text.startswith(opening)
-    reader = reader_of(
-        spelled(name), name, one_call=True, prompted=CALL_FORMATS[name].opening_of("get_weather")
-    )
-    assert reader.num_calls == 1
-    message = read(reader, text.removeprefix(opening) + text)
-    assert loaded(message) == [("get_weather", WEATHER)]
-    assert message.content == ""
 
 
 @pytest.mark.parametrize("name", FORMATS)

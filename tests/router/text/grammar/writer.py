@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import xgrammar
 
-from router.text.grammar.compile_process import _grammar
+from router.text.grammar.compile_process import grammar_of
 from router.text.grammar.forms import Form
 
 EOS = 256
@@ -27,8 +27,8 @@ class Writer:
             _VOCABULARY, xgrammar.VocabType.RAW, stop_token_ids=[EOS], vocab_size=len(_VOCABULARY)
         )
         compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-        self.ebnf = _grammar(form.format)
-        self._compiled = compiler.compile_grammar(xgrammar.Grammar.from_ebnf(self.ebnf))
+        grammar = xgrammar.Grammar.deserialize_json(grammar_of(form.format))
+        self._compiled = compiler.compile_grammar(grammar)
 
     def takes(self, output: str | Sequence[int | str]) -> bool:
         """Whether ``output``, texts and tokens, is one as a whole."""

@@ -1,0 +1,80 @@
+"""One call of a generation endpoint: what was asked for, and what is done to its connection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from aiohttp import web
+
+from router.backend import Backend
+from router.http.gate import limit_headers
+from router.http.output_rules import CompiledRules, OutputRules
+from router.http.schema import ChatRequest, CompletionRequest
+from router.http.unsupported import IGNORED_HEADER, ignored_fields
+from router.model import ModelLimits
+from router.requests.admission import BodyBytes
+from runtime.logging import get_logger
+from runtime.sampling import SamplingParams
+from runtime.tiers import Standing
+
+logger = get_logger(__name__)
+
+RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(Generic[RequestT]):
+    """One call of a generation endpoint, whose body was checked."""
+
+    request: web.Request
+    request_id: str
+    body: RequestT
+    backend: Backend
+    limits: ModelLimits
+    """Of its model and workers, when the body was read."""
+    sampling: SamplingParams
+    rules: OutputRules | None
+    """What the output has to follow."""
+    standing: Standing
+    num_choices: int
+    """Of all prompts."""
+    received: float
+    held: BodyBytes
+    num_bytes: int
+    """Of the body."""
+    compiled: CompiledRules | None = None
+    """``rules`` with their grammars."""
+
+    @property
+    def kind(self) -> str:
+        """What the response's id begins with."""
+        return "chatcmpl" if isinstance(self.body, ChatRequest) else "cmpl"
+
+    @property
+    def param(self) -> str:
+        """The field with the prompt."""
+        return "messages" if isinstance(self.body, ChatRequest) else "prompt"
+
+
+def headers_of(call: Call[RequestT]) -> dict[str, str]:
+    """What the answer says of the request."""
+    headers = limit_headers(call.request)
+    left_out: list[str] = [] if call.rules is None else call.rules.left_out()
+    ignored = [*ignored_fields(call.body), *left_out]
+    if not ignored:
+        return headers
+    logger.debug("ignored fields request_id=%s fields=%s", call.request_id, ignored)
+    return {**headers, IGNORED_HEADER: ", ".join(ignored)}
+
+
+def cut_off_reader(call: Call[RequestT]) -> None:
+    """Cut off a client that does not read."""
+    cut_off(call, "more output than router.max_mailbox_bytes waits for it")
+
+
+def cut_off(call: Call[RequestT], reason: str) -> None:
+    """End the connection of a client that does not read; that cancels its request."""
+    logger.warning("a client is cut off request_id=%s reason=%r", call.request_id, reason)
+    if call.request.transport is not None:
+        call.request.transport.abort()

@@ -1,0 +1,201 @@
+"""What clients ask an answer to look like, of every spelling that is in use, as one form. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+
+from router.errors import RequestError
+from router.http.schema import GenerationRequest
+from router.text.grammar.forms import Form, by_rules, json_of, matching, one_of, text
+from router.text.grammar.schema import SchemaError, spelled, with_fix
+
+MAX_TEXT_BYTES = 64 * 2**10
+"""Of a regular expression or a grammar as it is sent."""
+MAX_CHOICES = 1000
+_OBJECT = {"type": "object"}
+_FORMATS = "Fix: send text, json_object or json_schema"
+_HARMLESS: Mapping[str, tuple[object, ...]] = {
+    "disable_fallback": (True, False),
+    "disable_any_whitespace": (False,),
+    "disable_additional_properties": (True,),
+    "whitespace_pattern": (),
+}
+"""Fields of ``structured_outputs`` with what is so anyway."""
+
+
+def form_of(request: GenerationRequest) -> tuple[str, Form] | None:
+    """What the answer has to look like, with the field that says so; None: no field does.
+
+    Raises:
+        RequestError: two fields do, or no grammar can be made of what one says.
+    """
+    asked = _asked(request)
+    if len(asked) > 1:
+        first, second = list(asked)[:2]
+        raise RequestError(
+            f"{first} and {second} each say what the answer has to look like. "
+            "Fix: send one of them",
+            param=second,
+        )
+    for param, make in asked.items():
+        return param, make(param)
+    return None
+
+
+def form_of_schema(
+    schema: object, param: str, *, closed: bool = False, lenient: bool = False
+) -> Form:
+    """``json_of`` whose refusals name the place within the field ``param``."""
+    try:
+        return json_of(schema, param, closed=closed, lenient=lenient)
+    except SchemaError as error:
+        raise refused(error, param) from error
+
+
+def refused(error: SchemaError, param: str) -> RequestError:
+    """``error`` with the place within the field ``param``."""
+    place = param + spelled(error.path)
+    return RequestError(f"{place} {with_fix(error.problem)}", param=place)
+
+
+def _asked(request: GenerationRequest) -> dict[str, Callable[[str], Form]]:
+    """How each field that says something becomes a form."""
+    asked: dict[str, Callable[[str], Form]] = {}
+    response_format = request.response_format
+    if response_format is not None and response_format.get("type") != "text":
+        asked["response_format"] = lambda param: _of_response_format(response_format, param)
+    extra = request.model_extra or {}
+    for name, make in _MAKERS.items():
+        if extra.get(name) is not None:
+            asked[name] = _bound(make, extra[name])
+    structured = extra.get("structured_outputs")
+    if structured is not None:
+        asked |= _of_structured_outputs(structured)
+    return asked
+
+
+def _bound(make: Callable[[object, str], Form], value: object) -> Callable[[str], Form]:
+    return lambda param: make(value, param)
+
+
+def _of_response_format(value: Mapping[str, Any], param: str) -> Form:
+    kind = value.get("type")
+    if kind == "json_object":
+        return form_of_schema(_OBJECT, param)
+    if kind != "json_schema":
+        raise RequestError(
+            f"{param}.type = {kind!r} is not supported by this server. {_FORMATS}",
+            param=f"{param}.type",
+            code="unsupported_value",
+        )
+    inner, place = value.get("json_schema"), f"{param}.json_schema"
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("schema"), Mapping | bool):
+        place += ".schema" if isinstance(inner, Mapping) else ""
+        what = "a JSON schema" if isinstance(inner, Mapping) else "an object with name and schema"
+        raise RequestError(f"{place} is missing. Fix: send {what}", param=place)
+    strict = inner.get("strict")
+    if not isinstance(strict, bool | None):
+        place += ".strict"
+        raise RequestError(f"{place} = {strict!r}. Fix: send true or false", param=place)
+    # Without strict OpenAI promises no more than to try; all that a grammar can say holds anyway.
+    return form_of_schema(
+        inner["schema"], f"{place}.schema", closed=strict is True, lenient=strict is not True
+    )
+
+
+def _of_structured_outputs(value: object) -> dict[str, Callable[[str], Form]]:
+    name = "structured_outputs"
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{name} must be an object. Fix: send one constraint in it", param=name)
+    asked: dict[str, Callable[[str], Form]] = {}
+    for key, given in value.items():
+        if given is None or key.startswith("_"):
+            continue
+        param = f"{name}.{key}"
+        make = _STRUCTURED.get(key)
+        if make is not None:
+            asked[param] = _bound(make, given)
+        elif given not in _HARMLESS.get(key, ()):
+            fix = f"Fix: send one of {', '.join(_STRUCTURED)}"
+            raise RequestError(
+                f"{param} = {str(given)[:40]!r} is not supported by this server. {fix}",
+                param=param,
+                code="unsupported_value",
+            )
+    if not asked:
+        fix = f"Fix: send one of {', '.join(_STRUCTURED)}, or leave it out"
+        raise RequestError(f"{name} says nothing. {fix}", param=name)
+    return asked
+
+
+def _json(value: object, param: str) -> Form:
+    if isinstance(value, str):
+        try:
+            value = orjson.loads(value)
+        except orjson.JSONDecodeError as error:
+            problem = f"{param} is no JSON: {error}. Fix: send a JSON schema"
+            raise RequestError(problem, param=param) from error
+    # The servers that have this field take a schema for all that an object may have.
+    return form_of_schema(value, param, closed=True)
+
+
+def _json_object(value: object, param: str) -> Form:
+    if value is not True:
+        raise RequestError(f"{param} = {value!r}: it must be true. Fix: leave it out", param=param)
+    return form_of_schema(_OBJECT, param)
+
+
+def _text(value: object, param: str, what: str) -> str:
+    if not isinstance(value, str) or not 0 < len(value.encode()) <= MAX_TEXT_BYTES:
+        raise RequestError(
+            f"{param} must be {what} of 1 to {MAX_TEXT_BYTES} bytes. Fix: send one as a string",
+            param=param,
+        )
+    return value
+
+
+def _regex(value: object, param: str) -> Form:
+    return matching(_text(value, param, "a regular expression"))
+
+
+def _ebnf(value: object, param: str) -> Form:
+    return by_rules(_text(value, param, "a grammar in EBNF, whose rule root is the answer,"))
+
+
+def _choice(value: object, param: str) -> Form:
+    is_list = isinstance(value, list) and 0 < len(value) <= MAX_CHOICES
+    if not isinstance(value, list) or not is_list or not all(_is_choice(item) for item in value):
+        raise RequestError(
+            f"{param} must be a list of 1 to {MAX_CHOICES} strings, none of them empty. "
+            "Fix: send one",
+            param=param,
+        )
+    return one_of([text(item) for item in dict.fromkeys(value)])
+
+
+def _is_choice(item: object) -> bool:
+    return isinstance(item, str) and item != ""
+
+
+_MAKERS: Mapping[str, Callable[[object, str], Form]] = {
+    "guided_json": _json,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _ebnf,
+    "json_schema": _json,
+    "regex": _regex,
+    "ebnf": _ebnf,
+}
+"""Of fields that other servers have at the top level."""
+_STRUCTURED: Mapping[str, Callable[[object, str], Form]] = {
+    "json": _json,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _ebnf,
+    "json_object": _json_object,
+}
+FIELDS = ("structured_outputs", *_MAKERS)
+"""Of bodies, beside ``response_format``."""

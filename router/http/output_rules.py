@@ -1,0 +1,229 @@
+"""What holds of a request's output: the form of its answer, calls that have to be, a budget.
+
+Pure but for ``CompiledRules``' making, which waits for grammars. Which of the grammars applies is
+known once the template has written the prompt: the answer's alone, the same behind the mark that
+ends an open reasoning, or one in which the model may reason first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from router.errors import RequestError
+from router.http.conversation import offered_tools
+from router.http.output_forms import form_of, refused
+from router.http.schema import ChatRequest, GenerationRequest
+from router.model import ServedModel
+from router.text.calls.forms import ToolForm
+from router.text.grammar.compilers import Compilers
+from router.text.grammar.forms import (
+    Form,
+    MarkForms,
+    anything,
+    behind_reasoning,
+    one_of,
+    with_reasoning,
+)
+from router.text.grammar.schema import Canonical, SchemaError, canonical
+from router.text.reasoning import Start
+from runtime.sampling import OutputConstraint
+
+_ANY_OBJECT = canonical({"type": "object"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputRules:
+    """Of one request, before its grammars are made."""
+
+    param: str
+    """The field that says most of it."""
+    form: Form | None
+    """Of the answer; None: any."""
+    max_reasoning_tokens: int = 0
+    """0: as many as it likes."""
+    model: ServedModel
+    reasons: bool
+    """Whether the model may reason."""
+    ignored: tuple[str, ...] = ()
+    """Fields that no rule was made of."""
+
+    def left_out(self) -> list[str]:
+        """Fields that are not followed to the letter, as the client knows them."""
+        return [*self.ignored, *([] if self.form is None else self.form.left_out)]
+
+    def forms(self) -> list[Form]:
+        """Those that become grammars: the answer, behind the reasoning, with it."""
+        reasoning, marks = self.model.formats.reasoning, MarkForms(self.model.formats.marks)
+        if reasoning is None or not self.reasons:
+            return [] if self.form is None else [self.form]
+        budget = self.max_reasoning_tokens
+        if self.form is None and not budget:
+            return []
+        if self.form is None:
+            return [with_reasoning(anything(reasoning, marks), reasoning, marks, max_tokens=budget)]
+        return [
+            self.form,
+            behind_reasoning(self.form),
+            with_reasoning(self.form, reasoning, marks, max_tokens=budget),
+        ]
+
+    async def compile(self, compilers: Compilers) -> CompiledRules:
+        """Make the grammars; raises RequestError where there can be none."""
+        forms = self.forms()
+        grammars = await compilers.compile(forms, param=self.param) if forms else ()
+        return CompiledRules(rules=self, grammars=grammars)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledRules:
+    """The rules of one request, with the grammars of its forms."""
+
+    rules: OutputRules
+    grammars: Sequence[str]
+
+    def constraint(self, start: Start) -> OutputConstraint | None:
+        """For an output of which the prompt says where it begins; None: there is none."""
+        rules, grammars = self.rules, self.grammars
+        if not grammars:
+            return None
+        if not rules.reasons or start is Start.CLOSED:
+            return None if rules.form is None else OutputConstraint(grammar=grammars[0])
+        if start is Start.UNDECIDED:
+            return OutputConstraint(grammar=grammars[-1])
+        reasoning = rules.model.formats.reasoning
+        assert reasoning is not None
+        return OutputConstraint(
+            grammar="" if rules.form is None else grammars[1],
+            starts_after=tuple(_ids_of(reasoning.closing, rules.model)),
+            max_tokens_before=rules.max_reasoning_tokens,
+        )
+
+
+def rules_of(request: GenerationRequest, model: ServedModel) -> OutputRules | None:
+    """What holds of the output of ``request``; None: nothing does.
+
+    Raises:
+        RequestError: it cannot hold; names the field.
+    """
+    asked = form_of(request)
+    param, form = asked or ("", None)
+    reasons = isinstance(request, ChatRequest) and model.formats.reasoning is not None
+    budget = 0
+    if isinstance(request, ChatRequest):
+        budget = _reasoning_budget(request, model)
+        if offered_tools(request) and model.formats.calls is not None:
+            param, form = _with_calls(request, model, param, form)
+    ignored: tuple[str, ...] = ()
+    if form is None and _asks_for_strict(request):
+        ignored = ("tools.function.strict",)
+    if form is None and not budget and not ignored:
+        return None
+    return OutputRules(
+        param=param or "max_reasoning_tokens",
+        form=form,
+        max_reasoning_tokens=budget,
+        model=model,
+        reasons=reasons,
+        ignored=ignored,
+    )
+
+
+def _ids_of(mark: str, model: ServedModel) -> list[int]:
+    """The tokens that ``mark`` is."""
+    token = MarkForms(model.formats.marks).token_of(mark)
+    return [token] if token is not None else model.tokenizer.encode(mark, add_special_tokens=False)
+
+
+def _asks_for_strict(request: GenerationRequest) -> bool:
+    """Whether arguments of a call, which need not be, have to follow their tool's schema."""
+    return isinstance(request, ChatRequest) and any(
+        tool["function"].get("strict") for tool in offered_tools(request)
+    )
+
+
+def _reasoning_budget(request: ChatRequest, model: ServedModel) -> int:
+    named = (
+        ("max_reasoning_tokens", request.max_reasoning_tokens),
+        ("thinking_token_budget", request.thinking_token_budget),
+    )
+    given = [(name, value) for name, value in named if value is not None]
+    if len(given) > 1:
+        problem = f"{given[0][0]} and {given[1][0]} say the same. Fix: send one of them"
+        raise RequestError(problem, param=given[1][0])
+    for name, value in given:
+        if model.formats.reasoning is None:
+            raise RequestError(
+                f"{name} = {value} is not supported by this server. "
+                "Fix: leave it out: the model has no known reasoning",
+                param=name,
+                code="unsupported_value",
+            )
+        if not 1 <= value < 2**31:
+            fix = "an integer from 1 on; a switch of the template's turns reasoning off"
+            raise RequestError(f"{name} = {value} is out of range. Fix: send {fix}", param=name)
+        return value
+    return 0
+
+
+def _with_calls(
+    request: ChatRequest, model: ServedModel, param: str, form: Form | None
+) -> tuple[str, Form | None]:
+    """The rules of an answer that may call, or has to."""
+    calls, marks = model.formats.calls, MarkForms(model.formats.marks)
+    assert calls is not None
+    named = request.named_tool
+    has_to = named is not None or request.tool_choice == "required"
+    if has_to and form is not None and param != "response_format":
+        raise RequestError(
+            f"{param} and tool_choice each say what the answer has to look like. "
+            "Fix: send one of them",
+            param="tool_choice",
+        )
+    only_one = request.parallel_tool_calls is False or named is not None
+    tools = _tool_forms(request, only=named, all_schemas=has_to or form is not None)
+    try:
+        if has_to:
+            return "tool_choice", calls.shape.calls(tools, marks, only_one=only_one)
+        if form is not None:
+            return param, one_of([calls.shape.calls(tools, marks, only_one=only_one), form])
+        if not _asks_for_strict(request):
+            return param, None
+        reasoning = model.formats.reasoning
+        without = () if reasoning is None else (reasoning.opening,)
+        return "tools", calls.shape.within_text(tools, marks, without=without)
+    except SchemaError as error:
+        raise refused(error, "tools") from error
+
+
+def _tool_forms(request: ChatRequest, *, only: str | None, all_schemas: bool) -> list[ToolForm]:
+    """Of the tools that may be called; ``all_schemas``: also of those that are not strict."""
+    tools = []
+    for number, tool in enumerate(offered_tools(request)):
+        function = tool["function"]
+        if only is not None and function["name"] != only:
+            continue
+        param = f"tools[{number}].function.parameters"
+        is_strict = function.get("strict") is True
+        arguments = _ANY_OBJECT
+        if is_strict or all_schemas:
+            arguments = _arguments(function, param, is_strict=is_strict)
+        tools.append(ToolForm(name=function["name"], param=param, arguments=arguments))
+    return tools
+
+
+def _arguments(function: dict[str, Any], param: str, *, is_strict: bool) -> Canonical:
+    """The schema of a tool's arguments, which are an object whatever else it says."""
+    try:
+        found = canonical(function.get("parameters") or {}, closed=is_strict, lenient=not is_strict)
+        schema = found.schema
+        assert isinstance(schema, dict)
+        kinds = schema.get("type", "object")
+        if kinds != "object" and "object" not in kinds:
+            raise SchemaError(("type",), f"is {kinds!r}. Fix: send object")
+        if not any(name in schema for name in ("$ref", "anyOf", "enum")):
+            schema = {**schema, "type": "object"}
+        return replace(found, schema=schema)
+    except SchemaError as error:
+        raise refused(error, param) from error
