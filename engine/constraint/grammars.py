@@ -5,8 +5,8 @@ first grammar comes, on the thread that compiles. Compiling and matching let go 
 sorting the vocabulary, once, does not.
 
 A special token, which ends a turn or begins a document, has a text as well, but is not how a model
-writes that text: it may come only where the grammar names it by its id, or, for vocabularies that do
-not spell bytes, where the grammar spells it out.
+writes that text: it may come only where the grammar names it by its id, or, for vocabularies that
+do not spell bytes, where the grammar spells it out.
 """
 
 import os
