@@ -282,8 +282,7 @@ class OpenAIEndpoints:
     ) -> None:
         """Prompt i's choice j is number ``i * n + j``."""
         body, limits = call.body, call.limits
-        # Another id than the client's: two clients may send the same, and workers know it alone.
-        unique = f"{call.request_id}.{secrets.token_hex(4)}"
+        unique = f"{call.request_id}.{secrets.token_hex(4)}"  # two clients may send the same id
         for prompt in prompts:
             capped = for_prompt(call.sampling, len(prompt.token_ids), limits, param=call.param)
             if call.compiled is not None:
