@@ -89,12 +89,15 @@ class ChunkSteps:
         scatter_tokens: each rank of the tp axis keeps its share of the hidden states between
             layers; needs whole experts on each rank.
         cuda_graphs: capture steps of few tokens, one graph for each number of them, on a GPU.
+        max_masked_tokens: most tokens of a step whose experts take rows in the masked layout, as in
+            decode; 0 for none. Not yet measured in whole steps (`engine.parallel.short_rows`).
     """
 
     max_num_batched_tokens: int = 1024
     two_batch_overlap: Switch = Switch.AUTO
     scatter_tokens: bool = False
     cuda_graphs: Switch = Switch.AUTO
+    max_masked_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +121,8 @@ class TokenSteps:
     max_tokens_per_rank: int = 128
     scatter_tokens: ClassVar[bool] = False
     """Each rank has requests of its own."""
+    max_masked_tokens: ClassVar[int] = 0
+    """Dispatchers of fixed shapes have their own layout, which is masked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,6 +73,17 @@ def may_fail(device: torch.device, *, has_joined: bool) -> Iterator[None]:
         raise StepError(text, request_id=request_id, has_joined=has_joined) from error
 
 
+@contextmanager
+def as_raised() -> Iterator[None]:
+    """Raise what made a step fail as it was: where no rank serves yet, nobody goes on behind it."""
+    try:
+        yield
+    except StepError as error:
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None
+
+
 def leaves_doubt(error: Exception) -> bool:
     """Return whether a device or a group may be lost for good; without memory it is not."""
     if isinstance(error, torch.OutOfMemoryError):

@@ -96,7 +96,7 @@ def _count_tensors(path: Path) -> tuple[int, int, dict[str, int]]:
 def run_parity(arguments: argparse.Namespace) -> int:
     """Print the comparison; 1 when it shows a difference beyond the tolerance."""
     from bench.parity import compare_with_transformers
-    from engine.weights.errors import CheckpointError
+    from engine.weights.checkpoint import CheckpointError
 
     try:
         report = compare_with_transformers(arguments.path)

@@ -5,6 +5,8 @@ is decided after the model's memory is known.
 """
 
 import logging
+import re
+from collections import Counter
 from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 
 from engine.execution import Execution
 from engine.kernels.base import Kernels
-from engine.layers.plain_weights import describe_plain_weights
+from engine.layers.matrix import Matrix
 from engine.memory.kv_pool import KVPool
 from engine.model.registry import read_config, spec_of
 from engine.model.spec import BuildOptions, CommonConfig, ServedModel
@@ -25,6 +27,8 @@ from engine.weights.progress import progress_bar
 from runtime.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+_LAYER = re.compile(r"^model\.layers\.\d+\.")
 
 
 class LoadFormat(StrEnum):
@@ -116,6 +120,25 @@ def build_kv_pool(
         model.kv_spec,
         dtype=dtype or model.dtype,
         device=model.device,
+    )
+
+
+def describe_plain_weights(model: ServedModel) -> str:
+    """Say what is held in the compute dtype although its checkpoint may have it in FP8, and why.
+
+    It takes twice the memory and is multiplied without FP8, which nobody may find out by a number
+    that is too low. Layers that are alike are counted; empty if there is nothing to say.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    first: dict[tuple[str, str], str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Matrix) and module.plain_because:
+            kind = (_LAYER.sub("", name).removesuffix(".matrix"), module.plain_because)
+            counts[kind] += 1
+            first.setdefault(kind, name.removesuffix(".matrix"))
+    return "; ".join(
+        f"{first[kind]}{f' and {count - 1} alike' if count > 1 else ''} ({kind[1]})"
+        for kind, count in counts.items()
     )
 
 

@@ -63,8 +63,7 @@ def open_execution(
         kernels: of the model.
         placement: of its experts.
         device: of this rank.
-        played_ranks: for measurements: a rank alone, with steps of single tokens, plays one of so
-            many; 0 to be itself.
+        played_ranks: for measurements: a rank alone plays one of so many; 0 to be itself.
 
     Raises:
         ConfigError: what is asked for does not run here.
@@ -78,6 +77,7 @@ def open_execution(
             device=device,
             num_physical_experts=placement.num_physical_experts,
             scatter_tokens=options.steps.scatter_tokens,
+            max_masked_tokens=options.steps.max_masked_tokens,
         )
         opened = open_dispatcher(options, experts, played_ranks=played_ranks)
     dispatcher = None if opened is None else opened.dispatcher

@@ -83,6 +83,31 @@ class Capture:
         return graph
 
 
+class CapturedSteps(Protocol):
+    """Steps of some sizes: `step_graphs.StepGraphs` or `suffix_graphs.SuffixGraphs`."""
+
+    def capture(
+        self, progress: CaptureProgress | None = None, *, group: RankGroup | None = None
+    ) -> None:
+        """Capture every size; all ranks that share the model call."""
+        ...
+
+    def close(self) -> None:
+        """Forget what was captured."""
+        ...
+
+
+def capture_or_close(
+    steps: CapturedSteps, progress: CaptureProgress | None, group: RankGroup | None
+) -> None:
+    """Capture, or forget what was captured before it failed and raise."""
+    try:
+        steps.capture(progress, group=group)
+    except BaseException:
+        steps.close()  # now, and not when nobody refers to them any more
+        raise
+
+
 def capture_each(
     buckets: Sequence[int], capture: Callable[[int], None], group: RankGroup | None
 ) -> Iterator[int]:

@@ -7,27 +7,13 @@ activations, which all sizes share; what the second adds, every further one adds
 
 import gc
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
 from engine.boot.build import build_kv_pool
+from engine.graphs.capture import CapturedSteps
 from engine.memory.kv_pool import KVPool
 from engine.model.spec import ServedModel
-from engine.parallel.groups import RankGroup
-
-
-class CapturedSteps(Protocol):
-    """Steps of some sizes: `step_graphs.StepGraphs` or `suffix_graphs.SuffixGraphs`."""
-
-    def capture(self, *, group: RankGroup | None = None) -> None:
-        """Capture every size; all ranks call."""
-        ...
-
-    def close(self) -> None:
-        """Forget what was captured."""
-        ...
-
 
 MakeSteps = Callable[[KVPool, tuple[int, ...]], CapturedSteps]
 """Allocates the static buffers of steps of some sizes, ascending, over a pool."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.device_span import DeviceSpan
-from engine.graphs.capture import CaptureProgress
+from engine.graphs.capture import CaptureProgress, capture_or_close
 from engine.graphs.step_graphs import StepGraphs
 from engine.parallel.groups import RankGroup
 from engine.pending_step import PendingStep
@@ -117,10 +117,6 @@ def capture_steps(
         buckets=buckets,
         use_graphs=use_graphs,
     )
-    try:
-        graphs.capture(progress, group=group)
-    except BaseException:
-        graphs.close()  # now, and not when nobody refers to them any more
-        raise
+    capture_or_close(graphs, progress, group)
     logger.info("captured decode steps sizes=%s", graphs.buckets)
     return GraphRunner(runner, graphs)

@@ -30,6 +30,7 @@ from engine.graphs.capture import (
     Eager,
     Replayable,
     capture_each,
+    capture_or_close,
 )
 from engine.graphs.segments import SegmentShape, queries_of_a_segment
 from engine.graphs.suffix_inputs import SuffixInputs
@@ -264,11 +265,7 @@ def capture_suffixes(
         max_model_len=max_model_len,
         use_graphs=use_graphs,
     )
-    try:
-        graphs.capture(progress, group=group)
-    except BaseException:
-        graphs.close()  # now, and not when nobody refers to them any more
-        raise
+    capture_or_close(graphs, progress, group)
     logger.info("captured short steps num_tokens=%s", graphs.buckets)
     short = ShortSteps(model, graphs, model.config.num_hidden_layers)
     following = ModelRunner(short, runner.kv_pool, runner.sampler, in_group=runner.in_group)

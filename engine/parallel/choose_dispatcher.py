@@ -29,7 +29,8 @@ from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.parallel.nvlink import open as nvlink
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
 from engine.parallel.nvlink.shape import NvlinkShape
-from engine.parallel.row_formats import ExpertShare, choose_row_format
+from engine.parallel.row_formats import AlignedQuantized, ExpertShare, RowFormat, choose_row_format
+from engine.parallel.short_rows import ShortQuantized
 from engine.parallel.token_dispatcher import TokenDispatcher
 from engine.weights.expert_format import experts_are_quantized
 from runtime.errors import ConfigError
@@ -62,6 +63,7 @@ class RankExperts:
         device: of the rank.
         num_physical_experts: slots of all ranks together; 0 for one per expert.
         scatter_tokens: whether each tp rank has its own rows of a step.
+        max_masked_tokens: see `engine.options.ChunkSteps`.
     """
 
     config: DeepseekV3Config
@@ -70,6 +72,7 @@ class RankExperts:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     num_physical_experts: int = 0
     scatter_tokens: bool = False
+    max_masked_tokens: int = 0
 
     @property
     def num_slots(self) -> int:
@@ -134,7 +137,8 @@ def choose_dispatcher(
     | rows are here     | any     | auto, collectives |               | `Local`                  |
 
     Libraries take some sizes only, and then do not count as installed. In the last three lines
-    rows are `AlignedQuantized` or `PlainRows`, as the experts' number format says.
+    rows are `AlignedQuantized` or `PlainRows`, as the experts' number format says; with
+    `max_masked_tokens` the first become `ShortQuantized`.
 
     Args:
         experts: of this rank.
@@ -185,8 +189,10 @@ def _why_collectives(experts: RankExperts, kind: DispatcherKind) -> str:
 
 def _by_collectives(experts: RankExperts) -> OpenDispatcher:
     """Return the dispatcher that the process groups alone make possible."""
-    groups, share = experts.groups, experts.share
-    rows = choose_row_format(experts.number_format, experts.kernels.ops, share)
+    groups, ops = experts.groups, experts.kernels.ops
+    rows: RowFormat[Any] = choose_row_format(experts.number_format, ops, experts.share)
+    if experts.max_masked_tokens and isinstance(rows, AlignedQuantized):
+        rows = ShortQuantized(ops=ops, aligned=rows, max_tokens=experts.max_masked_tokens)
     dispatcher: TokenDispatcher[Any]
     if experts.scatter_tokens:
         dispatcher = GatheredDispatcher(rows, groups.tp_group)

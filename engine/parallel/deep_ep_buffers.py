@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from engine.formats.fp8_rows import Fp8Rows
+from engine.invariants import require_in_turn
 from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
 from engine.parallel.pending import Deferred, Pending
-from engine.parallel.turns import require_in_turn
 from runtime.errors import PeerLostError
 
 LibraryHandle: TypeAlias = object

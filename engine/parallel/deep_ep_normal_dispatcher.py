@@ -51,11 +51,6 @@ class DeepEPNormalDispatcher:
         self._count_rows, self._unpermute_rows = self._ops[COUNT_ROWS], self._ops[UNPERMUTE_ROWS]
         self._buffer = buffer
 
-    @property
-    def comm_sms(self) -> int:
-        """SMs that a transfer under way takes from overlapped GEMMs."""
-        return self._buffer.shape.num_sms
-
     def start_dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> Pending[tuple[AlignedRows, NormalHandle]]:

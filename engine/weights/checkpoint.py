@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.hf_config.quantization import SECTION, UNQUANTIZED
-from engine.weights.errors import CheckpointError
 from engine.weights.fp8 import dequantize_block
 from runtime.errors import InternalError
 
@@ -29,6 +28,21 @@ _PLAIN: Final = ("BF16", "F32", "F16", "F64")
 _SCALES: Final = (*_PLAIN, "F8_E8M0")
 
 Ranges = tuple[tuple[int, int], ...]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that does not fit the model; the message names the tensor and its file.
+
+    Attributes:
+        tensor: name of the (first) tensor concerned, or empty if a file is the matter.
+        file: the file concerned, or the checkpoint folder.
+    """
+
+    def __init__(self, problem: str, *, file: Path, tensor: str = "") -> None:
+        where = f"{tensor} in {file}" if tensor else str(file)
+        super().__init__(f"{where}: {problem}")
+        self.tensor = tensor
+        self.file = file
 
 
 class Checkpoint:

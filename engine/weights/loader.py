@@ -17,8 +17,7 @@ import torch
 
 from engine.hf_config.quantization import SECTION
 from engine.model.spec import CommonConfig
-from engine.weights.checkpoint import Checkpoint
-from engine.weights.errors import CheckpointError
+from engine.weights.checkpoint import Checkpoint, CheckpointError
 from engine.weights.slices import WeightSlice
 
 logger = logging.getLogger(__name__)

@@ -73,8 +73,7 @@ class OpenAIEndpoints:
         """``POST /v1/chat/completions``: what follows a conversation, as OpenAI has it."""
 
         def form(body: ChatRequest, info: ResponseInfo) -> ResponseFormat:
-            model = self._serving.backends.choose(body.model).model
-            tells = tells_reasoning(body, model)
+            tells = tells_reasoning(body, self._serving.backends.choose(body.model).model)
             return ChatStream(info) if body.stream else ChatBody(info, tells_reasoning=tells)
 
         return await self.serve_chat(request, lambda raw: parse_body(raw, ChatRequest), form)
@@ -283,8 +282,7 @@ class OpenAIEndpoints:
     ) -> None:
         """Prompt i's choice j is number ``i * n + j``."""
         body, limits = call.body, call.limits
-        # Another id than the client's: two clients may send the same, and workers know it alone.
-        unique = f"{call.request_id}.{secrets.token_hex(4)}"
+        unique = f"{call.request_id}.{secrets.token_hex(4)}"  # two clients may send the same id
         for prompt in prompts:
             capped = for_prompt(call.sampling, len(prompt.token_ids), limits, param=call.param)
             if call.compiled is not None:

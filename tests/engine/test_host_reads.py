@@ -33,6 +33,7 @@ from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
 from engine.parallel.row_formats import AlignedQuantized, ExpertShare, PlainRows
+from engine.parallel.short_rows import ShortQuantized
 from engine.parallel.token_dispatcher import TokenDispatcher
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
@@ -90,6 +91,10 @@ def fp8(num_ranks: int) -> AlignedQuantized:
     return AlignedQuantized(KERNELS.ops, CODEC, share(num_ranks))
 
 
+def short(num_ranks: int) -> ShortQuantized:
+    return ShortQuantized(ops=KERNELS.ops, aligned=fp8(num_ranks), max_tokens=256)
+
+
 def share(num_ranks: int) -> ExpertShare:
     return ExpertShare(first=0, num_local=NUM_EXPERTS, num_ranks=num_ranks)
 
@@ -118,6 +123,8 @@ QUIET: list[Callable[[], TokenDispatcher[Any]]] = [
     lambda: LocalDispatcher(fp8(8), RankGroup()),
     lambda: GatheredDispatcher(fp8(1), RankGroup()),
     lambda: GatheredDispatcher(fp8(8), RankGroup()),
+    lambda: LocalDispatcher(short(1), RankGroup()),
+    lambda: GatheredDispatcher(short(8), RankGroup()),
     lambda: MaskedGatheredDispatcher(KERNELS, NUM_EXPERTS, RankGroup(), max_tokens_per_rank=640),
     lambda: LoopbackMaskedDispatcher(KERNELS, NUM_EXPERTS, 2),
     low_latency,

@@ -7,6 +7,7 @@ import torch
 from torch.distributed import DistBackendError
 
 from engine.attention.kv_spec import KVSpec
+from engine.boot.rehearsal import rehearse
 from engine.graphs.step_graphs import StepGraphs
 from engine.memory.kv_pool import KVPool
 from engine.pending_step import PendingStep
@@ -172,3 +173,11 @@ def test_graphs_go_on_behind_a_step_whose_inputs_are_refused() -> None:
     assert (caught.value.request_id, caught.value.has_joined) == ("bad", False)
     (again,) = graphs.launch_step([share(good)]).collect()
     assert again.sampled == expected.sampled
+
+
+def test_a_rehearsed_step_says_itself_that_it_has_no_memory() -> None:
+    runner = make_runner(FailingModel())
+    assert isinstance(runner.model, FailingModel)
+    runner.model.error = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        rehearse(runner, [share(make_request([1, 2, 3], 1, "r"))])

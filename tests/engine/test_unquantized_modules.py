@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from bench.parity import compare_with_transformers
-from engine.boot.build import build_model
+from engine.boot.build import build_model, describe_plain_weights
 from engine.config import DeepseekV3Config
 from engine.kernels.portable import portable_kernels
-from engine.layers.plain_weights import describe_plain_weights
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from engine.weights.errors import CheckpointError
+from engine.weights.checkpoint import CheckpointError
 from engine.weights.loader import load_weights
 from runtime.errors import ConfigError
 from tests.engine.parallel.fake_ranks import rank_context

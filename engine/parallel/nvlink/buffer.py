@@ -13,10 +13,10 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.formats.fp8_rows import Fp8Rows
+from engine.invariants import require_in_turn
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
 from engine.parallel.nvlink.shape import NvlinkShape
 from engine.parallel.pending import Deferred, Pending, wait_for
-from engine.parallel.turns import require_in_turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

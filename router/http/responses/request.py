@@ -49,7 +49,9 @@ def _tool(where: str, tool: object) -> Json:
     for name, given in tool.items():
         if name not in (*known, "type") and given not in (None, False, ["direct"]):
             raise ValueError(f"{where}.{name} is not supported by this server. Fix: leave it out")
-    return {"type": "function", "function": {name: tool[name] for name in known if name in tool}}
+    # Templates write what is there, and the SDK's types want fields that say nothing.
+    function = {name: tool[name] for name in known if tool.get(name) is not None}
+    return {"type": "function", "function": function}
 
 
 def _tool_choice(value: object) -> str | Json | None:

@@ -23,6 +23,7 @@ from engine.parallel.groups import ProcessGroups
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
+from engine.step_error import StepError
 from runtime.errors import ConfigError
 from runtime.sampling import SamplingParams
 from tests.engine.tiny import tiny_config
@@ -92,7 +93,7 @@ def test_a_gpu_rank_replays_its_short_steps(model: DeepseekV3ForCausalLM) -> Non
     assert found.sampled is not None
     assert found.sampled.token_id == expected.sampled.token_id
     forget()
-    with pytest.raises(AssertionError):
+    with pytest.raises(StepError, match="AssertionError"):
         chosen.execute(suffix())
 
 

@@ -161,7 +161,7 @@ def test_deep_ep_where_it_runs() -> None:
         assert buffer.is_closed  # type: ignore[attr-defined]
         opened = choose_dispatcher(experts(), kind, num_sms=24)
         assert isinstance(opened.dispatcher, DeepEPNormalDispatcher)
-        assert opened.dispatcher.comm_sms == 24
+        assert opened.dispatcher._buffer.shape.num_sms == 24
         opened.close()
 
 

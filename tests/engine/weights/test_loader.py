@@ -11,8 +11,7 @@ from torch import Tensor
 
 from engine.config import DeepseekV3Config
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from engine.weights.checkpoint import INDEX, Checkpoint
-from engine.weights.errors import CheckpointError
+from engine.weights.checkpoint import INDEX, Checkpoint, CheckpointError
 from engine.weights.fp8 import dequantize_block
 from engine.weights.loader import load_weights
 from engine.weights.slices import split_evenly
