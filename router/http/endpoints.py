@@ -210,21 +210,7 @@ class OpenAIEndpoints:
         ) as place:
             prompts = await serving.lanes.run(call.num_bytes, prompts_of)
             call.held.release()
-            info = ResponseInfo(
-                response_id=f"{call.kind}-{call.request_id}",
-                created=int(time.time()),
-                model=backend.name,
-                vocabulary=backend.model.tokenizer.vocabulary,
-                includes_usage=body.includes_usage,
-                continuous_usage=body.continuous_usage,
-                wants_logprobs=body.logprobs is not None and body.logprobs is not False,
-                wants_token_ids=bool(body.return_token_ids),
-                wants_prompt_logprobs=body.prompt_logprobs is not None,
-                wants_timings=bool(body.timings) or call.request.headers.get(TIMINGS_HEADER) == "1",
-                wants_routing=wants_routing(call.request),
-                choices_per_prompt=choices_per_prompt(body),
-                service_tier=call.standing.tier,
-            )
+            info = _info_of(call)
             mailbox = Mailbox(serving.section.max_mailbox_bytes, lambda: cut_off_reader(call))
             self._add_choices(info, call, prompts, mailbox, reader_of)
             for prompt in prompts:
@@ -311,3 +297,23 @@ class OpenAIEndpoints:
                 text = ChoiceText(info.vocabulary, options, reader_of(prompt))
                 choice = Choice(index=index, prompt=prompt, generation=generation, text=text)
                 info.choices.append(choice)
+
+
+def _info_of(call: Call[RequestT]) -> ResponseInfo:
+    """What the form of an answer must know of its request."""
+    body = call.body
+    return ResponseInfo(
+        response_id=f"{call.kind}-{call.request_id}",
+        created=int(time.time()),
+        model=call.backend.name,
+        vocabulary=call.backend.model.tokenizer.vocabulary,
+        includes_usage=body.includes_usage,
+        continuous_usage=body.continuous_usage,
+        wants_logprobs=body.logprobs is not None and body.logprobs is not False,
+        wants_token_ids=bool(body.return_token_ids),
+        wants_prompt_logprobs=body.prompt_logprobs is not None,
+        wants_timings=bool(body.timings) or call.request.headers.get(TIMINGS_HEADER) == "1",
+        wants_routing=wants_routing(call.request),
+        choices_per_prompt=choices_per_prompt(body),
+        service_tier=call.standing.tier,
+    )
