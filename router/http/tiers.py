@@ -5,6 +5,7 @@ from __future__ import annotations
 from router.errors import ForbiddenError, RequestError
 from router.http.schema import GenerationRequest
 from router.keys.record import KeyRecord
+from router.keys.tiers import allowed_tiers, usual_tier
 from runtime.config.tiers import RESERVED_NAMES
 from runtime.tiers import Standing, Tiers
 
@@ -26,15 +27,9 @@ def standing_of(
 
 
 def _tier_of(asked: str | None, tiers: Tiers, key: KeyRecord | None) -> str:
-    allowed = [name for name in tiers.names if key is None or key.may_have(name)]
+    allowed = allowed_tiers(tiers, key)
     if asked is None or asked in RESERVED_NAMES:
-        if key is not None and key.tier in allowed:
-            return key.tier
-        if tiers.default in allowed:
-            return tiers.default
-        if allowed:
-            return allowed[-1]
-        asked = tiers.default
+        asked = usual_tier(tiers, key) or tiers.default
     elif asked not in tiers.names:
         names = ", ".join((*RESERVED_NAMES, *tiers.names))
         raise RequestError(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from router.keys.file import add_to_file, read_keys
+from router.keys.file import add_to_file, read_keys, remove_from_file
 from router.keys.record import KeyRecord, hash_key, new_key
 from runtime.config import TierSection
 from runtime.errors import ConfigError
@@ -155,6 +156,35 @@ async def test_a_key_says_which_tiers_it_may_have(
             "service_tier_not_allowed",
         )
         assert fix in error["message"]
+
+
+async def test_a_key_of_a_tier_that_is_not_configured_is_told_at_load_and_at_reload(
+    start_router: StartRouter,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("runtime.renewal.CHECK_S", 0.0)
+    file = tmp_path / "keys.toml"
+    add(file, "right", tiers=("base",))
+    add(file, "lost", tiers=("gold",))
+    cluster = await start_router(tiers=TIERS, keys_file=str(file))
+    assert "key=lost" in caplog.text
+    assert "'gold'" in caplog.text
+    assert "answered 403" in caplog.text
+    assert "key=right" not in caplog.text
+    assert "pd_router_keys_of_unknown_tiers 1.0" in await metrics_of(cluster)
+    caplog.clear()
+    add(file, "later", tiers=("ruby", "base"), tier="ruby")
+    await cluster.until(lambda: "key=later" in caplog.text)
+    assert "'ruby'" in caplog.text
+    assert "requests that name none are of 'base'" in caplog.text
+    assert "pd_router_keys_of_unknown_tiers 2.0" in await metrics_of(cluster)
+    for name in ("lost", "later"):
+        remove_from_file(file, name)
+    async with asyncio.timeout(60):
+        while "pd_router_keys_of_unknown_tiers 0.0" not in await metrics_of(cluster):
+            await asyncio.sleep(0.05)
 
 
 def test_tiers_of_a_key_survive_the_file(tmp_path: Path) -> None:
