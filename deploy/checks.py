@@ -22,7 +22,7 @@ from engine.model.registry import read_config, spec_of
 from engine.model.spec import CommonConfig, num_expert_slots, num_experts
 from kv_transfer.transports import expected_transport
 from router.keys.source import KeySource, key_source
-from router.keys.tiers import check_tiers_of
+from router.keys.tiers import check_tiers_of, unreachable_tiers
 from runtime.config import ClusterConfig, ClusterSection
 from runtime.config_file import on_this_host
 from runtime.errors import ConfigError
@@ -171,6 +171,18 @@ def remarks_of(config: ClusterConfig) -> list[str]:
             '"bfloat16" is what GPUs are for'
         ]
     return []
+
+
+def remarks_of_tiers(config: ClusterConfig, keys: KeySource | None) -> list[str]:
+    """The tiers of service that no request can have, in sentences."""
+    records = keys.current().by_name.values() if keys is not None else ()
+    tiers = Tiers(config.tiers)
+    return [
+        f"tiers.{name}: no request may have it: a key that lists it is made by `tandem keys add "
+        f"NAME --tier {name}`"
+        + ("" if name in tiers.open else f", and tiers.{name}.open = true lets anybody ask for it")
+        for name in unreachable_tiers(tiers, records)
+    ]
 
 
 def _check_router_host(config: ClusterConfig) -> None:

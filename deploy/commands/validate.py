@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         count_devices_for,
         read_model,
         remarks_of,
+        remarks_of_tiers,
         resolve_config,
     )
     from deploy.decode_memory import describe_decode_memory, plan_decode_memory
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     if keys is not None:
         print(f"API keys     {len(keys.current())}")
     model = read_model(config)
-    for remark in (*model.remarks, *remarks_of(config)):
+    for remark in (*model.remarks, *remarks_of(config), *remarks_of_tiers(config, keys)):
         print(f"note         {remark}")
     budget = plan_decode_memory(config, model)
     if budget is not None:

@@ -20,7 +20,7 @@ def standing_of(
 
     Raises:
         RequestError: there is no such tier, or the priority is out of range.
-        ForbiddenError: the key may not have the tier.
+        ForbiddenError: the key, or who has none, may not have the tier.
     """
     tier = _tier_of(request.service_tier, tiers, key) if tiers else ""
     return tiers.standing(tier, _priority_of(request.priority, max_priority))
@@ -39,10 +39,11 @@ def _tier_of(asked: str | None, tiers: Tiers, key: KeyRecord | None) -> str:
         )
     if asked in allowed:
         return asked
-    assert key is not None
-    fix = f"send one of {', '.join(allowed)}" if allowed else "a key that may have one of them"
+    who = "a request without a key" if key is None else f"the key {key.name!r}"
+    fix = f"send one of {', '.join(allowed)}, or " if allowed else ""
     raise ForbiddenError(
-        f"service_tier = {asked!r}: the key {key.name!r} may not have it. Fix: {fix}",
+        f"service_tier = {asked!r}: {who} may not have it. Fix: {fix}a key that may "
+        f"(`tandem keys add NAME --tier {asked}`)",
         param="service_tier",
         code="service_tier_not_allowed",
     )

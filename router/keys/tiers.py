@@ -6,7 +6,7 @@ tiers that there are, and never gets another for the one that is missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from router.keys.record import KeyRecord
 from runtime.errors import ConfigError
@@ -15,7 +15,10 @@ from runtime.tiers import Tiers
 
 def allowed_tiers(tiers: Tiers, key: KeyRecord | None) -> tuple[str, ...]:
     """Those that requests of ``key`` (None: of nobody's) may have, first in order first."""
-    return tuple(name for name in tiers.names if key is None or key.may_have(name))
+    if key is None:
+        return tiers.open
+    named = key.tiers or (*tiers.open, key.tier)
+    return tuple(name for name in tiers.names if name in named)
 
 
 def usual_tier(tiers: Tiers, key: KeyRecord | None) -> str:
@@ -23,6 +26,13 @@ def usual_tier(tiers: Tiers, key: KeyRecord | None) -> str:
     allowed = allowed_tiers(tiers, key)
     wanted = (key.tier if key is not None else "", tiers.default, *allowed[-1:])
     return next((name for name in wanted if name in allowed), "")
+
+
+def unreachable_tiers(tiers: Tiers, keys: Iterable[KeyRecord]) -> tuple[str, ...]:
+    """Those that requests of none of ``keys`` (none: nobody is asked for one) may have."""
+    asking: Sequence[KeyRecord | None] = list(keys) or [None]
+    reached = {name for key in asking for name in allowed_tiers(tiers, key)}
+    return tuple(name for name in tiers.names if name not in reached)
 
 
 def unknown_tiers(tiers: Tiers, key: KeyRecord) -> tuple[str, ...]:

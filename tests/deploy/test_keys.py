@@ -129,6 +129,10 @@ def test_a_key_of_a_tier_that_is_not_configured_is_refused_by_validate_and_up(
     path.write_text(f'{SMALL}[router]\nkeys_file = "keys.toml"\n{tiers}')
     assert main(["keys", "add", "bob", "--file", str(keys), "--tier", "base"]) == 0
     assert main(["validate", str(path)]) == 0
+    assert "tiers.max: no request may have it" in capsys.readouterr().out
+    assert main(["keys", "add", "dora", "--file", str(keys), "--tier", "max"]) == 0
+    assert main(["validate", str(path)]) == 0
+    assert "no request may have it" not in capsys.readouterr().out
     assert main(["keys", "add", "carol", "--file", str(keys), "--tier", "gold"]) == 0
     run_dir = f"cluster.run_dir={tmp_path / 'run'}"
     for command in (["validate", str(path)], ["up", str(path), "--set", run_dir]):

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.keys.record import KeyRecord
-from router.keys.tiers import allowed_tiers, check_tiers_of, told_of_unknown, unknown_tiers
+from router.keys.tiers import (
+    allowed_tiers,
+    check_tiers_of,
+    told_of_unknown,
+    unknown_tiers,
+    unreachable_tiers,
+    usual_tier,
+)
 from runtime.config import TierSection
 from runtime.errors import ConfigError
 from runtime.tiers import Tiers
@@ -15,6 +24,44 @@ TIERS = Tiers((TierSection(name="max"), TierSection(name="base", order=1)))
 
 def key(tiers: tuple[str, ...] = (), tier: str = "") -> KeyRecord:
     return KeyRecord(name="bob", sha256="0" * 64, tiers=tiers, tier=tier)
+
+
+ORDERED = ("max", "pro", "base", "batch")
+TIER_NAMES = st.sampled_from(ORDERED)
+
+
+@given(
+    default=TIER_NAMES,
+    opened=st.sets(TIER_NAMES),
+    named=st.lists(st.sampled_from((*ORDERED, "gold")), unique=True),
+    has_key=st.booleans(),
+)
+def test_who_is_not_told_of_never_gets_a_tier_before_the_default(
+    default: str, opened: set[str], named: list[str], has_key: bool
+) -> None:
+    sections = (
+        TierSection(name=name, order=order, default=name == default, open=name in opened)
+        for order, name in enumerate(ORDERED)
+    )
+    tiers = Tiers(tuple(sections))
+    record = key(tuple(named)) if has_key else None
+    allowed = allowed_tiers(tiers, record)
+    if has_key and named:
+        assert set(allowed) == set(named) - {"gold"}
+    else:
+        at = ORDERED.index(default)
+        assert set(allowed) == opened | set(ORDERED[at:])
+        assert usual_tier(tiers, record) == default
+    assert usual_tier(tiers, record) in (allowed or ("",))
+
+
+def test_a_tier_that_no_request_may_have_is_found() -> None:
+    assert unreachable_tiers(TIERS, []) == ("max",)
+    assert unreachable_tiers(TIERS, [key(), key(("base",))]) == ("max",)
+    assert unreachable_tiers(TIERS, [key(), key(("max",))]) == ()
+    assert unreachable_tiers(TIERS, [key(tier="max")]) == ()
+    assert unreachable_tiers(TIERS, [key(("max",))]) == ("base",)
+    assert unreachable_tiers(Tiers(), [key()]) == ()
 
 
 @pytest.mark.parametrize(
