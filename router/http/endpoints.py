@@ -53,6 +53,7 @@ from router.requests.time_limits import limits_from_arrival
 from router.text.lanes import Work
 from router.text.message import MessageReader
 from router.text.output import ChoiceText, OutputOptions
+from runtime.budget import earliest
 from runtime.trace import current_trace
 
 DELIVERY_S = 10.0
@@ -187,7 +188,8 @@ class OpenAIEndpoints:
             num_tokens = tokens_asked_for(call.body, len(raw), call.num_choices)
             async with serving.gate.admit(request, num_tokens):
                 if call.rules is not None:
-                    made = await call.rules.compile(call.backend.compilers)
+                    limit = earliest(limits_from_arrival(section, received))
+                    made = await call.rules.compile(call.backend.compilers, limit)
                     call = replace(call, compiled=made)
                 yield call
 

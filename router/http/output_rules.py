@@ -7,6 +7,7 @@ ends an open reasoning, or one in which the model may reason first.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +29,7 @@ from router.text.grammar.forms import (
 )
 from router.text.grammar.schema import Canonical, SchemaError, canonical
 from router.text.reasoning import Start
+from runtime.budget import Budget
 from runtime.sampling import OutputConstraint
 
 _ANY_OBJECT = canonical({"type": "object"})
@@ -69,10 +71,22 @@ class OutputRules:
             with_reasoning(self.form, reasoning, marks, max_tokens=budget),
         ]
 
-    async def compile(self, compilers: Compilers) -> CompiledRules:
-        """Make the grammars; raises RequestError where there can be none."""
+    async def compile(self, compilers: Compilers, limit: Budget) -> CompiledRules:
+        """Make the grammars.
+
+        Raises:
+            RequestError: there can be none.
+            TooManyRequestsError: too many others wait for theirs.
+            DeadlineExceededError: ``limit``, on the loop's clock, is over.
+        """
         forms = self.forms()
-        grammars = await compilers.compile(forms, param=self.param) if forms else ()
+        if not forms:
+            return CompiledRules(rules=self, grammars=())
+        try:
+            async with asyncio.timeout_at(limit.until):
+                grammars = await compilers.compile(forms, param=self.param)
+        except TimeoutError as error:
+            raise limit.error(f"a grammar for {self.param} was being compiled") from error
         return CompiledRules(rules=self, grammars=grammars)
 
 

@@ -99,6 +99,11 @@ class CacheStream:
             if task is None or task.cancelling():
                 raise
             return "the connection was closed"
+        except Exception as error:  # a defect of ours: begin anew rather than keep what is stale
+            logger.exception("news of a cache could not be taken worker=%s", self.key)
+            self.is_refused = True
+            self.follower.forget()
+            return repr(error)
         return "the worker ended the stream"
 
     async def _read(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc.aio
 import pytest
 
+from router.pool.cache_follower import CacheFollower
 from router.pool.members import Member, Role, WorkerKey
 from router.pool.prefix_index import PrefixIndex
 from router.pool.view import PoolView
@@ -199,6 +200,25 @@ async def test_a_worker_that_lies_is_not_believed_and_others_are(
         assert liar.service.num_calls < 10  # it is left alone for a while
         liar.service.change = lambda frame: None  # type: ignore[method-assign]
         await router.until(liar, {1})
+
+
+async def test_a_defect_of_ours_ends_no_stream_for_good(
+    router: Router, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Worker(0) as worker:
+        worker.rank.compute(1)
+        router.sees(worker)
+        await router.until(worker, {1})
+
+        def fails(*_: object) -> None:
+            raise KeyError("a defect")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(CacheFollower, "apply", fails)
+            worker.rank.compute(2)
+            await router.until(worker, set())  # what may be stale is forgotten
+        await router.until(worker, {1, 2})
+    assert "a defect" in caplog.text
 
 
 async def test_a_service_of_an_older_worker_is_no_failure(router: Router) -> None:
