@@ -21,11 +21,14 @@ from deploy.ray_connection import FAR_AWAY, ray_host
 from engine.model.registry import read_config, spec_of
 from engine.model.spec import CommonConfig, num_expert_slots, num_experts
 from kv_transfer.transports import expected_transport
+from router.keys.source import KeySource, key_source
+from router.keys.tiers import check_tiers_of, unreachable_tiers
 from runtime.config import ClusterConfig, ClusterSection
 from runtime.config_file import on_this_host
 from runtime.errors import ConfigError
 from runtime.net import is_loopback, is_wildcard
 from runtime.network import address_towards, own_address
+from runtime.tiers import Tiers
 from worker.engine_options import parallel_dims
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -101,6 +104,19 @@ def check_config(config: ClusterConfig, *, num_devices: int) -> None:
     _check_devices(config, num_devices)
 
 
+def checked_keys(config: ClusterConfig) -> KeySource | None:
+    """The API keys of ``config``; None: no key is asked for.
+
+    Raises:
+        ConfigError: they cannot be used, or one names a tier of service that is not configured;
+            or strangers could ask, and nothing says that this is meant.
+    """
+    keys = key_source(config)
+    if keys is not None:
+        check_tiers_of(keys.current().by_name.values(), Tiers(config.tiers))
+    return keys
+
+
 def check_ports(config: ClusterConfig) -> None:
     """Refuse ports that something else listens on.
 
@@ -155,6 +171,18 @@ def remarks_of(config: ClusterConfig) -> list[str]:
             '"bfloat16" is what GPUs are for'
         ]
     return []
+
+
+def remarks_of_tiers(config: ClusterConfig, keys: KeySource | None) -> list[str]:
+    """The tiers of service that no request can have, in sentences."""
+    records = keys.current().by_name.values() if keys is not None else ()
+    tiers = Tiers(config.tiers)
+    return [
+        f"tiers.{name}: no request may have it: a key that lists it is made by `tandem keys add "
+        f"NAME --tier {name}`"
+        + ("" if name in tiers.open else f", and tiers.{name}.open = true lets anybody ask for it")
+        for name in unreachable_tiers(tiers, records)
+    ]
 
 
 def _check_router_host(config: ClusterConfig) -> None:

@@ -17,6 +17,7 @@ from deploy.certificates import authority_of, with_certificates
 from deploy.checks import (
     check_config,
     check_ports,
+    checked_keys,
     count_devices_for,
     resolve_config,
 )
@@ -35,7 +36,7 @@ from deploy.ray_connection import RaySettings
 from deploy.ray_launcher import RayLauncher
 from deploy.state import ClusterState, Phase, ProcessState, RunDir
 from deploy.sweep import clean_up
-from router.keys.source import KEYS_VARIABLE, asks_for_keys, key_source
+from router.keys.source import KEYS_VARIABLE, asks_for_keys
 from runtime.config import ClusterConfig
 from runtime.config_file import SECRET_VARIABLE, cluster_credentials, dump_config
 from runtime.errors import ConfigError
@@ -68,7 +69,7 @@ def prepare(config: ClusterConfig, run_dir: RunDir) -> ClusterConfig:
             return former.config
     resolved = resolve_config(config)
     check_config(resolved, num_devices=count_devices_for(resolved))
-    key_source(resolved)
+    checked_keys(resolved)
     run_dir.create()
     with run_dir.locked():
         end_former_run(run_dir)

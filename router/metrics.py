@@ -136,6 +136,11 @@ class RouterMetrics:
         self._keys_stale = self._gauge(
             "pd_router_keys_stale", "1 while the file of API keys cannot be used", "livemax"
         )
+        self._keys_of_unknown_tiers = self._gauge(
+            "pd_router_keys_of_unknown_tiers",
+            "API keys that name a tier of service which is not configured",
+            "livemax",
+        )
         self._named_keys: set[str] = set()
 
     def text(self) -> bytes:
@@ -214,6 +219,10 @@ class RouterMetrics:
         """How many keys are in force, and whether they are those of the file as it is now."""
         self._keys.set(number)
         self._keys_stale.set(is_stale)
+
+    def set_keys_of_unknown_tiers(self, number: int) -> None:
+        """How many keys name a tier that is not configured."""
+        self._keys_of_unknown_tiers.set(number)
 
     def count_key_request(self, key: str, outcome: str) -> None:
         """One request of a key, by its name; "" where it is nobody's."""

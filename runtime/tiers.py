@@ -88,6 +88,9 @@ class Tiers:
         marked = [tier.name for tier in ordered if tier.default]
         self.default = (marked or [tier.name for tier in ordered[-1:]] or [""])[0]
         """The tier of requests that say nothing; empty: there are no tiers."""
+        least = self.standing(self.default).order
+        self.open = tuple(tier.name for tier in ordered if tier.open or tier.order >= least)
+        """Those that anybody may ask for, first in order first."""
 
     def __bool__(self) -> bool:
         return bool(self._standings)

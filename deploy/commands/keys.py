@@ -90,8 +90,8 @@ def _add_adding(verbs: Subparsers) -> None:
         default=[],
         metavar="NAME",
         dest="tiers",
-        help="a tier of service that it may have, as often as you like (default: all); the first "
-        "is that of requests which name none",
+        help="a tier of service that it may have, as often as you like (default: the default "
+        "one, those behind it, and open ones); the first is that of requests which name none",
     )
     parser.add_argument(
         *("--right",),

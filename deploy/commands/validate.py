@@ -41,20 +41,21 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what would be started; a ConfigError says what is wrong."""
     from deploy.checks import (
         check_config,
+        checked_keys,
         count_devices_for,
         read_model,
         remarks_of,
+        remarks_of_tiers,
         resolve_config,
     )
     from deploy.decode_memory import describe_decode_memory, plan_decode_memory
     from deploy.plan import num_devices_needed, plan_instances
     from deploy.posture import posture_of
-    from router.keys.source import key_source
 
     config = resolve_config(chosen_config(arguments))
     num_devices = count_devices_for(config) if arguments.devices is None else arguments.devices
     check_config(config, num_devices=num_devices)
-    keys = key_source(config)
+    keys = checked_keys(config)
     plans = plan_instances(config)
     for plan in plans:
         ranks = "1 rank" if plan.num_ranks == 1 else f"{plan.num_ranks} ranks"
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     if keys is not None:
         print(f"API keys     {len(keys.current())}")
     model = read_model(config)
-    for remark in (*model.remarks, *remarks_of(config)):
+    for remark in (*model.remarks, *remarks_of(config), *remarks_of_tiers(config, keys)):
         print(f"note         {remark}")
     budget = plan_decode_memory(config, model)
     if budget is not None:

@@ -6,7 +6,7 @@ import asyncio
 import tomllib
 from dataclasses import dataclass
 
-from deploy.checks import check_config
+from deploy.checks import check_config, checked_keys
 from deploy.control.difference import (
     FieldChange,
     check_can_change,
@@ -32,7 +32,6 @@ from deploy.errors import RefusedError, WrongArgumentError
 from deploy.fleet import Fleet
 from deploy.instance import Instance
 from deploy.plan import Role, num_devices_needed, plan_instances
-from router.keys.source import key_source
 from runtime.config import ClusterConfig
 from runtime.config_file import parse_config
 
@@ -111,7 +110,7 @@ async def prepare_apply(fleet: Fleet, wish: ApplyWish) -> Prepared:
     check_can_change(changes)
     enough = num_devices_needed(plan_instances(wanted))
     await asyncio.to_thread(check_config, wanted, num_devices=enough)
-    key_source(wanted)
+    checked_keys(wanted)
     more = {role: _count_of(wanted, role) - len(fleet.of_role(role)) for role in WORKER_ROLES}
     leaving = {r: choose_leaving(fleet, r, -count) for r, count in more.items() if count < 0}
     await _check_scales(fleet, wanted, more)

@@ -21,10 +21,12 @@ from router.http.access import CONSOLE, right_for
 from router.keys.ledger import Charge, Ledger, Level, LimitKind, Verdict
 from router.keys.record import KeyRecord, Right, salt_of_tenant
 from router.keys.sessions import Sessions
-from router.keys.source import KeySource
+from router.keys.source import Keyring, KeySource
+from router.keys.tiers import told_of_unknown, unknown_tiers
 from router.metrics import RouterMetrics
 from runtime.logging import get_logger
 from runtime.net import Credentials
+from runtime.tiers import Tiers
 
 logger = get_logger(__name__)
 
@@ -65,10 +67,16 @@ class Gate:
         metrics: RouterMetrics,
         credentials: Credentials,
         *,
+        tiers: Tiers,
         metrics_are_open: bool = True,
     ) -> None:
-        """Without a ``source`` no key is asked for; ``metrics_are_open``: to whoever asks."""
+        """Without a ``source`` no key is asked for; ``metrics_are_open``: to whoever asks.
+
+        Keys that name none of ``tiers`` are told of.
+        """
         self._source = source
+        self._tiers = tiers
+        self._told_of: Keyring | None = None
         self._credentials = credentials
         self._metrics_are_open = metrics_are_open
         self._sessions = Sessions(credentials.secret, time.time)
@@ -84,8 +92,23 @@ class Gate:
 
     def follow(self) -> None:
         """Look whether the file of keys has changed; call it now and then."""
-        if self._source is not None:
-            self._metrics.set_keys(len(self._source.current()), is_stale=self._source.is_stale)
+        if self._source is None:
+            return
+        keys = self._source.current()
+        self._metrics.set_keys(len(keys), is_stale=self._source.is_stale)
+        if keys is not self._told_of:
+            self._told_of = keys
+            self._tell_of_unknown_tiers(keys)
+
+    def _tell_of_unknown_tiers(self, keys: Keyring) -> None:
+        found = [key for key in keys.by_name.values() if unknown_tiers(self._tiers, key)]
+        self._metrics.set_keys_of_unknown_tiers(len(found))
+        for key in found:
+            logger.warning(
+                "a key names a tier that is not configured key=%s %s",
+                key.name,
+                told_of_unknown(self._tiers, key),
+            )
 
     @property
     def asks_for_keys(self) -> bool:

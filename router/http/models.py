@@ -8,9 +8,10 @@ from aiohttp import web
 
 from router.backend import Backend
 from router.errors import RequestError
-from router.http.gate import may_use
+from router.http.gate import key_of, may_use
 from router.http.params import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS
 from router.http.serving import Serving, backend_for
+from router.keys.tiers import allowed_tiers
 from router.model import ServedModel
 from router.pool.members import Role
 from router.text.calls.formats import CALL_FORMATS
@@ -30,8 +31,9 @@ class ModelEndpoints:
 
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: the models that can be served and that the key may use."""
+        tiers = allowed_tiers(self._serving.tiers, key_of(request))
         cards = [
-            _card_of(backend, name, self._serving.tiers.names)
+            _card_of(backend, name, tiers)
             for backend in self._serving.backends
             if backend.readiness.was_ready and may_use(request, backend.model.names)
             for name in backend.model.names
@@ -50,7 +52,8 @@ class ModelEndpoints:
                 code="server_not_ready",
                 status=404,
             )
-        return web.json_response(_card_of(backend, name, self._serving.tiers.names))
+        tiers = allowed_tiers(self._serving.tiers, key_of(request))
+        return web.json_response(_card_of(backend, name, tiers))
 
     async def version(self, request: web.Request) -> web.Response:
         """``GET /version``: this server's, in vLLM's shape."""
@@ -63,11 +66,12 @@ class ModelEndpoints:
         visible = [each for each in serving.backends if may_use(request, each.model.names)]
         backend = backend_for(serving, request, visible[0].name if visible else None)
         limits = backend.limits()
+        tiers = allowed_tiers(serving.tiers, key_of(request))
         body = {
             "version": self._version,
             "ready": backend.readiness.was_ready and not backend.readiness.missing(),
-            "model": _card_of(backend, backend.name, serving.tiers.names),
-            "models": [_card_of(each, each.name, serving.tiers.names) for each in visible],
+            "model": _card_of(backend, backend.name, tiers),
+            "models": [_card_of(each, each.name, tiers) for each in visible],
             "vocab_size": limits.vocab_size,
             "eos_token_ids": limits.eos_token_ids,
             "workers": {role.value: len(backend.pool.members(role)) for role in Role},

@@ -69,7 +69,7 @@ class HttpServer:
         self._recent = RecentWindow(lambda: Totals.of(self.metrics.sums().collect()), loop.time)
         self._load_lines = LoadLines(lambda: Totals.of(self.metrics.registry.collect()), loop.time)
         ledger = ledger or KeyLedger(loop.time)
-        self._gate = _gate_of(section, keys, ledger, self.metrics, credentials)
+        self._gate = _gate_of(section, keys, ledger, self.metrics, credentials, tiers=tiers)
         serving = Serving(
             section=section,
             backends=self.backends,
@@ -185,9 +185,11 @@ def _gate_of(
     ledger: Ledger,
     metrics: RouterMetrics,
     credentials: Credentials,
+    *,
+    tiers: Tiers,
 ) -> Gate:
     are_open = section.metrics_access == "open"
-    return Gate(keys, ledger, metrics, credentials, metrics_are_open=are_open)
+    return Gate(keys, ledger, metrics, credentials, tiers=tiers, metrics_are_open=are_open)
 
 
 def _limits_of(section: RouterSection) -> ConnectionLimits:

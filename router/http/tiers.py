@@ -5,6 +5,7 @@ from __future__ import annotations
 from router.errors import ForbiddenError, RequestError
 from router.http.schema import GenerationRequest
 from router.keys.record import KeyRecord
+from router.keys.tiers import allowed_tiers, usual_tier
 from runtime.config.tiers import RESERVED_NAMES
 from runtime.tiers import Standing, Tiers
 
@@ -19,22 +20,16 @@ def standing_of(
 
     Raises:
         RequestError: there is no such tier, or the priority is out of range.
-        ForbiddenError: the key may not have the tier.
+        ForbiddenError: the key, or who has none, may not have the tier.
     """
     tier = _tier_of(request.service_tier, tiers, key) if tiers else ""
     return tiers.standing(tier, _priority_of(request.priority, max_priority))
 
 
 def _tier_of(asked: str | None, tiers: Tiers, key: KeyRecord | None) -> str:
-    allowed = [name for name in tiers.names if key is None or key.may_have(name)]
+    allowed = allowed_tiers(tiers, key)
     if asked is None or asked in RESERVED_NAMES:
-        if key is not None and key.tier in allowed:
-            return key.tier
-        if tiers.default in allowed:
-            return tiers.default
-        if allowed:
-            return allowed[-1]
-        asked = tiers.default
+        asked = usual_tier(tiers, key) or tiers.default
     elif asked not in tiers.names:
         names = ", ".join((*RESERVED_NAMES, *tiers.names))
         raise RequestError(
@@ -44,10 +39,11 @@ def _tier_of(asked: str | None, tiers: Tiers, key: KeyRecord | None) -> str:
         )
     if asked in allowed:
         return asked
-    assert key is not None
-    fix = f"send one of {', '.join(allowed)}" if allowed else "a key that may have one of them"
+    who = "a request without a key" if key is None else f"the key {key.name!r}"
+    fix = f"send one of {', '.join(allowed)}, or " if allowed else ""
     raise ForbiddenError(
-        f"service_tier = {asked!r}: the key {key.name!r} may not have it. Fix: {fix}",
+        f"service_tier = {asked!r}: {who} may not have it. Fix: {fix}a key that may "
+        f"(`tandem keys add NAME --tier {asked}`)",
         param="service_tier",
         code="service_tier_not_allowed",
     )

@@ -64,7 +64,7 @@ class KeyRecord:
     cache_salt: str = ""
     """Keys with the same one share cached prefixes; empty: the key's own name."""
     tiers: tuple[str, ...] = ()
-    """Names of tiers of service that it may have; empty: all."""
+    """Names of tiers of service that it may have; empty: those that are open, and ``tier``."""
     tier: str = ""
     """Of its requests that name none; empty: the cluster's default, or the last of ``tiers``."""
     limits: KeyLimits = field(default_factory=KeyLimits)
@@ -80,7 +80,7 @@ class KeyRecord:
             raise ConfigError(f"{where}.sha256", "...", problem, fix)
         if self.cache_salt and not _NAME.fullmatch(self.cache_salt):
             raise _bad_name(f"{where}.cache_salt", self.cache_salt)
-        if self.tier and not self.may_have(self.tier):
+        if self.tier and self.tiers and self.tier not in self.tiers:
             problem = f"is none of {where}.tiers"
             raise ConfigError(
                 f"{where}.tier", self.tier, problem, f"one of {', '.join(self.tiers)}"
@@ -106,10 +106,6 @@ class KeyRecord:
     def may_use(self, names: Iterable[str]) -> bool:
         """Whether requests of this key may ask for the model of these ``names``."""
         return not self.models or not set(self.models).isdisjoint(names)
-
-    def may_have(self, tier: str) -> bool:
-        """Whether requests of this key may be of ``tier``."""
-        return not self.tiers or tier in self.tiers
 
 
 def parse_right(text: object, path: str) -> Right:

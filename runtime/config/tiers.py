@@ -35,6 +35,9 @@ class TierSection:
     default: bool = False
     """Requests that name no tier, and whose key names none, are of this one; without any such tier
     of the last in order."""
+    open: bool = False
+    """Anybody may ask for it, with a key that lists no tiers or without one. The default tier and
+    those behind it in order are open in any case; one before it is for keys that list it."""
 
     def __post_init__(self) -> None:
         path = f"tiers.{self.name}"

@@ -121,6 +121,28 @@ def test_a_router_beyond_this_machine_needs_keys_or_a_word(
     assert "router.keys_file" in capsys.readouterr().err
 
 
+def test_a_key_of_a_tier_that_is_not_configured_is_refused_by_validate_and_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, keys = tmp_path / "cluster.toml", tmp_path / "keys.toml"
+    tiers = '[[tiers]]\nname = "max"\n[[tiers]]\nname = "base"\norder = 1\n'
+    path.write_text(f'{SMALL}[router]\nkeys_file = "keys.toml"\n{tiers}')
+    assert main(["keys", "add", "bob", "--file", str(keys), "--tier", "base"]) == 0
+    assert main(["validate", str(path)]) == 0
+    assert "tiers.max: no request may have it" in capsys.readouterr().out
+    assert main(["keys", "add", "dora", "--file", str(keys), "--tier", "max"]) == 0
+    assert main(["validate", str(path)]) == 0
+    assert "no request may have it" not in capsys.readouterr().out
+    assert main(["keys", "add", "carol", "--file", str(keys), "--tier", "gold"]) == 0
+    run_dir = f"cluster.run_dir={tmp_path / 'run'}"
+    for command in (["validate", str(path)], ["up", str(path), "--set", run_dir]):
+        capsys.readouterr()
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert "keys.carol.tiers = 'gold'" in error
+        assert "one of max, base" in error
+
+
 def test_up_refuses_it_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

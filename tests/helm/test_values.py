@@ -207,7 +207,7 @@ def test_what_the_chart_writes_is_a_configuration() -> None:
             "decode": {"enable_prefix_caching": False, "gpu_memory_fraction": 0.5},
             "model": {"name": 'a "quoted" <name> & more'},
             "tiers": [
-                {"name": "max", "ttft_ms": 1000, "share": 0.5},
+                {"name": "max", "ttft_ms": 1000, "share": 0.5, "open": True},
                 {"name": "base", "order": 1, "default": True},
             ],
         }
@@ -216,6 +216,7 @@ def test_what_the_chart_writes_is_a_configuration() -> None:
     config = parse_config(tomllib.loads(toml))
     assert [tier.name for tier in config.tiers] == ["max", "base"]
     assert config.tiers[0].share == 0.5
+    assert [tier.open for tier in config.tiers] == [True, False]
     assert config.tiers[1].default
     assert config.router.queue_timeout_s == 30.0
     assert config.router.max_queue_bytes == 268435456

@@ -64,7 +64,10 @@ def test_the_first_tier_ends_before_all_that_the_last_has_queued(tmp_path: Path)
     config = ClusterConfig(
         model=ModelSection(path=str(MODEL_DIR)),
         decode=DecodeSection(max_num_seqs=NUM_SEQS),
-        tiers=(TierSection(name="max", ttft_ms=200.0), TierSection(name="base", order=1)),
+        tiers=(
+            TierSection(name="max", ttft_ms=200.0, open=True),
+            TierSection(name="base", order=1),
+        ),
     )
     with Cluster(config, tmp_path / "cluster") as cluster:
         ended = asyncio.run(overload(cluster))

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from router.keys.file import add_to_file, read_keys
+from router.keys.file import add_to_file, read_keys, remove_from_file
 from router.keys.record import KeyRecord, hash_key, new_key
 from runtime.config import TierSection
 from runtime.errors import ConfigError
 from tests.router.conftest import MODEL, Cluster, StartRouter
 
 TIERS = (
-    TierSection(name="max", order=0, ttft_ms=60_000, tpot_ms=60_000, share=0.5),
-    TierSection(name="base", order=1, share=0.1),
+    TierSection(name="max", order=0, ttft_ms=60_000, tpot_ms=60_000, share=0.5, open=True),
+    TierSection(name="base", order=1, share=0.1, open=True),
 )
+CLOSED = (dataclasses.replace(TIERS[0], open=False), TIERS[1])
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 4, "temperature": 0}
 
 
@@ -140,13 +143,19 @@ async def test_a_key_says_which_tiers_it_may_have(
     rich = add(file, "rich", tiers=("base", "max"), tier="max")
     poor = add(file, "poor", tiers=("base",))
     anyone = add(file, "anyone")
+    eager = add(file, "eager", tier="max")
     lost = add(file, "lost", tiers=("gold",))
-    cluster = await started(start_router, tiers=TIERS, keys_file=str(file))
+    cluster = await started(start_router, tiers=CLOSED, keys_file=str(file))
     assert (await post(cluster, key=rich))[1]["service_tier"] == "max"
     assert (await post(cluster, key=rich, service_tier="base"))[1]["service_tier"] == "base"
     assert (await post(cluster, key=poor))[1]["service_tier"] == "base"
-    assert (await post(cluster, key=anyone, service_tier="max"))[1]["service_tier"] == "max"
-    for key, asked, fix in ((poor, "max", "send one of base"), (lost, "auto", "a key that may")):
+    assert (await post(cluster, key=anyone))[1]["service_tier"] == "base"
+    assert (await post(cluster, key=eager))[1]["service_tier"] == "max"
+    for key, asked, fix in (
+        (poor, "max", "send one of base, or a key that may"),
+        (anyone, "max", "send one of base, or a key that may"),
+        (lost, "auto", "Fix: a key that may"),
+    ):
         status, answer = await post(cluster, key=key, service_tier=asked)
         error = answer["error"]
         assert (status, error["param"], error["code"]) == (
@@ -155,6 +164,59 @@ async def test_a_key_says_which_tiers_it_may_have(
             "service_tier_not_allowed",
         )
         assert fix in error["message"]
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+async def test_a_tier_before_the_default_is_for_keys_that_list_it_unless_it_is_open(
+    start_router: StartRouter, tmp_path: Path, is_open: bool
+) -> None:
+    file = tmp_path / "keys.toml"
+    key = add(file, "anyone")
+    tiers = TIERS if is_open else CLOSED
+    for own in ("", key):
+        cluster = await started(start_router, tiers=tiers, keys_file=str(file) if own else "")
+        status, answer = await post(cluster, key=own, service_tier="max")
+        assert status == (200 if is_open else 403)
+        if not is_open:
+            assert "'max'" in answer["error"]["message"]
+            assert "--tier max" in answer["error"]["message"]
+        assert (await post(cluster, key=own))[1]["service_tier"] == "base"
+        headers = {"Authorization": f"Bearer {own}"} if own else {}
+        async with (
+            aiohttp.ClientSession(cluster.url, headers=headers) as http,
+            http.get("/v1/models") as response,
+        ):
+            (card,) = (await response.json())["data"]
+        assert card["service_tiers"] == (["max", "base"] if is_open else ["base"])
+
+
+async def test_a_key_of_a_tier_that_is_not_configured_is_told_at_load_and_at_reload(
+    start_router: StartRouter,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("runtime.renewal.CHECK_S", 0.0)
+    file = tmp_path / "keys.toml"
+    add(file, "right", tiers=("base",))
+    add(file, "lost", tiers=("gold",))
+    cluster = await start_router(tiers=TIERS, keys_file=str(file))
+    assert "key=lost" in caplog.text
+    assert "'gold'" in caplog.text
+    assert "answered 403" in caplog.text
+    assert "key=right" not in caplog.text
+    assert "pd_router_keys_of_unknown_tiers 1.0" in await metrics_of(cluster)
+    caplog.clear()
+    add(file, "later", tiers=("ruby", "base"), tier="ruby")
+    await cluster.until(lambda: "key=later" in caplog.text)
+    assert "'ruby'" in caplog.text
+    assert "requests that name none are of 'base'" in caplog.text
+    assert "pd_router_keys_of_unknown_tiers 2.0" in await metrics_of(cluster)
+    for name in ("lost", "later"):
+        remove_from_file(file, name)
+    async with asyncio.timeout(60):
+        while "pd_router_keys_of_unknown_tiers 0.0" not in await metrics_of(cluster):
+            await asyncio.sleep(0.05)
 
 
 def test_tiers_of_a_key_survive_the_file(tmp_path: Path) -> None:
