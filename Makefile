@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := deploy bench router prefill decode worker engine kv_transfer runtime
 SOURCES := $(PACKAGES) tools tests
-# Apart from .venv, which has no Triton: nothing else on a CPU may come to need it.
+# Apart from .venv, with what kernels need and nothing else: none of them may come to need more.
 KERNELS := .venv-kernels
 # Apart as well: others' clients, with whatever they want to have beside them.
 CLIENTS := .venv-clients

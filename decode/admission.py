@@ -16,13 +16,13 @@ shares (`runtime.tiers`); within a tier all this holds as it does without.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 
 from decode.requests import DecodeRequest, place_of
 from engine.request import Request, num_blocks_for
 from runtime.sampling import SamplingParams
-from runtime.tiers import Demand, TierPolicy
+from runtime.tiers import Demand, TierPolicy, first_of_tiers
 
 
 class GrowthEstimator:
@@ -120,7 +120,7 @@ class AdmissionQueue:
             away: requests that wait to come back: nobody of their tier, or of one behind, is let in
                 before them.
         """
-        tiers = self._tiers()
+        tiers = first_of_tiers(self._queue, place_of, self._window)
         waiting = [
             Demand(order, window[0].standing.share, cost(window[0]))
             for order, window in tiers.items()
@@ -153,18 +153,6 @@ class AdmissionQueue:
                 return None
             passed += window
         return None
-
-    def _tiers(self) -> dict[int, list[DecodeRequest]]:
-        """The first of every tier, in order."""
-        tiers: dict[int, list[DecodeRequest]] = {}
-        start = 0
-        while start < len(self._queue):
-            order = self._queue[start].standing.order
-            behind: tuple[int, ...] = (order + 1,)
-            end = bisect_left(self._queue, behind, lo=start, key=place_of)
-            tiers[order] = self._queue[start : min(end, start + self._window)]
-            start = end
-        return tiers
 
     def _best(
         self, window: Sequence[DecodeRequest], cost: Callable[[DecodeRequest], int], budget: int

@@ -26,18 +26,20 @@ otherwise go to short prompts for ever while a long one starves.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from engine.memory.block_pool import BlockPool
 from engine.request import Request, ScheduledRequest
 from prefill.request import Chunk, Grant, PrefillRequest
-from prefill.tier_claims import first_of_each, has_place, place_of
+from prefill.tier_claims import has_place, place_of
 from prefill.tier_shares import StepLimits, Want, share_among_tiers
 from runtime.block_hash import max_cached_blocks
 from runtime.errors import InternalError, OutOfBlocksError
 from runtime.lifecycle import PrefillStatus
 from runtime.step_time import StepTime
+from runtime.tiers import first_of_tiers
 
 CLAIM_PATIENCE_S = 0.1
 """Longer than any round trip: a claim that takes longer waits for room in decode."""
@@ -218,8 +220,9 @@ class Scheduler:
         self, num_steps: int, ahead: Sequence[PrefillRequest], now: float
     ) -> list[PrefillRequest]:
         """The waiting requests that so many steps would have tokens for beside those ahead."""
-        items = [*ahead, *first_of_each(self.waiting, WINDOW_STEPS * self._max_num_seqs)]
-        items.sort(key=place_of)
+        window = WINDOW_STEPS * self._max_num_seqs
+        firsts = first_of_tiers(self.waiting, place_of, window).values()
+        items = sorted(itertools.chain(ahead, *firsts), key=place_of)
         wants = [
             _want_of(
                 item,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
 
 from prefill.request import PrefillRequest
 
@@ -13,17 +11,6 @@ from prefill.request import PrefillRequest
 def place_of(item: PrefillRequest) -> tuple[float, ...]:
     """The key by which queues are in order."""
     return item.place
-
-
-def first_of_each(waiting: Sequence[PrefillRequest], size: int) -> Iterator[PrefillRequest]:
-    """The first ``size`` requests of every tier among those that wait, which are in order."""
-    start = 0
-    while start < len(waiting):
-        order = waiting[start].standing.order
-        behind: tuple[float, ...] = (order + 1,)
-        end = bisect.bisect_left(waiting, behind, lo=start, key=place_of)
-        yield from waiting[start : min(end, start + size)]
-        start = end
 
 
 def has_place(item: PrefillRequest, taken: Counter[int], most: int) -> bool:

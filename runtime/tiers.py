@@ -24,9 +24,10 @@ have one standing, and the order is that of arrival.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from runtime.config.tiers import TierSection
 
@@ -109,6 +110,38 @@ class Tiers:
         """Of a request of the tier ``name``, which must be one, or empty where there are none."""
         found = self._standings[name] if self._standings else NO_TIER
         return replace(found, priority=priority) if priority else found
+
+
+class Ranked(Protocol):
+    """What a queue of several tiers holds."""
+
+    @property
+    def standing(self) -> Standing:
+        """Its tier and priority."""
+
+
+RankedT = TypeVar("RankedT", bound=Ranked)
+
+
+def first_of_tiers(
+    queue: Sequence[RankedT], key: Callable[[RankedT], tuple[float, ...]], size: int
+) -> dict[int, Sequence[RankedT]]:
+    """The first ``size`` requests at most of every tier in ``queue``, by order, lowest first.
+
+    Args:
+        queue: sorted by ``key``.
+        key: begins with the order of the tier.
+        size: 1 at least.
+    """
+    tiers: dict[int, Sequence[RankedT]] = {}
+    start = 0
+    while start < len(queue):
+        order = queue[start].standing.order
+        behind: tuple[float, ...] = (order + 1,)
+        end = bisect_left(queue, behind, lo=start, key=key)
+        tiers[order] = queue[start : min(end, start + size)]
+        start = end
+    return tiers
 
 
 class Demand(NamedTuple):

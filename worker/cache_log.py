@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from engine.memory.block_pool import BlockPool
 from engine.memory.events import BlockRemoved, BlockStored, CacheEvent
+from runtime.news import News
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ class CacheLog:
         self._max_events = max_events
         self._events: deque[CacheEvent] = deque()
         self._held: dict[bytes, None] = {}
-        self._news = asyncio.Event()
+        self._news = News()
 
     @property
     def num_blocks(self) -> int:
@@ -50,7 +51,7 @@ class CacheLog:
         self._held = dict.fromkeys(block_hashes)
         self._events.clear()
         self.next_sequence += 1  # what happened meanwhile counts as one event that is lost
-        self._wake()
+        self._news.tell()
 
     def end(self) -> None:
         """Events are not told any more."""
@@ -74,7 +75,7 @@ class CacheLog:
         self.next_sequence += len(events)
         while len(self._events) > self._max_events:
             self._events.popleft()
-        self._wake()
+        self._news.tell()
 
     def can_go_on(self, sequence: int) -> bool:
         """Whether all events from this one on are kept or yet to come."""
@@ -95,14 +96,7 @@ class CacheLog:
 
     async def wait(self, timeout_s: float) -> None:
         """Return when there is news, at the latest after ``timeout_s``."""
-        news = self._news
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await news.wait()
-
-    def _wake(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        await self._news.wait(timeout_s)
 
 
 class CacheFeed:

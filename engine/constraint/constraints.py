@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from engine.constraint.matcher import GrammarState, Matcher
 from engine.constraint.vocabulary import read_vocabulary
-from runtime.errors import InternalError, InvalidRequestError, TandemError
+from runtime.errors import DrainingError, InternalError, InvalidRequestError, TandemError
 from runtime.logging import get_logger
 from runtime.sampling import OutputConstraint, SamplingParams
 
@@ -128,7 +128,7 @@ class Constraints:
         return self._num_bytes
 
     def close(self) -> None:
-        """Compile nothing more; what is being compiled ends by itself."""
+        """Compile nothing more: who waits is told so; what is being compiled ends by itself."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compiled(self, text: str) -> Future[Compiled]:
@@ -138,8 +138,22 @@ class Constraints:
                 self._entries.move_to_end(text)
                 return entry.outcome
             entry = self._entries[text] = _Entry(Future())
-        self._pool.submit(self._compile, text, entry)
+
+        def told(work: Future[None]) -> None:
+            if work.cancelled():
+                self._refuse(text, entry)
+
+        try:
+            self._pool.submit(self._compile, text, entry).add_done_callback(told)
+        except RuntimeError:  # closed
+            self._refuse(text, entry)
         return entry.outcome
+
+    def _refuse(self, text: str, entry: _Entry) -> None:
+        """Answer those who wait for a grammar that nobody compiles any more."""
+        with self._lock:
+            del self._entries[text]
+        entry.outcome.set_exception(DrainingError("the worker ends: it compiles no grammar"))
 
     def _compile(self, text: str, entry: _Entry) -> None:
         try:

@@ -150,7 +150,7 @@ def create(kernels: KernelSet, device: torch.device) -> NumberFormat | None:
     """
     if kernels is KernelSet.PORTABLE:
         return None
-    from engine.formats import fp8_triton  # late: a machine without a GPU lacks Triton
+    from engine.formats import fp8_triton  # late: without a GPU nobody imports Triton
 
     make = fp8_triton.hopper if kernels is KernelSet.HOPPER else fp8_triton.triton
     return Fp8Block(make(device))

@@ -210,7 +210,7 @@ class GraphSampler:
 def _load_fused(device: torch.device) -> Callable[..., Tensor] | None:
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
-    # Imported late: the module needs Triton, which a machine without a GPU lacks.
+    # Imported late: the module needs Triton, which nobody without a GPU imports.
     choose: Callable[..., Tensor] = importlib.import_module(
         "engine.kernels.fused.sampling"
     ).choose_tokens

@@ -37,12 +37,20 @@ class Outbox:
         self._run_soon()
 
     def flush(self) -> None:
-        """Write all now; what is for closed connections is dropped."""
+        """Write all now; what is for closed connections is dropped.
+
+        A connection that cannot be written to is cut off, as its stream has a hole; nobody else's.
+        """
         waiting, self._waiting = self._waiting, []
         for connection, data in waiting:
             transport = connection.transport
-            if transport is not None and not transport.is_closing():
+            if transport is None or transport.is_closing():
+                continue
+            try:
                 transport.write(data)
+            except Exception:
+                logger.exception("a connection could not be written to, and is cut off")
+                transport.abort()
 
     def _run_soon(self) -> None:
         if not self._is_due:

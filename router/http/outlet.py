@@ -21,7 +21,7 @@ from router.http.connections import Connection
 class Outlet:
     """Of one answer. Close it before aiohttp writes the end of the answer."""
 
-    __slots__ = ("_connection", "_is_chunked", "call_soon")
+    __slots__ = ("_connection", "_is_chunked", "_is_closed", "call_soon")
 
     def __init__(self, request: web.Request) -> None:
         """The answer to ``request`` has no length, and its headers are sent."""
@@ -31,11 +31,16 @@ class Outlet:
         self.call_soon = connection.outbox.call_soon
         """Calls what fills the outlet, together with others'."""
         self._is_chunked = request.version >= HttpVersion11
+        self._is_closed = False
 
     @property
     def has_room(self) -> bool:
-        """Whether the client takes what is sent."""
-        return self._connection.has_room
+        """Whether the client takes what is sent; never again once the outlet is closed.
+
+        The end of an answer may take long to reach a slow client: what a timer wrote behind it
+        would be read as the beginning of the connection's next answer.
+        """
+        return self._connection.has_room and not self._is_closed
 
     def on_room(self, refill: Callable[[], None]) -> None:
         """Call ``refill`` each time there is room again."""
@@ -52,5 +57,6 @@ class Outlet:
 
     def close(self) -> None:
         """What comes now is sent elsewhere, but behind what was sent here."""
+        self._is_closed = True
         self._connection.on_room = None
         self._connection.outbox.flush()

@@ -7,7 +7,6 @@ worker for an hour because a connection to it broke once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Collection, Sequence
 
 from router.pool.members import Role, WorkerKey
@@ -18,6 +17,7 @@ from router.routing.policy import NoWorkersError, Pair, PairingPolicy
 from router.routing.request_shape import RequestShape
 from runtime.block_hash import extend_hashes
 from runtime.errors import ErrorCode, TandemError
+from runtime.news import News
 
 HASHED_AT_ONCE = 512
 """Blocks, which take about a millisecond; a turn of the event loop comes between."""
@@ -41,8 +41,8 @@ class Pairing:
         self._policy = policy
         self._readiness = readiness
         self.worker_wait_s = worker_wait_s
-        self._changed = asyncio.Event()
-        pool.on_change(self._wake)
+        self._changes = News()
+        pool.on_change(self._changes.tell)
 
     @property
     def was_ready(self) -> bool:
@@ -66,14 +66,7 @@ class Pairing:
 
     async def change(self, timeout_s: float) -> None:
         """Return when a member comes or goes, at the latest after ``timeout_s``."""
-        changed = self._changed
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await changed.wait()
-
-    def _wake(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        await self._changes.wait(timeout_s)
 
 
 class PairFinder:

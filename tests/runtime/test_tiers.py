@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.config.tiers import TierSection
-from runtime.tiers import NO_TIER, Demand, TierPolicy, Tiers
+from runtime.tiers import NO_TIER, Demand, Standing, TierPolicy, Tiers, first_of_tiers
 
 
 @dataclass
@@ -123,3 +123,18 @@ def test_without_tiers_all_requests_stand_alike() -> None:
     assert not tiers
     assert (tiers.default, tiers.names, tiers.last) == ("", (), "")
     assert tiers.standing("") == NO_TIER
+
+
+@dataclass(frozen=True)
+class Queued:
+    standing: Standing
+    number: int
+
+
+@given(st.lists(st.integers(0, 4), max_size=30), st.integers(1, 5))
+def test_the_first_of_a_queue_are_those_of_each_tier_in_order(orders: list[int], size: int) -> None:
+    queue = [Queued(Standing(order=order), number) for number, order in enumerate(sorted(orders))]
+    found = first_of_tiers(queue, lambda item: (item.standing.order, item.number), size)
+    assert list(found) == sorted(set(orders))
+    for order, first in found.items():
+        assert list(first) == [item for item in queue if item.standing.order == order][:size]

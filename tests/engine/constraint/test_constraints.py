@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.constraint.constraints import MAX_GRAMMAR_BYTES, Constraints
-from runtime.errors import InternalError, InvalidRequestError
+from engine.constraint.constraints import MAX_GRAMMAR_BYTES, NUM_THREADS, Constraints
+from runtime.errors import DrainingError, InternalError, InvalidRequestError
 from runtime.sampling import OutputConstraint, SamplingParams
 from tests.engine.constraint.fakes import VOCAB, CompiledList, FakeCompiler
 
@@ -108,6 +108,20 @@ def test_who_stops_waiting_does_not_end_what_is_made() -> None:
     compiler.may_end.set()
     assert made.result(TIMEOUT_S) is not None
     constraints.close()
+
+
+def test_who_waits_at_the_end_is_told_of_it_and_so_is_who_comes_later() -> None:
+    compiler = FakeCompiler()
+    constraints = make(compiler)
+    begun = [constraints.begin(ask(f"slow {number}")) for number in range(NUM_THREADS)]
+    queued = constraints.begin(ask("3 4"))
+    constraints.close()
+    late = constraints.begin(ask("5 6"))
+    for future in (queued, late):
+        with pytest.raises(DrainingError):
+            future.result(TIMEOUT_S)
+    compiler.may_end.set()
+    assert all(future.result(TIMEOUT_S) is not None for future in begun)
 
 
 def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:

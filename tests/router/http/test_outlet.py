@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import cast
 
 import orjson
+from aiohttp import web
+from aiohttp.http import HttpVersion11
 from aiohttp.web import RequestHandler
 
+from router.http.connections import ConnectionLimits, Connections
 from router.http.outbox import Outbox
+from router.http.outlet import Outlet
 from tests.router.conftest import Cluster, StartRouter
 from tests.router.http.test_connections import COMPLETION, add_workers, connect, post
 
@@ -17,12 +22,16 @@ class FakeTransport:
     def __init__(self) -> None:
         self.written: list[bytes] = []
         self.closing = False
+        self.is_broken = False
 
     def is_closing(self) -> bool:
         return self.closing
 
+    def abort(self) -> None:
+        self.closing = True
+
     def write(self, data: bytes) -> None:
-        if self.closing:
+        if self.closing or self.is_broken:
             raise RuntimeError("closed")
         self.written.append(data)
 
@@ -50,6 +59,37 @@ async def test_a_closed_connection_keeps_nobody_else_from_their_bytes() -> None:
     outbox.flush()
     await asyncio.sleep(0)
     assert open_.transport.written == [b"a", b"b", b"c"]
+
+
+async def test_a_connection_that_cannot_be_written_to_is_cut_off_alone() -> None:
+    broken, open_ = FakeConnection(), FakeConnection()
+    assert broken.transport is not None
+    assert open_.transport is not None
+    broken.transport.is_broken = True
+    outbox = Outbox()
+    for word in (b"a", b"b"):
+        for connection in (broken, open_):
+            outbox.add(cast(RequestHandler, connection), word)
+        await asyncio.sleep(0)
+    assert open_.transport.written == [b"a", b"b"]
+    assert broken.transport.closing
+
+
+async def test_a_closed_outlet_takes_no_comment_behind_the_end_of_its_answer() -> None:
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        return web.Response()
+
+    limits = ConnectionLimits(max_connections=1, header_timeout_s=1.0, stall_timeout_s=1.0)
+    connections = Connections(limits, lambda: 0.0)
+    connection = connections.protocol_of(web.Server(answer))()
+    request = SimpleNamespace(protocol=connection, version=HttpVersion11)
+    outlet = Outlet(cast(web.Request, request))
+    assert outlet.has_room
+    connection.pause_writing()
+    assert not outlet.has_room
+    outlet.close()
+    connection.resume_writing()
+    assert not outlet.has_room
 
 
 async def test_calls_come_before_the_bytes_and_one_that_fails_spoils_nothing() -> None:

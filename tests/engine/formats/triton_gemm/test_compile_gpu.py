@@ -1,7 +1,7 @@
 """Tiles compile for GPUs that are not here, and take no more shared memory than was reckoned.
 
 Needs Triton and no GPU: its compiler is told which one to build for. Outside of the suite of a CPU
-machine because Triton is missing there.
+machine because it takes minutes there; `make kernels-check` has it.
 """
 
 import importlib
