@@ -72,6 +72,25 @@ class RoleView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierView:
+    """One tier of service, in all routers together."""
+
+    name: str
+    num_requests_waiting: int
+    """For a place in flight."""
+    num_requests_running: int
+    """Choices in the workers' hands."""
+    targets: Mapping[str, Mapping[str, int]]
+    """By ``ttft`` and ``tpot``: choices that ``met`` and ``missed`` it since the routers began."""
+
+    def share_met(self, target: str) -> float | None:
+        """Of the choices that had this target; None: there was none."""
+        counts = self.targets[target]
+        total = counts["met"] + counts["missed"]
+        return counts["met"] / total if total else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterView:
     """One look at a cluster."""
 
@@ -89,6 +108,11 @@ class ClusterView:
     def recent(self) -> Mapping[str, float | None]:
         """Rates, and seconds to the first token, of the last seconds; empty: not known."""
         return dict(self.router.get("recent") or {})
+
+    @property
+    def tiers(self) -> Sequence[TierView]:
+        """Tiers of service, first in order first; empty: there are none, or they are not known."""
+        return [TierView(**tier) for tier in self.router.get("tiers") or ()]
 
     def roles(self) -> list[RoleView]:
         """In the order in which a request sees them."""
@@ -134,6 +158,7 @@ class ClusterView:
             "roles": {
                 view.role.value: _without(dataclasses.asdict(view), "role") for view in self.roles()
             },
+            **({"tiers": [dataclasses.asdict(tier) for tier in self.tiers]} if self.tiers else {}),
             "instances": [
                 _describe_instance(name, ranks)
                 for name, ranks in _by_instance(self.processes).items()
@@ -217,11 +242,30 @@ def sum_of_routers(answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return {
         **answers[0],
         **{name: sum(answer.get(name, 0) for answer in answers) for name in counts},
+        "tiers": _sum_of_tiers([answer.get("tiers") or [] for answer in answers]),
         "recent": {
             **recents[0],
             **{name: sum(recent.get(name, 0.0) for recent in recents) for name in rates},
             **{name: max(values, default=None) for name, values in slowest.items()},
         },
+    }
+
+
+def _sum_of_tiers(answers: Sequence[Sequence[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
+    """Tiers by their names, in the order in which they were told."""
+    totals: dict[str, Mapping[str, Any]] = {}
+    for tier in (tier for answer in answers for tier in answer):
+        former = totals.get(tier["name"])
+        totals[tier["name"]] = tier if former is None else {**tier, **_sums(former, tier)}
+    return list(totals.values())
+
+
+def _sums(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """What is counted in both, also further in."""
+    return {
+        name: _sums(value, other[name]) if isinstance(value, Mapping) else value + other[name]
+        for name, value in one.items()
+        if not isinstance(value, str)
     }
 
 

@@ -151,6 +151,13 @@ class Backends:
             counts += backend.admission.num_waiting_by_tier()
         return counts
 
+    def num_in_flight_by_tier(self) -> Counter[str]:
+        """Choices of requests that have a place, by the names of tiers."""
+        counts: Counter[str] = Counter()
+        for backend in self._backends:
+            counts += backend.admission.num_in_flight_by_tier()
+        return counts
+
     def body(self) -> AbstractContextManager[BodyBytes]:
         """Count the bytes of one body, whichever model it will ask for."""
         return self.default.admission.body()  # all have one budget

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 
 from runtime.metrics import ITL_BUCKETS_S, TTFT_BUCKETS_S, start_at_zero
 from runtime.tiers import Standing
@@ -53,6 +53,13 @@ class TierMetrics:
             registry=registry,
             multiprocess_mode="livesum",
         )
+        self._running = Gauge(
+            "pd_tier_requests_running",
+            "Choices in the workers' hands",
+            ["tier"],
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
         self._names: tuple[str, ...] = ()
 
     def expect(self, names: Iterable[str]) -> None:
@@ -64,12 +71,44 @@ class TierMetrics:
         for name in self._names:
             self._ttft.labels(name)
             self._tpot.labels(name)
-        self.set_waiting({})
+        self.set_load({}, {})
 
-    def set_waiting(self, counts: Mapping[str, int]) -> None:
-        """Requests in the queue, by tier; who is not named has none."""
+    def set_load(self, waiting: Mapping[str, int], running: Mapping[str, int]) -> None:
+        """Requests in the queue and choices in flight, by tier; who is not named has none."""
         for name in self._names:
-            self._waiting.labels(name).set(counts.get(name, 0))
+            self._waiting.labels(name).set(waiting.get(name, 0))
+            self._running.labels(name).set(running.get(name, 0))
+
+    def loads(self, families: Iterable[Metric]) -> list[dict[str, object]]:
+        """A row for each tier, first in order first: what waits and runs, and targets met so far.
+
+        Args:
+            families: the router's metrics, of all its HTTP processes.
+        """
+        counts = {
+            (
+                sample.name,
+                *(sample.labels.get(label, "") for label in ("tier", "target", "result")),
+            ): (int(sample.value))
+            for family in families
+            if family.name.startswith("pd_tier_")
+            for sample in family.samples
+        }
+        return [
+            {
+                "name": name,
+                "num_requests_waiting": counts.get(("pd_tier_requests_waiting", name, "", ""), 0),
+                "num_requests_running": counts.get(("pd_tier_requests_running", name, "", ""), 0),
+                "targets": {
+                    target: {
+                        result: counts.get(("pd_tier_targets_total", name, target, result), 0)
+                        for result in RESULTS
+                    }
+                    for target in TARGETS
+                },
+            }
+            for name in self._names
+        ]
 
     def count_refused(self, standing: Standing) -> None:
         """One answer 429 of the router itself."""

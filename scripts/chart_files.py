@@ -3,8 +3,8 @@
     python scripts/chart_files.py [--check]
 
 Helm reads nothing outside a chart, so dashboards and alerts are copied into it. The schema of
-``config`` in ``values.schema.json`` is asked of the configuration itself: names and types of the
-fields, and the choices and limits that a field's own refusal tells.
+``config`` and ``router.models`` in ``values.schema.json`` is asked of the configuration itself: names
+and types of the fields, and the choices and limits that a field's own refusal tells.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import dataclasses
 import json
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from router.models_file import MAX_MODELS, ModelEntry  # noqa: E402
 from runtime.config import ClusterConfig  # noqa: E402
 from runtime.config_file import parse_config  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
@@ -59,8 +62,29 @@ def config_schema() -> dict[str, object]:
         own = CHARTS_OWN.get(name, set())
         fields = [item.name for item in dataclasses.fields(section_type) if item.name not in own]
         if fields:
-            sections[name] = _closed({field: _field(name, field, hints[field]) for field in fields})
+            sections[name] = _closed(
+                {field: _field(hints[field], partial(_refusal, name, field)) for field in fields}
+            )
     return _closed(sections)
+
+
+def models_schema() -> dict[str, object]:
+    """The JSON schema of what ``router.models`` may hold: the file of models, by name."""
+    kinds = get_type_hints(ModelEntry)
+    fields: dict[str, object] = {
+        name: _field(kind, partial(_refusal_of_model, name))
+        for name, kind in kinds.items()
+        if kind in TYPES and name not in ("name", "path")
+    }
+    # The file is in a folder of the chart's, from which no path can start.
+    fields["path"] = {"type": "string", "pattern": "^/."}
+    fields["aliases"] = {"type": "array", "items": {"type": "string", "minLength": 1}}
+    return {
+        "type": "object",
+        "maxProperties": MAX_MODELS,
+        "propertyNames": {"minLength": 1},
+        "additionalProperties": {**_closed(fields), "required": ["path"]},
+    }
 
 
 def _list_of(name: str, table_type: type[Any]) -> dict[str, object]:
@@ -77,16 +101,16 @@ def _closed(properties: dict[str, Any]) -> dict[str, object]:
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
-def _field(section: str, name: str, kind: type) -> dict[str, object]:
+def _field(kind: type, refusal_of: Callable[[object], ConfigError | None]) -> dict[str, object]:
     schema: dict[str, object] = {"type": TYPES[kind]}
-    refusal = _refusal(section, name, IMPOSSIBLE.get(kind))
+    refusal = refusal_of(IMPOSSIBLE.get(kind))
     if refusal is None:
         return schema
     if kind is str and refusal.problem == "unknown value":
         return {"enum": refusal.fix.removeprefix("one of ").split(", ")}
     least = re.fullmatch(r"(\S+) or more", refusal.fix)
     if least:
-        zero = _refusal(section, name, kind(0))
+        zero = refusal_of(kind(0))
         # Some take 0 as "choose it", if only with a GPU.
         is_choice = zero is not None and not zero.problem.startswith("is below")
         schema["minimum"] = kind(0) if is_choice else kind(float(least[1]))
@@ -104,10 +128,21 @@ def _refusal(section: str, name: str, value: object) -> ConfigError | None:
     return None
 
 
+def _refusal_of_model(name: str, value: object) -> ConfigError | None:
+    """What a model of the file says of ``value``."""
+    fields: dict[str, Any] = {"name": "x", "path": "/x", name: value}
+    try:
+        ModelEntry(**fields)
+    except ConfigError as error:
+        return error
+    return None
+
+
 def wanted_files() -> dict[Path, str]:
     """What the generated files of the chart have to hold."""
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     schema["definitions"]["config"] = config_schema()
+    schema["definitions"]["models"] = models_schema()
     files = {SCHEMA: json.dumps(schema, indent=2) + "\n"}
     for folder, pattern, target in COPIES:
         for source in sorted((ROOT / folder).glob(pattern)):

@@ -43,7 +43,8 @@ def add_parser(commands: Subparsers) -> None:
         "status",
         help="show a running cluster",
         description="A line for each role (load, queue, share of KV blocks in use, tokens/s and "
-        "time to the first token over the last seconds), and one for each process. Ends with 0 "
+        "time to the first token over the last seconds), one for each tier of service with the "
+        "targets that it met, and one for each process. Ends with 0 "
         "only while everything is ready.",
         examples=_EXAMPLES,
     )
@@ -115,7 +116,8 @@ def render(view: ClusterView) -> RenderableType:
     where = Text(f"{uptime}, logs in {state.log_dir}, metrics at {metrics_url(state.endpoint)}")
     for line in (head, where):
         line.no_wrap, line.overflow = True, "ignore"  # paths and addresses stay whole
-    return Group(head, where, "", _role_table(view), "", _process_table(view))
+    tiers = (_tier_table(view), "") if view.tiers else ()
+    return Group(head, where, "", _role_table(view), "", *tiers, _process_table(view))
 
 
 def _role_table(view: ClusterView) -> Table:
@@ -128,10 +130,22 @@ def _role_table(view: ClusterView) -> Table:
             f"{role.num_ready}/{role.num_instances}",
             _number(role.num_running),
             _number(role.num_waiting),
-            "-" if role.kv_used is None else f"{role.kv_used:.0%}",
+            _share(role.kv_used),
             _rate(recent.get("requests_per_s"), "requests/s") if is_router else _tokens(role),
             _seconds(recent.get("ttft_p50_s")) if is_router else "",
             _seconds(recent.get("ttft_p99_s")) if is_router else "",
+        )
+    return table
+
+
+def _tier_table(view: ClusterView) -> Table:
+    table = _table("tier", "running", "queue", "TTFT met", "TPOT met")
+    for tier in view.tiers:
+        table.add_row(
+            tier.name,
+            str(tier.num_requests_running),
+            str(tier.num_requests_waiting),
+            *(_share(tier.share_met(target)) for target in ("ttft", "tpot")),
         )
     return table
 
@@ -160,7 +174,7 @@ def _process_table(view: ClusterView) -> Table:
 def _table(*titles: str) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in titles:
-        is_text = title in ("role", "process", "host", "state")
+        is_text = title in ("role", "tier", "process", "host", "state")
         table.add_column(title, justify="left" if is_text else "right", no_wrap=True)
     return table
 
@@ -186,6 +200,10 @@ def _tokens(role: RoleView) -> str:
 
 def _number(value: int | None) -> str:
     return "-" if value is None else str(value)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
 
 
 def _rate(value: float | None, unit: str) -> str:

@@ -48,6 +48,7 @@ _ROLLED: dict[str, tuple[Role, ...]] = {
     "decode": (Role.DECODE,),
     "kv_transfer": (Role.PREFILL, Role.DECODE),
     "tiers": (Role.ROUTER,),
+    "tracing": tuple(Role),
 }
 """Whose processes read a section."""
 

@@ -148,6 +148,7 @@ class Operations:
             "num_requests_waiting": backends.num_waiting,
             "max_requests_in_flight": backends.limit,
             "recent": dataclasses.asdict(serving.recent()),
+            "tiers": serving.metrics.tiers.loads(serving.metrics.sums().collect()),
             "workers": rows,
         }
         return web.Response(body=orjson.dumps(body), content_type="application/json")

@@ -125,7 +125,9 @@ class HttpServer:
             self.metrics.loop_lag.set(lag_s)
             self.metrics.process.measure()
             self.metrics.settle()
-            self.metrics.tiers.set_waiting(self.backends.num_waiting_by_tier())
+            self.metrics.tiers.set_load(
+                self.backends.num_waiting_by_tier(), self.backends.num_in_flight_by_tier()
+            )
             self.metrics.connections.set(len(self._connections))
             self.metrics.texts_pending.set(self._lanes.num_pending)
             self._gate.follow()

@@ -63,15 +63,16 @@ def limit_of(decodes: Iterable[Member], num_processes: int, share: float = LET_I
 class Place:
     """A request's place in flight; may be given back before its answer is out."""
 
-    def __init__(self, admission: Admission, num_choices: int) -> None:
+    def __init__(self, admission: Admission, num_choices: int, standing: Standing) -> None:
         self._admission = admission
         self._num_choices = num_choices
+        self._standing = standing
 
     def give_back(self) -> None:
         """Let the next request in; idempotent."""
         num_choices, self._num_choices = self._num_choices, 0
         if num_choices:
-            self._admission.release(num_choices)
+            self._admission.release(num_choices, self._standing)
 
 
 class BodyBudget:
@@ -147,6 +148,8 @@ class Admission:
         self._queue_timeout_s = queue_timeout_s
         self._bodies = bodies or BodyBudget(max_queue_bytes)
         self._num_in_flight = 0
+        self._in_flight: Counter[str] = Counter()
+        """The same by the names of tiers."""
         self._draining = False
         self._line = WaitingLine[_Waiter]()
         self._pace = Pace()
@@ -169,6 +172,10 @@ class Admission:
     def num_waiting_by_tier(self) -> Counter[str]:
         """The same by the names of tiers; those of no tier under ""."""
         return self._line.counts()
+
+    def num_in_flight_by_tier(self) -> Counter[str]:
+        """Choices of the requests that have a place, by the names of tiers; "" as above."""
+        return +self._in_flight
 
     @property
     def oldest_wait_s(self) -> float:
@@ -224,8 +231,8 @@ class Admission:
         if self._line or self._num_in_flight >= self._limit:
             await self._wait(_Waiter(num_choices, standing, num_bytes), limits)
         else:
-            self._num_in_flight += num_choices
-        place = Place(self, num_choices)
+            self._take(num_choices, standing)
+        place = Place(self, num_choices, standing)
         try:
             yield place
         finally:
@@ -240,9 +247,14 @@ class Admission:
         finally:
             held.release()
 
-    def release(self, num_choices: int) -> None:
-        """A ``Place`` was given back."""
+    def _take(self, num_choices: int, standing: Standing) -> None:
+        self._num_in_flight += num_choices
+        self._in_flight[standing.tier] += num_choices
+
+    def release(self, num_choices: int, standing: Standing) -> None:
+        """A ``Place`` of a request of ``standing`` was given back."""
         self._num_in_flight -= num_choices
+        self._in_flight[standing.tier] -= num_choices
         self._pace.note(num_choices, asyncio.get_running_loop().time())
         self._let_in()
 
@@ -313,7 +325,7 @@ class Admission:
                 await waiter.turn
         except BaseException as error:
             if waiter.has_place:  # given in the same turn of the loop in which the wait ended
-                self.release(waiter.num_choices)
+                self.release(waiter.num_choices, waiter.standing)
             if isinstance(error, TimeoutError):
                 failure = budget.error(
                     f"{self._num_in_flight} choices were in flight, of {self._limit} that may be"
@@ -332,7 +344,7 @@ class Admission:
     def _let_in(self) -> None:
         while (waiter := self._next()) is not None:
             if not waiter.turn.done():
-                self._num_in_flight += waiter.num_choices
+                self._take(waiter.num_choices, waiter.standing)
                 waiter.turn.set_result(None)
 
     def _next(self) -> _Waiter | None:

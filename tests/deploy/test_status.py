@@ -187,6 +187,43 @@ def test_several_routers_are_shown_as_one() -> None:
     assert sum_of_routers([]) == {}
 
 
+def tier_row(name: str, *, waiting: int = 0, met: int = 0, missed: int = 0) -> dict[str, object]:
+    return {
+        "name": name,
+        "num_requests_waiting": waiting,
+        "num_requests_running": 2,
+        "targets": {"ttft": {"met": met, "missed": missed}, "tpot": {"met": 0, "missed": 0}},
+    }
+
+
+def test_tiers_are_shown_where_there_are_any() -> None:
+    view = some_view()
+    assert "tier" not in text_of(view)
+    assert "tiers" not in view.describe()
+    tiers = [tier_row("max", met=3, missed=1), tier_row("base", waiting=5)]
+    view = dataclasses.replace(view, router={**view.router, "tiers": tiers})
+    rows = {line.split()[0]: line.split() for line in text_of(view).splitlines()[2:] if line}
+    assert rows["tier"] == ["tier", "running", "queue", "TTFT", "met", "TPOT", "met"]
+    assert rows["max"] == ["max", "2", "0", "75%", "-"]
+    assert rows["base"] == ["base", "2", "5", "-", "-"]
+    assert json.loads(json.dumps(view.describe()))["tiers"] == tiers
+
+
+def test_tiers_of_several_routers_are_added_up() -> None:
+    routers = [
+        {"recent": RECENT, "tiers": [tier_row("max", waiting=1, met=2), tier_row("base")]},
+        {"recent": RECENT, "tiers": [tier_row("max", waiting=2, met=1, missed=3)]},
+    ]
+    best, base = sum_of_routers(routers)["tiers"]
+    assert (best["name"], best["num_requests_waiting"], best["num_requests_running"]) == (
+        "max",
+        3,
+        4,
+    )
+    assert best["targets"]["ttft"] == {"met": 3, "missed": 3}
+    assert base == tier_row("base")
+
+
 def test_metrics_are_on_the_port_of_http() -> None:
     assert metrics_url("https://h:1/v1") == "https://h:1/metrics"
 

@@ -117,6 +117,12 @@ COMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "a load balancer": ("cpu-demo", {"router": {"replicas": 3, "service": {
         "type": "LoadBalancer", "port": 80, "loadBalancerSourceRanges": ["10.0.0.0/8"],
         "annotations": {"example/internal": "true"}}}}),
+    "several models": ("h200-ep16", {"router": {
+        "models": {"llama-8b": {"path": "/weights/llama-8b", "aliases": ["small"]}},
+        "extraVolumes": [{"name": "llama", "persistentVolumeClaim": {"claimName": "llama"}}],
+        "extraVolumeMounts": [{"name": "llama", "mountPath": "/weights"}]}}),
+    "joined and encrypted": ("cpu-demo", merged(TLS, {
+        "join": {"release": "other"}, "monitoring": {"podMonitor": {"enabled": True}}})),
     "IPv6": ("cpu-demo", {"listen": "::"}),
     "names": ("cpu-demo", {"fullnameOverride": "a-name-that-is-much-longer-than-any-should-be"}),
 }  # fmt: skip

@@ -33,6 +33,9 @@ router:
   {{- else }}
   allow_anonymous: true
   {{- end }}
+  {{- if .Values.router.models }}
+  models_file: /etc/tandem/models.toml
+  {{- end }}
   port: {{ .Values.router.ports.http }}
   control_port: {{ .Values.router.ports.control }}
 {{- if .Values.tls.enabled }}
@@ -100,6 +103,8 @@ decode:
 {{/* What the schema cannot say because it takes two values. */}}
 {{- define "tandem.check" -}}
 {{- $values := .Values -}}
+{{- include "tandem.checkModels" . -}}
+{{- include "tandem.checkJoin" . -}}
 {{- if and (ne $values.model.source "bundled") (not $values.model.path) -}}
 {{- fail (printf "model.path = \"\": model.source is %s. Fix: the checkpoint's folder, below %s" $values.model.source $values.model.mountPath) -}}
 {{- end -}}
@@ -112,7 +117,7 @@ decode:
 {{- if and (eq $values.model.source "hostPath") (not $values.model.hostPath) -}}
 {{- fail "model.hostPath = \"\": model.source is hostPath. Fix: a folder of the nodes" -}}
 {{- end -}}
-{{- if and (not $values.keys.existingSecret) (not $values.keys.allowAnonymous) -}}
+{{- if not (or $values.keys.existingSecret $values.keys.allowAnonymous $values.join.release) -}}
 {{- fail "keys.existingSecret = \"\": whoever reaches HTTP could ask. Fix: a Secret with a file of `tandem keys add`, or keys.allowAnonymous" -}}
 {{- end -}}
 {{- if and $values.keys.existingSecret $values.keys.allowAnonymous -}}

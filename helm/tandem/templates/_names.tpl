@@ -15,6 +15,17 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The same of the release whose routers the workers join, which is mostly this one. */}}
+{{- define "tandem.routersFullname" -}}
+{{- $join := .Values.join -}}
+{{- if $join.release -}}
+{{- $values := dict "nameOverride" "" "fullnameOverride" $join.fullname -}}
+{{- include "tandem.fullname" (dict "Values" $values "Chart" .Chart "Release" (dict "Name" $join.release)) -}}
+{{- else -}}
+{{- include "tandem.fullname" . -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "tandem.selector" -}}
 app.kubernetes.io/name: {{ include "tandem.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -47,7 +58,7 @@ app.kubernetes.io/component: {{ .part }}
 {{- end -}}
 
 {{- define "tandem.secretName" -}}
-{{- default (printf "%s-secret" (include "tandem.fullname" .)) .Values.secret.existing -}}
+{{- default (printf "%s-secret" (include "tandem.routersFullname" .)) .Values.secret.existing -}}
 {{- end -}}
 
 {{- define "tandem.tlsSecretName" -}}
@@ -68,7 +79,7 @@ app.kubernetes.io/component: {{ .part }}
 {{- end -}}
 
 {{- define "tandem.endpoint" -}}
-{{- $host := include "tandem.dns" (dict "root" . "name" (printf "%s-router" (include "tandem.fullname" .))) -}}
+{{- $host := include "tandem.dns" (dict "root" . "name" (printf "%s-router" (include "tandem.routersFullname" .))) -}}
 {{- printf "%s://%s:%v" (ternary "https" "http" .Values.tls.enabled) $host .Values.router.service.port -}}
 {{- end -}}
 

@@ -7,12 +7,18 @@
 {{/* Annotations of a part's pods: (dict "root" $ "values" the part's). */}}
 {{- define "tandem.podAnnotations" -}}
 {{- $own := dict "checksum/config" (include "tandem.configChecksum" .root) -}}
+{{- if and .root.Values.router.models (eq .part "router") -}}
+{{- $_ := set $own "checksum/models" (include "tandem.modelsToml" .root | sha256sum) -}}
+{{- end -}}
 {{- mergeOverwrite (deepCopy .root.Values.podAnnotations) .values.podAnnotations $own | toYaml -}}
 {{- end -}}
 
 {{/* Without the chart's version: a new one by itself is no reason to restart anything. */}}
 {{- define "tandem.podLabels" -}}
 {{- $own := include "tandem.partSelector" . | fromYaml -}}
+{{- with .root.Values.join.release -}}
+{{- $_ := set $own "tandem/joins" . -}}
+{{- end -}}
 {{- mergeOverwrite (deepCopy .root.Values.podLabels) .values.podLabels $own | toYaml -}}
 {{- end -}}
 

@@ -82,7 +82,7 @@ $(POD_IP)
 {{- end -}}
 
 {{- define "tandem.routers" -}}
-{{- $name := printf "%s-routers" (include "tandem.fullname" .) -}}
+{{- $name := printf "%s-routers" (include "tandem.routersFullname" .) -}}
 {{- printf "dns+%s:%v" (include "tandem.dns" (dict "root" . "name" $name)) .Values.router.ports.control -}}
 {{- end -}}
 

@@ -228,6 +228,33 @@ def test_tiers_of_a_key_survive_the_file(tmp_path: Path) -> None:
         add(file, "x", tiers=("base",), tier="max")
 
 
+async def test_status_has_a_row_for_each_tier(start_router: StartRouter) -> None:
+    cluster = await started(start_router, tiers=TIERS)
+    cluster.decode.hold_after = 2
+
+    async def rows() -> dict[str, Any]:
+        async with aiohttp.ClientSession(cluster.url) as http, http.get("/status") as response:
+            return {row.pop("name"): row for row in (await response.json())["tiers"]}
+
+    nothing = {"met": 0, "missed": 0}
+    idle = {"num_requests_waiting": 0, "num_requests_running": 0}
+    assert list(await rows()) == ["max", "base"]
+    assert (await rows())["max"] == {**idle, "targets": {"ttft": nothing, "tpot": nothing}}
+    asking = asyncio.create_task(post(cluster, service_tier="max", n=2, temperature=1))
+    async with asyncio.timeout(60):
+        while (await rows())["max"]["num_requests_running"] != 2:
+            await asyncio.sleep(0.05)
+    assert (await rows())["base"]["num_requests_running"] == 0
+    cluster.decode.go_on.set()
+    assert (await asking)[0] == 200
+    async with asyncio.timeout(60):
+        while (await rows())["max"]["num_requests_running"]:
+            await asyncio.sleep(0.05)
+    met = {"met": 2, "missed": 0}
+    assert (await rows())["max"]["targets"] == {"ttft": met, "tpot": met}
+    assert (await rows())["base"]["targets"] == {"ttft": nothing, "tpot": nothing}
+
+
 async def test_goodput_is_counted_by_tier(start_router: StartRouter) -> None:
     hard = TierSection(name="hard", order=2, ttft_ms=0.001, tpot_ms=0.001)
     cluster = await started(start_router, tiers=(*TIERS, hard))
@@ -244,6 +271,7 @@ async def test_goodput_is_counted_by_tier(start_router: StartRouter) -> None:
         'pd_tier_output_tokens_total{result="missed",tier="hard"} 4.0',
         'pd_tier_ttft_seconds_count{tier="base"} 1.0',
         'pd_tier_requests_waiting{tier="max"} 0.0',
+        'pd_tier_requests_running{tier="max"} 0.0',
         'pd_tier_refused_total{tier="max"} 0.0',
     ):
         assert line in lines, line
