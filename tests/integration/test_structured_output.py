@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
+import anthropic
 import jsonschema
 import openai
 import pytest
@@ -52,6 +53,15 @@ class City(BaseModel):
     name: str = Field(max_length=12)
 
 
+class Choice(BaseModel):
+    """Whole within 600 tokens, however much white space is between its parts."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    unit: Unit
+    is_certain: bool
+
+
 class Forecast(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -62,16 +72,27 @@ class Forecast(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def client(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     config = ClusterConfig(
         model=ModelSection(path=str(folder), name="tandem-python"),
         prefill=PrefillSection(num_blocks=64),
         decode=DecodeSection(num_blocks=64),
     )
     with Cluster(config, tmp_path_factory.mktemp("run")) as cluster:
-        base_url = f"{cluster.base_url}/v1"
-        with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
-            yield client
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    base_url = f"{cluster.base_url}/v1"
+    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(cluster: Cluster) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=cluster.base_url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -82,6 +103,56 @@ def test_the_clients_own_parser_reads_a_model(client: openai.OpenAI, seed: int) 
     choice = answer.choices[0]
     assert choice.finish_reason == "stop"
     assert isinstance(choice.message.parsed, Forecast)
+
+
+def test_the_parsers_of_responses_and_messages_read_a_model(
+    client: openai.OpenAI, claude: anthropic.Anthropic
+) -> None:
+    options: dict[str, Any] = {"model": "tandem-python"}
+    response = client.responses.parse(
+        input="def f(x):", max_output_tokens=600, text_format=Choice, extra_body=ANSWERS, **options
+    )
+    assert response.status == "completed"
+    assert isinstance(response.output_parsed, Choice)
+    assert response.text is not None
+    assert response.text.format is not None
+    assert response.text.format.type == "json_schema"
+    turns: Any = [{"role": "user", "content": "def f(x):"}]
+    message = claude.messages.parse(
+        messages=turns,
+        max_tokens=600,
+        thinking={"type": "disabled"},
+        output_format=Choice,
+        **options,
+    )
+    assert message.stop_reason == "end_turn"
+    assert isinstance(message.parsed_output, Choice)
+
+
+def test_a_schema_as_it_stands_in_responses_and_messages(
+    client: openai.OpenAI, claude: anthropic.Anthropic
+) -> None:
+    options: dict[str, Any] = {"model": "tandem-python"}
+    text: Any = {"format": {"type": "json_schema", "name": "w", "schema": WEATHER, "strict": True}}
+    with client.responses.stream(
+        input="def f(x):", max_output_tokens=600, text=text, extra_body=ANSWERS, **options
+    ) as events:
+        deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
+        response = events.get_final_response()
+    assert response.output_text == "".join(deltas)
+    jsonschema.validate(json.loads(response.output_text), WEATHER)
+    turns: Any = [{"role": "user", "content": "def f(x):"}]
+    config: Any = {"format": {"type": "json_schema", "schema": WEATHER}}
+    with claude.messages.stream(
+        messages=turns,
+        max_tokens=600,
+        thinking={"type": "disabled"},
+        output_config=config,
+        **options,
+    ) as stream:
+        written = "".join(stream.text_stream)
+        assert stream.get_final_message().stop_reason == "end_turn"
+    jsonschema.validate(json.loads(written), WEATHER)
 
 
 def check_calls(calls: list[tuple[str, str]]) -> None:
