@@ -36,7 +36,7 @@ def form_of(request: GenerationRequest) -> tuple[str, Form] | None:
     if len(asked) > 1:
         first, second = list(asked)[:2]
         raise RequestError(
-            f"{first} and {second} each say what the answer has to look like. "
+            f"{second} says what the answer has to look like, and so does {first}. "
             "Fix: send one of them",
             param=second,
         )

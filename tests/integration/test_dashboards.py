@@ -14,7 +14,13 @@ import pytest
 import yaml
 
 import deploy
-from runtime.config import ClusterConfig, DecodeSection, ModelSection, RouterSection
+from runtime.config import (
+    ClusterConfig,
+    DecodeSection,
+    ModelSection,
+    RouterSection,
+    TierSection,
+)
 from tests.integration.client import run_all
 from tests.integration.cluster import Cluster, wait_until
 from tests.integration.conftest import MODEL_DIR
@@ -75,6 +81,7 @@ def servers(
         model=ModelSection(path=str(MODEL_DIR)),
         router=RouterSection(worker_wait_s=TIMEOUT_S),
         decode=DecodeSection(dp=2),
+        tiers=(TierSection(name="base", ttft_ms=1000.0, tpot_ms=50.0),),
     )
     folder = tmp_path_factory.mktemp("dashboards")
     with Cluster(config, folder) as cluster, contextlib.ExitStack() as stack:

@@ -172,9 +172,14 @@ async def test_a_client_that_leaves_ends_its_request(cluster: Cluster) -> None:
         ({"text": "x", "max_new_tokens": 3}, "max_new_tokens", "no field"),
         ({"text": "x", "sampling_params": [{}]}, "sampling_params", "object"),
         (
-            {"text": "x", "sampling_params": {"regex": "a"}},
+            {"text": "x", "sampling_params": {"regex": 3}},
             "sampling_params.regex",
-            "not supported",
+            "string",
+        ),
+        (
+            {"text": "x", "sampling_params": {"regex": "a", "ebnf": 'root ::= "a"'}},
+            "sampling_params.ebnf",
+            "so does regex",
         ),
         (
             {"text": "x", "sampling_params": {"max_tokens": 3}},
@@ -245,5 +250,6 @@ def test_a_translation_loses_nothing_and_is_read_back(
         name = theirs.rpartition(".")[2]
         if sampling.get(name) is not None and name != "stop":
             assert getattr(completion, ours) == sampling[name]
-    assert set(names) <= set(CompletionRequest.model_fields)
+    forms = {"json_schema", "regex", "ebnf"}  # extra fields of a completion, as of SGLang's
+    assert set(names) - forms <= set(CompletionRequest.model_fields)
     assert request.is_list == (isinstance(text, list) or (sampling.get("n") or 1) > 1)
