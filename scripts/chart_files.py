@@ -3,8 +3,8 @@
     python scripts/chart_files.py [--check]
 
 Helm reads nothing outside a chart, so dashboards and alerts are copied into it. The schema of
-``config`` and ``router.models`` in ``values.schema.json`` is asked of the configuration itself: names
-and types of the fields, and the choices and limits that a field's own refusal tells.
+``config`` and ``router.models`` in ``values.schema.json`` is asked of the configuration itself:
+names and types of the fields, and the choices and limits that a field's own refusal tells.
 """
 
 from __future__ import annotations
