@@ -4,13 +4,12 @@ Nobody is tokenized here. A piece is as the file spells it; how bytes are spelle
 `PieceEncoding`.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from runtime.errors import InvalidRequestError
 
@@ -59,7 +58,7 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
     """
     path = folder / FILE_NAME
     try:
-        content = orjson.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
         tokens = dict(_tokens(content["model"]))
         added = content.get("added_tokens") or ()
     except FileNotFoundError:
