@@ -65,10 +65,16 @@ class ContextStep:
 
     idle_s = None
 
-    def __init__(self, requests: list[Request], tokens: Future[list[int | None]]) -> None:
-        self.requests, self.tokens = requests, tokens
+    def __init__(
+        self,
+        requests: list[Request],
+        tokens: Future[list[int | None]],
+        is_awaited: threading.Event,
+    ) -> None:
+        self.requests, self.tokens, self.is_awaited = requests, tokens, is_awaited
 
     def collect(self) -> list[StepResult]:
+        self.is_awaited.set()
         return [
             StepResult(request=request, sampled=None if token is None else SampledToken(token))
             for request, token in zip(self.requests, self.tokens.result(30), strict=True)
@@ -86,6 +92,8 @@ class ContextRunner:
         self._pool = pool
         self._stream = ThreadPoolExecutor(1, thread_name_prefix="device")
         self.is_launched = threading.Event()
+        self.is_awaited = threading.Event()
+        """The loop waits for a step's end, and takes no commands meanwhile."""
         self.go = threading.Event()
         self.go.set()
         self.step_s = 0.0
@@ -107,7 +115,8 @@ class ContextRunner:
             place = after.requests.index(item.request) if after and item.num_unread else -1
             rows.append((item, known, place, list(item.request.block_table)))
         unread = after.tokens if after is not None else None
-        return ContextStep(requests, self._stream.submit(self._run_all, rows, unread))
+        tokens = self._stream.submit(self._run_all, rows, unread)
+        return ContextStep(requests, tokens, self.is_awaited)
 
     def run_dummy(self, *, group_mean: int = 0) -> None:
         """Nothing to take part in."""

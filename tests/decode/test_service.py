@@ -214,7 +214,7 @@ async def test_an_abort_whose_caller_stops_waiting_is_carried_out() -> None:
             ticket = await cluster.reserve(request_id, PROMPT, max_tokens=80)
         cluster.runner.go.clear()
         cluster.prefill.run(ticket, PROMPT)
-        while not cluster.runner.is_launched.is_set():
+        while not cluster.runner.is_awaited.is_set():
             await asyncio.sleep(0.005)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await cluster.stub.Abort(decode_pb2.AbortRequest(request_id="a"), timeout=2.0)
