@@ -242,7 +242,7 @@ class DecodeScheduler:
     def _grow(
         self, request: DecodeRequest, preempted: list[DecodeRequest], failed: list[DecodeRequest]
     ) -> None:
-        """Give `request` the block for its next token, at the cost of the youngest if need be.
+        """Give `request` the block for its next token, at the cost of the last if need be.
 
         It has none afterwards where it is itself preempted or failed, or where the blocks that it
         is to get are still being copied.
@@ -271,7 +271,7 @@ class DecodeScheduler:
         return not alone and self._away.can_take(victim)
 
     def _resume(self) -> list[DecodeRequest]:
-        """Bring preempted requests back, oldest first, while they fit with a block to spare each.
+        """Bring preempted requests back, in order, while they fit with a block to spare each.
 
         The spare block of every running request, its own included, keeps a resumed one from being
         preempted again in the next step. Where nothing runs it comes back without: nobody is going
@@ -281,7 +281,7 @@ class DecodeScheduler:
         if not self.preempted:
             return resumed
         places = self._places([*self.waiting, *self.preempted], START_MARGIN)
-        for request in [item for item in self.preempted if places.has_one(item)]:
+        for request in tuple(self.preempted):
             if not places.has_one(request):
                 continue
             num_needed = self._num_needed(request)
@@ -299,7 +299,8 @@ class DecodeScheduler:
         started: list[DecodeRequest] = []
         if not self.waiting or len(self._continuing()) >= self._max_num_seqs:
             return started
-        closed = self.away[0].standing.order if self.away and self.running else math.inf
+        away = self.away if self.running else ()
+        closed = away[0].standing.order if away else math.inf
         ready = [item for item in self.waiting if item.request.is_ready]
         places = self._places(ready, START_MARGIN)
         for request in ready:

@@ -85,6 +85,8 @@ class TierMetrics:
         Args:
             families: the router's metrics, of all its HTTP processes.
         """
+        if not self._names:
+            return []  # nothing is collected for it either
         counts = {
             (
                 sample.name,

@@ -137,11 +137,12 @@ class Operations:
             for backend in backends
             for member in sorted(backend.pool.members(), key=lambda m: (m.role.value, m.key))
         ]
+        missing = missing_parts(serving)
         body = {
             "model": backends.default.name,
             "models": [_model_status(backend) for backend in backends],
-            "ready": not missing_parts(serving),
-            "missing": missing_parts(serving),
+            "ready": not missing,
+            "missing": missing,
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - self._started, 3),
             "num_requests_in_flight": backends.num_in_flight,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from router.errors import RequestError
 
@@ -33,6 +33,15 @@ def _longest_within(param: str, names: Mapping[str, str]) -> str:
     return max(found, key=len, default="")
 
 
-def items_told(ours: str, theirs: list[str]) -> dict[str, str]:
-    """The names of a list's items, one by one."""
-    return {f"{ours}[{number}]": name for number, name in enumerate(theirs)}
+def turns_told(origins: Sequence[str], *, beginning: str, call_id: str) -> dict[str, str]:
+    """The names of the messages of a conversation that was translated, one by one.
+
+    Args:
+        origins: of the turns, where the client sent each.
+        beginning: the field of what stands before the turns; empty: nothing does.
+        call_id: how the client calls the ``tool_call_id`` of a turn.
+    """
+    places = [beginning, *origins] if beginning else origins
+    turns = {f"messages[{number}]": place for number, place in enumerate(places)}
+    results = {f"{ours}.tool_call_id": f"{place}.{call_id}" for ours, place in turns.items()}
+    return {**turns, **results}

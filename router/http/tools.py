@@ -12,21 +12,25 @@ from typing import Any
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
+def listed_tools(value: object) -> list[Any] | None:
+    """``tools`` of any API: null, or a list."""
+    if not isinstance(value, list | None):
+        raise ValueError("must be a list of tools")
+    return value
+
+
 def checked_tools(value: object) -> list[dict[str, Any]] | None:
     """``tools``: null, or a list of functions with names of their own."""
-    if value is None:
-        return None
-    if not isinstance(value, list):
-        raise ValueError("must be a list of tools")
+    tools = listed_tools(value)
     names: set[str] = set()
-    for index, tool in enumerate(value):
+    for index, tool in enumerate(tools or ()):
         name = _checked_tool(index, tool)
         if name in names:
             raise ValueError(
                 f"[{index}].function.name is {name!r} a second time; name it otherwise"
             )
         names.add(name)
-    return value
+    return tools
 
 
 def _checked_tool(index: int, tool: object) -> str:

@@ -159,6 +159,12 @@ class Cluster:
         await worker.start(self.control, port)
         return worker
 
+    async def add_pair(self) -> None:
+        """One worker of each role, and the stream of tokens between router and decode."""
+        await self.add_prefill()
+        await self.add_decode()
+        await self.until(lambda: self.decode.num_streams > 0)
+
     async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
@@ -215,9 +221,7 @@ async def start_router(model_dir: Path, tokenizer: Tokenizer) -> AsyncIterator[S
 async def cluster(start_router: StartRouter) -> Cluster:
     """A router with one prefill and one decode worker."""
     cluster = await start_router()
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    await cluster.add_pair()
     return cluster
 
 

@@ -11,7 +11,7 @@ from router.http.messages.tools import ToolChoice, tool_choice_of, tools_of
 from router.http.messages.turns import Turns, text_of, turns_of
 from router.http.response import Json
 from router.http.schema import ChatRequest, neutral, validated
-from router.http.told import items_told
+from router.http.told import turns_told
 from router.model import ServedModel
 
 _NAMES = {
@@ -102,12 +102,12 @@ def names_of(request: CountRequest | None) -> dict[str, str]:
     """Under which names the client knows the fields of the chat request, its messages included."""
     if request is None:
         return _NAMES
-    origins = [f"messages[{number}]" for number in request.messages.origins]
-    if request.system:
-        origins.insert(0, "system")
-    messages = items_told("messages", origins)
-    results = {f"{ours}.tool_call_id": f"{name}.tool_use_id" for ours, name in messages.items()}
-    return {**_NAMES, **messages, **results, **_names_of_tools(len(request.tools or ()))}
+    turns = turns_told(
+        [f"messages[{number}]" for number in request.messages.origins],
+        beginning="system" if request.system else "",
+        call_id="tool_use_id",
+    )
+    return {**_NAMES, **turns, **_names_of_tools(len(request.tools or ()))}
 
 
 def _names_of_tools(num_tools: int) -> dict[str, str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.http.response import Json
+from router.http.tools import listed_tools
 
 _HARMLESS: Mapping[str, tuple[object, ...]] = {
     "type": ("custom",),
@@ -25,11 +26,10 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 def tools_of(value: object) -> list[Json] | None:
     """``tools``: null, or functions; tools of the provider's own are refused."""
-    if value is None:
+    tools = listed_tools(value)
+    if tools is None:
         return None
-    if not isinstance(value, list):
-        raise ValueError("must be a list of tools")
-    return [_tool(f"[{number}]", tool) for number, tool in enumerate(value)]
+    return [_tool(f"[{number}]", tool) for number, tool in enumerate(tools)]
 
 
 def _tool(where: str, tool: object) -> Json:

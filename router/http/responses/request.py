@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, PlainValidator
 from router.http.response import Json
 from router.http.responses.items import Conversation, conversation_of
 from router.http.schema import ChatRequest, neutral, validated
-from router.http.told import items_told
+from router.http.told import turns_told
+from router.http.tools import listed_tools
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
@@ -34,11 +35,10 @@ _OF_OUTPUT = (
 
 def _tools(value: object) -> list[Json] | None:
     """``tools`` as a chat request has them."""
-    if value is None:
+    tools = listed_tools(value)
+    if tools is None:
         return None
-    if not isinstance(value, list):
-        raise ValueError("must be a list of tools")
-    return [_tool(f"[{number}]", tool) for number, tool in enumerate(value)]
+    return [_tool(f"[{number}]", tool) for number, tool in enumerate(tools)]
 
 
 def _tool(where: str, tool: object) -> Json:
@@ -188,14 +188,14 @@ def names_of(request: InputRequest | None) -> dict[str, str]:
     """Under which names the client knows the fields of the chat request, its messages included."""
     if request is None:
         return _NAMES
-    origins = [f"input[{number}]" for number in request.input.origins]
-    if request.instructions:
-        origins.insert(0, "instructions")
-    messages = items_told("messages", origins)
-    results = {f"{ours}.tool_call_id": f"{name}.call_id" for ours, name in messages.items()}
+    turns = turns_told(
+        [f"input[{number}]" for number in request.input.origins],
+        beginning="instructions" if request.instructions else "",
+        call_id="call_id",
+    )
     places = [f"tools[{number}]" for number in range(len(request.tools or ()))]
     tools = {f"{place}.function": place for place in places}
-    return {**_NAMES, **messages, **results, **tools}
+    return {**_NAMES, **turns, **tools}
 
 
 def as_chat(request: InputRequest) -> ChatRequest:

@@ -25,9 +25,7 @@ pytestmark = pytest.mark.slow
 async def cluster(start_router: StartRouter, tmp_path: Path) -> Cluster:
     write_model(tmp_path, template=templates.HERMES, special=[*SPECIAL, *MARKS])
     cluster = await start_router(tmp_path, cors_origins="https://chat.example")
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    await cluster.add_pair()
     return cluster
 
 

@@ -38,9 +38,7 @@ def post(body: dict[str, object], *, num_missing: int = 0) -> bytes:
 
 
 async def add_workers(cluster: Cluster) -> Cluster:
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    await cluster.add_pair()
     return cluster
 
 

@@ -21,9 +21,7 @@ BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100, "stream": True}
 
 async def serving(start_router: StartRouter, origins: str) -> Cluster:
     cluster = await start_router(cors_origins=origins)
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    await cluster.add_pair()
     return cluster
 
 

@@ -56,9 +56,7 @@ def add(
 
 
 async def with_workers(cluster: Cluster) -> Cluster:
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    await cluster.add_pair()
     return cluster
 
 

@@ -19,6 +19,7 @@ from tests.router.http.test_tools import (
     MARKS,
     SPECIAL,
     prompt_of,
+    write_model_of_tools,
 )
 from tests.router.http.test_tools import NOW as CHAT_NOW
 from tests.router.http.test_tools import WEATHER as CHAT_WEATHER
@@ -40,18 +41,13 @@ ANSWER = f"\nHm, two.\n</think>\n\nI look.\n{CALL}\n{CALL_NOW}"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tools")
-    more = [json.dumps([CHAT_WEATHER, CHAT_NOW])] * 2
-    write_model(folder, template=templates.HERMES, special=[*SPECIAL, *MARKS], more=more)
-    return folder
+    return write_model_of_tools(tmp_path_factory.mktemp("tools"))
 
 
 @pytest.fixture
 async def cluster(start_router: StartRouter, folder: Path) -> Cluster:
     cluster = await start_router(folder)
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    await cluster.add_pair()
     cluster.answer = ANSWER
     return cluster
 
@@ -203,9 +199,7 @@ async def test_thinking_is_switched_where_the_template_has_a_switch(
 ) -> None:
     write_model(tmp_path, template=templates.DEEPSEEK_V31, special=[*SPECIAL, *MARKS])
     cluster = await start_router(tmp_path)
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    await cluster.add_pair()
     async with anthropic.AsyncAnthropic(base_url=cluster.url, api_key="none") as client:
         for thinking, ending in ((THINKING, "<think>"), ({"type": "disabled"}, "</think>")):
             await client.messages.create(**BODY, thinking=thinking)

@@ -50,9 +50,7 @@ async def add_other(cluster: Cluster, suffix: str = "") -> tuple[FakePrefill, Fa
 @pytest.fixture
 async def both(start_router: StartRouter, models_file: Path) -> Cluster:
     cluster = await start_router(models_file=str(models_file))
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    await cluster.add_pair()
     await add_other(cluster)
     return cluster
 

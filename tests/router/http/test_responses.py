@@ -38,9 +38,7 @@ async def streamed(client: openai.AsyncOpenAI, **options: object) -> list:
 async def thinking(start_router: StartRouter, folder: Path) -> Cluster:  # noqa: F811
     """A model that reasons and calls."""
     cluster = await start_router(folder)
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    await cluster.add_pair()
     return cluster
 
 

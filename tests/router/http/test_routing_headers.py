@@ -14,9 +14,7 @@ BODY = {"model": MODEL, "prompt": "the quick brown fox", "max_tokens": 4}
 
 async def started(start_router: StartRouter, policy: str) -> Cluster:
     cluster = await start_router(policy=policy)
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    await cluster.add_pair()
     return cluster
 
 

@@ -57,9 +57,7 @@ async def test_tokens_that_come_together_are_one_write(http, cluster: Cluster) -
 async def test_a_long_wait_is_filled_with_comments(start_router: StartRouter) -> None:
     """Which no client takes for anything: the SDK's events are those of the answer alone."""
     cluster = await start_router(keep_alive_s=0.05)
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    await cluster.add_pair()
     cluster.prefill.run_s = 0.3
     async with (
         aiohttp.ClientSession(cluster.url) as http,

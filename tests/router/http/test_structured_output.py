@@ -13,9 +13,8 @@ import aiohttp
 import pytest
 
 from runtime.pb import common_pb2
-from tests.router.conftest import MODEL, SPECIAL, Cluster, StartRouter, write_model
-from tests.router.http.test_tools import CALL_NOW, MARKS, NOW, WEATHER
-from tests.router.text import templates
+from tests.router.conftest import MODEL, Cluster, StartRouter
+from tests.router.http.test_tools import CALL_NOW, NOW, WEATHER, write_model_of_tools
 
 USER = {"role": "user", "content": "hi"}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [USER], "max_tokens": 4}
@@ -34,18 +33,13 @@ def json_schema(schema: Any, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("structured")
-    more = [json.dumps([WEATHER, NOW]), CALL_NOW] * 2
-    write_model(folder, template=templates.HERMES, special=[*SPECIAL, *MARKS], more=more)
-    return folder
+    return write_model_of_tools(tmp_path_factory.mktemp("structured"), CALL_NOW)
 
 
 @pytest.fixture
 async def cluster(start_router: StartRouter, folder: Path) -> Cluster:
     cluster = await start_router(folder)
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    await cluster.add_pair()
     return cluster
 
 

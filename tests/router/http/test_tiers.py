@@ -26,9 +26,7 @@ BODY: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 4, "temper
 
 async def started(start_router: StartRouter, **options: object) -> Cluster:
     cluster = await start_router(**options)
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    await cluster.add_pair()
     return cluster
 
 

@@ -36,20 +36,22 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": ' + ARGUMENTS + "}\n</tool
 CALL_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
+def write_model_of_tools(folder: Path, *more: str) -> Path:
+    """A model whose template knows these tools; its tokenizer knows ``more`` texts as well."""
+    texts = [json.dumps([WEATHER, NOW]), *more] * 2
+    write_model(folder, template=templates.HERMES, special=[*SPECIAL, *MARKS], more=texts)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tools")
-    more = [json.dumps([WEATHER, NOW])] * 2
-    write_model(folder, template=templates.HERMES, special=[*SPECIAL, *MARKS], more=more)
-    return folder
+    return write_model_of_tools(tmp_path_factory.mktemp("tools"))
 
 
 @pytest.fixture
 async def cluster(start_router: StartRouter, folder: Path) -> Cluster:
     cluster = await start_router(folder)
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    await cluster.add_pair()
     return cluster
 
 
@@ -491,9 +493,7 @@ async def deepseek(start_router: StartRouter, tmp_path: Path) -> Cluster:
         source = source.replace(ours, f"<\uff5c{theirs}\uff5c>")
     (tmp_path / "chat_template.jinja").write_text(source, encoding="utf-8")
     cluster = await start_router(tmp_path)
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    await cluster.add_pair()
     return cluster
 
 

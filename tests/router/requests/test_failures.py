@@ -236,9 +236,7 @@ async def test_a_dead_prefill_is_replaced_by_another_within_the_request(
 
 async def test_a_silent_worker_leaves_the_pool_and_may_return(start_router: StartRouter) -> None:
     cluster = await start_router(lease_ttl_s=3.0)
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    await cluster.add_pair()
     async with aiohttp.ClientSession(cluster.url) as http:
         await leave_and_return(http, cluster)
 

@@ -124,9 +124,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def cluster(start_router: StartRouter) -> Cluster:
     """One decode rank without room, of which no request may move because of a failure."""
     cluster = await start_router(max_migrations=0)
-    await cluster.add_prefill()
-    await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    await cluster.add_pair()
     return cluster
 
 
