@@ -212,6 +212,7 @@ def build_transfer_side(
         dtype=KVDtype(str(pool.dtype).removeprefix("torch.")),
         block_size=pool.block_size,
         num_layers=pool.num_layers,
+        num_mtp_layers=pool.num_mtp_layers,
         num_heads=pool.kv_spec.num_heads,
         head_width=pool.kv_spec.head_width,
     )

@@ -180,6 +180,7 @@ def _load(
         dtype=source.dtype,
         device=device,
         load_format=source.load_format,
+        with_mtp=source.with_mtp,
         progress=groups.dims.rank == 0,
         kernels=kernels,
         placement=placement,
@@ -278,7 +279,7 @@ def _compile(model: ServedModel, options: EngineOptions, *, show: bool) -> None:
     """Compile, divided over the ranks; nothing to do on a CPU."""
     if model.device.type != "cuda":
         return
-    _, most = options.token_bound
+    most = options.max_rows
     todo = products(model, most, rows=chosen_rows(os.environ, most))
     if isinstance(options.steps, ChunkSteps):
         todo = [*attention_products(model), *todo]
