@@ -34,6 +34,7 @@ from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.operations import do_nothing
 from engine.pending_step import PendingStep
 from engine.request import ScheduledRequest
+from engine.streams import Streams
 from worker.engine_options import engine_options
 
 _NUM_REPLAYS = 30
@@ -227,7 +228,7 @@ class _DecodeBench:
         def run_model() -> None:
             session.rank.model.forward(batch, session.runner.kv_pool)
 
-        graph = Capture(session.device).graph(run_model)
+        graph = Capture(Streams(session.device)).graph(run_model)
         session.rank.meet()
         first, last = (
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
