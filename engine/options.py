@@ -52,12 +52,14 @@ class ModelOptions:
         load_format: where weights come from, a `engine.boot.build.LoadFormat`.
         dtype: of weights and activations.
         max_model_len: most tokens of prompt and output together; 0: all that the checkpoint knows.
+        with_mtp: load the layers for multi-token prediction, and keep their KV.
     """
 
     path: str | Path
     load_format: str = "safetensors"
     dtype: torch.dtype = torch.float32
     max_model_len: int = 0
+    with_mtp: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,7 @@ class ChunkSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSteps:
-    """Steps of one token of each request, whose shapes can be fixed.
+    """Steps of one token of each request, and its drafts, whose shapes can be fixed.
 
     Attributes:
         cuda_graphs: capture steps, one graph for each batch size, on a GPU.
@@ -112,6 +114,8 @@ class TokenSteps:
         dispatcher: how tokens travel to experts on GPUs.
         max_tokens_per_rank: most tokens that a GPU rank sends to experts in a step; sizes the
             buffers of all ranks.
+        num_speculative_tokens: drafts of a request and step; its last token and they are the rows
+            that it brings to a step.
     """
 
     cuda_graphs: Switch = Switch.AUTO
@@ -119,6 +123,7 @@ class TokenSteps:
     dependent_launches: Switch = Switch.AUTO
     dispatcher: DispatcherKind = DispatcherKind.AUTO
     max_tokens_per_rank: int = 128
+    num_speculative_tokens: int = 0
     scatter_tokens: ClassVar[bool] = False
     """Each rank has requests of its own."""
     max_masked_tokens: ClassVar[int] = 0
@@ -162,6 +167,7 @@ class EngineOptions:
         self._check_least(*self.token_bound, 1)
         if isinstance(self.steps, TokenSteps):
             self._check_least("max_tokens_per_rank", self.steps.max_tokens_per_rank, 1)
+            self._check_least("num_speculative_tokens", self.steps.num_speculative_tokens, 0)
         self._check_kv()
 
     @property
@@ -170,6 +176,13 @@ class EngineOptions:
         if isinstance(self.steps, ChunkSteps):
             return "max_num_batched_tokens", self.steps.max_num_batched_tokens
         return "max_num_seqs", self.max_num_seqs
+
+    @property
+    def max_rows(self) -> int:
+        """Most tokens of a step, drafts included."""
+        if isinstance(self.steps, ChunkSteps):
+            return self.steps.max_num_batched_tokens
+        return self.max_num_seqs * (1 + self.steps.num_speculative_tokens)
 
     @property
     def wants_graphs(self) -> bool:

@@ -50,6 +50,7 @@ def engine_options(section: PrefillSection | DecodeSection) -> EngineOptions:
                 dependent_launches=Switch(section.dependent_launches),
                 dispatcher=DispatcherKind(section.dispatcher),
                 max_tokens_per_rank=section.max_tokens_per_rank,
+                num_speculative_tokens=section.num_speculative_tokens,
             )
     return EngineOptions(
         steps=steps,
@@ -68,12 +69,17 @@ def engine_options(section: PrefillSection | DecodeSection) -> EngineOptions:
 
 
 def model_options(config: ClusterConfig) -> ModelOptions:
-    """Return which model the workers of a cluster serve."""
+    """Return which model the workers of a cluster serve.
+
+    Drafts need the layers for multi-token prediction in both roles: prefill computes their KV of
+    the prompt.
+    """
     return ModelOptions(
         path=config.model.path,
         load_format=config.model.load_format,
         dtype=_DTYPES[config.compute_dtype],
         max_model_len=config.model.max_model_len,
+        with_mtp=config.decode.num_speculative_tokens > 0,
     )
 
 

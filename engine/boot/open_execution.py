@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -25,6 +26,7 @@ from engine.parallel.dims import ParallelDims
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.side_stream import SideStream
+from engine.streams import Streams
 
 AUTO_OVERLAP: Final = False
 """Whether `ChunkSteps.two_batch_overlap` overlaps if it is "auto". With tp nothing was gained on 4
@@ -51,7 +53,7 @@ def open_execution(
     *,
     kernels: Kernels,
     placement: ExpertPlacement,
-    device: torch.device,
+    streams: Streams,
     played_ranks: int = 0,
 ) -> OpenExecution:
     """Open what the options ask for; all ranks of the instance call.
@@ -62,13 +64,14 @@ def open_execution(
         groups: the ranks.
         kernels: of the model.
         placement: of its experts.
-        device: of this rank.
+        streams: of this rank, and its device.
         played_ranks: for measurements: a rank alone plays one of so many; 0 to be itself.
 
     Raises:
         ConfigError: what is asked for does not run here.
     """
     opened: OpenDispatcher | None = None
+    device = streams.device
     if config.experts is not None:
         experts = RankExperts(
             config=config.experts,
@@ -93,17 +96,17 @@ def open_execution(
             execution = Execution(
                 dispatcher=dispatcher,
                 overlap_shared_expert=tokens.overlap_shared_expert,
-                side_stream=shared_expert_stream(tokens, device, num_ranks=num_ranks),
+                side_stream=shared_expert_stream(tokens, streams, num_ranks=num_ranks),
                 dependent_launches=launches_dependently(tokens, device),
             )
+    if opened is None:
+        return OpenExecution(execution=execution)
+    return OpenExecution(execution=execution, close=partial(_close_on, device, opened))
 
-    def close() -> None:
-        if opened is None:
-            return
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            opened.close()
 
-    return OpenExecution(execution=execution, close=close)
+def _close_on(device: torch.device, opened: OpenDispatcher) -> None:
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        opened.close()
 
 
 def overlap_of(steps: ChunkSteps, dims: ParallelDims) -> OverlapRule | None:
@@ -116,18 +119,18 @@ def overlap_of(steps: ChunkSteps, dims: ParallelDims) -> OverlapRule | None:
 
 
 def shared_expert_stream(
-    steps: TokenSteps, device: torch.device, *, num_ranks: int
+    steps: TokenSteps, streams: Streams, *, num_ranks: int
 ) -> SideStream | None:
     """Return a stream of its own for the shared expert, if it is to overlap with anything.
 
     Args:
         steps: say whether it is to.
-        device: of this rank.
+        streams: of this rank.
         num_ranks: among which tokens travel.
     """
-    if device.type != "cuda" or num_ranks == 1 or not steps.overlap_shared_expert:
+    if streams.device.type != "cuda" or num_ranks == 1 or not steps.overlap_shared_expert:
         return None
-    return SideStream(device)
+    return SideStream(streams)
 
 
 def launches_dependently(steps: TokenSteps, device: torch.device) -> bool:

@@ -34,6 +34,7 @@ from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups, agree_on_epoch, init_process_groups
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
+from engine.streams import Streams
 from engine.weights.progress import Unit, progress_bar
 from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
@@ -62,9 +63,10 @@ class BootedRank:
         kv_pool: on the rank's device.
         runner: of the model on that pool; short steps of chunks are captured where they can be.
         launch_waits: whether launching a step takes as long as the step; see `ModelRunner`.
+        streams: beside that of its steps; who works beside them takes one here.
         sums: of the device's memory before that pool, where they were taken.
-        close_transfers: forgets captured steps and frees what the ranks opened with one another,
-            all together, after the last step and before they leave the groups.
+        close_transfers: forgets captured steps, frees what the ranks opened with one another, and
+            ends the streams, all together, after the last step and before they leave the groups.
     """
 
     groups: ProcessGroups
@@ -73,6 +75,7 @@ class BootedRank:
     max_model_len: int
     kv_pool: KVPool
     runner: ModelRunner
+    streams: Streams
     launch_waits: bool = False
     close_transfers: Callable[[], None]
     sums: MemorySums | None = None
@@ -105,26 +108,20 @@ def boot_rank(
     torch.set_num_threads(options.num_threads)
     device = _take_device(options.device, dims.rank)
     placement = place_experts(options, config, dims, device)
-    if dims.world_size > 1:
-        facts = fields(num_ranks=dims.world_size, rendezvous=rendezvous)
-        logger.info("waits for the other ranks %s", facts)
-    groups = init_process_groups(
-        dims,
-        rendezvous,
-        backend=_BACKENDS[options.device],
-        timeout_s=GROUP_TIMEOUT_S,
-        boot_timeout_s=boot_timeout_s,
-    )
+    groups = _meet(options, dims, rendezvous, boot_timeout_s)
     epoch = agree_on_epoch(groups.tp_group if dims.tp > 1 else groups.ep_group)
+    streams = Streams(device)
     model, opened = _load(
-        source, options, groups, config=config, placement=placement, device=device
+        source, options, groups, config=config, placement=placement, streams=streams
     )
     groups.boot_group.barrier()  # from here on ranks take part in one another's steps
     _compile(model, options, show=is_first)
     model.prepare()  # before the KV pool takes the memory: short prompts want it too
-    runner, sums = _give_pool(model, options, max_model_len)
+    runner, sums = _give_pool(model, options, max_model_len, streams)
     _rehearse(runner, model, options, max_model_len, sums, follows=dims.tp_rank > 0)
-    runner, forget_graphs = capture_short_steps(options, model, runner, max_model_len, sums)
+    runner, forget_graphs = capture_short_steps(
+        options, model, runner, max_model_len, sums, streams=streams
+    )
     facts = fields(epoch=f"{epoch:016x}", device=device, kv_pool_bytes=runner.kv_pool.nbytes)
     logger.info("the model is ready %s", facts)
     return BootedRank(
@@ -135,14 +132,31 @@ def boot_rank(
         kv_pool=runner.kv_pool,
         runner=runner,
         launch_waits=model.waits_for_counts,
-        close_transfers=partial(_call_both, forget_graphs, opened.close),
+        streams=streams,
+        close_transfers=partial(_call_all, forget_graphs, opened.close, streams.close),
         sums=sums,
     )
 
 
-def _call_both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
+def _meet(
+    options: EngineOptions, dims: ParallelDims, rendezvous: str, boot_timeout_s: float
+) -> ProcessGroups:
+    """Wait for the other ranks, and say that we do."""
+    if dims.world_size > 1:
+        facts = fields(num_ranks=dims.world_size, rendezvous=rendezvous)
+        logger.info("waits for the other ranks %s", facts)
+    return init_process_groups(
+        dims,
+        rendezvous,
+        backend=_BACKENDS[options.device],
+        timeout_s=GROUP_TIMEOUT_S,
+        boot_timeout_s=boot_timeout_s,
+    )
+
+
+def _call_all(*closing: Callable[[], None]) -> None:
+    for close in closing:
+        close()
 
 
 def _load(
@@ -152,12 +166,13 @@ def _load(
     *,
     config: CommonConfig,
     placement: ExpertPlacement,
-    device: torch.device,
+    streams: Streams,
 ) -> tuple[ServedModel, OpenExecution]:
     """Open how steps run, then build the model for that and load its weights; all ranks call."""
+    device = streams.device
     kernels = create_kernels(device, source.dtype)
     opened = open_execution(
-        options, config, groups, kernels=kernels, placement=placement, device=device
+        options, config, groups, kernels=kernels, placement=placement, streams=streams
     )
     model = build_model(
         source.path,
@@ -165,6 +180,7 @@ def _load(
         dtype=source.dtype,
         device=device,
         load_format=source.load_format,
+        with_mtp=source.with_mtp,
         progress=groups.dims.rank == 0,
         kernels=kernels,
         placement=placement,
@@ -174,10 +190,10 @@ def _load(
 
 
 def _give_pool(
-    model: ServedModel, options: EngineOptions, max_model_len: int
+    model: ServedModel, options: EngineOptions, max_model_len: int, streams: Streams
 ) -> tuple[ModelRunner, MemorySums | None]:
     """Allocate the KV pool, of as many blocks on all ranks; with what was measured before it."""
-    sums = measure_memory(options, model, max_model_len=max_model_len)
+    sums = measure_memory(options, model, max_model_len=max_model_len, streams=streams)
     num_blocks = choose_num_blocks(options, model.groups, sums, max_model_len=max_model_len)
     kv_pool = build_kv_pool(
         model, num_blocks, block_size=options.kv.block_size, dtype=options.kv.dtype
@@ -263,7 +279,7 @@ def _compile(model: ServedModel, options: EngineOptions, *, show: bool) -> None:
     """Compile, divided over the ranks; nothing to do on a CPU."""
     if model.device.type != "cuda":
         return
-    _, most = options.token_bound
+    most = options.max_rows
     todo = products(model, most, rows=chosen_rows(os.environ, most))
     if isinstance(options.steps, ChunkSteps):
         todo = [*attention_products(model), *todo]

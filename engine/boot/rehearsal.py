@@ -55,7 +55,8 @@ def largest_steps(
     sizes = _sizes(options, max_model_len)
     match options.steps:
         case TokenSteps():
-            return [largest_decode(**sizes)]
+            # Drafts are rows as the last tokens are, and attend as they do.
+            return [largest_decode(**{**sizes, "max_num_seqs": options.max_rows})]
         case ChunkSteps(max_num_batched_tokens=most):
             largest = largest_prefill(max_num_tokens=most, **sizes)
             if rule is None:

@@ -19,6 +19,7 @@ from engine.parallel.gathered_dispatcher import GatheredDispatcher
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
+from engine.streams import Streams
 from tests.engine.parallel.fake_ranks import SilentGroup
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -38,7 +39,7 @@ def open_with(
         ProcessGroups(dims=ParallelDims(dp=dp, ep=dp), ep_group=SilentGroup(size=dp)),
         kernels=portable_kernels(has_fp8=has_fp8),
         placement=ExpertPlacement.identity(64),
-        device=device,
+        streams=Streams(device),
         played_ranks=played_ranks,
     )
 
@@ -101,7 +102,7 @@ def test_a_measurement_plays_one_of_many_decode_ranks() -> None:
 def test_the_shared_expert_of_a_played_rank_has_a_stream_as_the_real_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "SideStream", lambda device: device)
+    monkeypatch.setattr(module, "SideStream", lambda streams: streams.device)
 
     def stream_with(steps: TokenSteps, **ranks: int) -> object:
         return open_with(steps, has_fp8=False, device=GPU, **ranks).execution.side_stream  # type: ignore[arg-type]

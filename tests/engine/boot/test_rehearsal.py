@@ -36,6 +36,7 @@ from engine.parallel.groups import ProcessGroups
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
+from engine.streams import Streams
 from runtime.errors import ConfigError
 from tests.engine.tiny import tiny_config
 
@@ -209,7 +210,9 @@ class FakeDevice:
             kv=KVOptions(block_size=8, **kv),
             prefix=prefix,
         )
-        sums = measure_memory(options, model, max_model_len=MAX_MODEL_LEN)
+        sums = measure_memory(
+            options, model, max_model_len=MAX_MODEL_LEN, streams=Streams(model.device)
+        )
         return choose_num_blocks(options, ProcessGroups(), sums, max_model_len=MAX_MODEL_LEN)
 
 
