@@ -174,6 +174,7 @@ class _Course:
                 self._finder.shape,
                 self._patience_s,
                 self._generation.standing,
+                num_tokens=self._finder.num_tokens_needed,
             ),
             queued_since=self._queued_since,
         )
