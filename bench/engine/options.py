@@ -238,12 +238,14 @@ class DecodeOptions:
         requests: of each rank, one number a rank.
         context_lens: least and most tokens that a request attends to at its first step.
         output_len: steps of a request; then another one as long takes its place.
+        grammar: whether every request is bound by a JSON schema of its own.
     """
 
     setup: Setup
     requests: tuple[int, ...] = (DEFAULT_BATCH,)
     context_lens: tuple[int, int] = (1500, 1660)
     output_len: int = 128
+    grammar: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured.
