@@ -33,7 +33,12 @@ logger = get_logger(__name__)
 
 
 def measure_memory(
-    options: EngineOptions, model: ServedModel, *, max_model_len: int, streams: Streams
+    options: EngineOptions,
+    model: ServedModel,
+    *,
+    max_model_len: int,
+    streams: Streams,
+    max_masked_tokens: int = 0,
 ) -> MemorySums | None:
     """Measure what a rank's device holds before its KV pool; all ranks call.
 
@@ -42,6 +47,7 @@ def measure_memory(
         model: loaded, with all that it allocates at first use.
         max_model_len: most tokens of a request.
         streams: of the rank, which keep what libraries hold for each.
+        max_masked_tokens: see `engine.execution.Execution`.
 
     Returns:
         None where nobody has to know: on a CPU, and where the blocks that are asked for take less
@@ -62,7 +68,7 @@ def measure_memory(
         if agree_on_least(model.groups, int(is_roomy)):
             return None
     try:
-        return _measure(options, model, max_model_len, streams)
+        return _measure(options, model, max_model_len, max_masked_tokens, streams)
     except torch.OutOfMemoryError as error:
         free, _ = _memory(model.device)
         raise refuse_bare_step(options, "the largest step", free) from error
@@ -106,7 +112,11 @@ def agree_on_least(groups: ProcessGroups, value: int) -> int:
 
 
 def _measure(
-    options: EngineOptions, model: ServedModel, max_model_len: int, streams: Streams
+    options: EngineOptions,
+    model: ServedModel,
+    max_model_len: int,
+    max_masked_tokens: int,
+    streams: Streams,
 ) -> MemorySums:
     kv = options.kv
     pool = build_kv_pool(model, 2, block_size=kv.block_size, dtype=kv.dtype)
@@ -114,7 +124,9 @@ def _measure(
     follows = model.groups.dims.tp_rank > 0
     steps = [
         partial(rehearse, runner, scheduled, follows=follows)
-        for scheduled in largest_steps(options, model.attention_rule, max_model_len)
+        for scheduled in largest_steps(
+            options, model.attention_rule, max_model_len, max_masked_tokens
+        )
     ]
     activations = max(_peak_bytes(model.device, step) for step in steps)
     graphs = 0
