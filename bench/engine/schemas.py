@@ -108,7 +108,7 @@ class SchemaOutputs:
         matcher, token_ids = self._matcher(sampling), list[int]()
         for _ in range(num_tokens):
             matcher.fill(words)
-            token_ids.append(self._choose(words))
+            token_ids.append(choose_token(words, self._vocab_size, self._quote, self._random))
             matcher.follow(token_ids)
             assert matcher.error is None, matcher.error
             if matcher.is_over:
@@ -135,12 +135,16 @@ class SchemaOutputs:
         assert matcher is not None
         return matcher
 
-    def _choose(self, words: np.ndarray[Any, np.dtype[np.int32]]) -> int:
-        bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=self._vocab_size)
-        if bits[self._quote] and self._random.randrange(STRING_LENGTH) == 0:
-            return self._quote
-        choices = np.flatnonzero(bits)
-        return int(choices[self._random.randrange(len(choices))])
+
+def choose_token(
+    words: np.ndarray[Any, np.dtype[np.int32]], vocab_size: int, quote: int, draw: random.Random
+) -> int:
+    """Draw a token that a mask leaves; the quote, where it may come, as often as strings end."""
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=vocab_size)
+    if bits[quote] and draw.randrange(STRING_LENGTH) == 0:
+        return quote
+    choices = np.flatnonzero(bits)
+    return int(choices[draw.randrange(len(choices))])
 
 
 def draw_schema(number: int, num_fields: int, draw: random.Random) -> OutputConstraint:
