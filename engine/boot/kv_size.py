@@ -15,6 +15,7 @@ import torch
 
 from engine.boot.build import build_kv_pool
 from engine.boot.captured import steps_to_capture
+from engine.boot.make_runner import make_runner
 from engine.boot.refusals import refuse_bare_step, refuse_blocks, refuse_capture
 from engine.boot.rehearsal import largest_steps, rehearse
 from engine.graphs.capture_errors import CaptureError, is_no_memory
@@ -23,8 +24,6 @@ from engine.memory.kv_budget import MemorySums, check_num_blocks
 from engine.model.spec import ServedModel
 from engine.options import EngineOptions, Switch
 from engine.parallel.groups import ProcessGroups
-from engine.runner import ModelRunner
-from engine.sampling.sampler import Sampler
 from engine.streams import Streams
 from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
@@ -120,7 +119,7 @@ def _measure(
 ) -> MemorySums:
     kv = options.kv
     pool = build_kv_pool(model, 2, block_size=kv.block_size, dtype=kv.dtype)
-    runner = ModelRunner(model, pool, Sampler(model.config.vocab_size))
+    runner = make_runner(model, pool, options)
     follows = model.groups.dims.tp_rank > 0
     steps = [
         partial(rehearse, runner, scheduled, follows=follows)

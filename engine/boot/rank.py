@@ -19,6 +19,7 @@ from engine.boot.captured import capture_short_steps
 from engine.boot.experts import place_experts
 from engine.boot.jit_cache import use_jit_cache
 from engine.boot.kv_size import choose_num_blocks, measure_memory
+from engine.boot.make_runner import make_runner
 from engine.boot.open_execution import OpenExecution, open_execution
 from engine.boot.refusals import refuse_for_room
 from engine.boot.rehearsal import all_steps, rehearse
@@ -33,7 +34,6 @@ from engine.parallel.dims import ParallelDims
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups, agree_on_epoch, init_process_groups
 from engine.runner import ModelRunner
-from engine.sampling.sampler import Sampler
 from engine.streams import Streams
 from engine.weights.progress import Unit, progress_bar
 from runtime.errors import ConfigError
@@ -211,8 +211,7 @@ def _give_pool(
     kv_pool = build_kv_pool(
         model, num_blocks, block_size=options.kv.block_size, dtype=options.kv.dtype
     )
-    sampler, in_group = Sampler(model.config.vocab_size), model.groups.dims.world_size > 1
-    return ModelRunner(model, kv_pool, sampler, in_group=in_group), sums
+    return make_runner(model, kv_pool, options), sums
 
 
 def _read_config(source: ModelOptions, options: EngineOptions, *, is_told: bool) -> CommonConfig:
