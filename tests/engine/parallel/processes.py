@@ -2,12 +2,14 @@
 
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+
+import torch
+
+from tests.processes.forked import Process, start
 
 
 def free_ports(count: int) -> int:
@@ -44,16 +46,15 @@ def run_rank_processes(
         timeout_s: for all of them together; then they are killed.
     """
     logs = [folder / f"rank-{rank}.log" for rank in range(num_ranks)]
-    processes = []
+    processes: list[Process] = []
     try:
         for rank, log in enumerate(logs):
             with log.open("wb") as output:
-                command = [sys.executable, "-m", module, *map(str, arguments(rank))]
+                command = [module, *map(str, arguments(rank))]
                 environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+                fresh = torch.cuda.is_available()
                 processes.append(
-                    subprocess.Popen(
-                        command, env=environment, stdout=output, stderr=subprocess.STDOUT
-                    )
+                    start(command, environment=environment, output=output, fresh=fresh)
                 )
         _wait_for_all(processes, time.monotonic() + timeout_s)
     finally:
@@ -72,7 +73,7 @@ def run_rank_processes(
     )
 
 
-def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
+def _wait_for_all(processes: Sequence[Process], deadline: float) -> None:
     """Wait until all have ended well, one has not, or the time is over."""
     while time.monotonic() < deadline:
         codes = [process.poll() for process in processes]
