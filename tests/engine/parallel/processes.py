@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -50,12 +51,7 @@ def run_rank_processes(
     try:
         for rank, log in enumerate(logs):
             with log.open("wb") as output:
-                command = [module, *map(str, arguments(rank))]
-                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-                fresh = torch.cuda.is_available()
-                processes.append(
-                    start(command, environment=environment, output=output, fresh=fresh)
-                )
+                processes.append(_start_rank(module, arguments(rank), output, None))
         _wait_for_all(processes, time.monotonic() + timeout_s)
     finally:
         for process in processes:
@@ -70,6 +66,44 @@ def run_rank_processes(
     assert not failed, "\n".join(
         f"rank {rank} ended with {processes[rank].returncode}:\n{logs[rank].read_text()[-3000:]}"
         for _, rank in failed[:2]
+    )
+
+
+def words_of_ranks(
+    module: str,
+    num_ranks: int,
+    arguments: Callable[[int], Sequence[object]],
+    folder: Path,
+    *,
+    timeout_s: float,
+) -> list[str]:
+    """Run `python -m module` once per rank, however each ends; what each writes to stdout."""
+    processes: list[Process] = []
+    files = [folder / f"rank-{rank}.out" for rank in range(num_ranks)]
+    try:
+        with (folder / "errors.log").open("wb") as errors:
+            for rank, file in enumerate(files):
+                with file.open("wb") as output:
+                    processes.append(_start_rank(module, arguments(rank), output, errors))
+        deadline = time.monotonic() + timeout_s
+        for process in processes:
+            process.wait(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [file.read_text().strip() for file in files]
+
+
+def _start_rank(
+    module: str, arguments: Sequence[object], output: BinaryIO, errors: BinaryIO | None
+) -> Process:
+    return start(
+        [module, *map(str, arguments)],
+        environment={**os.environ, "OMP_NUM_THREADS": "1"},
+        output=output,
+        errors=errors,
+        fresh=torch.cuda.is_available(),
     )
 
 
