@@ -26,7 +26,7 @@ EFFECTIVE: Mapping[str, frozenset[str]] = {
     "prefill": frozenset(
         (
             "expert_parallel", "num_threads", "max_num_seqs", "kv_dtype", "overlap_steps",
-            "two_batch_overlap", "scatter_tokens", "cuda_graphs",
+            "two_batch_overlap", "scatter_tokens", "cuda_graphs", "max_masked_tokens",
         )
     ),
     "decode": frozenset(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -25,8 +25,11 @@ from engine.parallel.choose_dispatcher import OpenDispatcher, RankExperts
 from engine.parallel.dims import ParallelDims
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
+from engine.parallel.short_rows import most_masked_tokens
 from engine.side_stream import SideStream
 from engine.streams import Streams
+from runtime.errors import ConfigError
+from runtime.logging import fields, get_logger
 
 AUTO_OVERLAP: Final = False
 """Whether `ChunkSteps.two_batch_overlap` overlaps if it is "auto". With tp nothing was gained on 4
@@ -36,6 +39,12 @@ much. With dp it is not measured."""
 AUTO_DEPENDENT_LAUNCHES: Final = True
 """Whether `TokenSteps.dependent_launches` is on, on GPUs, if it is "auto": a layer of 64 or 128
 requests takes 7 us less on one H200, with the same results bit by bit."""
+
+
+AUTO_MASKED_TOKENS: Final = 0
+"""What `ChunkSteps.max_masked_tokens` is if it is "auto". Nobody has measured whole steps yet."""
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +80,10 @@ def open_execution(
         ConfigError: what is asked for does not run here.
     """
     opened: OpenDispatcher | None = None
-    device = streams.device
-    if config.experts is not None:
+    device, max_masked = streams.device, 0
+    if config.experts is None:
+        _refuse_masked(options, "the model has no experts")
+    else:
         experts = RankExperts(
             config=config.experts,
             groups=groups,
@@ -80,8 +91,9 @@ def open_execution(
             device=device,
             num_physical_experts=placement.num_physical_experts,
             scatter_tokens=options.steps.scatter_tokens,
-            max_masked_tokens=options.steps.max_masked_tokens,
         )
+        max_masked = choose_masked_tokens(options, experts)
+        experts = replace(experts, max_masked_tokens=max_masked)
         opened = open_dispatcher(options, experts, played_ranks=played_ranks)
     dispatcher = None if opened is None else opened.dispatcher
     match options.steps:
@@ -89,6 +101,7 @@ def open_execution(
             execution = Execution(
                 scatter_tokens=chunks.scatter_tokens,
                 dispatcher=dispatcher,
+                max_masked_tokens=max_masked,
                 overlap=overlap_of(chunks, groups.dims),
             )
         case TokenSteps() as tokens:
@@ -116,6 +129,52 @@ def overlap_of(steps: ChunkSteps, dims: ParallelDims) -> OverlapRule | None:
     else:
         is_on = steps.two_batch_overlap is Switch.ON
     return OverlapRule() if is_on else None
+
+
+def choose_masked_tokens(options: EngineOptions, experts: RankExperts) -> int:
+    """Choose the most tokens of a step whose experts take masked rows, and say why; 0 for none.
+
+    Args:
+        options: of the engine.
+        experts: of this rank.
+
+    Raises:
+        ConfigError: a number is asked for, and no step could be laid out so.
+    """
+    wanted = options.steps.max_masked_tokens
+    reason, chosen = why_not_masked(experts), 0
+    if reason:
+        _refuse_masked(options, reason)
+    else:
+        asked, reason = AUTO_MASKED_TOKENS, "as measured"
+        if wanted is not Switch.AUTO:
+            asked, reason = wanted, "asked for"
+        chosen = most_masked_tokens(asked, experts.config.num_experts_per_tok, experts.num_slots)
+        if chosen < asked:
+            reason = "with more tokens experts have rows enough for tiles of 128"
+    if isinstance(options.steps, ChunkSteps):
+        facts = fields(max_masked_tokens=chosen, wanted=wanted, reason=reason)
+        logger.info("chose masked rows %s", facts)
+    return chosen
+
+
+def why_not_masked(experts: RankExperts) -> str:
+    """Return why steps of chunks never lay out rows masked, or nothing."""
+    dims = experts.groups.dims
+    if not experts.config.num_moe_layers:
+        return "no layer has experts"
+    if not experts.are_quantized:
+        return "the experts' weights are not FP8"
+    if dims.ep > 1 and dims.tp == 1:
+        return "rows come to experts one by one, each rank has tokens of its own"
+    return ""
+
+
+def _refuse_masked(options: EngineOptions, reason: str) -> None:
+    """Refuse a number of tokens that would be without effect."""
+    wanted = options.steps.max_masked_tokens
+    if wanted is not Switch.AUTO and wanted:
+        raise ConfigError(options.named("max_masked_tokens"), wanted, reason, '"auto" or 0')
 
 
 def shared_expert_stream(

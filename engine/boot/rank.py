@@ -19,6 +19,7 @@ from engine.boot.captured import capture_short_steps
 from engine.boot.experts import place_experts
 from engine.boot.jit_cache import use_jit_cache
 from engine.boot.kv_size import choose_num_blocks, measure_memory
+from engine.boot.make_runner import make_runner
 from engine.boot.open_execution import OpenExecution, open_execution
 from engine.boot.refusals import refuse_for_room
 from engine.boot.rehearsal import all_steps, rehearse
@@ -33,7 +34,6 @@ from engine.parallel.dims import ParallelDims
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups, agree_on_epoch, init_process_groups
 from engine.runner import ModelRunner
-from engine.sampling.sampler import Sampler
 from engine.streams import Streams
 from engine.weights.progress import Unit, progress_bar
 from runtime.errors import ConfigError
@@ -117,8 +117,10 @@ def boot_rank(
     groups.boot_group.barrier()  # from here on ranks take part in one another's steps
     _compile(model, options, show=is_first)
     model.prepare()  # before the KV pool takes the memory: short prompts want it too
-    runner, sums = _give_pool(model, options, max_model_len, streams)
-    _rehearse(runner, model, options, max_model_len, sums, follows=dims.tp_rank > 0)
+    masked = opened.execution.max_masked_tokens
+    runner, sums = _give_pool(model, options, max_model_len, masked, streams=streams)
+    follows = dims.tp_rank > 0
+    _rehearse(runner, model, options, max_model_len, sums, follows=follows, masked=masked)
     runner, forget_graphs = capture_short_steps(
         options, model, runner, max_model_len, sums, streams=streams
     )
@@ -190,16 +192,26 @@ def _load(
 
 
 def _give_pool(
-    model: ServedModel, options: EngineOptions, max_model_len: int, streams: Streams
+    model: ServedModel,
+    options: EngineOptions,
+    max_model_len: int,
+    max_masked_tokens: int,
+    *,
+    streams: Streams,
 ) -> tuple[ModelRunner, MemorySums | None]:
     """Allocate the KV pool, of as many blocks on all ranks; with what was measured before it."""
-    sums = measure_memory(options, model, max_model_len=max_model_len, streams=streams)
+    sums = measure_memory(
+        options,
+        model,
+        max_model_len=max_model_len,
+        max_masked_tokens=max_masked_tokens,
+        streams=streams,
+    )
     num_blocks = choose_num_blocks(options, model.groups, sums, max_model_len=max_model_len)
     kv_pool = build_kv_pool(
         model, num_blocks, block_size=options.kv.block_size, dtype=options.kv.dtype
     )
-    sampler, in_group = Sampler(model.config.vocab_size), model.groups.dims.world_size > 1
-    return ModelRunner(model, kv_pool, sampler, in_group=in_group), sums
+    return make_runner(model, kv_pool, options), sums
 
 
 def _read_config(source: ModelOptions, options: EngineOptions, *, is_told: bool) -> CommonConfig:
@@ -219,12 +231,13 @@ def _rehearse(
     sums: MemorySums | None,
     *,
     follows: bool,
+    masked: int = 0,
 ) -> None:
     """Run steps that nobody asked for, all ranks together, so that no request pays for it.
 
     On a GPU of every size up to the largest one, and with every kind of sampling: kernels compile
-    and memory is taken. A rank that `follows` does not sample: the first of its tensor-parallel
-    group does.
+    and memory is taken; also with `masked` tokens, if steps of so many lay out rows masked. A rank
+    that `follows` does not sample: the first of its tensor-parallel group does.
 
     Raises:
         ConfigError: the largest step does not fit beside the KV pool.
@@ -232,7 +245,7 @@ def _rehearse(
     runner.run_dummy()
     if runner.kv_pool.device.type == "cpu":
         return
-    steps = all_steps(options, model.attention_rule, max_model_len)
+    steps = all_steps(options, model.attention_rule, max_model_len, masked)
     try:
         for scheduled in steps:
             rehearse(runner, scheduled, follows=follows)

@@ -275,5 +275,7 @@ def capture_suffixes(
     capture_or_close(graphs, progress, group)
     logger.info("captured short steps num_tokens=%s", graphs.buckets)
     short = ShortSteps(model, graphs, model.config.num_hidden_layers)
-    following = ModelRunner(short, runner.kv_pool, runner.sampler, in_group=runner.in_group)
+    following = ModelRunner(
+        short, runner.kv_pool, runner.sampler, in_group=runner.in_group, drafts=runner.drafts
+    )
     return following, graphs.close

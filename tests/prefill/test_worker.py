@@ -15,13 +15,21 @@ from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from kv_transfer.layout import KVLayout
+from kv_transfer.metadata import NO_DRAFT
 from kv_transfer.transport import peer_name
 from prefill.__main__ import main
 from prefill.assembly import layout_of
-from runtime.config import ClusterConfig, KVTransferSection, ModelSection, PrefillSection
+from runtime.config import (
+    ClusterConfig,
+    DecodeSection,
+    KVTransferSection,
+    ModelSection,
+    PrefillSection,
+)
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc, registry_pb2
 from runtime.rpc import open_channel
 from runtime.sampling import SamplingParams
+from tests.engine.model.test_mtp import draft
 from tests.prefill.fake_decode import CREDENTIALS
 from tests.prefill.real_decode import (
     NUM_BLOCKS,
@@ -32,6 +40,7 @@ from tests.prefill.real_decode import (
     prefill_processes,
     serve,
 )
+from tests.processes.forked import Process
 
 MODEL = Path(__file__).parents[2] / "deploy" / "models" / "tandem-python"
 PROMPT = [3 + (17 * index) % 4000 for index in range(200)]
@@ -45,6 +54,7 @@ class Oracle:
     first_token: int
     kv: torch.Tensor  # [blocks of the prompt, layers, block_size, latent]
     layout: KVLayout
+    first_draft: int = NO_DRAFT
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +73,16 @@ def oracle() -> Oracle:
     return Oracle(result.sampled.token_id, pool.data[1:5].clone(), layout_of(pool, 1))
 
 
+@pytest.fixture(scope="module")
+def drafting_oracle(oracle: Oracle) -> Oracle:
+    """The same with the KV of the layer for multi-token prediction, and its draft."""
+    model = build_model(MODEL, with_mtp=True)
+    pool = build_kv_pool(model, NUM_BLOCKS)
+    _, drafted = draft(model, [*PROMPT, oracle.first_token], pool)
+    first_draft = int(model.compute_logits(drafted[-1:]).argmax())
+    return Oracle(oracle.first_token, pool.data[1:5].clone(), layout_of(pool, 1), first_draft)
+
+
 @dataclass
 class Bench:
     """A running worker and what it talks to."""
@@ -70,7 +90,7 @@ class Bench:
     decode: RealDecode
     registry: FakeRegistry
     record: registry_pb2.WorkerRecord
-    processes: list[asyncio.subprocess.Process]
+    processes: list[Process]
     stub: prefill_pb2_grpc.PrefillStub
 
     async def run(
@@ -134,6 +154,7 @@ async def worker(
     config = ClusterConfig(
         model=ModelSection(path=str(MODEL)),
         prefill=prefill,
+        decode=DecodeSection(num_speculative_tokens=oracle.layout.num_mtp_layers),
         kv_transfer=KVTransferSection(transport="loopback", layers_per_group=layers_per_group),
     )
     registry = FakeRegistry()
@@ -163,6 +184,7 @@ async def check_transfer(bench: Bench, oracle: Oracle) -> None:
     assert arrival.record is not None
     assert arrival.record.first_token == oracle.first_token
     assert arrival.record.logprobs is not None
+    assert arrival.record.first_draft == oracle.first_draft
     kv = bench.decode.kv
     num_last = len(PROMPT) % 64
     torch.testing.assert_close(kv[[9, 4, 5]], oracle.kv[:3], rtol=1e-3, atol=1e-3)
@@ -188,7 +210,7 @@ async def check_drain(bench: Bench) -> None:
     for process in bench.processes:
         process.send_signal(signal.SIGTERM)
     async with asyncio.timeout(60):
-        statuses = [await process.wait() for process in bench.processes]
+        statuses = [await asyncio.to_thread(process.wait) for process in bench.processes]
     assert statuses == [0] * len(statuses)
     # An idle worker may be out of the pool before there was time to say that it drains.
     assert bench.registry.left.is_set()
@@ -236,6 +258,21 @@ async def test_a_data_parallel_rank_sends_all_of_its_kv(oracle: Oracle, tmp_path
         await check_drain(bench)
 
 
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2)])
+async def test_where_decode_drafts_its_layer_and_the_first_draft_come_with_the_prompt(
+    drafting_oracle: Oracle, tmp_path: Path, tp: int, dp: int
+) -> None:
+    """In chunks of 96 tokens; the second prompt begins with a cached prefix."""
+    async with worker(drafting_oracle, tmp_path, tp=tp, dp=dp, layers_per_group=2) as bench:
+        await check_transfer(bench, drafting_oracle)
+        async with asyncio.timeout(60):
+            arrival = await bench.decode.arrivals.get()
+        assert arrival.record is not None
+        assert arrival.record.first_draft == drafting_oracle.first_draft
+        await bench.until_idle()
+        await check_drain(bench)
+
+
 async def test_only_the_writing_rank_can_say_that_it_has_drained(
     oracle: Oracle, tmp_path: Path
 ) -> None:
@@ -268,7 +305,7 @@ async def test_when_a_rank_dies_calls_are_answered_and_the_instance_ends(
         assert response.error.code == common_pb2.ERROR_CODE_PEER_LOST
         assert response.error.request_id == "request-1"
         async with asyncio.timeout(60):
-            assert await bench.processes[1 - dead].wait() == 1
+            assert await asyncio.to_thread(bench.processes[1 - dead].wait) == 1
 
 
 async def test_when_a_rank_hangs_calls_may_go_elsewhere_and_the_instance_ends(
@@ -281,7 +318,7 @@ async def test_when_a_rank_hangs_calls_may_go_elsewhere_and_the_instance_ends(
         assert response.error.code == common_pb2.ERROR_CODE_PEER_LOST
         assert response.error.message.startswith("prefill-0 rank 1 of 2 cannot go on: ")
         async with asyncio.timeout(60):
-            assert await bench.processes[1].wait() == 1
+            assert await asyncio.to_thread(bench.processes[1].wait) == 1
         # Decode is told the same where the rank had come to ask it.
         parts = bench.decode.parts_of(1)
         assert len(parts) == len(bench.decode.claims)
