@@ -227,7 +227,7 @@ class OpenAIEndpoints:
             call.held.release()
             info = _info_of(call)
             mailbox = Mailbox(serving.section.max_mailbox_bytes, lambda: cut_off_reader(call))
-            self._add_choices(info, call, prompts, mailbox, reader_of)
+            _add_choices(info, call, prompts, mailbox, reader_of)
             for prompt in prompts:
                 num_tokens = len(prompt.token_ids)
                 backend.metrics.prompt_lengths.observe(num_tokens)
@@ -277,45 +277,45 @@ class OpenAIEndpoints:
                 record_request(serving.spans, current_trace(), info, time.monotonic())
             serving.finished.add(info.choices[0].generation, time.time())
 
-    def _add_choices(
-        self,
-        info: ResponseInfo,
-        call: Call[RequestT],
-        prompts: Sequence[Prompt],
-        mailbox: Mailbox,
-        reader_of: ReaderOf,
-    ) -> None:
-        """Prompt i's choice j is number ``i * n + j``."""
-        body, limits = call.body, call.limits
-        unique = f"{call.request_id}.{os.urandom(4).hex()}"  # two clients may send the same id
-        for prompt in prompts:
-            capped = for_prompt(call.sampling, len(prompt.token_ids), limits, param=call.param)
-            if call.compiled is not None:
-                capped = replace(capped, constraint=call.compiled.constraint(prompt.model_start))
-            options = OutputOptions(
-                stops=body.stop,
-                include_stop=bool(body.include_stop_str_in_output),
-                skip_special_tokens=body.skip_special_tokens is not False,
-                min_tokens=capped.min_tokens,
-                keep_tokens=info.wants_logprobs or info.wants_token_ids,
+
+def _add_choices(
+    info: ResponseInfo,
+    call: Call[RequestT],
+    prompts: Sequence[Prompt],
+    mailbox: Mailbox,
+    reader_of: ReaderOf,
+) -> None:
+    """Prompt i's choice j is number ``i * n + j``."""
+    body, limits = call.body, call.limits
+    unique = f"{call.request_id}.{os.urandom(4).hex()}"  # two clients may send the same id
+    for prompt in prompts:
+        capped = for_prompt(call.sampling, len(prompt.token_ids), limits, param=call.param)
+        if call.compiled is not None:
+            capped = replace(capped, constraint=call.compiled.constraint(prompt.model_start))
+        options = OutputOptions(
+            stops=body.stop,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            min_tokens=capped.min_tokens,
+            keep_tokens=info.wants_logprobs or info.wants_token_ids,
+        )
+        for number in range(info.choices_per_prompt):
+            index = len(info.choices)
+            generation = Generation(
+                request_id=f"{unique}.{index}",
+                index=index,
+                prompt_token_ids=prompt.token_ids,
+                sampling=for_choice(capped, number),
+                cache_salt=cache_salt_of(call.use, body.cache_salt),
+                mailbox=mailbox,
+                received=call.received,
+                conversation=conversation_of(call.request, body.prompt_cache_key),
+                explain=info.wants_routing,
+                standing=call.standing,
             )
-            for number in range(info.choices_per_prompt):
-                index = len(info.choices)
-                generation = Generation(
-                    request_id=f"{unique}.{index}",
-                    index=index,
-                    prompt_token_ids=prompt.token_ids,
-                    sampling=for_choice(capped, number),
-                    cache_salt=cache_salt_of(call.use, body.cache_salt),
-                    mailbox=mailbox,
-                    received=call.received,
-                    conversation=conversation_of(call.request, body.prompt_cache_key),
-                    explain=info.wants_routing,
-                    standing=call.standing,
-                )
-                text = ChoiceText(info.vocabulary, options, reader_of(prompt))
-                choice = Choice(index=index, prompt=prompt, generation=generation, text=text)
-                info.choices.append(choice)
+            text = ChoiceText(info.vocabulary, options, reader_of(prompt))
+            choice = Choice(index=index, prompt=prompt, generation=generation, text=text)
+            info.choices.append(choice)
 
 
 def _info_of(call: Call[RequestT]) -> ResponseInfo:
