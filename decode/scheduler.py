@@ -7,7 +7,9 @@ before it runs and its tokens are unknown: every running request is then taken t
 that the next token ends by its number. A request that turns out to be over lingers: it holds its
 blocks until every step that runs it is over. Rules:
 
-- Growth: a request that needs another block gets it, the first of them first. If none is free, the
+- Growth: a request that needs another block gets it, the first of them first. With drafts a step
+  gives one token or more, and blocks are reserved for as many as launched steps may give; for its
+  drafts a request gets blocks that nobody else needs, and gives them back. If none is free, the
   last running request is preempted: its KV goes to host memory and its blocks are given back. On a
   GPU the copy takes a while (OFFLOADING); who waits for those blocks sits the steps out until then.
 - If the host store cannot take the last, that request fails alone with OUT_OF_BLOCKS.
@@ -29,6 +31,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from decode.draft_blocks import DraftBlocks, DraftSteps
 from decode.offload import HostStore
 from decode.preempted import PreemptedRequests
 from decode.requests import DecodeRequest, place_of
@@ -75,9 +78,16 @@ class DecodeScheduler:
     """The requests whose KV is complete. Used by the engine loop's thread only."""
 
     def __init__(
-        self, pool: BlockPool, host: HostStore, *, max_num_seqs: int, max_model_len: int
+        self,
+        pool: BlockPool,
+        host: HostStore,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        drafts: DraftSteps | None = None,
     ) -> None:
         self._pool = pool
+        self._blocks = DraftBlocks(pool, max_model_len, drafts or DraftSteps())
         self._away = PreemptedRequests(pool, host)
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
@@ -140,8 +150,10 @@ class DecodeScheduler:
     @property
     def must_wait(self) -> bool:
         """Whether the next step cannot be chosen before those that are launched are over."""
-        if self._pool.can_allocate(len(self.running)):
-            return False  # one token each never needs more
+        if self._blocks.any_runs_without(self.requests):
+            return any(request.request.num_launched_tokens for request in self.running)
+        if self._pool.can_allocate(self._blocks.most_of_a_step * len(self.running)):
+            return False  # what one step gives each never needs more
         is_any_launched = any(request.request.num_launched_tokens for request in self.running)
         return is_any_launched and not self._pool.can_allocate(
             sum(self._num_needed(request) for request in self._continuing())
@@ -168,6 +180,7 @@ class DecodeScheduler:
             request.is_parked = False
         if is_short or resumed or begun or is_parked:
             requests = [item for item in self._continuing() if not self._num_needed(item)]
+        self._blocks.reach_ahead(requests, num_spare=len(self.running))
         scheduled = [ScheduledRequest(item.request, 1) for item in requests]
         for item in scheduled:
             item.request.num_launched_tokens += 1
@@ -197,6 +210,7 @@ class DecodeScheduler:
         inner.num_computed_tokens += 1
         _commit_last_block(inner, self._pool)
         inner.output_token_ids.append(token_id)
+        inner.draft_token_ids = ()
         return inner.finish_reason(self._max_model_len)
 
     def check_integrity(self) -> None:
@@ -237,7 +251,7 @@ class DecodeScheduler:
         return bool(leaving)
 
     def _num_needed(self, request: DecodeRequest) -> int:
-        return request.request.num_blocks_needed(1, self._pool.block_size)
+        return self._blocks.num_needed(request.request)
 
     def _grow(
         self, request: DecodeRequest, preempted: list[DecodeRequest], failed: list[DecodeRequest]
@@ -248,6 +262,8 @@ class DecodeScheduler:
         is to get are still being copied.
         """
         num_needed = self._num_needed(request)
+        if not self._pool.can_allocate(num_needed):
+            self._blocks.give_back(self.running)
         while not self._pool.can_allocate(num_needed):
             if self.offloading:
                 return

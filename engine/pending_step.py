@@ -47,6 +47,11 @@ class StepResult:
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
     is_failed: bool = False
 
+    @property
+    def tokens(self) -> tuple[SampledToken, ...]:
+        """All that the step sampled for it."""
+        return () if self.sampled is None else (self.sampled, *self.more)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingStep:

@@ -53,8 +53,8 @@ def steps_to_capture(
         ConfigError: graphs are asked for by name, and this model has no steps for them.
     """
     match options.steps:
-        case TokenSteps():
-            return _token_steps(options, model, max_model_len)
+        case TokenSteps() as tokens:
+            return _token_steps(options, tokens, model, max_model_len)
         case ChunkSteps() as chunks:
             sizes = suffix_buckets(chunks.max_num_batched_tokens)
             if _why_no_suffixes(options, model):
@@ -149,7 +149,7 @@ def try_to_capture(
 
 
 def _token_steps(
-    options: EngineOptions, model: ServedModel, max_model_len: int
+    options: EngineOptions, steps: TokenSteps, model: ServedModel, max_model_len: int
 ) -> tuple[MakeSteps, tuple[int, ...]]:
     def make(pool: KVPool, buckets: tuple[int, ...]) -> StepGraphs:
         return StepGraphs(
@@ -159,6 +159,7 @@ def _token_steps(
             max_num_seqs=options.max_num_seqs,
             max_model_len=max_model_len,
             buckets=buckets,
+            num_drafts=steps.num_speculative_tokens,
         )
 
     return make, batch_buckets(options.max_num_seqs)

@@ -2,8 +2,13 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
+from torch import Tensor
+
+from engine.batch import ForwardBatch
+from engine.graphs.graph_runner import GraphRunner
 from engine.graphs.step_graphs import StepGraphs
 from engine.memory.kv_pool import KVPool
 from engine.model.spec import ServedModel
@@ -15,6 +20,48 @@ from engine.sampling.sampler import Sampler
 from runtime.sampling import SamplingParams
 
 
+@dataclass(frozen=True)
+class SelfDrafting:
+    """A model that drafts by itself: what it would choose next, or something else now and then.
+
+    It runs its own layers on the token behind each row. What it writes there stands where no token
+    is yet, and the rows that come to stand there write it anew.
+
+    Attributes:
+        model: whose layers run.
+        misses: of so many rows one drafts what the model would not; 0 for none.
+    """
+
+    model: ServedModel
+    misses: int = 0
+
+    def forward(self, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
+        return self.model.forward(batch, kv_pool)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return self.model.compute_logits(hidden)
+
+    def forward_mtp(
+        self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch, kv_pool: KVPool
+    ) -> Tensor:
+        positions, size = batch.positions + 1, kv_pool.block_size
+        last = batch.block_tables.shape[1] - 1
+        blocks = batch.block_tables.gather(1, (positions // size).clamp_max(last)[:, None])
+        slots = blocks[:, 0].long() * size + positions % size
+        behind = replace(
+            batch,
+            input_ids=next_ids,
+            positions=positions,
+            slot_mapping=slots.masked_fill(batch.slot_mapping == 0, 0),
+            seq_lens=batch.seq_lens + 1,
+        )
+        drafted = self.model.forward(behind, kv_pool)
+        if not self.misses:
+            return drafted
+        is_miss = (next_ids * 7 + positions) % self.misses == 0
+        return torch.where(is_miss[:, None], drafted.roll(1, dims=1), drafted)
+
+
 @dataclass
 class DraftWorker:
     """Runs requests to their ends, each with blocks of its own from the start.
@@ -23,6 +70,7 @@ class DraftWorker:
         model: with its MTP layers, if `num_drafts` is above 0.
         num_drafts: K.
         ahead: launch a step before the tokens of the one before it are read.
+        drafter: runs the steps instead, if given.
         outputs: what each request got, by its place; tokens behind its end are dropped.
         num_steps: that were launched.
         counts: tokens that a step gave a request, of every one.
@@ -35,6 +83,7 @@ class DraftWorker:
     max_model_len: int = 48
     max_num_seqs: int = 10
     use_graphs: bool | None = None
+    drafter: SelfDrafting | None = None
     outputs: list[list[SampledToken]] = field(default_factory=list)
     num_steps: int = 0
     counts: list[int] = field(default_factory=list)
@@ -42,7 +91,7 @@ class DraftWorker:
     def __post_init__(self) -> None:
         config, spec = self.model.config, self.model.kv_spec
         num_mtp = config.num_kv_layers(with_mtp=self.model.with_mtp) - config.num_kv_layers()
-        per_request = num_blocks_for(self.max_model_len, self.block_size)
+        per_request = num_blocks_for(self.max_model_len + 1, self.block_size)
         self.pool = KVPool(
             1 + self.max_num_seqs * per_request,
             config.num_kv_layers() + num_mtp,
@@ -54,7 +103,7 @@ class DraftWorker:
         )
         self.runner = ModelRunner(self.model, self.pool, Sampler(config.vocab_size))
         self.graphs = StepGraphs(
-            self.model,
+            self.drafter or self.model,
             self.pool,
             vocab_size=config.vocab_size,
             max_num_seqs=self.max_num_seqs,
@@ -63,6 +112,7 @@ class DraftWorker:
             use_graphs=self.use_graphs,
         )
         self.graphs.capture()
+        self.steps = GraphRunner(self.runner, self.graphs)
 
     def run(
         self, requests: Sequence[Request], rests: Callable[[Request], bool] = lambda request: False
@@ -88,6 +138,7 @@ class DraftWorker:
         for place, request in enumerate(requests):
             # Only what it may ever need: whatever lies beyond is somebody else's.
             most = min(request.num_tokens + request.sampling.max_tokens, self.max_model_len) - 1
+            most += self.drafter is not None  # which writes one position further on
             first = 1 + place * per_request
             request.block_table = list(range(first, first + num_blocks_for(most, self.block_size)))
         for request in requests:
@@ -108,9 +159,8 @@ class DraftWorker:
         scheduled = [ScheduledRequest(request, 1) for request in requests]
         for request in requests:
             request.num_launched_tokens += 1
-        assert self.graphs.takes(scheduled)
         self.num_steps += 1
-        return self.graphs.launch_step(scheduled, after=after)
+        return self.steps.launch(scheduled, after=after)
 
     def _collect(self, pending: PendingStep) -> None:
         results = pending.collect()
