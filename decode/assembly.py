@@ -33,6 +33,7 @@ from engine.options import EngineOptions, TokenSteps
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.lockstep import Lockstep, create_lockstep
 from engine.sampling.graph_sampler import GraphSampler
+from engine.streams import Streams
 from kv_transfer.layout import KVDtype, KVLayout
 from kv_transfer.metadata import SlotArray, SlotLayout
 from kv_transfer.ownership import Quarantine
@@ -57,7 +58,7 @@ QUARANTINE_PATIENCE_S = 5.0
 class ModelSide:
     """The model of this rank, its KV memory, and how it keeps step with the other ranks.
 
-    `launch_waits` is that of `BootedRank`.
+    `launch_waits` and `streams` are those of `BootedRank`.
     """
 
     groups: ProcessGroups
@@ -69,6 +70,7 @@ class ModelSide:
     max_model_len: int
     kv_pool: KVPool
     runner: StepRunner
+    streams: Streams
     launch_waits: bool = False
 
     def close(self) -> None:
@@ -145,6 +147,7 @@ def build_model_side(options: WorkerOptions) -> ModelSide:
         max_model_len=booted.max_model_len,
         kv_pool=booted.kv_pool,
         runner=runner,
+        streams=booted.streams,
         launch_waits=booted.launch_waits,
     )
 
@@ -171,6 +174,7 @@ def choose_runner(options: EngineOptions, booted: BootedRank, *, show: bool) -> 
         max_model_len=booted.max_model_len,
         group=group,
         num_drafts=num_drafts,
+        streams=booted.streams,
     )
     # Steps with drafts are of fixed shape, also where they are called and not replayed. Nothing is
     # padded then, as nothing has to be: any number of requests is a size.
@@ -260,7 +264,7 @@ def build_rank(
     )
     scheduler = DecodeScheduler(
         pool,
-        _host_store(side.kv_pool, decode.preemption_host_blocks),
+        _host_store(side, decode.preemption_host_blocks),
         max_num_seqs=decode.max_num_seqs,
         max_model_len=side.max_model_len,
         drafts=DraftSteps(num_drafts=decode.num_speculative_tokens, takes=GraphSampler.takes),
@@ -281,8 +285,9 @@ def build_rank(
     )
 
 
-def _host_store(kv_pool: KVPool, num_blocks: int) -> HostStore:
+def _host_store(side: ModelSide, num_blocks: int) -> HostStore:
     """Where preempted KV goes; a GPU's through pinned memory, which is allocated now."""
-    if kv_pool.device.type == "cuda":
-        return HostBlockStore(PinnedBlocks(kv_pool, num_blocks), num_blocks)
-    return HostBlockStore(kv_pool, num_blocks)
+    if side.kv_pool.device.type == "cuda":
+        pinned = PinnedBlocks(side.kv_pool, num_blocks, side.streams)
+        return HostBlockStore(pinned, num_blocks)
+    return HostBlockStore(side.kv_pool, num_blocks)

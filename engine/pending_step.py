@@ -39,6 +39,7 @@ class StepResult:
             order; empty unless the request asked for them. Token 0 never has one.
         is_failed: a token was due, and the logits hold NaN or infinity, or the request's constraint
             leaves none: it has to end by its `failure`, which says nothing about the others.
+        draft: of the token after `sampled`, where the step made one.
     """
 
     request: Request
@@ -46,6 +47,7 @@ class StepResult:
     more: tuple[SampledToken, ...] = ()
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
     is_failed: bool = False
+    draft: int | None = None
 
     @property
     def tokens(self) -> tuple[SampledToken, ...]:
@@ -65,6 +67,7 @@ class PendingStep:
             infinity; the device's token is then any token.
         prompts: per scheduled request its prompt logprobs, in pieces.
         copies: after which the host has all of these.
+        drafts: of the tokens after the sampled ones, [L] int64 on the host; None if none was made.
         span: when the device ran it; None on a CPU.
         span_before: the same of the step before it, if there was one.
     """
@@ -74,6 +77,7 @@ class PendingStep:
     is_usable: torch.Tensor | None
     prompts: Sequence[Sequence[PendingLogprobs]]
     copies: HostCopies
+    drafts: torch.Tensor | None = None
     span: DeviceSpan | None = None
     span_before: DeviceSpan | None = None
 
@@ -118,9 +122,11 @@ class PendingStep:
     def _read(self) -> list[StepResult]:
         tokens = iter(_tokens_of(self.sample))
         usable = iter(self.is_usable.tolist() if self.is_usable is not None else ())
+        drafts = iter(self.drafts.tolist() if self.drafts is not None else ())
         results = []
         for item, pieces in zip(self.scheduled, self.prompts, strict=True):
             token, *more = next(tokens) if item.samples else (None,)
+            draft = next(drafts, None) if item.samples else None
             is_failed = item.samples and not (next(usable) and _fits(item, token))
             results.append(
                 StepResult(
@@ -129,6 +135,7 @@ class PendingStep:
                     more=() if is_failed else tuple(more),
                     prompt_logprobs=[entry for piece in pieces for entry in piece.collect()],
                     is_failed=is_failed,
+                    draft=draft,
                 )
             )
         return results

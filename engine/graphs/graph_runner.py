@@ -17,6 +17,7 @@ from engine.pending_step import PendingStep
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner
 from engine.step_error import StepError
+from engine.streams import Streams
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ def capture_steps(
     buckets: Sequence[int] | None = None,
     use_graphs: bool | None = None,
     num_drafts: int = 0,
+    streams: Streams | None = None,
 ) -> GraphRunner:
     """Capture the decode steps of a runner; all ranks that share experts do it together.
 
@@ -119,6 +121,7 @@ def capture_steps(
         buckets: sizes of steps, ascending; None for those that a worker may meet.
         use_graphs: as in `StepGraphs`.
         num_drafts: as in `StepGraphs`.
+        streams: as in `StepGraphs`.
 
     Raises:
         CaptureError: the model of a rank cannot be captured, which all of them say; the runner
@@ -135,6 +138,7 @@ def capture_steps(
         buckets=buckets,
         use_graphs=use_graphs,
         num_drafts=num_drafts,
+        streams=streams,
     )
     capture_or_close(graphs, progress, group)
     logger.info("captured decode steps sizes=%s", graphs.buckets)

@@ -39,6 +39,7 @@ from engine.request import ScheduledRequest, num_blocks_for
 from engine.runner import CausalModel
 from engine.sampling.graph_sampler import GraphSampler, SamplingStage
 from engine.step_error import StepError, may_fail
+from engine.streams import Streams
 
 
 class StepGraphs:
@@ -55,6 +56,7 @@ class StepGraphs:
         buckets: Sequence[int] | None = None,
         use_graphs: bool | None = None,
         num_drafts: int = 0,
+        streams: Streams | None = None,
     ) -> None:
         """Allocate the static buffers; `capture` does the rest.
 
@@ -68,10 +70,12 @@ class StepGraphs:
             use_graphs: None for graphs on a CUDA device and none elsewhere.
             num_drafts: that a step verifies and makes for each sequence; above 0 of a model with
                 its layer for multi-token prediction, and over a pool with that one's KV.
+            streams: of the rank; None for some of these steps' own.
         """
         device = kv_pool.device
         self._model, self._kv_pool = model, kv_pool
         self._use_graphs = device.type == "cuda" if use_graphs is None else use_graphs
+        self._streams = streams or Streams(device)
         self.buckets = tuple(buckets or batch_buckets(max_num_seqs))
         max_num_blocks = num_blocks_for(max_model_len, kv_pool.block_size)
         self._sampler = GraphSampler(vocab_size, max_num_seqs, device)
@@ -117,7 +121,7 @@ class StepGraphs:
             PeerLostError: another rank ended.
         """
         assert not self.is_captured
-        make = Capture(self._kv_pool.device).graph if self._use_graphs else Eager
+        make = Capture(self._streams).graph if self._use_graphs else Eager
         graphs_of_a_stage = 2 if self._body.has_drafts else 1
         total = len(self.buckets) * (1 + graphs_of_a_stage * len(SamplingStage))
         for _ in capture_each(self.buckets, partial(self._capture_size, make=make), group):
