@@ -36,10 +36,25 @@ class DraftBlocks:
     def __init__(self, pool: BlockPool, max_model_len: int, drafts: DraftSteps) -> None:
         self._pool, self._max_model_len, self._drafts = pool, max_model_len, drafts
 
-    @property
-    def most_of_a_step(self) -> int:
-        """Blocks that a request may come to lack by the tokens that one step gives it."""
-        return num_blocks_for(1 + self._drafts.num_drafts, self._pool.block_size)
+    def are_enough(
+        self,
+        running: Sequence[DecodeRequest],
+        continuing: Callable[[], Iterable[DecodeRequest]],
+        here: Iterable[DecodeRequest],
+    ) -> bool:
+        """Whether the next step can be launched before the one that is launched is read.
+
+        Args:
+            running: requests of the steps.
+            continuing: those of them that may be in the next one.
+            here: all requests.
+        """
+        if self.any_runs_without(here):
+            return False
+        most_each = num_blocks_for(1 + self._drafts.num_drafts, self._pool.block_size)
+        if self._pool.can_allocate(most_each * len(running)):
+            return True  # nobody comes to lack more by what one step gives
+        return self._pool.can_allocate(sum(map(self.num_needed, continuing())))
 
     def any_runs_without(self, requests: Iterable[DecodeRequest]) -> bool:
         """Whether a step with these requests may run without the drafts that others have."""
@@ -47,12 +62,12 @@ class DraftBlocks:
             return False
         return not all(self._drafts.takes(item.request.sampling) for item in requests)
 
-    def num_needed(self, inner: Request) -> int:
+    def num_needed(self, request: DecodeRequest) -> int:
         """Return how many blocks a request lacks for the token that the next step runs.
 
         As many tokens as the launched step may give it come before that.
         """
-        num_drafts = self._drafts.num_drafts
+        inner, num_drafts = request.request, self._drafts.num_drafts
         return self._num_lacking(inner, needed_tokens(inner, num_drafts, self._max_model_len))
 
     def reach_ahead(self, requests: Sequence[DecodeRequest], num_spare: int) -> None:

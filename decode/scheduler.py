@@ -86,11 +86,9 @@ class DecodeScheduler:
         max_model_len: int,
         drafts: DraftSteps | None = None,
     ) -> None:
-        self._pool = pool
+        self._pool, self._max_num_seqs, self._max_model_len = pool, max_num_seqs, max_model_len
         self._blocks = DraftBlocks(pool, max_model_len, drafts or DraftSteps())
         self._away = PreemptedRequests(pool, host)
-        self._max_num_seqs = max_num_seqs
-        self._max_model_len = max_model_len
         self.steps = StepTime()
         """Of the steps that were run; whoever runs them tells it."""
         self.waiting: list[DecodeRequest] = []
@@ -150,14 +148,9 @@ class DecodeScheduler:
     @property
     def must_wait(self) -> bool:
         """Whether the next step cannot be chosen before those that are launched are over."""
-        if self._blocks.any_runs_without(self.requests):
-            return any(request.request.num_launched_tokens for request in self.running)
-        if self._pool.can_allocate(self._blocks.most_of_a_step * len(self.running)):
-            return False  # what one step gives each never needs more
-        is_any_launched = any(request.request.num_launched_tokens for request in self.running)
-        return is_any_launched and not self._pool.can_allocate(
-            sum(self._num_needed(request) for request in self._continuing())
-        )
+        if not any(request.request.num_launched_tokens for request in self.running):
+            return False
+        return not self._blocks.are_enough(self.running, self._continuing, self.requests)
 
     def schedule(self) -> StepPlan:
         """Decide the next step; preempts, resumes and starts requests on the way.
@@ -170,7 +163,7 @@ class DecodeScheduler:
         failed: list[DecodeRequest] = []
         requests = self._continuing()
         for request in requests:
-            if request.status is DecodeStatus.RUNNING and self._num_needed(request):
+            if request.status is DecodeStatus.RUNNING and self._blocks.num_needed(request):
                 self._grow(request, preempted, failed)
         is_short = bool(preempted or failed or self.offloading)
         resumed = [] if is_short else self._resume()
@@ -179,7 +172,7 @@ class DecodeScheduler:
         for request in begun:
             request.is_parked = False
         if is_short or resumed or begun or is_parked:
-            requests = [item for item in self._continuing() if not self._num_needed(item)]
+            requests = [item for item in self._continuing() if not self._blocks.num_needed(item)]
         self._blocks.reach_ahead(requests, num_spare=len(self.running))
         scheduled = [ScheduledRequest(item.request, 1) for item in requests]
         for item in scheduled:
@@ -250,9 +243,6 @@ class DecodeScheduler:
             insort(self.waiting, request, key=place_of)
         return bool(leaving)
 
-    def _num_needed(self, request: DecodeRequest) -> int:
-        return self._blocks.num_needed(request.request)
-
     def _grow(
         self, request: DecodeRequest, preempted: list[DecodeRequest], failed: list[DecodeRequest]
     ) -> None:
@@ -261,7 +251,7 @@ class DecodeScheduler:
         It has none afterwards where it is itself preempted or failed, or where the blocks that it
         is to get are still being copied.
         """
-        num_needed = self._num_needed(request)
+        num_needed = self._blocks.num_needed(request)
         if not self._pool.can_allocate(num_needed):
             self._blocks.give_back(self.running)
         while not self._pool.can_allocate(num_needed):
@@ -300,7 +290,7 @@ class DecodeScheduler:
         for request in tuple(self.preempted):
             if not places.has_one(request):
                 continue
-            num_needed = self._num_needed(request)
+            num_needed = self._blocks.num_needed(request)
             num_spare = len(self.running) + 1 if self.running else 0
             if not self._pool.can_allocate(num_needed + num_spare):
                 break

@@ -348,14 +348,15 @@ class Trace:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.randoms(use_true_random=True),
-    st.integers(0, 1),
-    st.integers(4, 14),
-    st.sampled_from([0, 3, 100]),
-    st.integers(1, 5),
-    st.integers(0, 3),
+    random=st.randoms(use_true_random=True),
+    max_ahead=st.integers(0, 1),
+    num_usable=st.integers(4, 14),
+    host_blocks=st.sampled_from([0, 3, 100]),
+    max_num_seqs=st.integers(1, 5),
+    num_drafts=st.integers(0, 3),
 )
 def test_whatever_happens_everybody_gets_what_is_his(
+    *,
     random: Random,
     max_ahead: int,
     num_usable: int,

@@ -11,15 +11,21 @@ from runtime.sampling import SamplingParams
 
 
 @given(
-    st.integers(0, 3),
-    st.booleans(),
-    st.integers(1, 9),
-    st.integers(2, 30),
-    st.integers(3, 40),
-    st.randoms(use_true_random=False),
+    num_drafts=st.integers(0, 3),
+    ahead=st.booleans(),
+    num_prompt=st.integers(1, 9),
+    max_tokens=st.integers(2, 30),
+    extra=st.integers(3, 40),
+    random=st.randoms(use_true_random=False),
 )
 def test_rows_stand_where_a_place_was_reserved(
-    num_drafts: int, ahead: bool, num_prompt: int, max_tokens: int, extra: int, random: Random
+    *,
+    num_drafts: int,
+    ahead: bool,
+    num_prompt: int,
+    max_tokens: int,
+    extra: int,
+    random: Random,
 ) -> None:
     max_model_len = num_prompt + extra
     params = SamplingParams(max_tokens=max_tokens)
