@@ -125,6 +125,7 @@ async def test_a_start_that_takes_too_long_names_who_is_late(tmp_path: Path) -> 
     assert find_processes(run.context.run_id) == []
 
 
+@pytest.mark.slow
 async def test_a_killed_process_comes_back_with_its_instance(tmp_path: Path) -> None:
     run = Run(tmp_path, decode_dp=2)
     async with run.running():
@@ -144,6 +145,7 @@ async def test_a_killed_process_comes_back_with_its_instance(tmp_path: Path) -> 
     assert find_processes(run.context.run_id) == []
 
 
+@pytest.mark.slow
 async def test_a_router_that_is_killed_comes_back_beside_the_other(tmp_path: Path) -> None:
     run = Run(tmp_path, routers=2)
     async with run.running():
@@ -157,6 +159,7 @@ async def test_a_router_that_is_killed_comes_back_beside_the_other(tmp_path: Pat
     assert find_processes(run.context.run_id) == []
 
 
+@pytest.mark.slow
 async def test_an_instance_that_others_stop_may_finish_and_comes_back_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -205,6 +208,7 @@ async def test_a_second_request_to_stop_does_not_wait(
     assert find_processes(run.context.run_id) == []
 
 
+@pytest.mark.slow
 async def test_an_instance_whose_host_is_lost_is_placed_anew(tmp_path: Path) -> None:
     run = Run(tmp_path, decode_dp=2)
     async with run.running():
