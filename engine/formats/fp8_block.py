@@ -13,11 +13,10 @@ from torch import Tensor
 
 from engine.formats.base import NumberFormat, QuantizedConfig, Storage
 from engine.formats.expert_rows import AlignedRows, GroupedRows, quantized
-from engine.formats.fp8_rows import GROUP, Activation, Fp8Rows
-from engine.formats.packed_rows import packed_bytes
+from engine.formats.fp8_rows import GROUP, Activation, Fp8Rows, packed_bytes
 from engine.formats.stored_weight import StoredWeight
 from engine.kernels.alignment import Overflow
-from engine.kernels.kernel_set import KernelSet
+from engine.kernels.base import KernelSet
 from engine.kernels.masked_rows import MaskedRows
 from engine.weights.fp8 import dequantize_block, quantize_block, scale_shape
 from engine.weights.slices import TensorSource, WeightSlice
@@ -42,13 +41,13 @@ class Fp8Products(Protocol):
         w2: tuple[Tensor, Tensor],
         overflow: Overflow | None = None,
     ) -> Tensor:
-        """Run experts over aligned rows; see `aligned_reference.grouped_fp8_mlp`."""
+        """Run experts over aligned rows; see `expert_reference.grouped_fp8_mlp`."""
         ...
 
     def masked_mlp(
         self, rows: MaskedRows, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Run experts over masked rows; see `masked_reference.masked_fp8_mlp`."""
+        """Run experts over masked rows; see `expert_reference.masked_fp8_mlp`."""
         ...
 
 
