@@ -29,6 +29,7 @@ def tell_token(
     request.has_news = True
     delta = Delta(
         request_id=request.request_id,
+        row_id=request.row_id,
         start_index=inner.num_output_tokens - 1,
         token_ids=(token.token_id,),
         logprobs=() if token.logprobs is None else (token.logprobs,),

@@ -43,6 +43,8 @@ _TOP_BYTES = 12
 
 
 CallSoon = Callable[[Callable[[], None]], object]
+Flow = Callable[[int, float], bool]
+"""Takes a token and its moment, if it can."""
 
 
 class Mailbox:
@@ -79,6 +81,11 @@ class Mailbox:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._on_full = on_full
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all outputs were taken."""
+        return not self._items
 
     def put(self, output: Output) -> None:
         """Add ``output`` and wake the consumer."""
@@ -232,6 +239,8 @@ class Generation:
         self.num_cached_tokens = 0
         self.output_token_ids: list[int] = []
         """Handed over so far, in order."""
+        self.flow: Flow | None = None
+        """Is asked first whether it takes a token that comes alone, while the mailbox is empty."""
         self._mailbox = mailbox
         self._loop = asyncio.get_running_loop()  # asking for it again costs a system call a token
 
@@ -293,3 +302,12 @@ class Generation:
         self.timings.last_token = self._loop.time()
         self.output_token_ids += token_ids
         self._mailbox.put(Output(self.index, token_ids, logprobs, finish))
+
+    def hand_over_token(self, token_id: int, now: float) -> None:
+        """The one that follows, at ``now`` of the event loop's clock, and nothing else."""
+        self.timings.last_token = now
+        self.output_token_ids.append(token_id)
+        flow = self.flow
+        if flow is not None and self._mailbox.is_empty and flow(token_id, now):
+            return
+        self._mailbox.put(Output(self.index, (token_id,)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from runtime.pb import common_pb2, decode_pb2, registry_pb2
@@ -37,6 +37,26 @@ def delta_of(
     if index == request.num_output_tokens + 1:
         delta.timings.kv_transfer_s = 0.002
     return delta
+
+
+def fill_frame(
+    frame: decode_pb2.Frame, deltas: Iterable[decode_pb2.TokenDelta], row_ids: Mapping[str, int]
+) -> None:
+    """``deltas`` as a decode rank sends them: what says tokens alone is a row, if it may be one."""
+    told, sizes = set(), []
+    for delta in deltas:
+        row_id = row_ids.get(delta.request_id, 0)
+        says = {field.name for field, _ in delta.ListFields()}
+        if row_id and says == {"request_id", "start_index", "token_ids"} and row_id not in told:
+            frame.rows.row_ids.append(row_id)
+            frame.rows.start_indexes.append(delta.start_index)
+            frame.rows.token_ids.extend(delta.token_ids)
+            sizes.append(len(delta.token_ids))
+        else:
+            told.add(row_id)
+            frame.deltas.append(delta)
+    if any(size != 1 for size in sizes):
+        frame.rows.num_tokens.extend(sizes)
 
 
 def error_delta(request_id: str, error: common_pb2.Error) -> decode_pb2.TokenDelta:

@@ -42,7 +42,7 @@ from runtime.wire import (
     finish_reason_to_proto,
     sampling_from_proto,
 )
-from tests.router.deltas import delta_of, error_delta, position_logprobs, since
+from tests.router.deltas import delta_of, error_delta, fill_frame, position_logprobs, since
 from tests.tcp_proxy import Proxy
 
 SECRET = "test-secret"
@@ -227,6 +227,10 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     loses_finish: bool = False
     """Send the last token without its finish reason, then fail."""
     repeat_tokens: bool = False
+    sends_rows: bool = True
+    """Otherwise as a worker of an earlier version: deltas alone."""
+    row_ids: dict[str, int] = field(default_factory=dict)
+    """Of all requests ever, by request id."""
     burst: bool = False
     """Send all deltas of a request in one frame."""
     refuses_streams: bool = False
@@ -265,6 +269,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     ) -> decode_pb2.ReserveResponse:
         self.traces.append(("Reserve", trace_id()))
         self.seen.append(request)
+        self.row_ids[request.request_id] = request.row_id
         await asyncio.sleep(self.reserve_s)
         if self.reserve_error is not None:
             error = error_to_proto(self.reserve_error, request.request_id)
@@ -350,7 +355,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             yield decode_pb2.Frame(decode=self.identity)
             for point in request.resume:
                 self.resumed.append(point)
-                yield decode_pb2.Frame(decode=self.identity, deltas=self._news_since(point))
+                frame = decode_pb2.Frame(decode=self.identity)
+                fill_frame(frame, self._news_since(point), self.row_ids if self.sends_rows else {})
+                yield frame
             while True:
                 frame = await frames.get()
                 if frame is None:
@@ -373,7 +380,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     def send(self, router_id: str, deltas: Iterable[decode_pb2.TokenDelta]) -> None:
         """One frame, where somebody reads."""
         load = registry_pb2.WorkerLoad(num_requests_running=len(self.requests), num_total_blocks=10)
-        frame = decode_pb2.Frame(decode=self.identity, deltas=deltas, load=load)
+        frame = decode_pb2.Frame(decode=self.identity, load=load)
+        fill_frame(frame, deltas, self.row_ids if self.sends_rows else {})
         if router_id in self._streams:
             self._streams[router_id].put_nowait(frame)
 
