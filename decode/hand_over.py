@@ -63,7 +63,7 @@ class HandOver:
         if arrival.record is not None:
             first_token, most = arrival.record.first_token, self._limits.vocab_size - 1
             if 0 <= first_token <= most:
-                self._start_waiting(request, first_token)
+                self._start_waiting(request, first_token, draft=arrival.record.first_draft)
                 return
             # A step with it would read beyond the embedding, and end everybody's on a GPU.
             error = TransferFailedError(
@@ -88,10 +88,12 @@ class HandOver:
         self._reservations.wake()
         return unknown
 
-    def _start_waiting(self, request: DecodeRequest, first_token: int) -> None:
+    def _start_waiting(self, request: DecodeRequest, first_token: int, *, draft: int) -> None:
         inner = request.request
         inner.num_computed_tokens = inner.num_context_tokens
         inner.output_token_ids.append(first_token)
+        # One that the model does not have is no guess, and harms nobody.
+        inner.draft_token_ids = (draft,) if 0 <= draft < self._limits.vocab_size else ()
         num_whole = inner.num_context_tokens // self._pool.block_size
         self._pool.commit(inner.block_table[:num_whole], inner.block_hashes[:num_whole])
         reason = inner.finish_reason(self._limits.max_model_len)

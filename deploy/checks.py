@@ -98,6 +98,7 @@ def check_config(config: ClusterConfig, *, num_devices: int) -> None:
     for role in ("prefill", "decode"):
         spec_of(model).check_device(f"{role}.device", getattr(config, role).device)
     _check_parallel(config, model)
+    _check_drafts(config, model)
     plan_decode_memory(config, model)
     _check_lengths(config, model)
     _check_places(config)
@@ -226,6 +227,13 @@ def _check_parallel(config: ClusterConfig, model: CommonConfig) -> None:
         except ConfigError as error:
             path, value = section.ranks_field, section.num_ranks
             raise ConfigError(path, value, error.problem, error.fix) from error
+
+
+def _check_drafts(config: ClusterConfig, model: CommonConfig) -> None:
+    wanted = config.decode.num_speculative_tokens
+    if wanted and not model.num_nextn_predict_layers:
+        problem = "the checkpoint has no layer for multi-token prediction"
+        raise ConfigError("decode.num_speculative_tokens", wanted, problem, "0")
 
 
 def _check_lengths(config: ClusterConfig, model: CommonConfig) -> None:

@@ -43,6 +43,7 @@ def plan_decode_memory(config: ClusterConfig, model: CommonConfig) -> DecodeBudg
         num_redundant_experts=decode.num_redundant_experts,
         max_tokens_per_rank=decode.max_tokens_per_rank,
         max_num_seqs=decode.max_num_seqs,
+        num_speculative_tokens=decode.num_speculative_tokens,
         by_nvlink=decode.dispatcher == "nvlink",
         block_size=decode.block_size,
         latent_bytes=model.kv_spec.width * _ITEM_BYTES[dtype],

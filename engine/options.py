@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -52,12 +52,14 @@ class ModelOptions:
         load_format: where weights come from, a `engine.boot.build.LoadFormat`.
         dtype: of weights and activations.
         max_model_len: most tokens of prompt and output together; 0: all that the checkpoint knows.
+        with_mtp: load the layers for multi-token prediction, and keep their KV.
     """
 
     path: str | Path
     load_format: str = "safetensors"
     dtype: torch.dtype = torch.float32
     max_model_len: int = 0
+    with_mtp: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,19 +92,19 @@ class ChunkSteps:
             layers; needs whole experts on each rank.
         cuda_graphs: capture steps of few tokens, one graph for each number of them, on a GPU.
         max_masked_tokens: most tokens of a step whose experts take rows in the masked layout, as in
-            decode; 0 for none. Not yet measured in whole steps (`engine.parallel.short_rows`).
+            decode (`engine.parallel.short_rows`); 0 for none.
     """
 
     max_num_batched_tokens: int = 1024
     two_batch_overlap: Switch = Switch.AUTO
     scatter_tokens: bool = False
     cuda_graphs: Switch = Switch.AUTO
-    max_masked_tokens: int = 0
+    max_masked_tokens: int | Literal[Switch.AUTO] = Switch.AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSteps:
-    """Steps of one token of each request, whose shapes can be fixed.
+    """Steps of one token of each request, and its drafts, whose shapes can be fixed.
 
     Attributes:
         cuda_graphs: capture steps, one graph for each batch size, on a GPU.
@@ -112,6 +114,8 @@ class TokenSteps:
         dispatcher: how tokens travel to experts on GPUs.
         max_tokens_per_rank: most tokens that a GPU rank sends to experts in a step; sizes the
             buffers of all ranks.
+        num_speculative_tokens: drafts of a request and step; its last token and they are the rows
+            that it brings to a step.
     """
 
     cuda_graphs: Switch = Switch.AUTO
@@ -119,6 +123,7 @@ class TokenSteps:
     dependent_launches: Switch = Switch.AUTO
     dispatcher: DispatcherKind = DispatcherKind.AUTO
     max_tokens_per_rank: int = 128
+    num_speculative_tokens: int = 0
     scatter_tokens: ClassVar[bool] = False
     """Each rank has requests of its own."""
     max_masked_tokens: ClassVar[int] = 0
@@ -160,8 +165,12 @@ class EngineOptions:
         self._check_least("num_redundant_experts", self.num_redundant_experts, 0)
         self._check_least("max_num_seqs", self.max_num_seqs, 1)
         self._check_least(*self.token_bound, 1)
-        if isinstance(self.steps, TokenSteps):
-            self._check_least("max_tokens_per_rank", self.steps.max_tokens_per_rank, 1)
+        match self.steps:
+            case TokenSteps(max_tokens_per_rank=most, num_speculative_tokens=drafts):
+                self._check_least("max_tokens_per_rank", most, 1)
+                self._check_least("num_speculative_tokens", drafts, 0)
+            case ChunkSteps(max_masked_tokens=int(most)):
+                self._check_least("max_masked_tokens", most, 0)
         self._check_kv()
 
     @property
@@ -170,6 +179,13 @@ class EngineOptions:
         if isinstance(self.steps, ChunkSteps):
             return "max_num_batched_tokens", self.steps.max_num_batched_tokens
         return "max_num_seqs", self.max_num_seqs
+
+    @property
+    def max_rows(self) -> int:
+        """Most tokens of a step, drafts included."""
+        if isinstance(self.steps, ChunkSteps):
+            return self.steps.max_num_batched_tokens
+        return self.max_num_seqs * (1 + self.steps.num_speculative_tokens)
 
     @property
     def wants_graphs(self) -> bool:

@@ -37,6 +37,8 @@ class Request:
         block_hashes: chained hashes of the leading whole blocks, grown by `update_block_hashes`.
         cache_salt: separates the prefix caches of tenants.
         matcher: of the constraint of `sampling`, once its grammar is compiled.
+        draft_token_ids: what whoever sampled the last token takes for those after it; no tokens of
+            the request, and no guess any more once one is appended.
     """
 
     request_id: str
@@ -50,6 +52,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     cache_salt: str = ""
     matcher: Matcher | None = None
+    draft_token_ids: tuple[int, ...] = ()
     num_context_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

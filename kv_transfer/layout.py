@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 
 from runtime.errors import LayoutMismatchError
 
-_LAYOUT_VERSION = 2
+_LAYOUT_VERSION = 3
 
 
 class KVDtype(enum.Enum):
@@ -40,7 +40,9 @@ class KVLayout:
     block_size: int
     """Tokens of a block."""
     num_layers: int
-    """Layers of the pool, the MTP layer included where there is one."""
+    """Layers of the pool, those for multi-token prediction included."""
+    num_mtp_layers: int = 0
+    """How many of them, the last ones, are for multi-token prediction."""
     num_heads: int = 1
     """Key-value heads that are kept apart, of all ranks of an instance; 1 for a latent."""
     head_width: int
@@ -51,6 +53,11 @@ class KVLayout:
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"KVLayout.{name} = {value}: must be at least 1")
+        if not 0 <= self.num_mtp_layers < self.num_layers:
+            raise ValueError(
+                f"KVLayout.num_mtp_layers = {self.num_mtp_layers}: must be at least 0, and below "
+                f"num_layers = {self.num_layers}"
+            )
 
     @property
     def layer_bytes(self) -> int:
@@ -82,7 +89,8 @@ class KVLayout:
         return (
             f"version={_LAYOUT_VERSION} order=block,layer,head,token dtype={self.dtype.value} "
             f"block_size={self.block_size} num_layers={self.num_layers} "
-            f"num_heads={self.num_heads} head_width={self.head_width}"
+            f"num_mtp_layers={self.num_mtp_layers} num_heads={self.num_heads} "
+            f"head_width={self.head_width}"
         )
 
     def fingerprint(self) -> str:
@@ -102,6 +110,7 @@ class KVLayout:
                 dtype=KVDtype(values["dtype"]),
                 block_size=int(values["block_size"]),
                 num_layers=int(values["num_layers"]),
+                num_mtp_layers=int(values["num_mtp_layers"]),
                 num_heads=int(values["num_heads"]),
                 head_width=int(values["head_width"]),
             )
@@ -140,5 +149,6 @@ def check_same_layout(ours: KVLayout, fingerprint: str, description: str) -> Non
     difference = ours.difference(KVLayout.parse(description))
     raise LayoutMismatchError(
         f"KV layouts differ ({difference or 'fingerprints only: ' + fingerprint}). "
-        "Fix: the same model, kv_dtype and block_size on both workers"
+        "Fix: the same model, kv_dtype, block_size and decode.num_speculative_tokens in the "
+        "configurations of both workers"
     )

@@ -10,10 +10,11 @@ A slot (little-endian; sizes follow from ``SlotLayout``, both sides compute the 
     24             f32             logprob of the first token
     28             u32             number of top ids
     32             u32             bytes of the MTP hidden state
-    36             u32             CRC-32 of bytes [0, 36) and of [40, flags_offset)
-    40             i32[M]          top ids           (M = max_top_logprobs)
-    40 + 4M        f32[M]          top logprobs
-    40 + 8M        u8[H]           MTP hidden state  (H = mtp_hidden_bytes)
+    36             i32             draft of the token after the first; -1 for none
+    40             u32             CRC-32 of bytes [0, 40) and of [44, flags_offset)
+    44             i32[M]          top ids           (M = max_top_logprobs)
+    44 + 4M        f32[M]          top logprobs
+    44 + 8M        u8[H]           MTP hidden state  (H = mtp_hidden_bytes)
     flags_offset   (u64, u64)[P]   per part: nonce, epoch (P = max_parts; 16-byte aligned)
 
 The key idea: each part writes its own flag as a write of its own, posted only when all its earlier
@@ -31,18 +32,22 @@ import threading
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from kv_transfer.transport import MemoryRegion
 from runtime.errors import OverloadedError, StaleTicketError, TransferFailedError
 from runtime.sampling import PositionLogprobs
 
-_HEADER = struct.Struct("<QQiIfII")
+_HEADER = struct.Struct("<QQiIfIIi")
 _CRC = struct.Struct("<I")
 _FLAG = struct.Struct("<QQ")
 _SLOT_NOTICE = struct.Struct("<I")
 _HEADER_BYTES = _HEADER.size + _CRC.size
 _HAS_LOGPROBS = 1
 _SLOT_ALIGNMENT = 64
+
+NO_DRAFT: Final = -1
+"""In place of a token id: nobody has guessed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +60,8 @@ class MetadataRecord:
     logprobs: PositionLogprobs | None = None
     mtp_hidden: bytes = b""
     """The last hidden state, as the MTP layer takes it; empty without MTP."""
+    first_draft: int = NO_DRAFT
+    """What the MTP layer takes for the token after the first, sampled as that will be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +119,7 @@ def encode_record(record: MetadataRecord, layout: SlotLayout) -> bytes:
         logprobs.logprob,
         num_top,
         len(record.mtp_hidden),
+        record.first_draft,
     )
     padding = (0,) * (layout.max_top_logprobs - num_top)
     body = struct.pack(
@@ -132,7 +140,9 @@ def decode_record(data: bytes, layout: SlotLayout) -> MetadataRecord:
         TransferFailedError: the checksum or a count is wrong: torn or foreign bytes.
     """
     header, body = data[: _HEADER.size], data[_HEADER_BYTES : layout.flags_offset]
-    nonce, epoch, first_token, flags, logprob, num_top, hidden_bytes = _HEADER.unpack(header)
+    (nonce, epoch, first_token, flags, logprob, num_top, hidden_bytes, first_draft) = (
+        _HEADER.unpack(header)
+    )
     (crc,) = _CRC.unpack_from(data, _HEADER.size)
     if crc != zlib.crc32(body, zlib.crc32(header)):
         raise TransferFailedError(f"metadata record of nonce {nonce:#x}: checksum mismatch")
@@ -150,6 +160,7 @@ def decode_record(data: bytes, layout: SlotLayout) -> MetadataRecord:
         first_token=first_token,
         logprobs=logprobs,
         mtp_hidden=body[8 * top : 8 * top + hidden_bytes],
+        first_draft=first_draft,
     )
 
 

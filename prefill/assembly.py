@@ -184,6 +184,7 @@ def layout_of(kv_pool: KVPool, num_ranks: int) -> KVLayout:
         dtype=KVDtype(str(kv_pool.dtype).removeprefix("torch.")),
         block_size=kv_pool.block_size,
         num_layers=kv_pool.num_layers,
+        num_mtp_layers=kv_pool.num_mtp_layers,
         num_heads=spec.num_heads * num_ranks if spec.is_split else spec.num_heads,
         head_width=spec.head_width,
     )

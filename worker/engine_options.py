@@ -6,7 +6,7 @@ one file. Pure: nothing is opened, measured or allocated.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
@@ -41,6 +41,7 @@ def engine_options(section: PrefillSection | DecodeSection) -> EngineOptions:
                 two_batch_overlap=Switch(section.two_batch_overlap),
                 scatter_tokens=section.is_scattered,
                 cuda_graphs=Switch(section.cuda_graphs),
+                max_masked_tokens=_masked_tokens(section.max_masked_tokens),
             )
         case DecodeSection():
             prefix, num_redundant_experts = "decode.", section.num_redundant_experts
@@ -50,6 +51,7 @@ def engine_options(section: PrefillSection | DecodeSection) -> EngineOptions:
                 dependent_launches=Switch(section.dependent_launches),
                 dispatcher=DispatcherKind(section.dispatcher),
                 max_tokens_per_rank=section.max_tokens_per_rank,
+                num_speculative_tokens=section.num_speculative_tokens,
             )
     return EngineOptions(
         steps=steps,
@@ -67,13 +69,25 @@ def engine_options(section: PrefillSection | DecodeSection) -> EngineOptions:
     )
 
 
+def _masked_tokens(asked: int | str) -> int | Literal[Switch.AUTO]:
+    if isinstance(asked, int):
+        return asked
+    assert asked == Switch.AUTO, asked  # the section has checked it
+    return Switch.AUTO
+
+
 def model_options(config: ClusterConfig) -> ModelOptions:
-    """Return which model the workers of a cluster serve."""
+    """Return which model the workers of a cluster serve.
+
+    Drafts need the layers for multi-token prediction in both roles: prefill computes their KV of
+    the prompt.
+    """
     return ModelOptions(
         path=config.model.path,
         load_format=config.model.load_format,
         dtype=_DTYPES[config.compute_dtype],
         max_model_len=config.model.max_model_len,
+        with_mtp=config.decode.num_speculative_tokens > 0,
     )
 
 

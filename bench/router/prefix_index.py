@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import psutil
 
+from router.pool.cache_follower import SLICE_BLOCKS
 from router.pool.members import WorkerKey
 from router.pool.prefix_index import PrefixIndex
 from runtime.block_hash import hash_blocks
@@ -77,6 +78,18 @@ def events_per_s(index: PrefixIndex, keys: Sequence[WorkerKey], num_events: int)
     return 2 * len(news) * CHAIN / (time.perf_counter() - start)
 
 
+def leaves_us(index: PrefixIndex, key: WorkerKey) -> tuple[float, float]:
+    """Microseconds in which a rank is gone, and of one slice of what it held (the median)."""
+    start = time.perf_counter()
+    index.remove(key)
+    leave_s, slices_s, is_more = time.perf_counter() - start, [], True
+    while is_more:
+        start = time.perf_counter()
+        is_more = index.sweep(SLICE_BLOCKS)
+        slices_s.append(time.perf_counter() - start)
+    return 1e6 * leave_s, 1e6 * statistics.median(slices_s)
+
+
 def measure(num_ranks: int, num_blocks: int, holders: int) -> dict[str, float]:
     """All costs at one size."""
     gc.collect()
@@ -91,9 +104,7 @@ def measure(num_ranks: int, num_blocks: int, holders: int) -> dict[str, float]:
         index.store(key, scaffold)
     shared = lookups_us(index, [scaffold] * 100)
     rate = events_per_s(index, keys, 200_000)
-    start = time.perf_counter()
-    index.remove(keys[0])
-    leave_ms = 1e3 * (time.perf_counter() - start)
+    leave_us, slice_us = leaves_us(index, keys[0])
     tokens = random.Random(4).choices(range(100_000), k=4096)
     start = time.perf_counter()
     for _ in range(100):
@@ -105,7 +116,8 @@ def measure(num_ranks: int, num_blocks: int, holders: int) -> dict[str, float]:
         "lookup_p99_us": round(times[int(0.99 * len(times))], 1),
         "lookup_held_by_all_us": round(statistics.median(shared), 1),
         "events_per_s": round(rate),
-        "leave_ms": round(leave_ms, 1),
+        "leave_us": round(leave_us, 1),
+        "slice_us": round(slice_us, 1),
         "hash_4k_tokens_us": round(1e4 * (time.perf_counter() - start), 1),
     }
 

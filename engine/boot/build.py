@@ -113,13 +113,15 @@ def build_kv_pool(
         block_size: tokens per block.
         dtype: of the storage; None for the model's.
     """
+    num_layers = model.config.num_kv_layers(with_mtp=model.with_mtp)
     return KVPool(
         num_blocks,
-        model.config.num_kv_layers(with_mtp=model.with_mtp),
+        num_layers,
         block_size,
         model.kv_spec,
         dtype=dtype or model.dtype,
         device=model.device,
+        num_mtp_layers=num_layers - model.config.num_kv_layers(),
     )
 
 

@@ -28,19 +28,22 @@ class KVPool:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        num_mtp_layers: int = 0,
     ) -> None:
         """Allocate and zero the pool.
 
         Args:
             num_blocks: blocks, the dummy block 0 included.
-            num_layers: layers with KV (an MTP layer counts as one more).
+            num_layers: layers with KV (those for multi-token prediction are the last ones).
             block_size: tokens per block.
             kv_spec: what a token leaves in each layer on this rank.
             dtype: of the storage.
             device: of the storage.
+            num_mtp_layers: how many of the layers are for multi-token prediction.
         """
         self.num_blocks = num_blocks
         self.num_layers = num_layers
+        self.num_mtp_layers = num_mtp_layers
         self.block_size = block_size
         self.kv_spec = kv_spec
         shape = (num_blocks, num_layers, *kv_spec.layer_shape(block_size))

@@ -10,7 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from router.pool.cache_follower import CacheFollower, CacheFrameError, CacheGapError
+from router.pool.cache_follower import (
+    SLICE_BLOCKS,
+    CacheFollower,
+    CacheFrameError,
+    CacheGapError,
+)
 from router.pool.members import Member, WorkerKey, load_from_proto
 from router.pool.prefix_index import PrefixIndex
 from router.pool.view import PoolView
@@ -28,6 +33,8 @@ RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 5.0
 REFUSED_S = 30.0
 """A worker whose frames were refused is asked again only after so long."""
+SWEEP_PAUSE_S = 0.001
+"""Between two slices of what ranks gave up: requests go first."""
 
 
 class CacheStream:
@@ -61,6 +68,10 @@ class CacheStream:
     def stop(self) -> None:
         """End it."""
         self._task.cancel()
+
+    def on_closed(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` once it has ended."""
+        self._task.add_done_callback(lambda _: listener())
 
     async def wait_closed(self) -> None:
         """Return when it has ended."""
@@ -108,7 +119,6 @@ class CacheStream:
 
     async def _read(self) -> None:
         follower = self.follower
-        follower.begin()
         call = self._follow(
             cache_pb2.FollowRequest(
                 router_id=self._router_id,
@@ -118,10 +128,12 @@ class CacheStream:
         )
         try:
             async for frame in call:
-                follower.apply(frame)
+                for _ in follower.apply(frame):
+                    await asyncio.sleep(0)
                 self._on_frame(self.key, frame)
         finally:
             call.cancel()
+            follower.break_off()
 
 
 class CacheStreams:
@@ -135,12 +147,15 @@ class CacheStreams:
         self._router_id = router_id
         self._index = index
         self._streams: dict[WorkerKey, CacheStream] = {}
+        self._ending: set[CacheStream] = set()
+        self._sweeper: asyncio.Task[None] | None = None
+        index.on_retire(self._sweep_soon)
 
     def follow_pool(self) -> None:
         """Open streams to new members; forget those that are gone."""
         members = {member.key: member for member in self._pool.members()}
         for key in self._streams.keys() - members.keys():
-            self._streams.pop(key).stop()
+            self._end(self._streams.pop(key))
             self._index.remove(key)
         for key, member in members.items():
             if key not in self._streams:
@@ -158,12 +173,31 @@ class CacheStreams:
         return sum(stream.follower.next_sequence > 0 for stream in self._streams.values())
 
     async def close(self) -> None:
-        """End all streams."""
+        """End all streams, and return when they and those of ranks that left have ended."""
         for stream in self._streams.values():
-            stream.stop()
-        for stream in self._streams.values():
-            await stream.wait_closed()
+            self._end(stream)
         self._streams.clear()
+        while self._ending:
+            await next(iter(self._ending)).wait_closed()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.wait({self._sweeper})
+
+    def _end(self, stream: CacheStream) -> None:
+        stream.stop()
+        self._ending.add(stream)
+        stream.on_closed(lambda: self._ending.discard(stream))
+
+    def _sweep_soon(self) -> None:
+        if self._sweeper is None or self._sweeper.done():
+            loop = asyncio.get_running_loop()
+            self._sweeper = loop.create_task(self._sweep(), context=without_trace())
+            self._sweeper.add_done_callback(tell_failure)
+
+    async def _sweep(self) -> None:
+        """What ranks gave up leaves the index in slices, so that no request waits for all of it."""
+        while self._index.sweep(SLICE_BLOCKS):
+            await asyncio.sleep(SWEEP_PAUSE_S)
 
     def _take_load(self, key: WorkerKey, frame: cache_pb2.CacheFrame) -> None:
         if frame.HasField("load"):

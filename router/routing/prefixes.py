@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from router.pool.members import WorkerKey
-from router.pool.prefix_index import PrefixIndex
+from router.pool.prefix_index import Expectation, PrefixIndex
 
 MAX_CONVERSATIONS = 1 << 16
 EXPECTED_S = 2.0
 """Blocks are expected for so long after they should have been computed."""
+EXPIRED_AT_ONCE = 4096
+"""Blocks, or those of one prompt: what a pick may have to take back for others."""
 
 
 class Binding(NamedTuple):
@@ -58,16 +60,21 @@ class Prefixes:
         self.index = PrefixIndex()
         self.conversations = Conversations()
         self._clock = clock
-        self._sent: deque[tuple[float, WorkerKey, Sequence[bytes]]] = deque()
+        self._sent: deque[tuple[float, Expectation]] = deque()
 
     def expect(self, key: WorkerKey, block_hashes: Sequence[bytes], within_s: float) -> None:
         """A prefill worker was picked: it should have these blocks within so many seconds."""
-        self.index.expect(key, block_hashes)
-        self._sent.append((self._clock() + within_s + EXPECTED_S, key, block_hashes))
+        expectation = self.index.expect(key, block_hashes)
+        if expectation is not None:
+            self._sent.append((self._clock() + within_s + EXPECTED_S, expectation))
 
     def expire(self) -> None:
-        """Expect no more what should be there by now; call it before lookups."""
-        now = self._clock()
-        while self._sent and self._sent[0][0] <= now:
-            _, key, block_hashes = self._sent.popleft()
-            self.index.unexpect(key, block_hashes)
+        """Expect no more what should be there by now; call it before lookups.
+
+        After a pause there may be much of it: the rest is left to the next calls.
+        """
+        now, num_blocks = self._clock(), 0
+        while self._sent and self._sent[0][0] <= now and num_blocks < EXPIRED_AT_ONCE:
+            _, expectation = self._sent.popleft()
+            num_blocks += len(expectation.block_hashes)
+            self.index.unexpect(expectation)

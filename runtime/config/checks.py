@@ -21,6 +21,12 @@ def at_least(path: str, value: float, least: float) -> None:
         raise ConfigError(path, value, f"is below {least}", f"{least} or more")
 
 
+def at_most(path: str, value: float, most: float) -> None:
+    """Raise ConfigError for a value above ``most``."""
+    if value > most:
+        raise ConfigError(path, value, f"is above {most}", f"{most} or less")
+
+
 def check_port(path: str, value: int) -> None:
     """Raise ConfigError unless ``value`` is a TCP port, or 0 for any free one."""
     if not 0 <= value <= 65535:

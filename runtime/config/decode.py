@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.checks import at_least, one_of
+from runtime.config.checks import at_least, at_most, one_of
 from runtime.config.worker_checks import check_worker, max_ahead_of
 
 _PLACES_PER_RUNNING = 4
+MAX_DRAFTS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,11 @@ class DecodeSection:
     host), "deep-ep", "gathered", or "auto" (by what runs, and by measurements)."""
     max_tokens_per_rank: int = 128
     """Most tokens that a GPU rank sends to experts in a step; sizes the buffers of all ranks."""
+    num_speculative_tokens: int = 0
+    """Tokens that the checkpoint's layer for multi-token prediction drafts for each request and
+    step, 0 to 3, which the next step verifies: the text is the same, the steps are fewer. Each
+    counts as a token of ``max_tokens_per_rank``. 0: none, and the layer is not loaded. The same in
+    the configurations of all workers that pair."""
     device_memory_gib: float = 0.0
     """Memory of one GPU, to check before the start that a rank fits; 0: not checked."""
     step_timeout_s: float = 30.0
@@ -98,4 +104,6 @@ class DecodeSection:
         at_least("decode.preemption_host_blocks", self.preemption_host_blocks, 0)
         at_least("decode.num_redundant_experts", self.num_redundant_experts, 0)
         at_least("decode.max_tokens_per_rank", self.max_tokens_per_rank, 1)
+        at_least("decode.num_speculative_tokens", self.num_speculative_tokens, 0)
+        at_most("decode.num_speculative_tokens", self.num_speculative_tokens, MAX_DRAFTS)
         at_least("decode.device_memory_gib", self.device_memory_gib, 0.0)

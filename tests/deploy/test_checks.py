@@ -18,7 +18,7 @@ from deploy.checks import (
 from deploy.devices import count_devices
 from deploy.model_folder import BUNDLED_MODEL
 from deploy.ports import free_port
-from runtime.config import ClusterConfig
+from runtime.config import ClusterConfig, DecodeSection
 from runtime.errors import ConfigError
 from tests.deploy.fakes import MODEL_FIELDS, fake_config, write_model
 
@@ -186,6 +186,20 @@ def test_data_parallel_prefill_ranks_need_devices_too(tmp_path: Path) -> None:
     error = refused(config, num_devices=3)
     assert (error.path, error.value) == ("prefill.dp", 4)
     check_config(config, num_devices=4)
+
+
+def test_drafts_of_a_checkpoint_that_makes_none_are_refused(tmp_path: Path) -> None:
+    config = with_section(fake_config(tmp_path), "decode", num_speculative_tokens=1)
+    write_model(tmp_path, num_nextn_predict_layers=1)
+    check_config(config, num_devices=0)
+    write_model(tmp_path, num_nextn_predict_layers=0)
+    assert refused(config).path == "decode.num_speculative_tokens"
+
+
+@pytest.mark.parametrize("count", [-1, 4])
+def test_one_layer_drafts_no_more_than_three_tokens(count: int) -> None:
+    with pytest.raises(ConfigError, match=r"decode\.num_speculative_tokens"):
+        DecodeSection(num_speculative_tokens=count)
 
 
 def test_a_context_longer_than_the_model_s_is_refused(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ def test_sizes_of_the_real_model() -> None:
         {"dtype": KVDtype.FLOAT8_E4M3},
         {"block_size": 32},
         {"num_layers": 62},
+        {"num_mtp_layers": 1},
         {"num_heads": 2},
         {"head_width": 512},
     ],
@@ -52,7 +53,7 @@ def test_parse_reads_what_describe_wrote() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "nonsense", DEEPSEEK.describe().replace("version=2", "version=1"), "dtype=int3"],
+    ["", "nonsense", DEEPSEEK.describe().replace("version=3", "version=2"), "dtype=int3"],
 )
 def test_foreign_descriptions_are_refused(text: str) -> None:
     with pytest.raises(LayoutMismatchError):
@@ -62,3 +63,14 @@ def test_foreign_descriptions_are_refused(text: str) -> None:
 def test_a_layout_without_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="num_layers = 0"):
         replace(DEEPSEEK, num_layers=0)
+
+
+def test_a_layout_of_nothing_but_drafts_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_mtp_layers = 61"):
+        replace(DEEPSEEK, num_mtp_layers=61)
+
+
+def test_workers_of_which_one_drafts_are_refused_with_the_setting() -> None:
+    other = replace(DEEPSEEK, num_layers=62, num_mtp_layers=1)
+    with pytest.raises(LayoutMismatchError, match=r"decode\.num_speculative_tokens"):
+        check_same_layout(DEEPSEEK, other.fingerprint(), other.describe())

@@ -39,6 +39,7 @@ records = st.builds(
         st.lists(st.tuples(st.integers(0, 2**31 - 1), f32), max_size=3),
     ),
     mtp_hidden=st.binary(max_size=10),
+    first_draft=st.integers(-1, 2**31 - 1),
 )
 
 

@@ -37,6 +37,7 @@ PREFILLS = st.builds(
     max_num_batched_tokens=st.integers(16, 10**6),
     two_batch_overlap=SWITCHES,
     cuda_graphs=SWITCHES,
+    max_masked_tokens=st.one_of(st.just("auto"), COUNTS),
     **BOTH,
 )
 DECODES = st.builds(
@@ -47,6 +48,7 @@ DECODES = st.builds(
     dependent_launches=SWITCHES,
     dispatcher=st.sampled_from(["auto", "nvlink", "deep-ep", "gathered"]),
     max_tokens_per_rank=COUNTS,
+    num_speculative_tokens=st.integers(0, 3),
     **BOTH,
 )
 ELSEWHERE = {"steps", "kv", "prefix", "dtype", "scatter_tokens"}
@@ -66,7 +68,6 @@ def test_every_field_has_the_section_s_value_by_the_section_s_name(
     said = fields_of(options) | fields_of(options.kv) | fields_of(options.steps)
     if isinstance(section, PrefillSection):
         assert said.pop("num_redundant_experts") == 0
-        assert said.pop("max_masked_tokens") == 0  # no section sets it before it is measured
     assert said == {name: getattr(section, name) for name in said}
     assert options.named("num_blocks").startswith(options.prefix)
     assert options.token_bound[1] == getattr(section, options.token_bound[0])
@@ -123,3 +124,11 @@ def test_axes_of_a_role() -> None:
     assert parallel_dims(plain) == ParallelDims(tp=2)
     for section in (PrefillSection(dp=4), DecodeSection(dp=4)):
         assert parallel_dims(section, 3) == ParallelDims(dp=4, ep=4, rank=3)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3])
+def test_drafts_need_the_layers_of_both_roles_and_a_row_each(num_drafts: int) -> None:
+    decode = DecodeSection(num_speculative_tokens=num_drafts, max_num_seqs=5)
+    config = ClusterConfig(decode=decode)
+    assert model_options(config).with_mtp is (num_drafts > 0)
+    assert engine_options(decode).max_rows == 5 * (1 + num_drafts)

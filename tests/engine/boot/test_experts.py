@@ -82,6 +82,10 @@ def test_more_requests_than_room() -> None:
         open_with(crowded)
     assert (caught.value.path, caught.value.fix) == ("decode.max_num_seqs", "64 or less")
     assert caught.value.problem == "decode.max_tokens_per_rank is 64"
+    drafting = replace(FEW_TOKENS, steps=replace(FEW_TOKENS.steps, num_speculative_tokens=2))
+    with pytest.raises(ConfigError, match="brings 3 tokens to a step") as caught:
+        open_with(replace(drafting, max_num_seqs=22))
+    assert (caught.value.path, caught.value.fix) == ("decode.max_num_seqs", "21 or less")
     alone = ProcessGroups()
     assert isinstance(open_with(crowded, groups=alone), MaskedGatheredDispatcher)
     assert isinstance(open_with(replace(TOKENS, max_num_seqs=200)), AllToAllDispatcher)

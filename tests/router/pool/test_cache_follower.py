@@ -33,6 +33,11 @@ def dump(sequence: int, *hashes: bytes, last: bool = True) -> cache_pb2.CacheFra
     return frame(first_sequence=sequence, hashes=b"".join(hashes), dump=kind)
 
 
+def take(follower: CacheFollower, frame: cache_pb2.CacheFrame) -> list[int]:
+    """Blocks of each slice."""
+    return list(follower.apply(frame))
+
+
 class Worker:
     """A cache and its log, whose frames may be lost."""
 
@@ -73,19 +78,19 @@ def test_the_index_holds_what_the_worker_holds_whatever_is_lost(
         if is_lost:
             continue
         try:
-            follower.apply(news)
+            take(follower, news)
         except CacheGapError:
             assert follower.next_sequence == 0  # a dump is asked for
-            follower.begin()
+            follower.break_off()
             for piece in worker.dump():
-                follower.apply(piece)
+                take(follower, piece)
         assert index.blocks(KEY) == worker.held
         assert follower.next_sequence == worker.sequence
 
 
 def test_a_later_life_begins_with_nothing() -> None:
     index = PrefixIndex()
-    CacheFollower(KEY, index).apply(dump(1, *HASHES))
+    take(CacheFollower(KEY, index), dump(1, *HASHES))
     index.remove(KEY)
     later = KEY._replace(epoch=8)
     CacheFollower(later, index)
@@ -95,11 +100,11 @@ def test_a_later_life_begins_with_nothing() -> None:
 def test_a_dump_replaces_what_was_known_once_it_is_whole() -> None:
     index = PrefixIndex()
     follower = CacheFollower(KEY, index)
-    follower.apply(dump(4, *HASHES[:3]))
-    follower.apply(dump(9, HASHES[3], last=False))
+    take(follower, dump(4, *HASHES[:3]))
+    take(follower, dump(9, HASHES[3], last=False))
     assert index.blocks(KEY) == set(HASHES[:3])
-    follower.begin()  # the stream broke in the middle
-    follower.apply(dump(9, HASHES[4]))
+    follower.break_off()  # the stream broke in the middle
+    take(follower, dump(9, HASHES[4]))
     assert index.blocks(KEY) == {HASHES[4]}
     assert follower.next_sequence == 9
 
@@ -134,9 +139,9 @@ WRONG = {
 def test_hostile_frames_are_refused_and_change_nothing(wrong: cache_pb2.CacheFrame) -> None:
     index = PrefixIndex()
     follower = CacheFollower(KEY, index)
-    follower.apply(dump(5, HASHES[0]))
+    take(follower, dump(5, HASHES[0]))
     with pytest.raises(CacheFrameError):
-        follower.apply(wrong)
+        take(follower, wrong)
     assert index.blocks(KEY) == {HASHES[0]}
     assert list(index.ranks) == [KEY]
 
@@ -145,16 +150,65 @@ def test_a_cache_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(cache_follower, "MAX_RANK_BLOCKS", 4)
     index = PrefixIndex()
     follower = CacheFollower(KEY, index)
-    follower.apply(dump(1, *HASHES[:3]))
+    take(follower, dump(1, *HASHES[:3]))
     with pytest.raises(CacheFrameError, match="5 blocks of one rank: at most 4"):
-        follower.apply(events(1, (STORED, HASHES[3]), (STORED, HASHES[4])))
-    follower.begin()
-    follower.apply(dump(1, *HASHES[:3], last=False))
+        take(follower, events(1, (STORED, HASHES[3]), (STORED, HASHES[4])))
+    follower.break_off()
+    take(follower, dump(1, *HASHES[:3], last=False))
     with pytest.raises(CacheFrameError, match="at most 4"):
-        follower.apply(dump(1, *HASHES[3:5], last=False))
+        take(follower, dump(1, *HASHES[3:5], last=False))
 
 
 def test_events_before_the_first_dump_are_a_gap() -> None:
     follower = CacheFollower(KEY, PrefixIndex())
     with pytest.raises(CacheGapError):
-        follower.apply(events(1, (STORED, HASHES[0])))
+        take(follower, events(1, (STORED, HASHES[0])))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(pair, min_size=1, max_size=30), st.integers(1, 5))
+def test_after_each_slice_of_events_the_index_is_as_the_worker_was_then(
+    pairs: list[tuple[int, bytes]], slice_blocks: int
+) -> None:
+    worker, index = Worker(), PrefixIndex()
+    follower = CacheFollower(KEY, index)
+    take(follower, dump(worker.sequence))
+    num_taken = 0
+    with pytest.MonkeyPatch.context() as small:
+        small.setattr(cache_follower, "SLICE_BLOCKS", slice_blocks)
+        for num_blocks in follower.apply(events(1, *pairs)):
+            worker.act(pairs[num_taken : num_taken + num_blocks])
+            num_taken += num_blocks
+            assert num_blocks <= slice_blocks
+            assert index.blocks(KEY) == worker.held
+            assert follower.next_sequence == worker.sequence
+    assert num_taken == len(pairs)
+
+
+def test_a_large_dump_is_taken_in_slices_and_seen_when_it_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache_follower, "SLICE_BLOCKS", 4)
+    hashes = [n.to_bytes(16, "big") for n in range(100, 110)]
+    index = PrefixIndex()
+    follower = CacheFollower(KEY, index)
+    take(follower, dump(1, HASHES[0]))
+    assert take(follower, dump(7, *hashes, last=False)) == [4, 4, 2]
+    for _ in follower.apply(dump(7, *hashes[:5])):
+        assert index.blocks(KEY) == {HASHES[0]}
+        assert index.match(hashes).most == 0
+    assert index.blocks(KEY) == set(hashes)
+
+
+def test_of_events_that_were_taken_in_part_the_rest_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache_follower, "SLICE_BLOCKS", 2)
+    index = PrefixIndex()
+    follower = CacheFollower(KEY, index)
+    take(follower, dump(5))
+    stored = [(STORED, each) for each in HASHES[:5]]
+    next(follower.apply(events(5, *stored)))  # the stream breaks here
+    follower.break_off()
+    assert index.blocks(KEY) == set(HASHES[:2])
+    assert follower.next_sequence == 7

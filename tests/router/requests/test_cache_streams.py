@@ -149,6 +149,43 @@ async def test_a_later_life_takes_nothing_over(router: Router) -> None:
         assert block_hash(1) not in router.index
 
 
+async def test_streams_of_ranks_that_left_have_ended_when_all_are_closed(router: Router) -> None:
+    async with Worker(0) as first, Worker(1) as second:
+        first.rank.compute(1)
+        router.sees(first, second)
+        await router.until(first, {1})
+        streams = [task for task in asyncio.all_tasks() if task.get_name().startswith("cache-")]
+        assert len(streams) == 2
+        router.sees()
+        await router.streams.close()
+        assert all(stream.done() for stream in streams)
+
+
+async def test_what_a_rank_held_leaves_the_index_between_requests(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slices: list[int] = []
+    sweep = router.index.sweep
+
+    def counted(most: int) -> bool:
+        slices.append(most)
+        return sweep(most)
+
+    monkeypatch.setattr(router.index, "sweep", counted)
+    monkeypatch.setattr(cache_streams, "SLICE_BLOCKS", 2)
+    async with Worker(0) as worker:
+        worker.rank.compute(1, 2, 3, 4, 5)
+        router.sees(worker)
+        await router.until(worker, {1, 2, 3, 4, 5})
+        router.sees()
+        assert block_hash(1) not in router.index
+        async with asyncio.timeout(10.0):
+            while router.index._ranks_of:
+                await asyncio.sleep(0.001)
+    assert set(slices) == {2}
+    assert len(slices) >= 3
+
+
 async def test_a_worker_that_is_not_there_yet_is_asked_again(router: Router) -> None:
     async with Worker(0) as worker:
         address = worker.member.address
