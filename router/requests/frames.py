@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from router.errors import as_tandem_error
 from router.pool.members import Member, Role, WorkerKey, WorkerLoad, load_from_proto
 from router.pool.view import PoolView
 from router.requests.clients import DecodeStub, WorkerClients
+from router.requests.rows import RowSinks
 from runtime.background import BackgroundTasks, tell_failure
-from runtime.errors import InternalError, PeerLostError, TandemError
+from runtime.errors import PeerLostError, TandemError
 from runtime.logging import get_logger
 from runtime.pb import decode_pb2
 from runtime.rpc import map_rpc_errors
@@ -43,7 +44,7 @@ class TokenSink(Protocol):
         """Output index of the next token to come; None where none has to."""
 
     def on_token(self, index: int, token_id: int, now: float) -> None:
-        """One output token, at ``now``, and nothing else; otherwise as ``on_delta``."""
+        """One token and nothing else, at ``now``; otherwise as ``on_delta``."""
 
     def on_tokens(self, start_index: int, token_ids: list[int]) -> None:
         """The same of several."""
@@ -85,12 +86,8 @@ class FrameStream:
         self._on_load = on_load
         self._on_loss = on_loss
         self._sinks: dict[str, TokenSink] = {}
-        self._next_row_ids = row_ids
-        self._row_ids: dict[str, int] = {}
-        """By request id."""
-        self._rows: dict[int, TokenSink] = {}
-        """The same sinks by row id."""
         self._loop = asyncio.get_running_loop()
+        self._rows = RowSinks(row_ids, self._loop.time, self._not_understood)
         self._stands_since: float | None = None
         self._num_failures = 0
         """Attempts to connect in a row that brought no steady stream."""
@@ -135,14 +132,13 @@ class FrameStream:
 
     def attach(self, request_id: str, sink: TokenSink) -> int:
         """Send the news of ``request_id`` to ``sink``; returns what rows are to call it."""
-        row_id = next(self._next_row_ids)
-        self._sinks[request_id] = self._rows[row_id] = sink
-        self._row_ids[request_id] = row_id
-        return row_id
+        self._sinks[request_id] = sink
+        return self._rows.attach(request_id, sink)
 
     def detach(self, request_id: str) -> None:
         """Send them no more; later deltas are dropped."""
-        self._pop(request_id)
+        self._rows.detach(request_id)
+        self._sinks.pop(request_id, None)
 
     def stop(self) -> None:
         """Make no further call; ``close`` has to follow."""
@@ -206,7 +202,7 @@ class FrameStream:
 
     def _deliver(self, frame: decode_pb2.Frame) -> None:
         if frame.HasField("rows"):
-            self._deliver_rows(frame.rows)
+            self._rows.deliver(frame.rows)
         for delta in frame.deltas:
             sink = self._sinks.get(delta.request_id)
             if sink is None:
@@ -214,61 +210,13 @@ class FrameStream:
             try:
                 sink.on_delta(delta)
             except Exception as error:  # of this request alone
-                logger.exception("a delta was not understood request_id=%s", delta.request_id)
-                self._lose(delta.request_id, as_tandem_error(error))
+                self._not_understood(delta.request_id, error)
         if frame.HasField("load"):
             self._on_load(self.key, load_from_proto(frame.load))
 
-    def _deliver_rows(self, rows: decode_pb2.TokenRows) -> None:
-        """One pass over the columns.
-
-        Raises:
-            InternalError: they are not of one length.
-        """
-        # Lists: every use of protobuf's own containers costs more than a token's text.
-        row_ids, indexes, token_ids = rows.row_ids[:], rows.start_indexes[:], rows.token_ids[:]
-        num_tokens = rows.num_tokens[:]
-        in_all = sum(num_tokens) if num_tokens else len(row_ids)
-        if (
-            not len(row_ids) == len(indexes) == len(num_tokens or row_ids)
-            or len(token_ids) != in_all
-        ):
-            raise InternalError(f"decode {self.key} sent rows whose columns do not fit together")
-        if num_tokens:
-            self._deliver_many(zip(row_ids, indexes, num_tokens, strict=True), token_ids)
-            return
-        sinks, now = self._rows, self._loop.time()
-        for row_id, index, token_id in zip(row_ids, indexes, token_ids, strict=True):
-            sink = sinks.get(row_id)
-            if sink is None:
-                continue
-            try:
-                sink.on_token(index, token_id, now)
-            except Exception as error:  # of this request alone
-                self._lose_row(row_id, error)
-
-    def _deliver_many(self, rows: Iterable[tuple[int, int, int]], token_ids: list[int]) -> None:
-        """Rows of (id, index of the first token, number of tokens), some of them of several."""
-        end = 0
-        for row_id, index, num_tokens in rows:
-            begin, end = end, end + num_tokens
-            sink = self._rows.get(row_id)
-            if sink is None:
-                continue
-            try:
-                sink.on_tokens(index, token_ids[begin:end])
-            except Exception as error:  # of this request alone
-                self._lose_row(row_id, error)
-
-    def _lose_row(self, row_id: int, error: Exception) -> None:
-        request_id = next(name for name, its_row in self._row_ids.items() if its_row == row_id)
-        logger.error("a row was not understood request_id=%s", request_id, exc_info=error)
+    def _not_understood(self, request_id: str, error: Exception) -> None:
+        logger.error("a delta was not understood request_id=%s", request_id, exc_info=error)
         self._lose(request_id, as_tandem_error(error))
-
-    def _pop(self, request_id: str) -> TokenSink | None:
-        row_id = self._row_ids.pop(request_id, 0)
-        self._rows.pop(row_id, None)
-        return self._sinks.pop(request_id, None)
 
     def _note_break(self, error: Exception) -> None:
         """The stream broke, or did not come to stand."""
@@ -317,8 +265,8 @@ class FrameStream:
             self._lose(request_id, PeerLostError(text))
 
     def _lose(self, request_id: str, error: TandemError) -> None:
-        sink = self._pop(request_id)
-        assert sink is not None
+        self._rows.detach(request_id)
+        sink = self._sinks.pop(request_id)
         try:
             sink.on_lost(error)
         except Exception:  # the others have to hear of it all the same

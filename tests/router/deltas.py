@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from runtime.pb import common_pb2, decode_pb2, registry_pb2
@@ -39,10 +39,14 @@ def delta_of(
     return delta
 
 
-def fill_frame(
-    frame: decode_pb2.Frame, deltas: Iterable[decode_pb2.TokenDelta], row_ids: Mapping[str, int]
-) -> None:
+def frame_of(
+    decode: FakeDecode,
+    deltas: Iterable[decode_pb2.TokenDelta],
+    load: registry_pb2.WorkerLoad | None = None,
+) -> decode_pb2.Frame:
     """``deltas`` as a decode rank sends them: what says tokens alone is a row, if it may be one."""
+    frame = decode_pb2.Frame(decode=decode.identity, load=load)
+    row_ids = {request.request_id: request.row_id for request in decode.seen if decode.sends_rows}
     told, sizes = set(), []
     for delta in deltas:
         row_id = row_ids.get(delta.request_id, 0)
@@ -57,6 +61,7 @@ def fill_frame(
             frame.deltas.append(delta)
     if any(size != 1 for size in sizes):
         frame.rows.num_tokens.extend(sizes)
+    return frame
 
 
 def error_delta(request_id: str, error: common_pb2.Error) -> decode_pb2.TokenDelta:
