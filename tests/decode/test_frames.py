@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode.answers import tell_token
+from decode.answers import tell_tokens
 from decode.frames import Delta, StepNews, fill_frame
 from engine.sampling.inputs import SampledToken
 from runtime.errors import OutOfBlocksError
@@ -131,7 +131,7 @@ def test_a_token_in_the_middle_of_a_request_is_a_row() -> None:
     for token_id in (50, 51, 52):
         request.request.output_token_ids.append(token_id)
         reason = FinishReason.LENGTH if token_id == 52 else None
-        tell_token(news, request, SampledToken(token_id, None), reason)
+        tell_tokens(news, request, [SampledToken(token_id)], reason)
     (deltas,) = news.take().values()
     assert [delta.is_row for delta in deltas] == [False, True, False]
     assert (deltas[1].row_id, deltas[1].start_index, deltas[1].token_ids) == (7, 2, (51,))
