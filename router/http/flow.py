@@ -8,6 +8,8 @@ while anything waits there or the client has no room.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from router.http.outlet import Outlet
 from router.http.response import Choice
 from router.http.sse import TextEvent
@@ -61,4 +63,21 @@ class TextFlow:
         last_delivery[index] = now
         before, after = self._around
         self._send(self._connection, before + said + after)
+        return True
+
+    def take_all(self, token_ids: Sequence[int], now: float) -> bool:
+        """Send several that came together, as one event; whether that was possible."""
+        text = self._choice_text
+        pieces = text.json_pieces
+        if pieces is None or not self._connection.has_room:
+            return False
+        said = [part for token_id in token_ids if (part := pieces[token_id]) is not None]
+        if len(said) < len(token_ids):
+            return False
+        text.num_tokens += len(said)
+        last_delivery, index = self._last_delivery, self._index
+        self._deliveries.add(len(said), now - last_delivery[index])
+        last_delivery[index] = now
+        before, after = self._around
+        self._send(self._connection, before + b"".join(said) + after)
         return True

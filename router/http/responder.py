@@ -152,8 +152,9 @@ class Responder:
         for choice in self._info.choices:
             event = self._form.text_event(choice)
             if event is not None:
-                flow = TextFlow(choice, event, outlet, self._deliveries, self._last_delivery)
-                choice.generation.flow = flow.take
+                choice.generation.flow = TextFlow(
+                    choice, event, outlet, self._deliveries, self._last_delivery
+                )
 
     def _raise_failure(self) -> None:
         if self._error is not None:

@@ -46,7 +46,7 @@ class TokenSink(Protocol):
     def on_token(self, index: int, token_id: int, now: float) -> None:
         """One token and nothing else, at ``now``; otherwise as ``on_delta``."""
 
-    def on_tokens(self, start_index: int, token_ids: list[int]) -> None:
+    def on_tokens(self, start_index: int, token_ids: list[int], now: float) -> None:
         """The same of several."""
 
     def on_delta(self, delta: decode_pb2.TokenDelta) -> None:

@@ -15,7 +15,7 @@ class RowSink(Protocol):
     def on_token(self, index: int, token_id: int, now: float) -> None:
         """One output token, at ``now`` of the event loop's clock, and nothing else."""
 
-    def on_tokens(self, start_index: int, token_ids: list[int]) -> None:
+    def on_tokens(self, start_index: int, token_ids: list[int], now: float) -> None:
         """The same of several."""
 
 
@@ -79,14 +79,14 @@ class RowSinks:
 
     def _deliver_many(self, rows: Iterable[tuple[int, int, int]], token_ids: list[int]) -> None:
         """Rows of (id, index of the first token, number of tokens), some of them of several."""
-        end = 0
+        end, now = 0, self._clock()
         for row_id, index, num_tokens in rows:
             begin, end = end, end + num_tokens
             sink = self._sinks.get(row_id)
             if sink is None:
                 continue
             try:
-                sink.on_tokens(index, token_ids[begin:end])
+                sink.on_tokens(index, token_ids[begin:end], now)
             except Exception as error:  # of this request alone
                 self._fail(row_id, error)
 

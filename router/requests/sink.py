@@ -104,11 +104,20 @@ class AttemptSink:
         ):
             generation.hand_over_token(token_id, now)
         else:
-            self.on_tokens(index, [token_id])
+            self.on_delta(decode_pb2.TokenDelta(start_index=index, token_ids=[token_id]))
 
-    def on_tokens(self, start_index: int, token_ids: list[int]) -> None:
+    def on_tokens(self, start_index: int, token_ids: list[int], now: float) -> None:
         """Tokens and nothing else, from decode."""
-        self.on_delta(decode_pb2.TokenDelta(start_index=start_index, token_ids=token_ids))
+        generation = self._generation
+        if (
+            token_ids
+            and self._is_flowing
+            and start_index == len(generation.output_token_ids)
+            and not self._ended.done()
+        ):
+            generation.hand_over_tokens(token_ids, now)
+        else:
+            self.on_delta(decode_pb2.TokenDelta(start_index=start_index, token_ids=token_ids))
 
     def on_delta(self, delta: decode_pb2.TokenDelta) -> None:
         """Tokens or the end, from decode."""

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.http import flow
-from tests.router.conftest import ANSWER, MODEL, Cluster
+from router.http.sse import TextEvent
+from router.text.output import ChoiceText, OutputOptions
+from router.text.tokenizer import Tokenizer
+from tests.router.conftest import ANSWER, MODEL, Cluster, train_tokenizer
 
 TEXT = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": 100}
 CHAT = {
@@ -116,3 +122,65 @@ async def test_what_has_more_to_say_than_text_does_not(
 ) -> None:
     assert await events_of(http, "/v1/completions", {**TEXT, **extra})
     assert num_taken() == 0
+
+
+VOCABULARY = Tokenizer(train_tokenizer()).vocabulary
+GROUPS = st.lists(
+    st.lists(st.integers(0, len(VOCABULARY.pieces)), min_size=1, max_size=4), max_size=12
+)
+
+
+class FakeConnection:
+    """Notes what is sent, as events."""
+
+    def __init__(self) -> None:
+        self.has_room = True
+        self.outbox = self
+        self.events: list[bytes] = []
+
+    def add(self, connection: object, data: bytes) -> None:
+        assert connection is self
+        self.events.append(data)
+
+
+class FakeTally:
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    def add(self, num_tokens: int, interval_s: float) -> None:
+        assert interval_s == 0.5
+        self.num_tokens += num_tokens
+
+
+@given(GROUPS)
+def test_tokens_that_come_together_are_one_event(groups: list[list[int]]) -> None:
+    event = TextEvent({"text": TextEvent.HOLE})
+    text, fed = (ChoiceText(VOCABULARY, OutputOptions()) for _ in range(2))
+    connection, tally, moments = FakeConnection(), FakeTally(), [0.0, 0.0]
+    way = flow.TextFlow(
+        cast(Any, SimpleNamespace(text=text, index=1)),
+        event,
+        cast(Any, SimpleNamespace(connection=connection)),
+        cast(Any, tally),
+        moments,
+    )
+    expected = []
+    num_fed = 0
+    for number, group in enumerate(groups):
+        moments[1] = number - 0.5
+        piece = fed.feed(group, [], None)
+        expected += [event.fill(piece.text)] if piece is not None else []
+        is_one = len(group) == 1
+        if is_one and way.take(group[0], float(number)):
+            continue
+        if not is_one and way.take_all(group, float(number)):
+            continue
+        assert moments[1] == number - 0.5
+        num_fed += len(group)
+        piece = text.feed(group, [], None)
+        connection.events += [event.fill(piece.text)] if piece is not None else []
+    assert connection.events == expected
+    assert tally.num_tokens + num_fed == text.num_tokens == fed.num_tokens
+    connection.has_room = False
+    assert not way.take(40, 0.0)
+    assert not way.take_all([40, 41], 0.0)

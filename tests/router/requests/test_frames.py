@@ -186,9 +186,9 @@ class Sink:
         self.next_index: int | None = 3
 
     def on_token(self, index: int, token_id: int, now: float) -> None:
-        self.on_tokens(index, [token_id])
+        self.on_tokens(index, [token_id], now)
 
-    def on_tokens(self, start_index: int, token_ids: list[int]) -> None:
+    def on_tokens(self, start_index: int, token_ids: list[int], now: float) -> None:
         if self.is_bad:
             raise ZeroDivisionError
         self.tokens.append((start_index, token_ids))
