@@ -40,6 +40,10 @@ class Speeds:
     decode_blocks: int = 9_000
     decode_requests: int = 128
 
+    def prefill_s(self, num_tokens: int) -> float:
+        """Of one request with so many tokens to compute."""
+        return self.prefill_request_s + num_tokens / self.prefill_tokens_per_s
+
 
 @dataclass(slots=True, eq=False)
 class Job:
@@ -148,8 +152,7 @@ class PrefillEngine(Engine):
         num_new = job.num_tokens - job.num_cached
         self.num_prompt_tokens += job.num_tokens
         self.num_cached_tokens += job.num_cached
-        speeds = self.speeds
-        seconds = speeds.prefill_request_s + num_new / speeds.prefill_tokens_per_s
+        seconds = self.speeds.prefill_s(num_new)
         self.schedule(seconds, lambda: self._end(job, num_new, seconds))
 
     def load(self) -> WorkerLoad:

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from router.pool.members import Member, WorkerLoad
+from router.pool.members import Member, Role, WorkerLoad
 from router.pool.view import PoolView
 from router.routing.explain import Explanation
 from router.routing.policy import Pair, PairingPolicy
 from router.routing.prefixes import MAX_CONVERSATIONS, Binding, Conversations, Prefixes
 from router.routing.request_shape import RequestShape
 from router.routing.scorers import SCORERS
+from router.routing.scorers.predicted_ttft import delay_of_others_s
 from runtime.block_hash import hash_blocks
 from tests.router.routing.pools import Clock, decode, load, pool_of, prefill
 
@@ -116,6 +117,34 @@ def test_the_prediction_is_what_was_measured() -> None:
     assert estimate.compute_s == pytest.approx(40 * BLOCK / 4000)
     assert estimate.transfer_s == pytest.approx(70 / 10 - estimate.compute_s)
     assert estimate.room_s == 0.0
+
+
+def works(router: Router, member: Member, share: float) -> None:
+    """It has worked so much of the last minute, at 20,000 tokens a second."""
+    router.says(member, clock_s=1.0)
+    done = round(60 * share * 20_000)
+    router.says(member, clock_s=61.0, num_tokens_done=done, busy_s=60.0 * share)
+
+
+@pytest.mark.parametrize(("num_blocks", "is_kept"), [(20, False), (90, True)])
+def test_a_worker_that_works_much_keeps_what_leaves_little_to_compute(
+    num_blocks: int, is_kept: bool
+) -> None:
+    router = Router("predicted-ttft", *P[:2], D[0])
+    works(router, P[0], 0.8)
+    works(router, P[1], 0.2)
+    router.holds(P[0], TEXT[: num_blocks * BLOCK])
+    assert (router.pick(TEXT).prefill.key == P[0].key) is is_kept
+
+
+def test_others_wait_for_what_is_brought_until_the_worker_has_caught_up() -> None:
+    router = Router("predicted-ttft", *P[:2], D[0])
+    works(router, P[0], 0.75)
+    busy, idle = router.pool.candidates(Role.PREFILL)
+    assert delay_of_others_s(idle, 2.0) == 0.0
+    assert delay_of_others_s(busy, 2.0) == pytest.approx(2.0 * 0.75 / 0.25, rel=0.01)
+    works(router, P[1], 1.0)
+    assert delay_of_others_s(idle, 2.0) == pytest.approx(2.0 * 0.95 / 0.05)
 
 
 def test_a_rank_without_room_is_waited_for() -> None:
