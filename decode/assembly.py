@@ -31,6 +31,7 @@ from engine.memory.pinned_blocks import PinnedBlocks
 from engine.options import EngineOptions
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.lockstep import Lockstep, create_lockstep
+from engine.streams import Streams
 from kv_transfer.layout import KVDtype, KVLayout
 from kv_transfer.metadata import SlotArray, SlotLayout
 from kv_transfer.ownership import Quarantine
@@ -55,7 +56,7 @@ QUARANTINE_PATIENCE_S = 5.0
 class ModelSide:
     """The model of this rank, its KV memory, and how it keeps step with the other ranks.
 
-    `launch_waits` is that of `BootedRank`.
+    `launch_waits` and `streams` are those of `BootedRank`.
     """
 
     groups: ProcessGroups
@@ -67,6 +68,7 @@ class ModelSide:
     max_model_len: int
     kv_pool: KVPool
     runner: StepRunner
+    streams: Streams
     launch_waits: bool = False
 
     def close(self) -> None:
@@ -143,6 +145,7 @@ def build_model_side(options: WorkerOptions) -> ModelSide:
         max_model_len=booted.max_model_len,
         kv_pool=booted.kv_pool,
         runner=runner,
+        streams=booted.streams,
         launch_waits=booted.launch_waits,
     )
 
@@ -169,6 +172,7 @@ def choose_runner(options: EngineOptions, booted: BootedRank, *, show: bool) -> 
         max_num_seqs=options.max_num_seqs,
         max_model_len=booted.max_model_len,
         group=group,
+        streams=booted.streams,
     )
     captured = try_to_capture(
         options,
@@ -250,7 +254,7 @@ def build_rank(
     )
     scheduler = DecodeScheduler(
         pool,
-        _host_store(side.kv_pool, decode.preemption_host_blocks),
+        _host_store(side, decode.preemption_host_blocks),
         max_num_seqs=decode.max_num_seqs,
         max_model_len=side.max_model_len,
     )
@@ -270,8 +274,9 @@ def build_rank(
     )
 
 
-def _host_store(kv_pool: KVPool, num_blocks: int) -> HostStore:
+def _host_store(side: ModelSide, num_blocks: int) -> HostStore:
     """Where preempted KV goes; a GPU's through pinned memory, which is allocated now."""
-    if kv_pool.device.type == "cuda":
-        return HostBlockStore(PinnedBlocks(kv_pool, num_blocks), num_blocks)
-    return HostBlockStore(kv_pool, num_blocks)
+    if side.kv_pool.device.type == "cuda":
+        pinned = PinnedBlocks(side.kv_pool, num_blocks, side.streams)
+        return HostBlockStore(pinned, num_blocks)
+    return HostBlockStore(side.kv_pool, num_blocks)

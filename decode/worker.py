@@ -30,8 +30,9 @@ from decode.spans import record_request
 from engine.boot.rank import use_device
 from engine.constraint.constraints import Constraints
 from kv_transfer.receiver import Arrival
+from runtime.call_server import CarriedMethod, carry
 from runtime.errors import DrainingError, PeerLostError
-from runtime.pb import cache_pb2_grpc, common_pb2, decode_pb2_grpc, registry_pb2
+from runtime.pb import cache_pb2_grpc, common_pb2, decode_pb2, decode_pb2_grpc, registry_pb2
 from runtime.spans import open_spans
 from runtime.worker import WorkerOptions
 from worker.cache_log import CacheFeed
@@ -175,6 +176,8 @@ class DecodeDriver:
             on_drain=self._host.tell_draining,
         )
         decode_pb2_grpc.add_DecodeServicer_to_server(self._service, server)
+        reserve = CarriedMethod(decode_pb2.ReserveRequest.FromString, self._service.Reserve)
+        carry(server, Reserve=reserve)
         cache = CacheService(identity, self._cache, self._worker_load)
         cache_pb2_grpc.add_CacheServicer_to_server(cache, server)
 

@@ -267,6 +267,17 @@ def logits_rows(scheduled: Sequence[ScheduledRequest]) -> Int64Array:
     return np.array(rows, dtype=np.int64)
 
 
+def sampled_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
+    """Return the rows of the step that a token is sampled at."""
+    rows: list[int] = []
+    end = 0
+    for item in scheduled:
+        end += item.num_scheduled_tokens
+        if item.samples:
+            rows.append(end - 1)
+    return rows
+
+
 def _are_below(ids: npt.NDArray[np.integer[Any]], end: int) -> bool:
     return not ids.size or bool(ids.min() >= 0 and ids.max() < end)
 

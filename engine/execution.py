@@ -19,6 +19,8 @@ class Execution:
         scatter_tokens: whether each tp rank keeps its share of the hidden states, or all of them;
             None for shares where tp > 1 and ep > 1.
         dispatcher: of all MoE layers, of `choose_dispatcher`; None for one that opens nothing.
+        max_masked_tokens: most tokens of a step of prefill whose rows it lays out masked; 0: none.
+            Each expert has room for each of them, so such a step may take the most memory.
         overlap: when a step of prefill runs as two micro-batches; None for never. With dp > 1 and
             ep > 1 every step does, because the ranks have to make the same calls.
         overlap_shared_expert: run the shared expert while tokens travel to the routed ones, or
@@ -31,6 +33,7 @@ class Execution:
 
     scatter_tokens: bool | None = None
     dispatcher: TokenDispatcher[Any] | None = None
+    max_masked_tokens: int = 0
     overlap: OverlapRule | None = None
     overlap_shared_expert: bool = True
     side_stream: SideStream | None = None

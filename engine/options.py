@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -92,14 +92,14 @@ class ChunkSteps:
             layers; needs whole experts on each rank.
         cuda_graphs: capture steps of few tokens, one graph for each number of them, on a GPU.
         max_masked_tokens: most tokens of a step whose experts take rows in the masked layout, as in
-            decode; 0 for none. Not yet measured in whole steps (`engine.parallel.short_rows`).
+            decode (`engine.parallel.short_rows`); 0 for none.
     """
 
     max_num_batched_tokens: int = 1024
     two_batch_overlap: Switch = Switch.AUTO
     scatter_tokens: bool = False
     cuda_graphs: Switch = Switch.AUTO
-    max_masked_tokens: int = 0
+    max_masked_tokens: int | Literal[Switch.AUTO] = Switch.AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +165,12 @@ class EngineOptions:
         self._check_least("num_redundant_experts", self.num_redundant_experts, 0)
         self._check_least("max_num_seqs", self.max_num_seqs, 1)
         self._check_least(*self.token_bound, 1)
-        if isinstance(self.steps, TokenSteps):
-            self._check_least("max_tokens_per_rank", self.steps.max_tokens_per_rank, 1)
-            self._check_least("num_speculative_tokens", self.steps.num_speculative_tokens, 0)
+        match self.steps:
+            case TokenSteps(max_tokens_per_rank=most, num_speculative_tokens=drafts):
+                self._check_least("max_tokens_per_rank", most, 1)
+                self._check_least("num_speculative_tokens", drafts, 0)
+            case ChunkSteps(max_masked_tokens=int(most)):
+                self._check_least("max_masked_tokens", most, 0)
         self._check_kv()
 
     @property

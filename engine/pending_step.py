@@ -37,12 +37,14 @@ class StepResult:
             order; empty unless the request asked for them. Token 0 never has one.
         is_failed: a token was due, and the logits hold NaN or infinity, or the request's constraint
             leaves none: it has to end by its `failure`, which says nothing about the others.
+        draft: of the token after `sampled`, where the step made one.
     """
 
     request: Request
     sampled: SampledToken | None
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
     is_failed: bool = False
+    draft: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,7 @@ class PendingStep:
             infinity; the device's token is then any token.
         prompts: per scheduled request its prompt logprobs, in pieces.
         copies: after which the host has all of these.
+        drafts: of the tokens after the sampled ones, [L] int64 on the host; None if none was made.
         span: when the device ran it; None on a CPU.
         span_before: the same of the step before it, if there was one.
     """
@@ -65,6 +68,7 @@ class PendingStep:
     is_usable: torch.Tensor | None
     prompts: Sequence[Sequence[PendingLogprobs]]
     copies: HostCopies
+    drafts: torch.Tensor | None = None
     span: DeviceSpan | None = None
     span_before: DeviceSpan | None = None
 
@@ -105,9 +109,11 @@ class PendingStep:
     def _read(self) -> list[StepResult]:
         tokens = iter(self.sample.collect() if self.sample is not None else ())
         usable = iter(self.is_usable.tolist() if self.is_usable is not None else ())
+        drafts = iter(self.drafts.tolist() if self.drafts is not None else ())
         results = []
         for item, pieces in zip(self.scheduled, self.prompts, strict=True):
             token = next(tokens) if item.samples else None
+            draft = next(drafts, None) if item.samples else None
             is_failed = item.samples and not (next(usable) and _fits(item, token))
             results.append(
                 StepResult(
@@ -115,6 +121,7 @@ class PendingStep:
                     sampled=None if is_failed else token,
                     prompt_logprobs=[entry for piece in pieces for entry in piece.collect()],
                     is_failed=is_failed,
+                    draft=draft,
                 )
             )
         return results

@@ -17,18 +17,19 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.batch import ForwardBatch, StepBounds, build_forward_batch
+from engine.batch import ForwardBatch, StepBounds, build_forward_batch, sampled_rows
 from engine.constraint.step_masks import mask_of_step
 from engine.device_span import DeviceSpan
 from engine.host_copy import HostCopies, upload
 from engine.memory.kv_pool import KVPool
 from engine.operations import do_nothing
 from engine.pending_step import PendingStep, StepResult, reader_of
+from engine.prompt_drafts import PromptDrafts
 from engine.request import ScheduledRequest
 from engine.sampling.inputs import SamplingInput
 from engine.sampling.logprobs import PendingLogprobs, launch_prompt_logprobs
 from engine.sampling.sampler import PendingSample, Sampler
-from engine.step_error import may_fail
+from engine.step_error import StepError, may_fail
 
 MAX_LOGITS_ROWS = 256
 """Rows of logits that exist at a time: a 1024-token chunk with prompt logprobs over a vocabulary of
@@ -70,13 +71,28 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: CausalModel, kv_pool: KVPool, sampler: Sampler, *, in_group: bool = False
+        self,
+        model: CausalModel,
+        kv_pool: KVPool,
+        sampler: Sampler,
+        *,
+        in_group: bool = False,
+        drafts: PromptDrafts | None = None,
     ) -> None:
-        """Take what runs; `in_group` where the model's layers wait for other ranks."""
+        """Take what runs.
+
+        Args:
+            model: with the KV pool and the sampler.
+            kv_pool: of the model.
+            sampler: of the model's vocabulary.
+            in_group: whether the model's layers wait for other ranks.
+            drafts: run behind every step of prompts, by all ranks; None for none.
+        """
         self.model = model
         self.kv_pool = kv_pool
         self.sampler = sampler
         self.in_group = in_group
+        self.drafts = drafts
         self._span: DeviceSpan | None = None  # of the latest step
 
     def execute(
@@ -147,8 +163,15 @@ class ModelRunner:
             hidden = self.model.forward(
                 batch, self.kv_pool, on_layer_done=on_layer_done, meanwhile=meanwhile
             )
-        with may_fail(device, has_joined=True):
-            pending = self._finish(scheduled, batch, hidden, copies, meanwhile, after=after)
+        try:
+            with may_fail(device, has_joined=True):
+                pending = self._finish(scheduled, batch, hidden, copies, meanwhile, after=after)
+        except StepError:
+            if self.drafts is not None:
+                self.drafts.follow(batch, hidden)  # the others are there
+            raise
+        if self.drafts is not None:
+            pending = self._draft(self.drafts, batch, hidden, pending)
         copies.close()
         if span is not None:
             span.end()
@@ -158,7 +181,9 @@ class ModelRunner:
     @torch.inference_mode()
     def forward_only(self, batch: ForwardBatch, *, on_layer_done: LayerDone | None = None) -> None:
         """Take part in a step that another rank of the tensor-parallel group launches."""
-        self.model.forward(batch, self.kv_pool, on_layer_done=on_layer_done)
+        hidden = self.model.forward(batch, self.kv_pool, on_layer_done=on_layer_done)
+        if self.drafts is not None:
+            self.drafts.follow(batch, hidden)
 
     def run_dummy(self) -> DeviceSpan | None:
         """Launch one padding token, so that an idle expert-parallel rank joins the collectives.
@@ -173,6 +198,20 @@ class ModelRunner:
         if self._span is not None:
             self._span.end()
         return self._span
+
+    def _draft(
+        self, drafts: PromptDrafts, batch: ForwardBatch, hidden: torch.Tensor, pending: PendingStep
+    ) -> PendingStep:
+        """Run the layer for multi-token prediction behind a step, and draft where it sampled."""
+        scheduled, device = pending.scheduled, self.kv_pool.device
+        sampled = None if pending.sample is None else pending.sample.token_ids
+        with nullcontext() if self.in_group else may_fail(device, has_joined=True):
+            drafted = drafts.run(scheduled, batch, hidden, sampled)
+        if sampled is None:
+            return pending
+        with may_fail(device, has_joined=True):
+            ids = drafts.choose(scheduled, drafted, sampled, pending.copies)
+        return replace(pending, drafts=ids)
 
     def _finish(
         self,
@@ -250,7 +289,7 @@ class ModelRunner:
         unread_ids = None
         if any(item.num_unread for item in samplers):
             # The token that nobody has read is the one that the sampled row runs.
-            unread_ids = _select(batch.input_ids, _sampled_rows(scheduled))
+            unread_ids = _select(batch.input_ids, sampled_rows(scheduled))
         # Last: it may wait for the step before, when all of this one is issued but its sampling.
         mask = mask_of_step(samplers, self.sampler.vocab_size, reader_of(after))
         return self.sampler.launch(logits, inputs, copies, unread_ids=unread_ids, mask=mask)
@@ -291,17 +330,6 @@ def _plan_rows(scheduled: Sequence[ScheduledRequest]) -> _RowPlan:
             sample_rows.append(row)
             row += 1
     return _RowPlan(len(scheduled), runs, sample_rows)
-
-
-def _sampled_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
-    """Return the rows of the step that a token is sampled at."""
-    rows: list[int] = []
-    end = 0
-    for item in scheduled:
-        end += item.num_scheduled_tokens
-        if item.samples:
-            rows.append(end - 1)
-    return rows
 
 
 def _select(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 
 from engine.kernels.fused.dependent import break_chain
 from engine.kernels.launches import Launches, choose_side_launches
+from engine.streams import Streams, StreamUse
 
 T = TypeVar("T")
 
@@ -41,10 +42,10 @@ class Started(Generic[T]):
 class SideStream:
     """Starts work beside the current stream; work of one side stream runs in order."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Take a CUDA device."""
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._launches: Launches = choose_side_launches(device)
+    def __init__(self, streams: Streams, use: StreamUse = StreamUse.SHARED_EXPERT) -> None:
+        """Take the streams of a CUDA device, and for what one of them is."""
+        self._stream = streams.of(use)
+        self._launches: Launches = choose_side_launches(streams.device)
 
     def start(self, work: Callable[[], T]) -> Started[T]:
         """Launch `work` behind all that the current stream has been given so far.

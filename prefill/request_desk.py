@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from engine.pending_step import StepResult
-from kv_transfer.metadata import MetadataRecord
+from kv_transfer.metadata import NO_DRAFT, MetadataRecord
 from prefill.commands import OpenTicket
 from prefill.messages import (
     Event,
@@ -153,6 +153,7 @@ class RequestDesk:
             epoch=item.granted.ticket.epoch,
             first_token=sampled.token_id,
             logprobs=sampled.logprobs,
+            first_draft=NO_DRAFT if result.draft is None else result.draft,
         )
         self._senders.finish(item.nonce, record)
 

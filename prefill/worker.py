@@ -34,8 +34,9 @@ from prefill.service import PrefillService
 from prefill.spans import record_run
 from prefill.stall import StallMeter
 from prefill.validation import RunLimits
+from runtime.call_server import CarriedMethod, carry
 from runtime.endings import failure_of_requests
-from runtime.pb import cache_pb2_grpc, common_pb2, prefill_pb2_grpc, registry_pb2
+from runtime.pb import cache_pb2_grpc, common_pb2, prefill_pb2, prefill_pb2_grpc, registry_pb2
 from runtime.rpc import open_channel
 from runtime.spans import open_spans
 from runtime.worker import WorkerOptions
@@ -225,6 +226,7 @@ def _serve(
     service: PrefillService, cache: CacheService, server: grpc.aio.Server, address: str
 ) -> None:
     prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
+    carry(server, Run=CarriedMethod(prefill_pb2.RunRequest.FromString, service.Run))
     cache_pb2_grpc.add_CacheServicer_to_server(cache, server)
 
 

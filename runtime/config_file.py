@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from runtime.config import (
     ClusterConfig,
@@ -222,9 +222,10 @@ def _parse_list(name: str, tables: object, section_type: type[Any]) -> tuple[Any
 def _parse_value(path: str, value: object, expected: type) -> object:
     if expected is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if type(value) is not expected:
-        found = type(value).__name__
-        raise ConfigError(path, value, f"is a {found}", f"a value of type {expected.__name__}")
+    kinds = get_args(expected) or (expected,)  # of `int | str` both
+    if type(value) not in kinds:
+        found, names = type(value).__name__, " or ".join(kind.__name__ for kind in kinds)
+        raise ConfigError(path, value, f"is a {found}", f"a value of type {names}")
     return value
 
 

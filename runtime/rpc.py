@@ -146,8 +146,8 @@ class _TakeTrace(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 class _AuthorizedChannel(grpc.aio.Channel):
     """A channel whose calls carry the secret, and the trace of the request that makes the call.
 
-    Client interceptors would do the same with a task for every call. The calls that take a stream
-    of messages are not in our protocols.
+    Client interceptors would do the same with a task for every call. Calls that take a stream and
+    answer with one message are not in our protocols.
     """
 
     def __init__(self, channel: grpc.aio.Channel, secret: str) -> None:
@@ -164,7 +164,7 @@ class _AuthorizedChannel(grpc.aio.Channel):
         raise NotImplementedError(args[0])
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(args[0])
+        return self._authorized(self._channel.stream_stream(*args, **kwargs))
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         return self._channel.get_state(try_to_connect)
@@ -187,14 +187,14 @@ class _AuthorizedChannel(grpc.aio.Channel):
     def _authorized(self, multi_callable: Callable[..., Any]) -> Callable[..., Any]:
         authorization = self._authorization
 
-        def call(request: object, **kwargs: Any) -> Any:
+        def call(*request: object, **kwargs: Any) -> Any:
             trace = current_trace()
             metadata: tuple[tuple[str, str], ...] = (authorization,)
             if trace is not None:
                 metadata += ((TRACEPARENT, trace.header),)
                 if trace.state:
                     metadata += ((TRACESTATE, trace.state),)
-            return multi_callable(request, metadata=metadata, **kwargs)
+            return multi_callable(*request, metadata=metadata, **kwargs)
 
         return call
 

@@ -102,6 +102,9 @@ def _closed(properties: dict[str, Any]) -> dict[str, object]:
 
 
 def _field(kind: type, refusal_of: Callable[[object], ConfigError | None]) -> dict[str, object]:
+    kinds = get_args(kind)
+    if kinds:
+        return {"anyOf": [_field(one, refusal_of) for one in kinds]}
     schema: dict[str, object] = {"type": TYPES[kind]}
     refusal = refusal_of(IMPOSSIBLE.get(kind))
     if refusal is None:

@@ -6,7 +6,7 @@ one file. Pure: nothing is opened, measured or allocated.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
@@ -41,6 +41,7 @@ def engine_options(section: PrefillSection | DecodeSection) -> EngineOptions:
                 two_batch_overlap=Switch(section.two_batch_overlap),
                 scatter_tokens=section.is_scattered,
                 cuda_graphs=Switch(section.cuda_graphs),
+                max_masked_tokens=_masked_tokens(section.max_masked_tokens),
             )
         case DecodeSection():
             prefix, num_redundant_experts = "decode.", section.num_redundant_experts
@@ -66,6 +67,13 @@ def engine_options(section: PrefillSection | DecodeSection) -> EngineOptions:
         num_redundant_experts=num_redundant_experts,
         prefix=prefix,
     )
+
+
+def _masked_tokens(asked: int | str) -> int | Literal[Switch.AUTO]:
+    if isinstance(asked, int):
+        return asked
+    assert asked == Switch.AUTO, asked  # the section has checked it
+    return Switch.AUTO
 
 
 def model_options(config: ClusterConfig) -> ModelOptions:

@@ -166,6 +166,9 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
         default=128,
         help="steps of a request; another one as long follows it",
     )
+    parser.add_argument(
+        "--grammar", action="store_true", help="bind every request by a JSON schema of its own"
+    )
 
 
 def _add_setup(parser: argparse.ArgumentParser) -> None:
@@ -273,6 +276,7 @@ def _decode_options(arguments: argparse.Namespace) -> DecodeOptions:
         requests=requests,
         context_lens=parse_range(arguments.context_lens, "context-lens"),
         output_len=arguments.output_len,
+        grammar=arguments.grammar,
     )
 
 

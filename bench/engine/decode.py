@@ -22,6 +22,7 @@ from bench.engine.profiling import profile_batch
 from bench.engine.rank_model import RankModel, RankModels, device_name
 from bench.engine.report import Quantiles, Report, say
 from bench.engine.requests import RunningRequests, SamplingChoice, draw_contexts
+from bench.engine.schemas import SchemaOutputs
 from bench.engine.session import Session, close_session, open_session
 from bench.engine.stages import BatchProfile
 from bench.engine.steps import StepRunner
@@ -33,6 +34,7 @@ from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.operations import do_nothing
 from engine.pending_step import PendingStep
 from engine.request import ScheduledRequest
+from engine.streams import Streams
 from worker.engine_options import engine_options
 
 _NUM_REPLAYS = 30
@@ -63,8 +65,11 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
     if setup.profile:
         named = bench.run_eagerly if bench.is_captured else None
         profile = profile_batch(session, bench.run_one, named=named)
-    report = _report(session, options, run, contexts=contexts, model_s=model_s, profile=profile)
+    report = _report(
+        session, options, run, requests, contexts=contexts, model_s=model_s, profile=profile
+    )
     bench.close()
+    requests.close()
     close_session(session)
     return report
 
@@ -78,6 +83,15 @@ def invent_requests(options: DecodeOptions, rank: RankModel) -> RunningRequests:
     setup, number = options.setup, rank.place.rank
     rank.check_length("context-lens", options.context_lens[1] + options.output_len)
     generator = random.Random(f"{setup.seed} requests of rank {number}")
+    vocab_size, schemas = rank.measured.config.vocab_size, None
+    if options.grammar:
+        schemas = SchemaOutputs(
+            setup.shape,
+            vocab_size,
+            num_places=options.requests[number],
+            generator=random.Random(f"{setup.seed} schemas of rank {number}"),
+        )
+        say("schemas are compiled", rank=number)
     return RunningRequests(
         draw_contexts(*options.context_lens, options.requests[number], generator),
         output_len=options.output_len,
@@ -85,9 +99,10 @@ def invent_requests(options: DecodeOptions, rank: RankModel) -> RunningRequests:
         sampling=SamplingChoice(
             temperature=setup.temperature,
             top_p=setup.top_p,
-            vocab_size=rank.measured.config.vocab_size,
+            vocab_size=vocab_size,
         ),
         generator=generator,
+        schemas=schemas,
     )
 
 
@@ -104,6 +119,7 @@ def _report(
     session: Session,
     options: DecodeOptions,
     run: Run,
+    requests: RunningRequests,
     *,
     contexts: Sequence[Sequence[float]],
     model_s: float | None,
@@ -117,15 +133,18 @@ def _report(
     mean_context = sum(mean * count for mean, count in contexts) / tokens
     step_ms = 1e3 * steps.seconds / steps.num_steps
     shown = ", ".join(map(str, options.requests))
-    unequal = [] if options.is_equal else [f"unequal ranks: {shown} requests"]
+    notes = [] if options.is_equal else [f"unequal ranks: {shown} requests"]
+    if options.grammar:
+        notes.append("every request is bound by a JSON schema of its own; see grammar")
     return {
         "benchmark": "decode",
-        **describe_run(session, options.setup, options.section, run, notes=unequal),
+        **describe_run(session, options.setup, options.section, run, notes=notes),
         "options": dataclasses.asdict(options),
         "tokens_per_step": tokens,
         "mean_context": mean_context,
         "ranks": [{"requests": int(count), "mean_context": mean} for mean, count in contexts],
         "step_ms": dataclasses.asdict(Quantiles.of(steps.step_s)),
+        "grammar": requests.describe_schemas(),
         "rates": decode_rates(
             measured,
             options,
@@ -209,7 +228,7 @@ class _DecodeBench:
         def run_model() -> None:
             session.rank.model.forward(batch, session.runner.kv_pool)
 
-        graph = Capture(session.device).graph(run_model)
+        graph = Capture(Streams(session.device)).graph(run_model)
         session.rank.meet()
         first, last = (
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

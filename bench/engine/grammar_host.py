@@ -30,22 +30,13 @@ from typing import Any
 import numpy as np
 
 from bench.engine.machine import describe_machine
+from bench.engine.schemas import STOP, draw_schema, widened
 from deploy.model_folder import BUNDLED_MODEL
 from engine.constraint.constraints import Compiler, Constraints
 from engine.constraint.matcher import Matcher, num_mask_words
-from engine.constraint.vocabulary import Vocabulary, read_vocabulary
+from engine.constraint.vocabulary import read_vocabulary
 from engine.host_copy import pack
-from runtime.sampling import OutputConstraint, SamplingParams
-
-STOP = 1
-_TYPES: tuple[dict[str, Any], ...] = (
-    {"type": "string"},
-    {"type": "integer"},
-    {"type": "number"},
-    {"type": "boolean"},
-    {"type": "array", "items": {"type": "string"}},
-    {"enum": ["low", "middle", "high"]},
-)
+from runtime.sampling import SamplingParams
 
 
 @dataclass
@@ -104,18 +95,8 @@ class GrammarHost:
         return matcher
 
     def _params(self, row: int) -> SamplingParams:
-        import xgrammar
-
-        names = [f"field_{row}_{place}" for place in range(self.num_fields)]
-        schema = {
-            "type": "object",
-            "properties": {name: self.draw.choice(_TYPES) for name in names},
-            "required": names,
-            "additionalProperties": False,
-        }
-        grammar = xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=False)
         return SamplingParams(
-            stop_token_ids=(STOP,), constraint=OutputConstraint(grammar=grammar.serialize_json())
+            stop_token_ids=(STOP,), constraint=draw_schema(row, self.num_fields, self.draw)
         )
 
     def _choose(self, words: np.ndarray[Any, np.dtype[np.int32]]) -> int:
@@ -128,21 +109,6 @@ class GrammarHost:
         vocabulary = widened(read_vocabulary(Path(BUNDLED_MODEL), self.vocab_size), self.draw)
         with self.timed("vocabulary"):
             return Grammars(vocabulary)
-
-
-def widened(vocabulary: Vocabulary, draw: random.Random) -> Vocabulary:
-    """The same with pairs of pieces for all ids that have none."""
-    pieces = list(vocabulary.pieces)
-    special = set(vocabulary.special.values())
-    texts = [piece for piece in pieces if piece and piece not in special]
-    known = set(pieces)
-    for token_id, piece in enumerate(pieces):
-        while not piece:
-            pair = draw.choice(texts) + draw.choice(texts)
-            if pair not in known:
-                known.add(pair)
-                pieces[token_id] = piece = pair
-    return Vocabulary(pieces=pieces, encoding=vocabulary.encoding, special=vocabulary.special)
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ EFFECTIVE: Mapping[str, frozenset[str]] = {
     "prefill": frozenset(
         (
             "expert_parallel", "num_threads", "max_num_seqs", "kv_dtype", "overlap_steps",
-            "two_batch_overlap", "scatter_tokens", "cuda_graphs",
+            "two_batch_overlap", "scatter_tokens", "cuda_graphs", "max_masked_tokens",
         )
     ),
     "decode": frozenset(
@@ -238,12 +238,14 @@ class DecodeOptions:
         requests: of each rank, one number a rank.
         context_lens: least and most tokens that a request attends to at its first step.
         output_len: steps of a request; then another one as long takes its place.
+        grammar: whether every request is bound by a JSON schema of its own.
     """
 
     setup: Setup
     requests: tuple[int, ...] = (DEFAULT_BATCH,)
     context_lens: tuple[int, int] = (1500, 1660)
     output_len: int = 128
+    grammar: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured.

@@ -18,6 +18,7 @@ import torch
 from engine.attention.kv_spec import KVSpec
 from engine.memory.kv_pool import KVPool
 from engine.memory.pinned_blocks import PinnedBlocks
+from engine.streams import Streams
 
 NUM_LAYERS, BLOCK_SIZE, LATENT_DIM = 61, 64, 576
 
@@ -37,7 +38,7 @@ def main() -> None:
         device="cuda",
     )
     pool.data.normal_()
-    pinned = PinnedBlocks(pool, options.blocks)
+    pinned = PinnedBlocks(pool, options.blocks, Streams(pool.device))
     name = torch.cuda.get_device_name()
     gb = options.blocks * pool.block_bytes / 1e9
     print(f"{name}: {options.blocks} blocks, {gb:.2f} GB, scattered block ids")

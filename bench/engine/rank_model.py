@@ -37,6 +37,7 @@ from engine.kernels.portable import portable_kernels
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.options import EngineOptions, TokenSteps
 from engine.parallel.groups import ProcessGroups, RankGroup, init_process_groups
+from engine.streams import Streams
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 from worker.engine_options import engine_options, parallel_dims
@@ -223,7 +224,7 @@ def _build(
         groups,
         kernels=kernels,
         placement=placement,
-        device=parts.device,
+        streams=Streams(parts.device),
         played_ranks=played_ranks,
     )
     model = build_model(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bench.engine.schemas import SchemaOutputs
 from engine.pending_step import StepResult
 from engine.request import Request, ScheduledRequest, num_blocks_for
 from runtime.sampling import SamplingParams
@@ -76,11 +77,13 @@ class _Place:
     """A running request, and after its end the next one.
 
     Attributes:
+        number: of all places.
         context: tokens that each of its requests attends to at first.
         blocks: of each of its requests.
         request: the present one.
     """
 
+    number: int
     context: int
     blocks: list[int]
     request: Request
@@ -90,7 +93,8 @@ class RunningRequests:
     """The requests of one decode rank, in the middle of their outputs at the start.
 
     A request runs ``output_len`` steps; then another with a context as long takes its place, as in
-    a full server. So contexts are spread in the same way at every step of a measurement.
+    a full server. So contexts are spread in the same way at every step of a measurement. A request
+    that is bound by a schema may end before.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class RunningRequests:
         block_size: int,
         sampling: SamplingChoice,
         generator: random.Random,
+        schemas: SchemaOutputs | None = None,
     ) -> None:
         """Make one place for each of ``contexts``.
 
@@ -110,8 +115,11 @@ class RunningRequests:
             block_size: tokens of a block.
             sampling: how they sample.
             generator: of all that is drawn.
+            schemas: bind the requests of every place.
         """
         self._output_len, self._sampling, self._random = output_len, sampling, generator
+        self._schemas = schemas
+        self._num_steps = self._num_bound = self._num_ended = self._num_failed = 0
         self._tokens = _Tokens(sampling.vocab_size, generator)
         self._num_requests = 0
         counts = [num_blocks_of(context, output_len, block_size) for context in contexts]
@@ -120,20 +128,40 @@ class RunningRequests:
         blocks = list(range(1, 1 + sum(counts)))
         generator.shuffle(blocks)
         self._places = []
-        for context, count in zip(contexts, counts, strict=True):
+        for number, (context, count) in enumerate(zip(contexts, counts, strict=True)):
             own, blocks = blocks[:count], blocks[count:]
-            first = self._invent(context, own, age=generator.randrange(output_len))
-            self._places.append(_Place(context=context, blocks=own, request=first))
+            first = self._invent(number, context, own, age=generator.randrange(output_len))
+            self._places.append(_Place(number=number, context=context, blocks=own, request=first))
 
     def __len__(self) -> int:
         """Requests of every step."""
         return len(self._places)
 
+    def describe_schemas(self) -> dict[str, object] | None:
+        """Which schemas bound these requests, and how many of a step; None where none did."""
+        if self._schemas is None:
+            return None
+        return {
+            "fields": self._schemas.num_fields,
+            "vocabulary": self._schemas.vocabulary,
+            "bound_per_step": self._num_bound / max(self._num_steps, 1),
+            "ended": self._num_ended,
+            "failed": self._num_failed,
+        }
+
+    def close(self) -> None:
+        """End what made outputs."""
+        if self._schemas is not None:
+            self._schemas.close()
+
     def schedule(self) -> list[ScheduledRequest]:
         """The next step: one token of every request; who has had all of them is followed."""
         for place in self._places:
-            if self._num_run(place) >= self._output_len:
-                place.request = self._invent(place.context, place.blocks, age=0)
+            if self._num_run(place) >= self._output_len or self._is_over(place.request):
+                place.request = self._invent(place.number, place.context, place.blocks, age=0)
+            matcher = place.request.matcher
+            self._num_bound += matcher is not None and matcher.is_binding
+        self._num_steps += 1
         scheduled = self.peek()
         for place in self._places:
             place.request.num_launched_tokens += 1
@@ -159,17 +187,32 @@ class RunningRequests:
         request = place.request
         return request.num_computed_tokens + request.num_launched_tokens - (place.context - 1)
 
-    def _invent(self, context: int, blocks: Sequence[int], *, age: int) -> Request:
+    def _is_over(self, request: Request) -> bool:
+        """Whether its schema ended it."""
+        matcher = request.matcher
+        if matcher is None or not (matcher.is_over or matcher.error):
+            return False
+        self._num_ended += matcher.is_over
+        self._num_failed += matcher.error is not None
+        return True
+
+    def _invent(self, number: int, context: int, blocks: Sequence[int], *, age: int) -> Request:
         """A request that has run ``age`` steps; the KV of all that is whatever its blocks hold."""
         known, self._num_requests = context - 1 + age, self._num_requests + 1
         *prompt, last = self._tokens.draw(known + 1)
+        sampling, output, matcher = self._sampling.draw(self._random), [last], None
+        if self._schemas is not None:
+            bound = self._schemas.begin(number, sampling, age + 1)
+            sampling, output, matcher = bound.sampling, bound.token_ids, bound.matcher
+            prompt = [*prompt, last][: known + 1 - len(output)]
         return Request(
             request_id=f"request-{self._num_requests}",
             prompt_token_ids=prompt,
-            sampling=self._sampling.draw(self._random),
+            sampling=sampling,
             block_table=list(blocks),
             num_computed_tokens=known,
-            output_token_ids=[last],
+            output_token_ids=output,
+            matcher=matcher,
         )
 
 

@@ -149,6 +149,7 @@ def describe_execution(execution: Execution) -> Report:
     return {
         "two_batch_overlap": execution.overlap is not None,
         "scatter_tokens": execution.scatter_tokens,
+        "max_masked_tokens": execution.max_masked_tokens,
         "dispatcher": type(execution.dispatcher).__name__,
         "overlap_shared_expert": execution.overlap_shared_expert,
         "side_stream": execution.side_stream is not None,

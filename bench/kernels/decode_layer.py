@@ -38,6 +38,7 @@ from engine.sampling.graph_sampler import GraphSampler, SamplingRows, SamplingSt
 from engine.sampling.inputs import SamplingInput
 from engine.sampling.noise import mix_seed
 from engine.sampling.sampler import Sampler
+from engine.streams import Streams
 from runtime.sampling import SamplingParams
 
 NUM_RANKS = 8
@@ -61,7 +62,7 @@ NUM_PROMPT_TOKENS = 1024
 
 def measure(work: Callable[[], object], repeats: int = 30) -> tuple[float, torch.cuda.CUDAGraph]:
     """Capture `work`; return the median microseconds of a replay, and the graph."""
-    graph = Capture(DEVICE).graph(lambda: void(work()))
+    graph = Capture(Streams(DEVICE)).graph(lambda: void(work()))
     return median_seconds(graph.replay, repeats, warm_up=0) * 1e6, graph
 
 

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from runtime.call_server import CarriedMethod, carry
 from runtime.net import Credentials, Listen
 from runtime.pb import (
     common_pb2,
@@ -61,6 +62,11 @@ class Workers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
         server = create_server(self._credentials)
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
+        carry(
+            server,
+            Reserve=CarriedMethod(decode_pb2.ReserveRequest.FromString, self.Reserve),
+            Run=CarriedMethod(prefill_pb2.RunRequest.FromString, self.Run),
+        )
         address = f"{HOST}:{bind_port(server, Listen(bind=HOST), self._credentials)}"
         await server.start()
         leases = [

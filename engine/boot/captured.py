@@ -30,6 +30,7 @@ from engine.operations import do_nothing
 from engine.options import ChunkSteps, EngineOptions, Switch, TokenSteps
 from engine.parallel.groups import RankGroup
 from engine.runner import ModelRunner
+from engine.streams import Streams
 from engine.weights.progress import Unit, progress_bar
 from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
@@ -40,7 +41,7 @@ logger = get_logger(__name__)
 
 
 def steps_to_capture(
-    options: EngineOptions, model: ServedModel, max_model_len: int
+    options: EngineOptions, model: ServedModel, max_model_len: int, streams: Streams
 ) -> tuple[MakeSteps, tuple[int, ...]]:
     """Return what makes the captured steps of some sizes over a pool, and all sizes, ascending.
 
@@ -48,18 +49,19 @@ def steps_to_capture(
         options: of the engine, which wants graphs.
         model: loaded.
         max_model_len: most tokens of a request.
+        streams: of the rank.
 
     Raises:
         ConfigError: graphs are asked for by name, and this model has no steps for them.
     """
     match options.steps:
         case TokenSteps():
-            return _token_steps(options, model, max_model_len)
+            return _token_steps(options, model, max_model_len, streams)
         case ChunkSteps() as chunks:
             sizes = suffix_buckets(chunks.max_num_batched_tokens)
             if _why_no_suffixes(options, model):
                 sizes = ()
-            return _short_steps(options, model, max_model_len), sizes
+            return _short_steps(options, model, max_model_len, streams), sizes
 
 
 def capture_short_steps(
@@ -68,6 +70,8 @@ def capture_short_steps(
     runner: ModelRunner,
     max_model_len: int,
     sums: MemorySums | None,
+    *,
+    streams: Streams,
 ) -> tuple[ModelRunner, Callable[[], None]]:
     """Capture a rank's short steps where that is wanted and possible.
 
@@ -77,6 +81,7 @@ def capture_short_steps(
         runner: of steps of any length.
         max_model_len: most tokens of a request.
         sums: of the device's memory, where they were taken.
+        streams: of the rank.
 
     Returns:
         The runner to use, and what forgets its graphs: to be called before the groups end.
@@ -102,6 +107,7 @@ def capture_short_steps(
         max_num_seqs=options.max_num_seqs,
         max_model_len=max_model_len,
         group=group,
+        streams=streams,
     )
     show = model.groups.dims.rank == 0
     captured = try_to_capture(
@@ -149,7 +155,7 @@ def try_to_capture(
 
 
 def _token_steps(
-    options: EngineOptions, model: ServedModel, max_model_len: int
+    options: EngineOptions, model: ServedModel, max_model_len: int, streams: Streams
 ) -> tuple[MakeSteps, tuple[int, ...]]:
     def make(pool: KVPool, buckets: tuple[int, ...]) -> StepGraphs:
         return StepGraphs(
@@ -159,12 +165,15 @@ def _token_steps(
             max_num_seqs=options.max_num_seqs,
             max_model_len=max_model_len,
             buckets=buckets,
+            streams=streams,
         )
 
     return make, batch_buckets(options.max_num_seqs)
 
 
-def _short_steps(options: EngineOptions, model: ServedModel, max_model_len: int) -> MakeSteps:
+def _short_steps(
+    options: EngineOptions, model: ServedModel, max_model_len: int, streams: Streams
+) -> MakeSteps:
     def make(pool: KVPool, buckets: tuple[int, ...]) -> SuffixGraphs:
         assert model.attention_rule is not None
         return SuffixGraphs(
@@ -174,6 +183,7 @@ def _short_steps(options: EngineOptions, model: ServedModel, max_model_len: int)
             buckets=buckets,
             max_num_seqs=options.max_num_seqs,
             max_model_len=max_model_len,
+            streams=streams,
         )
 
     return make

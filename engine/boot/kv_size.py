@@ -15,6 +15,7 @@ import torch
 
 from engine.boot.build import build_kv_pool
 from engine.boot.captured import steps_to_capture
+from engine.boot.make_runner import make_runner
 from engine.boot.refusals import refuse_bare_step, refuse_blocks, refuse_capture
 from engine.boot.rehearsal import largest_steps, rehearse
 from engine.graphs.capture_errors import CaptureError, is_no_memory
@@ -23,8 +24,7 @@ from engine.memory.kv_budget import MemorySums, check_num_blocks
 from engine.model.spec import ServedModel
 from engine.options import EngineOptions, Switch
 from engine.parallel.groups import ProcessGroups
-from engine.runner import ModelRunner
-from engine.sampling.sampler import Sampler
+from engine.streams import Streams
 from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
 
@@ -32,7 +32,12 @@ logger = get_logger(__name__)
 
 
 def measure_memory(
-    options: EngineOptions, model: ServedModel, *, max_model_len: int
+    options: EngineOptions,
+    model: ServedModel,
+    *,
+    max_model_len: int,
+    streams: Streams,
+    max_masked_tokens: int = 0,
 ) -> MemorySums | None:
     """Measure what a rank's device holds before its KV pool; all ranks call.
 
@@ -40,6 +45,8 @@ def measure_memory(
         options: of the engine.
         model: loaded, with all that it allocates at first use.
         max_model_len: most tokens of a request.
+        streams: of the rank, which keep what libraries hold for each.
+        max_masked_tokens: see `engine.execution.Execution`.
 
     Returns:
         None where nobody has to know: on a CPU, and where the blocks that are asked for take less
@@ -60,7 +67,7 @@ def measure_memory(
         if agree_on_least(model.groups, int(is_roomy)):
             return None
     try:
-        return _measure(options, model, max_model_len)
+        return _measure(options, model, max_model_len, max_masked_tokens, streams)
     except torch.OutOfMemoryError as error:
         free, _ = _memory(model.device)
         raise refuse_bare_step(options, "the largest step", free) from error
@@ -103,19 +110,27 @@ def agree_on_least(groups: ProcessGroups, value: int) -> int:
     return int(group.all_gather(torch.tensor([value], dtype=torch.int64)).min())
 
 
-def _measure(options: EngineOptions, model: ServedModel, max_model_len: int) -> MemorySums:
+def _measure(
+    options: EngineOptions,
+    model: ServedModel,
+    max_model_len: int,
+    max_masked_tokens: int,
+    streams: Streams,
+) -> MemorySums:
     kv = options.kv
     pool = build_kv_pool(model, 2, block_size=kv.block_size, dtype=kv.dtype)
-    runner = ModelRunner(model, pool, Sampler(model.config.vocab_size))
+    runner = make_runner(model, pool, options)
     follows = model.groups.dims.tp_rank > 0
     steps = [
         partial(rehearse, runner, scheduled, follows=follows)
-        for scheduled in largest_steps(options, model.attention_rule, max_model_len)
+        for scheduled in largest_steps(
+            options, model.attention_rule, max_model_len, max_masked_tokens
+        )
     ]
     activations = max(_peak_bytes(model.device, step) for step in steps)
     graphs = 0
     if options.wants_graphs:
-        graphs = _graph_bytes(options, model, max_model_len)
+        graphs = _graph_bytes(options, model, max_model_len, streams)
     block_bytes = pool.block_bytes
     del steps, runner, pool
     # Last: libraries have allocated by now what they allocate at first use, and keep.
@@ -130,9 +145,11 @@ def _measure(options: EngineOptions, model: ServedModel, max_model_len: int) -> 
     )
 
 
-def _graph_bytes(options: EngineOptions, model: ServedModel, max_model_len: int) -> int:
+def _graph_bytes(
+    options: EngineOptions, model: ServedModel, max_model_len: int, streams: Streams
+) -> int:
     """Return the bytes of the captured steps; 0 where all ranks agree that none can be captured."""
-    make, sizes = steps_to_capture(options, model, max_model_len)
+    make, sizes = steps_to_capture(options, model, max_model_len, streams)
     if not sizes:
         return 0
     try:

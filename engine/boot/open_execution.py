@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -24,7 +25,11 @@ from engine.parallel.choose_dispatcher import OpenDispatcher, RankExperts
 from engine.parallel.dims import ParallelDims
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
+from engine.parallel.short_rows import most_masked_tokens
 from engine.side_stream import SideStream
+from engine.streams import Streams
+from runtime.errors import ConfigError
+from runtime.logging import fields, get_logger
 
 AUTO_OVERLAP: Final = False
 """Whether `ChunkSteps.two_batch_overlap` overlaps if it is "auto". With tp nothing was gained on 4
@@ -34,6 +39,12 @@ much. With dp it is not measured."""
 AUTO_DEPENDENT_LAUNCHES: Final = True
 """Whether `TokenSteps.dependent_launches` is on, on GPUs, if it is "auto": a layer of 64 or 128
 requests takes 7 us less on one H200, with the same results bit by bit."""
+
+
+AUTO_MASKED_TOKENS: Final = 0
+"""What `ChunkSteps.max_masked_tokens` is if it is "auto". Nobody has measured whole steps yet."""
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +62,7 @@ def open_execution(
     *,
     kernels: Kernels,
     placement: ExpertPlacement,
-    device: torch.device,
+    streams: Streams,
     played_ranks: int = 0,
 ) -> OpenExecution:
     """Open what the options ask for; all ranks of the instance call.
@@ -62,14 +73,17 @@ def open_execution(
         groups: the ranks.
         kernels: of the model.
         placement: of its experts.
-        device: of this rank.
+        streams: of this rank, and its device.
         played_ranks: for measurements: a rank alone plays one of so many; 0 to be itself.
 
     Raises:
         ConfigError: what is asked for does not run here.
     """
     opened: OpenDispatcher | None = None
-    if config.experts is not None:
+    device, max_masked = streams.device, 0
+    if config.experts is None:
+        _refuse_masked(options, "the model has no experts")
+    else:
         experts = RankExperts(
             config=config.experts,
             groups=groups,
@@ -77,8 +91,9 @@ def open_execution(
             device=device,
             num_physical_experts=placement.num_physical_experts,
             scatter_tokens=options.steps.scatter_tokens,
-            max_masked_tokens=options.steps.max_masked_tokens,
         )
+        max_masked = choose_masked_tokens(options, experts)
+        experts = replace(experts, max_masked_tokens=max_masked)
         opened = open_dispatcher(options, experts, played_ranks=played_ranks)
     dispatcher = None if opened is None else opened.dispatcher
     match options.steps:
@@ -86,6 +101,7 @@ def open_execution(
             execution = Execution(
                 scatter_tokens=chunks.scatter_tokens,
                 dispatcher=dispatcher,
+                max_masked_tokens=max_masked,
                 overlap=overlap_of(chunks, groups.dims),
             )
         case TokenSteps() as tokens:
@@ -93,17 +109,17 @@ def open_execution(
             execution = Execution(
                 dispatcher=dispatcher,
                 overlap_shared_expert=tokens.overlap_shared_expert,
-                side_stream=shared_expert_stream(tokens, device, num_ranks=num_ranks),
+                side_stream=shared_expert_stream(tokens, streams, num_ranks=num_ranks),
                 dependent_launches=launches_dependently(tokens, device),
             )
+    if opened is None:
+        return OpenExecution(execution=execution)
+    return OpenExecution(execution=execution, close=partial(_close_on, device, opened))
 
-    def close() -> None:
-        if opened is None:
-            return
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            opened.close()
 
-    return OpenExecution(execution=execution, close=close)
+def _close_on(device: torch.device, opened: OpenDispatcher) -> None:
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        opened.close()
 
 
 def overlap_of(steps: ChunkSteps, dims: ParallelDims) -> OverlapRule | None:
@@ -115,19 +131,65 @@ def overlap_of(steps: ChunkSteps, dims: ParallelDims) -> OverlapRule | None:
     return OverlapRule() if is_on else None
 
 
+def choose_masked_tokens(options: EngineOptions, experts: RankExperts) -> int:
+    """Choose the most tokens of a step whose experts take masked rows, and say why; 0 for none.
+
+    Args:
+        options: of the engine.
+        experts: of this rank.
+
+    Raises:
+        ConfigError: a number is asked for, and no step could be laid out so.
+    """
+    wanted = options.steps.max_masked_tokens
+    reason, chosen = why_not_masked(experts), 0
+    if reason:
+        _refuse_masked(options, reason)
+    else:
+        asked, reason = AUTO_MASKED_TOKENS, "as measured"
+        if wanted is not Switch.AUTO:
+            asked, reason = wanted, "asked for"
+        chosen = most_masked_tokens(asked, experts.config.num_experts_per_tok, experts.num_slots)
+        if chosen < asked:
+            reason = "with more tokens experts have rows enough for tiles of 128"
+    if isinstance(options.steps, ChunkSteps):
+        facts = fields(max_masked_tokens=chosen, wanted=wanted, reason=reason)
+        logger.info("chose masked rows %s", facts)
+    return chosen
+
+
+def why_not_masked(experts: RankExperts) -> str:
+    """Return why steps of chunks never lay out rows masked, or nothing."""
+    dims = experts.groups.dims
+    if not experts.config.num_moe_layers:
+        return "no layer has experts"
+    if not experts.are_quantized:
+        return "the experts' weights are not FP8"
+    if dims.ep > 1 and dims.tp == 1:
+        return "rows come to experts one by one, each rank has tokens of its own"
+    return ""
+
+
+def _refuse_masked(options: EngineOptions, reason: str) -> None:
+    """Refuse a number of tokens that would be without effect."""
+    wanted = options.steps.max_masked_tokens
+    if wanted is not Switch.AUTO and wanted:
+        raise ConfigError(options.named("max_masked_tokens"), wanted, reason, '"auto" or 0')
+
+
 def shared_expert_stream(
-    steps: TokenSteps, device: torch.device, *, num_ranks: int
+    steps: TokenSteps, streams: Streams, *, num_ranks: int
 ) -> SideStream | None:
     """Return a stream of its own for the shared expert, if it is to overlap with anything.
 
     Args:
         steps: say whether it is to.
-        device: of this rank.
+        streams: of this rank.
         num_ranks: among which tokens travel.
     """
-    if device.type != "cuda" or num_ranks == 1 or not steps.overlap_shared_expert:
+    if streams.device.type != "cuda" or num_ranks == 1 or not steps.overlap_shared_expert:
         return None
-    return SideStream(device)
+    return SideStream(streams)
 
 
 def launches_dependently(steps: TokenSteps, device: torch.device) -> bool:

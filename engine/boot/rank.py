@@ -19,6 +19,7 @@ from engine.boot.captured import capture_short_steps
 from engine.boot.experts import place_experts
 from engine.boot.jit_cache import use_jit_cache
 from engine.boot.kv_size import choose_num_blocks, measure_memory
+from engine.boot.make_runner import make_runner
 from engine.boot.open_execution import OpenExecution, open_execution
 from engine.boot.refusals import refuse_for_room
 from engine.boot.rehearsal import all_steps, rehearse
@@ -33,7 +34,7 @@ from engine.parallel.dims import ParallelDims
 from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups, agree_on_epoch, init_process_groups
 from engine.runner import ModelRunner
-from engine.sampling.sampler import Sampler
+from engine.streams import Streams
 from engine.weights.progress import Unit, progress_bar
 from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
@@ -62,9 +63,10 @@ class BootedRank:
         kv_pool: on the rank's device.
         runner: of the model on that pool; short steps of chunks are captured where they can be.
         launch_waits: whether launching a step takes as long as the step; see `ModelRunner`.
+        streams: beside that of its steps; who works beside them takes one here.
         sums: of the device's memory before that pool, where they were taken.
-        close_transfers: forgets captured steps and frees what the ranks opened with one another,
-            all together, after the last step and before they leave the groups.
+        close_transfers: forgets captured steps, frees what the ranks opened with one another, and
+            ends the streams, all together, after the last step and before they leave the groups.
     """
 
     groups: ProcessGroups
@@ -73,6 +75,7 @@ class BootedRank:
     max_model_len: int
     kv_pool: KVPool
     runner: ModelRunner
+    streams: Streams
     launch_waits: bool = False
     close_transfers: Callable[[], None]
     sums: MemorySums | None = None
@@ -105,26 +108,22 @@ def boot_rank(
     torch.set_num_threads(options.num_threads)
     device = _take_device(options.device, dims.rank)
     placement = place_experts(options, config, dims, device)
-    if dims.world_size > 1:
-        facts = fields(num_ranks=dims.world_size, rendezvous=rendezvous)
-        logger.info("waits for the other ranks %s", facts)
-    groups = init_process_groups(
-        dims,
-        rendezvous,
-        backend=_BACKENDS[options.device],
-        timeout_s=GROUP_TIMEOUT_S,
-        boot_timeout_s=boot_timeout_s,
-    )
+    groups = _meet(options, dims, rendezvous, boot_timeout_s)
     epoch = agree_on_epoch(groups.tp_group if dims.tp > 1 else groups.ep_group)
+    streams = Streams(device)
     model, opened = _load(
-        source, options, groups, config=config, placement=placement, device=device
+        source, options, groups, config=config, placement=placement, streams=streams
     )
     groups.boot_group.barrier()  # from here on ranks take part in one another's steps
     _compile(model, options, show=is_first)
     model.prepare()  # before the KV pool takes the memory: short prompts want it too
-    runner, sums = _give_pool(model, options, max_model_len)
-    _rehearse(runner, model, options, max_model_len, sums, follows=dims.tp_rank > 0)
-    runner, forget_graphs = capture_short_steps(options, model, runner, max_model_len, sums)
+    masked = opened.execution.max_masked_tokens
+    runner, sums = _give_pool(model, options, max_model_len, masked, streams=streams)
+    follows = dims.tp_rank > 0
+    _rehearse(runner, model, options, max_model_len, sums, follows=follows, masked=masked)
+    runner, forget_graphs = capture_short_steps(
+        options, model, runner, max_model_len, sums, streams=streams
+    )
     facts = fields(epoch=f"{epoch:016x}", device=device, kv_pool_bytes=runner.kv_pool.nbytes)
     logger.info("the model is ready %s", facts)
     return BootedRank(
@@ -135,14 +134,31 @@ def boot_rank(
         kv_pool=runner.kv_pool,
         runner=runner,
         launch_waits=model.waits_for_counts,
-        close_transfers=partial(_call_both, forget_graphs, opened.close),
+        streams=streams,
+        close_transfers=partial(_call_all, forget_graphs, opened.close, streams.close),
         sums=sums,
     )
 
 
-def _call_both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
+def _meet(
+    options: EngineOptions, dims: ParallelDims, rendezvous: str, boot_timeout_s: float
+) -> ProcessGroups:
+    """Wait for the other ranks, and say that we do."""
+    if dims.world_size > 1:
+        facts = fields(num_ranks=dims.world_size, rendezvous=rendezvous)
+        logger.info("waits for the other ranks %s", facts)
+    return init_process_groups(
+        dims,
+        rendezvous,
+        backend=_BACKENDS[options.device],
+        timeout_s=GROUP_TIMEOUT_S,
+        boot_timeout_s=boot_timeout_s,
+    )
+
+
+def _call_all(*closing: Callable[[], None]) -> None:
+    for close in closing:
+        close()
 
 
 def _load(
@@ -152,12 +168,13 @@ def _load(
     *,
     config: CommonConfig,
     placement: ExpertPlacement,
-    device: torch.device,
+    streams: Streams,
 ) -> tuple[ServedModel, OpenExecution]:
     """Open how steps run, then build the model for that and load its weights; all ranks call."""
+    device = streams.device
     kernels = create_kernels(device, source.dtype)
     opened = open_execution(
-        options, config, groups, kernels=kernels, placement=placement, device=device
+        options, config, groups, kernels=kernels, placement=placement, streams=streams
     )
     model = build_model(
         source.path,
@@ -175,16 +192,26 @@ def _load(
 
 
 def _give_pool(
-    model: ServedModel, options: EngineOptions, max_model_len: int
+    model: ServedModel,
+    options: EngineOptions,
+    max_model_len: int,
+    max_masked_tokens: int,
+    *,
+    streams: Streams,
 ) -> tuple[ModelRunner, MemorySums | None]:
     """Allocate the KV pool, of as many blocks on all ranks; with what was measured before it."""
-    sums = measure_memory(options, model, max_model_len=max_model_len)
+    sums = measure_memory(
+        options,
+        model,
+        max_model_len=max_model_len,
+        max_masked_tokens=max_masked_tokens,
+        streams=streams,
+    )
     num_blocks = choose_num_blocks(options, model.groups, sums, max_model_len=max_model_len)
     kv_pool = build_kv_pool(
         model, num_blocks, block_size=options.kv.block_size, dtype=options.kv.dtype
     )
-    sampler, in_group = Sampler(model.config.vocab_size), model.groups.dims.world_size > 1
-    return ModelRunner(model, kv_pool, sampler, in_group=in_group), sums
+    return make_runner(model, kv_pool, options), sums
 
 
 def _read_config(source: ModelOptions, options: EngineOptions, *, is_told: bool) -> CommonConfig:
@@ -204,12 +231,13 @@ def _rehearse(
     sums: MemorySums | None,
     *,
     follows: bool,
+    masked: int = 0,
 ) -> None:
     """Run steps that nobody asked for, all ranks together, so that no request pays for it.
 
     On a GPU of every size up to the largest one, and with every kind of sampling: kernels compile
-    and memory is taken. A rank that `follows` does not sample: the first of its tensor-parallel
-    group does.
+    and memory is taken; also with `masked` tokens, if steps of so many lay out rows masked. A rank
+    that `follows` does not sample: the first of its tensor-parallel group does.
 
     Raises:
         ConfigError: the largest step does not fit beside the KV pool.
@@ -217,7 +245,7 @@ def _rehearse(
     runner.run_dummy()
     if runner.kv_pool.device.type == "cpu":
         return
-    steps = all_steps(options, model.attention_rule, max_model_len)
+    steps = all_steps(options, model.attention_rule, max_model_len, masked)
     try:
         for scheduled in steps:
             rehearse(runner, scheduled, follows=follows)

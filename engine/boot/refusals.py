@@ -9,7 +9,7 @@ import math
 
 from engine.graphs.capture_errors import CaptureError, first_line, is_no_memory, is_of_a_device
 from engine.memory.kv_budget import MemorySums
-from engine.options import EngineOptions
+from engine.options import EngineOptions, Switch
 from engine.parallel.lost_peer import as_lost_peer
 from runtime.errors import ConfigError, PeerLostError
 
@@ -27,7 +27,7 @@ def refuse_bare_step(options: EngineOptions, what: str, left: int) -> ConfigErro
     """
     path, size = _step_size(options)
     problem = f"{what} ran out of the {left / _GIB:.2f} GiB that the weights leave, without any KV"
-    return ConfigError(path, size, problem, f"{max(size // 2, 1)} or less, or more ranks")
+    return ConfigError(path, size, problem, f"{_half(options, size)}, or more ranks")
 
 
 def refuse_blocks(options: EngineOptions, fitting: int, sums: MemorySums) -> ConfigError:
@@ -65,7 +65,7 @@ def refuse_for_room(
         size_path,
         size,
         f"{what} did not fit beside the KV pool",
-        f"{max(size // 2, 1)} or less, fewer {path}, or more ranks",
+        f"{_half(options, size)}, fewer {path}, or more ranks",
     )
     if sums is None:
         return smaller
@@ -111,6 +111,16 @@ def refuse_capture(
 
 def _or_all(num_blocks: int) -> str:
     return f"{num_blocks} or less, or 0 for as many as fit"
+
+
+def _half(options: EngineOptions, size: int) -> str:
+    """Return what takes about half of a step's memory, or less."""
+    steps = options.steps
+    less = f"{max(size // 2, 1)} or less"
+    if steps.max_masked_tokens is Switch.AUTO or not steps.max_masked_tokens:
+        return less
+    path = options.named("max_masked_tokens")  # each expert has room for each of these
+    return f"{less}, or a {path} below {steps.max_masked_tokens}"
 
 
 def _step_size(options: EngineOptions) -> tuple[str, int]:

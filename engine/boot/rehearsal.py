@@ -42,7 +42,10 @@ _SCORED = SamplingParams(temperature=0.0, num_prompt_logprobs=1)
 
 
 def largest_steps(
-    options: EngineOptions, rule: AttentionRule | None, max_model_len: int
+    options: EngineOptions,
+    rule: AttentionRule | None,
+    max_model_len: int,
+    max_masked_tokens: int = 0,
 ) -> list[list[ScheduledRequest]]:
     """Return the steps of which one takes the most memory of all that a rank can be given.
 
@@ -51,6 +54,7 @@ def largest_steps(
         rule: of the model's attention, whose forms take memory in different steps; None for one
             form.
         max_model_len: most tokens of a request.
+        max_masked_tokens: see `engine.execution.Execution`; 0 for none.
     """
     sizes = _sizes(options, max_model_len)
     match options.steps:
@@ -58,20 +62,25 @@ def largest_steps(
             # Drafts are rows as the last tokens are, and attend as they do.
             return [largest_decode(**{**sizes, "max_num_seqs": options.max_rows})]
         case ChunkSteps(max_num_batched_tokens=most):
-            largest = largest_prefill(max_num_tokens=most, **sizes)
-            if rule is None:
-                return [largest]
-            return [absorbed_prefill(rule, max_num_tokens=most, **sizes), largest]
+            steps = [largest_prefill(max_num_tokens=most, **sizes)]
+            if rule is not None:
+                steps.insert(0, absorbed_prefill(rule, max_num_tokens=most, **sizes))
+            if 0 < max_masked_tokens < most:  # each expert has room for each of its tokens
+                steps.insert(0, largest_prefill(max_num_tokens=max_masked_tokens, **sizes))
+            return steps
 
 
 def all_steps(
-    options: EngineOptions, rule: AttentionRule | None, max_model_len: int
+    options: EngineOptions,
+    rule: AttentionRule | None,
+    max_model_len: int,
+    max_masked_tokens: int = 0,
 ) -> list[list[ScheduledRequest]]:
     """Return steps of every kind of sampling and of every size, the largest ones last.
 
     Of single tokens only the largest: see `largest_steps`, which says what the arguments are.
     """
-    steps = largest_steps(options, rule, max_model_len)
+    steps = largest_steps(options, rule, max_model_len, max_masked_tokens)
     if isinstance(options.steps, TokenSteps):
         return steps
     smaller = smaller_prefills(

@@ -15,6 +15,7 @@ import torch
 
 from engine.graphs.capture_errors import agree_on_capture
 from engine.parallel.groups import RankGroup
+from engine.streams import Streams, StreamUse
 
 WARM_UP_RUNS = 2
 
@@ -51,13 +52,13 @@ class Eager:
 class Capture:
     """Makes graphs that share their memory."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, streams: Streams) -> None:
         """Prepare a stream and a pool.
 
         Args:
-            device: a CUDA device.
+            streams: of a CUDA device.
         """
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = streams.of(StreamUse.CAPTURE)
         self._pool = torch.cuda.graph_pool_handle()
         gc.collect()  # what is freed during a capture would be freed into the graphs' pool
         torch.cuda.empty_cache()

@@ -16,6 +16,7 @@ from engine.parallel.groups import RankGroup
 from engine.pending_step import PendingStep
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner
+from engine.streams import Streams
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ def capture_steps(
     progress: CaptureProgress | None = None,
     buckets: Sequence[int] | None = None,
     use_graphs: bool | None = None,
+    streams: Streams | None = None,
 ) -> GraphRunner:
     """Capture the decode steps of a runner; all ranks that share experts do it together.
 
@@ -101,6 +103,7 @@ def capture_steps(
         progress: told how many graphs are done.
         buckets: sizes of steps, ascending; None for those that a worker may meet.
         use_graphs: as in `StepGraphs`.
+        streams: as in `StepGraphs`.
 
     Raises:
         CaptureError: the model of a rank cannot be captured, which all of them say; the runner
@@ -116,6 +119,7 @@ def capture_steps(
         max_model_len=max_model_len,
         buckets=buckets,
         use_graphs=use_graphs,
+        streams=streams,
     )
     capture_or_close(graphs, progress, group)
     logger.info("captured decode steps sizes=%s", graphs.buckets)

@@ -38,6 +38,7 @@ from engine.sampling.logprobs import PendingLogprobs, launch_logprobs
 from engine.sampling.sampler import PendingSample
 from engine.sampling.token_mask import TokenMask, mask_tokens
 from engine.step_error import StepError, may_fail
+from engine.streams import Streams
 
 
 class StepGraphs:
@@ -53,6 +54,7 @@ class StepGraphs:
         max_model_len: int,
         buckets: Sequence[int] | None = None,
         use_graphs: bool | None = None,
+        streams: Streams | None = None,
     ) -> None:
         """Allocate the static buffers; `capture` does the rest.
 
@@ -64,10 +66,12 @@ class StepGraphs:
             max_model_len: most tokens of a sequence.
             buckets: batch sizes to capture, ascending; None for `batch_buckets`.
             use_graphs: None for graphs on a CUDA device and none elsewhere.
+            streams: of the rank; None for some of these steps' own.
         """
         device = kv_pool.device
         self._model, self._kv_pool = model, kv_pool
         self._use_graphs = device.type == "cuda" if use_graphs is None else use_graphs
+        self._streams = streams or Streams(device)
         self.buckets = tuple(buckets or batch_buckets(max_num_seqs))
         max_num_blocks = num_blocks_for(max_model_len, kv_pool.block_size)
         self._sampler = GraphSampler(vocab_size, max_num_seqs, device)
@@ -111,7 +115,7 @@ class StepGraphs:
             PeerLostError: another rank ended.
         """
         assert not self.is_captured
-        make = Capture(self._kv_pool.device).graph if self._use_graphs else Eager
+        make = Capture(self._streams).graph if self._use_graphs else Eager
         total = len(self.buckets) * (1 + len(SamplingStage))
         for _ in capture_each(self.buckets, partial(self._capture_size, make=make), group):
             if progress is not None:

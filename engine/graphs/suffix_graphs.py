@@ -40,6 +40,7 @@ from engine.operations import do_nothing
 from engine.parallel.groups import RankGroup
 from engine.request import num_blocks_for
 from engine.runner import CausalModel, LayerDone, ModelRunner
+from engine.streams import Streams
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class SuffixGraphs:
         max_num_seqs: int,
         max_model_len: int,
         use_graphs: bool | None = None,
+        streams: Streams | None = None,
     ) -> None:
         """Allocate the static buffers; `capture` does the rest.
 
@@ -95,10 +97,12 @@ class SuffixGraphs:
             max_num_seqs: most sequences of a step.
             max_model_len: most tokens of a sequence.
             use_graphs: None for graphs on a CUDA device and none elsewhere.
+            streams: of the rank; None for some of these steps' own.
         """
         device = kv_pool.device
         self._model, self._kv_pool, self._rule = model, kv_pool, rule
         self._use_graphs = device.type == "cuda" if use_graphs is None else use_graphs
+        self._streams = streams or Streams(device)
         self.buckets = tuple(buckets)
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         shape = SegmentShape(
@@ -140,7 +144,7 @@ class SuffixGraphs:
             PeerLostError: another rank ended.
         """
         assert not self._forwards
-        make = Capture(self._kv_pool.device).graph if self._use_graphs else Eager
+        make = Capture(self._streams).graph if self._use_graphs else Eager
         total = len(self.buckets)
         for bucket in capture_each(self.buckets, partial(self._capture_size, make=make), group):
             logger.debug("captured a short step num_tokens=%d", bucket)
@@ -236,6 +240,7 @@ def capture_suffixes(
     group: RankGroup | None = None,
     progress: CaptureProgress | None = None,
     use_graphs: bool | None = None,
+    streams: Streams | None = None,
 ) -> tuple[ModelRunner, Callable[[], None]]:
     """Return a runner that replays short steps, and what forgets them again; all ranks call.
 
@@ -248,6 +253,7 @@ def capture_suffixes(
         group: of these ranks, for host memory; None for a rank alone.
         progress: told how many graphs are done.
         use_graphs: as in `SuffixGraphs`.
+        streams: as in `SuffixGraphs`.
 
     Raises:
         CaptureError: the model of a rank cannot be captured, which all of them say; the runner
@@ -264,9 +270,12 @@ def capture_suffixes(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         use_graphs=use_graphs,
+        streams=streams,
     )
     capture_or_close(graphs, progress, group)
     logger.info("captured short steps num_tokens=%s", graphs.buckets)
     short = ShortSteps(model, graphs, model.config.num_hidden_layers)
-    following = ModelRunner(short, runner.kv_pool, runner.sampler, in_group=runner.in_group)
+    following = ModelRunner(
+        short, runner.kv_pool, runner.sampler, in_group=runner.in_group, drafts=runner.drafts
+    )
     return following, graphs.close

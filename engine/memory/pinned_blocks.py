@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.memory.kv_pool import KVPool
+from engine.streams import Streams, StreamUse
 from runtime.errors import InternalError
 
 
@@ -30,15 +31,21 @@ class PinnedCopy:
 class PinnedBlocks:
     """Room for `num_blocks` blocks of one pool."""
 
-    def __init__(self, pool: KVPool, num_blocks: int) -> None:
-        """Allocate: num_blocks * pool.block_bytes of pinned memory."""
+    def __init__(self, pool: KVPool, num_blocks: int, streams: Streams) -> None:
+        """Allocate: num_blocks * pool.block_bytes of pinned memory.
+
+        Args:
+            pool: on a CUDA device.
+            num_blocks: most that are held.
+            streams: of the same device.
+        """
         self._blocks = pool.data.view(torch.uint8).view(pool.num_blocks, pool.block_bytes)
         self._host = torch.empty(
             (num_blocks, pool.block_bytes), dtype=torch.uint8, pin_memory=num_blocks > 0
         )
         self._free = list(range(num_blocks - 1, -1, -1))
         self._device = pool.device
-        self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        self._stream = streams.of(StreamUse.KV_COPIES)
 
     def copy_out(self, block_ids: Sequence[int]) -> PinnedCopy:
         """Start copying blocks to the host; they may be written again once `is_done`.

@@ -240,26 +240,30 @@ class DeepseekV3ForCausalLM(nn.Module):
         return logits
 
     def forward_mtp(
-        self, hidden_TD: Tensor, next_ids_T: Tensor, batch: ForwardBatch, kv_pool: KVPool
+        self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch, kv_pool: KVPool
     ) -> Tensor:
         """Run the first MTP layer: from a token and its successor, predict the one after.
 
         Args:
-            hidden_TD: [T, D], what `forward` returned for the tokens of `batch`.
-            next_ids_T: [T] int64, the token that follows each of them.
+            hidden: [T, D], what `forward` returned for the tokens of `batch`; or this, for the
+                tokens before them, where those of `batch` are guesses themselves.
+            next_ids: [T] int64, the token that follows each of them.
             batch: positions, slots and contexts of the tokens themselves (not of the successors).
             kv_pool: with one layer more than the decoder has.
 
         Returns:
-            [T, D], for `compute_logits`, which then scores the token after `next_ids_T`.
+            [T, D], for `compute_logits`, which then scores the token after `next_ids`.
         """
         assert self.with_mtp, "the model was built without its MTP layers"
         layer = self.model.layers[self.config.num_hidden_layers]
         assert isinstance(layer, MTPLayer)
-        step, take = self.attention.plan(batch, kv_pool), self._sharding.take
-        embedded = self.model.embed_tokens(take(next_ids_T))
-        normed = run(layer.draft(embedded, take(hidden_TD), step))
-        return self._sharding.start_gather(normed, batch.num_tokens).wait()
+        take, num_tokens = self._sharding.take, batch.num_tokens
+        own_rows = self._sharding.count(batch.num_rows, num_tokens)
+        with self._launching(batch):
+            step = self.attention.plan(replace(batch, num_rows=own_rows), kv_pool)
+            embedded = self.model.embed_tokens(take(next_ids))
+            normed = run(layer.draft(embedded, take(hidden), step))
+            return self._sharding.start_gather(normed, num_tokens).wait()
 
     @property
     def kv_spec(self) -> KVSpec:

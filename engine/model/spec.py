@@ -220,6 +220,35 @@ class ServedModel(Protocol):
         ...
 
 
+class DraftingModel(Protocol):
+    """What steps with drafts need of a model that was built with its MTP layers."""
+
+    def forward(self, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
+        """See `engine.runner.CausalModel`."""
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See `engine.runner.CausalModel`."""
+        ...
+
+    def forward_mtp(
+        self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch, kv_pool: KVPool
+    ) -> Tensor:
+        """Guess the token after the next at each of a step's tokens, and write the layer's KV.
+
+        Args:
+            hidden: [T, D], final hidden states of the tokens; or what this returned for them,
+                where their successors are guesses themselves.
+            next_ids: [T] int64, the token that follows each of them.
+            batch: of the tokens.
+            kv_pool: with a layer more than the decoder has.
+
+        Returns:
+            [T, D], for `compute_logits`.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
     """How a rank's model is to be built, whatever its architecture.

@@ -63,7 +63,7 @@ class RankExperts:
         device: of the rank.
         num_physical_experts: slots of all ranks together; 0 for one per expert.
         scatter_tokens: whether each tp rank has its own rows of a step.
-        max_masked_tokens: see `engine.options.ChunkSteps`.
+        max_masked_tokens: most tokens of a step whose rows are laid out masked; 0 for none.
     """
 
     config: DeepseekV3Config

@@ -33,6 +33,11 @@ class MaskedPairs:
     topk_weights_TK: Tensor
 
 
+def most_masked_tokens(wanted: int, top_k: int, num_experts: int) -> int:
+    """Return the most tokens of a step that is laid out masked, where up to `wanted` may be."""
+    return min(wanted, MOST_EXPECTED_ROWS * num_experts // top_k)
+
+
 ShortPlan: TypeAlias = MaskedPairs | AlignedPairs
 
 

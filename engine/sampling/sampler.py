@@ -89,7 +89,7 @@ class Sampler:
         """
         assert logits.shape[0] == len(inputs)
         raw = logits[:, : self.vocab_size]
-        token_ids = self._choose(raw, inputs, unread_ids, mask)
+        token_ids = self.choose(raw, inputs, unread_ids=unread_ids, mask=mask)
         rows = [row for row, item in enumerate(inputs) if item.params.num_logprobs >= 0]
         logprobs = None
         if rows:
@@ -98,14 +98,16 @@ class Sampler:
             logprobs = launch_logprobs(_take(raw, rows), chosen, num_top, copies)
         return PendingSample(token_ids, copies.add(token_ids), rows, logprobs)
 
-    def _choose(
+    def choose(
         self,
-        raw: torch.Tensor,
+        logits: torch.Tensor,
         inputs: Sequence[SamplingInput],
-        unread_ids: torch.Tensor | None,
-        mask: TokenMask | None,
+        *,
+        unread_ids: torch.Tensor | None = None,
+        mask: TokenMask | None = None,
     ) -> torch.Tensor:
-        """Return the chosen tokens, [L] int64."""
+        """Return one token per row, [L] int64 on the device; for arguments see `launch`."""
+        raw = logits[:, : self.vocab_size]
         if not inputs:
             return torch.zeros(0, dtype=torch.int64, device=raw.device)
         adjusted = raw

@@ -10,10 +10,10 @@ cancelled. See docs/adr/0010-claims.md.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from router.model_metrics import ModelMetrics
 from router.pool.members import Member, Role, WorkerKey
@@ -38,6 +38,7 @@ from runtime.errors import (
 from runtime.logging import get_logger
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2
 from runtime.rpc import map_rpc_errors
+from runtime.waiting import first_done
 from runtime.wire import error_from_proto, sampling_to_proto, standing_to_proto
 
 logger = get_logger(__name__)
@@ -199,11 +200,7 @@ class Attempt:
         stub = self._workers.clients.decode(pair.decode)
         num_breaks = stream.num_breaks
         call = stub.Reserve(request, timeout=RESERVE_TIMEOUT_S)
-
-        async def answer() -> decode_pb2.ReserveResponse:
-            return await call
-
-        response = await self._watch(answer(), call.cancel, Role.DECODE)
+        response = await self._watch(call, Role.DECODE)
         if response.WhichOneof("result") != "reservation":
             raise error_from_proto(response.error)
         if stream.num_breaks != num_breaks:
@@ -236,14 +233,10 @@ class Attempt:
             waited_s=now - self.queued_since,
         )
         call = self._workers.clients.prefill(prefill).Run(request)
-
-        async def answer() -> prefill_pb2.RunResponse:
-            return await call
-
         num_tokens = self._pair.num_new_tokens(len(self._context))
         queued = self._workers.pool.in_flight(prefill.key, num_tokens)
         with queued, self._seek_room() as roomy:
-            response = await self._watch(answer(), call.cancel, Role.PREFILL, roomy)
+            response = await self._watch(call, Role.PREFILL, roomy)
         if response.WhichOneof("result") != "first_token":
             error = error_from_proto(response.error)
             if error.code in OF_A_WORKER or error.worker_ended:
@@ -294,34 +287,32 @@ class Attempt:
 
     async def _watch(
         self,
-        work: Awaitable[T],
-        cancel: Callable[[], object],
+        call: asyncio.Future[T],
         leg: Role,
         roomy: asyncio.Future[Pair] | None = None,
     ) -> T:
-        """The result of a call to ``leg``, unless decode's frames or ``roomy`` end the attempt."""
-        task = asyncio.ensure_future(work)
+        """The result of a call to ``leg``, unless decode's frames or ``roomy`` end the attempt.
+
+        Cancels the call where it is not over then.
+        """
         ended = self._sink.ended
         try:
-            watched: set[asyncio.Future[Any]] = {task, ended}
-            seen = watched if roomy is None else watched | {roomy}
-            await asyncio.wait(seen, return_when=asyncio.FIRST_COMPLETED)
-            if roomy is not None and not task.done() and not ended.done():
-                if await self._workers.leave(self._pair.decode, self.worker_request_id):
-                    self._generation.phase = "moving to a decode rank with room"
-                    raise RoomElsewhereError(roomy.result())
-                await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
+            if roomy is None:
+                await first_done(call, ended)
+            else:
+                await first_done(call, ended, roomy)
+                if not call.done() and not ended.done():
+                    if await self._workers.leave(self._pair.decode, self.worker_request_id):
+                        self._generation.phase = "moving to a decode rank with room"
+                        raise RoomElsewhereError(roomy.result())
+                    await first_done(call, ended)
+            if not call.done():
                 await self._decode()
                 raise InternalError(f"decode finished the request before {leg.value} answered")
-            return self._result_of(task, leg)
+            return self._result_of(call, leg)
         finally:
-            if not task.done():
-                cancel()
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-            elif not task.cancelled():
-                task.exception()  # ended as we were cancelled: somebody has to have seen it
+            if not call.cancel() and not call.cancelled():
+                call.exception()  # ended as we were cancelled: somebody has to have seen it
 
     def _blamed(self, error: TandemError) -> set[WorkerKey]:
         """Whom to avoid after decode's frames have ended the attempt.
@@ -341,22 +332,22 @@ class Attempt:
         """
         return next((key for key in self._pair.keys if str(key) == error.relayed_from), sender)
 
-    def _result_of(self, task: asyncio.Future[T], leg: Role) -> T:
+    def _result_of(self, call: asyncio.Future[T], leg: Role) -> T:
         """The result of a finished call; one that gRPC broke is the loss of that worker."""
         key = self._pair.prefill.key if leg is Role.PREFILL else self._pair.decode.key
         peer = f"{leg.value} {key}"
-        if task.cancelled():
+        if call.cancelled():
             raise self._lost(key, f"{peer}: the connection was closed")
         try:
             with map_rpc_errors(peer):
-                return task.result()
+                return call.result()
         except (PeerLostError, RequestCancelledError, DeadlineExceededError) as error:
             if error.__cause__ is None:
                 raise  # the worker answered, and says this of someone else
             message = error.message  # a dying server cancels its calls
             if isinstance(error, DeadlineExceededError):
-                call = Budget.start(BudgetKind.CALL, RESERVE_TIMEOUT_S, 0.0)
-                message = f"{peer}: {call.error(self._generation.phase).message}"
+                limit = Budget.start(BudgetKind.CALL, RESERVE_TIMEOUT_S, 0.0)
+                message = f"{peer}: {limit.error(self._generation.phase).message}"
             raise self._lost(key, message) from error
 
     def _lost(self, key: WorkerKey, message: str) -> PeerLostError:

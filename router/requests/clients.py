@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import ParamSpec, Protocol, TypeVar
 
 import grpc.aio
 
 from router.pool.members import Member, WorkerKey
 from runtime.background import BackgroundTasks
+from runtime.call_stream import CallStream, Method, StreamCall
 from runtime.net import Credentials
 from runtime.pb import (
     cache_pb2,
@@ -26,9 +28,7 @@ from runtime.pb import (
 )
 from runtime.rpc import open_channel
 
-ReserveCall = grpc.aio.UnaryUnaryCall[decode_pb2.ReserveRequest, decode_pb2.ReserveResponse]
 FramesCall = grpc.aio.UnaryStreamCall[decode_pb2.FramesRequest, decode_pb2.Frame]
-RunCall = grpc.aio.UnaryUnaryCall[prefill_pb2.RunRequest, prefill_pb2.RunResponse]
 FollowCall = grpc.aio.UnaryStreamCall[cache_pb2.FollowRequest, cache_pb2.CacheFrame]
 AbortCall = grpc.aio.UnaryUnaryCall[decode_pb2.AbortRequest, decode_pb2.AbortResponse]
 
@@ -48,7 +48,7 @@ C = TypeVar("C", bound=Call)
 class DecodeStub:
     """The calls that the router makes to a decode rank."""
 
-    Reserve: Callable[..., ReserveCall]
+    Reserve: Callable[..., StreamCall[decode_pb2.ReserveResponse]]
     Frames: Callable[..., FramesCall]
     Abort: Callable[..., AbortCall]
 
@@ -57,7 +57,7 @@ class DecodeStub:
 class PrefillStub:
     """The calls that the router makes to a prefill worker."""
 
-    Run: Callable[..., RunCall]
+    Run: Callable[..., StreamCall[prefill_pb2.RunResponse]]
 
 
 class _Line:
@@ -65,18 +65,27 @@ class _Line:
 
     def __init__(self, channel: grpc.aio.Channel, on_idle: Callable[[], None]) -> None:
         """``on_idle`` is called when the last of the calls has ended."""
-        self.channel = channel
+        self._channel = channel
         self.num_calls = 0
         self._on_idle = on_idle
+        self._calls = CallStream(channel)  # not counted itself: its calls are
         decode = decode_pb2_grpc.DecodeStub(channel)
+        reserve = Method("Reserve", decode_pb2.ReserveResponse.FromString, decode.Reserve)
         self.decode = DecodeStub(
-            Reserve=self._counted(decode.Reserve),
+            Reserve=self._counted(partial(self._calls.start, reserve)),
             Frames=self._counted(decode.Frames),
             Abort=self._counted(decode.Abort),
         )
-        self.prefill = PrefillStub(Run=self._counted(prefill_pb2_grpc.PrefillStub(channel).Run))
+        prefill = prefill_pb2_grpc.PrefillStub(channel)
+        run = Method("Run", prefill_pb2.RunResponse.FromString, prefill.Run)
+        self.prefill = PrefillStub(Run=self._counted(partial(self._calls.start, run)))
         # Not counted: it is open for as long as the worker is in the pool.
         self.follow: Callable[..., FollowCall] = cache_pb2_grpc.CacheStub(channel).Follow
+
+    async def close(self) -> None:
+        """End what is under way, and the connection."""
+        await self._calls.close()
+        await self._channel.close(None)
 
     def _counted(self, call: Callable[P, C]) -> Callable[P, C]:
         """``call``, such that it counts from its start to its end."""
@@ -132,7 +141,7 @@ class WorkerClients:
         """Close all channels at once."""
         lines = list(self._lines.values())
         self._lines.clear()
-        await asyncio.gather(*(line.channel.close(None) for line in lines))
+        await asyncio.gather(*(line.close() for line in lines))
         await self._closing.close()
 
     def _line(self, member: Member) -> _Line:
@@ -149,4 +158,4 @@ class WorkerClients:
             return
         del self._lines[key]
         self._leaving.discard(key)
-        self._closing.start(line.channel.close(None), name=f"close-channel-{key}")
+        self._closing.start(line.close(), name=f"close-channel-{key}")

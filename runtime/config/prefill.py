@@ -49,6 +49,9 @@ class PrefillSection:
     cuda_graphs: str = "auto"
     """Capture steps of up to 256 tokens behind a cached prefix, one graph per number of tokens:
     "on", "off", or "auto" (with "cuda" and a model whose step can be captured)."""
+    max_masked_tokens: int | str = "auto"
+    """Most tokens of a step whose experts take rows in the masked layout, as in decode; 0: none.
+    "auto": where measurements say that it pays, see ``engine.boot.open_execution``."""
     step_timeout_s: float = 30.0
     """A step of up to 4096 tokens that takes longer ends the worker, larger ones have as much more;
     0: no limit."""
@@ -95,7 +98,19 @@ class PrefillSection:
             raise ConfigError("prefill.expert_parallel", False, problem, fix)
         at_least("prefill.max_num_batched_tokens", self.max_num_batched_tokens, 16)
         one_of("prefill.cuda_graphs", self.cuda_graphs, ("auto", "on", "off"))
+        self._check_masked()
         self._check_exchange()
+
+    def _check_masked(self) -> None:
+        path, asked = "prefill.max_masked_tokens", self.max_masked_tokens
+        if isinstance(asked, int):
+            at_least(path, asked, 0)
+        elif asked != "auto":
+            problem = "is neither a number of tokens nor auto"
+            raise ConfigError(path, asked, problem, '"auto", 0 for none, or such as 64')
+        if asked not in ("auto", 0) and self.dp > 1:
+            problem = "rows come to experts one by one with prefill.dp"
+            raise ConfigError(path, asked, problem, '"auto" or 0')
 
     def _check_exchange(self) -> None:
         """Refuse what the ranks cannot do, rather than leave it out in silence."""

@@ -22,6 +22,7 @@ from engine.memory.kv_pool import KVPool
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.lockstep import SoloLockstep
 from engine.request import num_blocks_for
+from engine.streams import Streams
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import MetadataRecord, SlotLayout
 from kv_transfer.sender import KVSender
@@ -484,6 +485,7 @@ async def run_cluster(**settings: Any) -> AsyncIterator[DecodeCluster]:
         max_model_len=100,
         kv_pool=pool,
         runner=runner,
+        streams=Streams(pool.device),
     )
     driver = DecodeDriver(options, lambda _: side)
     worker = WorkerHost(options, driver)

@@ -18,6 +18,7 @@ from engine.options import EngineOptions, KVOptions, Switch, TokenSteps
 from engine.parallel.groups import ProcessGroups
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
+from engine.streams import Streams
 from runtime.errors import ConfigError
 from tests.engine.fake_model import LATENT_DIM, FakeModel
 
@@ -47,6 +48,7 @@ def boot(
         max_model_len=32,
         kv_pool=pool,
         runner=ModelRunner(model, pool, Sampler(model.config.vocab_size)),
+        streams=Streams(pool.device),
         close_transfers=lambda: None,
         sums=sums,
     )

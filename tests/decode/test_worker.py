@@ -17,6 +17,7 @@ from deploy.ports import free_port
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.parallel.lockstep import SoloLockstep
+from engine.streams import Streams
 from runtime.config import ClusterConfig, DecodeSection, ModelSection
 from runtime.config_file import dump_config
 from runtime.errors import ConfigError, PeerLostError
@@ -48,6 +49,7 @@ def side_of(num_ranks: int, boot_group: RankGroup, close: Callable[[], None]) ->
         max_model_len=100,
         kv_pool=pool,
         runner=ContextRunner(pool),  # type: ignore[arg-type]
+        streams=Streams(pool.device),
     )
 
 

@@ -15,13 +15,21 @@ from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from kv_transfer.layout import KVLayout
+from kv_transfer.metadata import NO_DRAFT
 from kv_transfer.transport import peer_name
 from prefill.__main__ import main
 from prefill.assembly import layout_of
-from runtime.config import ClusterConfig, KVTransferSection, ModelSection, PrefillSection
+from runtime.config import (
+    ClusterConfig,
+    DecodeSection,
+    KVTransferSection,
+    ModelSection,
+    PrefillSection,
+)
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc, registry_pb2
 from runtime.rpc import open_channel
 from runtime.sampling import SamplingParams
+from tests.engine.model.test_mtp import draft
 from tests.prefill.fake_decode import CREDENTIALS
 from tests.prefill.real_decode import (
     NUM_BLOCKS,
@@ -45,6 +53,7 @@ class Oracle:
     first_token: int
     kv: torch.Tensor  # [blocks of the prompt, layers, block_size, latent]
     layout: KVLayout
+    first_draft: int = NO_DRAFT
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +70,16 @@ def oracle() -> Oracle:
     (result,) = runner.execute([ScheduledRequest(request, len(PROMPT))])
     assert result.sampled is not None
     return Oracle(result.sampled.token_id, pool.data[1:5].clone(), layout_of(pool, 1))
+
+
+@pytest.fixture(scope="module")
+def drafting_oracle(oracle: Oracle) -> Oracle:
+    """The same with the KV of the layer for multi-token prediction, and its draft."""
+    model = build_model(MODEL, with_mtp=True)
+    pool = build_kv_pool(model, NUM_BLOCKS)
+    _, drafted = draft(model, [*PROMPT, oracle.first_token], pool)
+    first_draft = int(model.compute_logits(drafted[-1:]).argmax())
+    return Oracle(oracle.first_token, pool.data[1:5].clone(), layout_of(pool, 1), first_draft)
 
 
 @dataclass
@@ -134,6 +153,7 @@ async def worker(
     config = ClusterConfig(
         model=ModelSection(path=str(MODEL)),
         prefill=prefill,
+        decode=DecodeSection(num_speculative_tokens=oracle.layout.num_mtp_layers),
         kv_transfer=KVTransferSection(transport="loopback", layers_per_group=layers_per_group),
     )
     registry = FakeRegistry()
@@ -163,6 +183,7 @@ async def check_transfer(bench: Bench, oracle: Oracle) -> None:
     assert arrival.record is not None
     assert arrival.record.first_token == oracle.first_token
     assert arrival.record.logprobs is not None
+    assert arrival.record.first_draft == oracle.first_draft
     kv = bench.decode.kv
     num_last = len(PROMPT) % 64
     torch.testing.assert_close(kv[[9, 4, 5]], oracle.kv[:3], rtol=1e-3, atol=1e-3)
@@ -232,6 +253,21 @@ async def test_a_data_parallel_rank_sends_all_of_its_kv(oracle: Oracle, tmp_path
         assert closing.num_bytes > 4 * bench.decode.layout.block_bytes * 0.75
         claim = bench.decode.claims[0]
         assert (claim.prefill, claim.num_prefill_ranks) == (bench.record.identity, 1)
+        await bench.until_idle()
+        await check_drain(bench)
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2)])
+async def test_where_decode_drafts_its_layer_and_the_first_draft_come_with_the_prompt(
+    drafting_oracle: Oracle, tmp_path: Path, tp: int, dp: int
+) -> None:
+    """In chunks of 96 tokens; the second prompt begins with a cached prefix."""
+    async with worker(drafting_oracle, tmp_path, tp=tp, dp=dp, layers_per_group=2) as bench:
+        await check_transfer(bench, drafting_oracle)
+        async with asyncio.timeout(60):
+            arrival = await bench.decode.arrivals.get()
+        assert arrival.record is not None
+        assert arrival.record.first_draft == drafting_oracle.first_draft
         await bench.until_idle()
         await check_drain(bench)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import grpc
 import grpc.aio
 
+from runtime.call_server import CarriedMethod, carry
 from runtime.errors import (
     InvalidRequestError,
     OutOfBlocksError,
@@ -253,6 +254,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         listen = Listen(bind=self.host, port=port)
         self.server = create_server(CREDENTIALS)
         decode_pb2_grpc.add_DecodeServicer_to_server(self, self.server)
+        reserve = CarriedMethod(decode_pb2.ReserveRequest.FromString, self.Reserve)
+        carry(self.server, Reserve=reserve)
         port = bind_port(self.server, listen, CREDENTIALS)
         await self.server.start()
         if self.proxy is not None:
@@ -473,6 +476,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         listen = Listen(bind=self.host, port=port)
         self.server = create_server(CREDENTIALS)
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, self.server)
+        carry(self.server, Run=CarriedMethod(prefill_pb2.RunRequest.FromString, self.Run))
         self.address = listen.address(bind_port(self.server, listen, CREDENTIALS))
         await self.server.start()
         await self.join(control, common_pb2.ROLE_PREFILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,13 @@ from runtime.config import (
     TierSection,
     TlsSection,
 )
-from runtime.config_file import cluster_credentials, dump_config, load_config, parse_config
+from runtime.config_file import (
+    cluster_credentials,
+    dump_config,
+    load_config,
+    parse_config,
+    with_settings,
+)
 from runtime.errors import ConfigError
 
 TWO_TIERS = (
@@ -273,6 +280,9 @@ def test_blocks_are_counted_by_hand_or_by_a_gpu(
         ({"scatter_tokens": "true"}, "scatter_tokens"),
         ({"scatter_tokens": "on"}, "scatter_tokens"),
         ({"scatter_tokens": "on", "tp": 2, "expert_parallel": False}, "scatter_tokens"),
+        ({"max_masked_tokens": 64, "dp": 2}, "max_masked_tokens"),
+        ({"max_masked_tokens": -1}, "max_masked_tokens"),
+        ({"max_masked_tokens": "some"}, "max_masked_tokens"),
     ],
 )
 def test_ranks_are_not_asked_for_what_they_cannot_exchange(
@@ -281,6 +291,16 @@ def test_ranks_are_not_asked_for_what_they_cannot_exchange(
     with pytest.raises(ConfigError) as caught:
         PrefillSection(**changes)  # type: ignore[arg-type]
     assert caught.value.path == f"prefill.{field}"
+
+
+def test_a_field_may_be_a_number_or_a_word() -> None:
+    for text, value in (("auto", "auto"), ("64", 64), ('"auto"', "auto"), ("0", 0)):
+        config = with_settings(ClusterConfig(), [f"prefill.max_masked_tokens={text}"])
+        assert config.prefill.max_masked_tokens == value
+        assert parse_config(tomllib.loads(dump_config(config))) == config
+    for text in ("1.5", "true"):
+        with pytest.raises(ConfigError, match="a value of type int or str"):
+            with_settings(ClusterConfig(), [f"prefill.max_masked_tokens={text}"])
 
 
 def test_tokens_are_scattered_over_ranks_with_whole_experts() -> None:

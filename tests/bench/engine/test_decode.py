@@ -10,6 +10,7 @@ from bench.engine import rank_model
 from bench.engine.decode import step_sizes
 from bench.shapes import TINY, with_layers
 from deploy.cli import main
+from deploy.model_folder import BUNDLED_MODEL
 from engine.boot.build import build_kv_pool, build_model
 from engine.boot.open_execution import OpenExecution, open_execution
 from engine.graphs.buckets import batch_buckets
@@ -78,6 +79,31 @@ def test_what_runs_is_what_a_server_opens(tmp_path: Path, monkeypatch: pytest.Mo
     assert report["section"]["overlap_shared_expert"] is False
     assert "even routing, a bound" in report["label"]
     assert report["profile"] is None
+
+
+def test_requests_bound_by_a_schema_each(tmp_path: Path) -> None:
+    report = measure(tmp_path, "--batch", "3", "--profile", "off", "--grammar")
+    grammar = report["grammar"]
+    assert grammar["vocabulary"] == "the bundled model's, widened by pairs"
+    assert 0 < grammar["bound_per_step"] <= 3
+    assert grammar["failed"] == 0
+    assert report["options"]["grammar"] is True
+    assert any("a JSON schema of its own" in note for note in report["notes"])
+
+
+def test_the_bundled_model_is_bound_over_its_own_vocabulary(tmp_path: Path) -> None:
+    report = measure(
+        tmp_path, "--batch", "2", "--profile", "off", "--grammar",
+        "--model-shape", str(BUNDLED_MODEL), "--layers", "0",
+    )  # fmt: skip
+    assert report["grammar"]["vocabulary"] == "the model's"
+    assert report["grammar"]["failed"] == 0
+
+
+def test_without_schemas_none_is_told_of(tmp_path: Path) -> None:
+    report = measure(tmp_path, "--batch", "2", "--profile", "off")
+    assert report["grammar"] is None
+    assert not any("schema" in note for note in report["notes"])
 
 
 @pytest.mark.slow

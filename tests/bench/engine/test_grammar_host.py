@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from bench.engine.grammar_host import GrammarHost, widened
+from bench.engine.grammar_host import GrammarHost
+from bench.engine.schemas import widened
 from deploy.model_folder import BUNDLED_MODEL
 from engine.constraint.vocabulary import read_vocabulary
 

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,12 +15,15 @@ from bench.engine.requests import (
     SamplingChoice,
     draw_contexts,
 )
+from bench.engine.schemas import SchemaOutputs
+from engine.constraint.matcher import num_mask_words
 from engine.pending_step import StepResult
-from engine.request import ScheduledRequest
+from engine.request import Request, ScheduledRequest
 from engine.sampling.inputs import SampledToken
 
 BLOCK = 8
 VOCAB = 512
+QUOTE, COMMA, BRACE = 17, 27, 108  # in the vocabulary of the bundled model
 CHOICE = SamplingChoice(temperature=0.8, top_p=0.95, vocab_size=VOCAB)
 
 
@@ -101,6 +105,70 @@ def test_greedy_requests_say_different_tokens() -> None:
     drawn = [item.request.sampling for item in make([9] * 3).schedule()]
     assert all((each.temperature, each.top_p) == (0.8, 0.95) for each in drawn)
     assert not any(each.logit_bias for each in drawn)
+
+
+def test_requests_in_the_middle_of_what_their_schemas_describe() -> None:
+    schemas = SchemaOutputs(
+        "no folder", VOCAB, num_places=3, num_fields=2, generator=random.Random(1)
+    )
+    requests = RunningRequests(
+        [20, 30, 40],
+        output_len=40,
+        block_size=BLOCK,
+        sampling=CHOICE,
+        generator=random.Random(2),
+        schemas=schemas,
+    )
+    words = np.empty(num_mask_words(VOCAB), dtype=np.int32)
+    seen: dict[int, Request] = {}
+    for _ in range(100):
+        results = []
+        for item in requests.schedule():
+            request = seen.setdefault(id(item.request), item.request)
+            assert request.is_ready
+            assert 20 <= item.end < 40 + 40
+            matcher = request.matcher
+            assert matcher is not None
+            matcher.follow(request.output_token_ids)
+            assert matcher.is_binding, "whoever is over is followed by another"
+            matcher.fill(words)
+            bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=VOCAB)
+            ending = next((token_id for token_id in (QUOTE, COMMA, BRACE) if bits[token_id]), None)
+            token_id = int(np.flatnonzero(bits)[0]) if ending is None else ending
+            matcher.take(len(request.output_token_ids), token_id)
+            results.append(StepResult(request=request, sampled=SampledToken(token_id)))
+        requests.take(results)
+    requests.close()
+    constraints = [request.sampling.constraint for request in seen.values()]
+    assert len({each.grammar for each in constraints if each is not None}) == 3
+    told = requests.describe_schemas()
+    assert told is not None
+    assert (told["fields"], told["bound_per_step"], told["failed"]) == (2, 3.0, 0)
+    assert told["ended"] >= 1
+
+
+def test_a_request_whose_schema_cannot_be_followed_is_told_of_and_followed() -> None:
+    schemas = SchemaOutputs(
+        "no folder", VOCAB, num_places=1, num_fields=2, generator=random.Random(1)
+    )
+    requests = RunningRequests(
+        [20],
+        output_len=9,
+        block_size=BLOCK,
+        sampling=CHOICE,
+        generator=random.Random(2),
+        schemas=schemas,
+    )
+    (item,) = requests.schedule()
+    requests.take([StepResult(request=item.request, sampled=None, is_failed=True)])
+    assert item.request.matcher is not None
+    item.request.matcher.follow(item.request.output_token_ids)
+    (after,) = requests.schedule()
+    requests.close()
+    assert after.request is not item.request
+    told = requests.describe_schemas()
+    assert told is not None
+    assert told["failed"] == 1
 
 
 def test_a_seed_gives_the_same_requests_again() -> None:

@@ -24,6 +24,7 @@ from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.step_error import StepError
+from engine.streams import Streams
 from runtime.errors import ConfigError
 from runtime.sampling import SamplingParams
 from tests.engine.tiny import tiny_config
@@ -63,7 +64,9 @@ def capture(
 ) -> tuple[ModelRunner, ModelRunner, Any]:
     """Return the runner that there was, the one to use, and what forgets graphs."""
     runner = make_runner(model)
-    chosen, forget = capture_short_steps(asked, model, runner, MAX_MODEL_LEN, sums)
+    chosen, forget = capture_short_steps(
+        asked, model, runner, MAX_MODEL_LEN, sums, streams=Streams(model.device)
+    )
     return runner, chosen, forget
 
 
@@ -128,7 +131,7 @@ def test_ranks_with_prompts_of_their_own_are_refused_only_by_name(
     assert "prompts of their own" in caplog.text
     with pytest.raises(ConfigError, match=r"prefill\.cuda_graphs = 'on': ranks have prompts"):
         capture(model, options("on"))
-    assert steps_to_capture(options(), model, MAX_MODEL_LEN)[1] == ()
+    assert steps_to_capture(options(), model, MAX_MODEL_LEN, Streams(model.device))[1] == ()
 
 
 def test_too_little_memory_is_refused_with_blocks_that_fit(
@@ -148,13 +151,13 @@ def test_too_little_memory_is_refused_with_blocks_that_fit(
 
 def test_steps_are_made_of_the_sizes_that_are_asked_for(model: DeepseekV3ForCausalLM) -> None:
     pool = build_kv_pool(model, 2, block_size=8)
-    make, sizes = steps_to_capture(options(), model, MAX_MODEL_LEN)
+    make, sizes = steps_to_capture(options(), model, MAX_MODEL_LEN, Streams(model.device))
     assert sizes == (16, 32, 40)
     steps = make(pool, sizes[-2:])
     assert isinstance(steps, SuffixGraphs)
     assert steps.buckets == (32, 40)
     tokens = EngineOptions(steps=TokenSteps(), device="cuda", max_num_seqs=3)
-    make, sizes = steps_to_capture(tokens, model, MAX_MODEL_LEN)
+    make, sizes = steps_to_capture(tokens, model, MAX_MODEL_LEN, Streams(model.device))
     assert sizes == (1, 2, 3)
     assert isinstance(make(pool, sizes), StepGraphs)
 
@@ -174,7 +177,12 @@ def test_captured_short_steps_count_before_the_pool(
 
     monkeypatch.setattr(kv_size, "measure_graph_bytes", measure)
     for graphs, expected in (("auto", 3 * GIB), ("off", 0)):
-        sums = measure_memory(options(graphs, num_blocks=0), model, max_model_len=MAX_MODEL_LEN)
+        sums = measure_memory(
+            options(graphs, num_blocks=0),
+            model,
+            max_model_len=MAX_MODEL_LEN,
+            streams=Streams(model.device),
+        )
         assert sums is not None
         assert sums.graphs == expected
     assert seen == [(16, 32, 40)]

@@ -1,5 +1,7 @@
 """Options become an execution: rows, collectives, overlap, and who closes what was opened."""
 
+from typing import Any, Literal
+
 import pytest
 import torch
 
@@ -19,6 +21,9 @@ from engine.parallel.gathered_dispatcher import GatheredDispatcher
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.local_dispatcher import LocalDispatcher
 from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
+from engine.parallel.short_rows import MOST_EXPECTED_ROWS, ShortQuantized
+from engine.streams import Streams
+from runtime.errors import ConfigError
 from tests.engine.parallel.fake_ranks import SilentGroup
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -38,7 +43,7 @@ def open_with(
         ProcessGroups(dims=ParallelDims(dp=dp, ep=dp), ep_group=SilentGroup(size=dp)),
         kernels=portable_kernels(has_fp8=has_fp8),
         placement=ExpertPlacement.identity(64),
-        device=device,
+        streams=Streams(device),
         played_ranks=played_ranks,
     )
 
@@ -71,6 +76,41 @@ def test_overlap_as_told_or_as_measured(monkeypatch: pytest.MonkeyPatch) -> None
     assert not overlaps(Switch.AUTO, tp=1), "nobody to communicate with"
 
 
+def test_rows_are_masked_in_steps_of_so_many_tokens_as_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def masked(wanted: int | Literal[Switch.AUTO], **others: Any) -> int:
+        opened = open_with(ChunkSteps(max_masked_tokens=wanted), **others).execution
+        assert opened.dispatcher is not None
+        rows = opened.dispatcher._format  # type: ignore[attr-defined]
+        assert isinstance(rows, ShortQuantized) is bool(opened.max_masked_tokens)
+        assert getattr(rows, "max_tokens", 0) == opened.max_masked_tokens
+        return opened.max_masked_tokens
+
+    caplog.set_level("INFO")
+    assert masked(64) == 64
+    assert "max_masked_tokens=64 wanted=64 reason='asked for'" in caplog.text
+    assert masked(0) == 0
+    most = MOST_EXPECTED_ROWS * 64 // TINY.num_experts_per_tok
+    assert masked(10**6) == most, "with more an expert has 16 rows"
+    assert "tiles of 128" in caplog.text
+    assert masked(Switch.AUTO) == 0, "not measured in whole steps"
+    monkeypatch.setattr(module, "AUTO_MASKED_TOKENS", 32)
+    assert masked(Switch.AUTO) == 32
+    assert masked(Switch.AUTO, has_fp8=False) == 0
+    assert "FP8" in caplog.text
+
+
+def test_what_masked_rows_cannot_be_is_refused() -> None:
+    for others in ({"has_fp8": False}, {"dp": 2}):
+        with pytest.raises(ConfigError) as caught:
+            open_with(ChunkSteps(max_masked_tokens=64), **others)  # type: ignore[arg-type]
+        assert (caught.value.path, caught.value.value) == ("max_masked_tokens", 64)
+        open_with(ChunkSteps(), **others).close()  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="max_masked_tokens"):
+        EngineOptions(steps=ChunkSteps(max_masked_tokens=-1))
+
+
 def test_kernels_are_launched_dependently_on_gpus_unless_told_otherwise() -> None:
     for asked, expected in ((Switch.ON, True), (Switch.OFF, False), (Switch.AUTO, False)):
         opened = open_with(TokenSteps(dependent_launches=asked))
@@ -101,7 +141,7 @@ def test_a_measurement_plays_one_of_many_decode_ranks() -> None:
 def test_the_shared_expert_of_a_played_rank_has_a_stream_as_the_real_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "SideStream", lambda device: device)
+    monkeypatch.setattr(module, "SideStream", lambda streams: streams.device)
 
     def stream_with(steps: TokenSteps, **ranks: int) -> object:
         return open_with(steps, has_fp8=False, device=GPU, **ranks).execution.side_stream  # type: ignore[arg-type]

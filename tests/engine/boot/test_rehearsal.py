@@ -36,6 +36,7 @@ from engine.parallel.groups import ProcessGroups
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
+from engine.streams import Streams
 from runtime.errors import ConfigError
 from tests.engine.tiny import tiny_config
 
@@ -103,6 +104,19 @@ def test_a_rule_that_never_absorbs_leaves_a_prompt() -> None:
         never, max_num_tokens=100, max_num_seqs=1, max_model_len=60, block_size=8
     )
     assert (item.start, item.end) == (0, 60)
+
+
+@given(most=st.integers(1, 600), masked=st.integers(0, 600))
+def test_short_steps_of_masked_rows_are_measured_at_their_largest(most: int, masked: int) -> None:
+    options = EngineOptions(steps=ChunkSteps(max_num_batched_tokens=most))
+    for rule in (None, FULL):
+        steps = largest_steps(options, rule, 20_000, masked)
+        plain = [FULL.most_absorbed(20_000), most][rule is None :]
+        assert len(steps) == len(plain) + (0 < masked < most)
+        sizes = [sum(item.num_scheduled_tokens for item in step) for step in steps]
+        assert sizes[-1] == most
+        assert (sizes[0] == masked) or not 0 < masked < most
+        assert len(all_steps(options, rule, 20_000, masked)) > len(steps)
 
 
 @pytest.mark.parametrize("most", [1, 2, 100, 128])
@@ -209,7 +223,9 @@ class FakeDevice:
             kv=KVOptions(block_size=8, **kv),
             prefix=prefix,
         )
-        sums = measure_memory(options, model, max_model_len=MAX_MODEL_LEN)
+        sums = measure_memory(
+            options, model, max_model_len=MAX_MODEL_LEN, streams=Streams(model.device)
+        )
         return choose_num_blocks(options, ProcessGroups(), sums, max_model_len=MAX_MODEL_LEN)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.graphs.capture import Capture
 from engine.graphs.capture_errors import is_forbidden, is_no_memory
+from engine.streams import Streams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -44,14 +45,16 @@ def test_failures_are_told_apart_and_leave_a_device(
 ) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    capture = Capture(torch.device("cuda", torch.cuda.current_device()))
+    streams = Streams(torch.device("cuda", torch.cuda.current_device()))
+    capture = Capture(streams)
     x = torch.randn(8, device="cuda")
     with pytest.raises(RuntimeError) as caught:
         capture.graph(lambda: work(x))
     kinds = [is_forbidden(caught.value), is_no_memory(caught.value)]
     assert kinds == [kind is is_forbidden, kind is is_no_memory], caught.value
     before = x.clone()
-    graph = Capture(torch.device("cuda", torch.cuda.current_device())).graph(lambda: x.mul_(2))
+    graph = Capture(streams).graph(lambda: x.mul_(2))  # on the same stream
     x.copy_(before)
     graph.replay()
     assert torch.equal(x, before * 2)
+    streams.close()

@@ -21,6 +21,7 @@ from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.side_stream import SideStream
+from engine.streams import Streams
 from runtime.sampling import SamplingParams
 from tests.engine.graphs.uneven_main import NARROW
 
@@ -141,7 +142,7 @@ def test_a_shared_expert_on_a_side_stream_changes_no_bit(
 ) -> None:
     tokens, kv = run(model, use_graphs=True, kv_dtype=torch.bfloat16)
     monkeypatch.setattr(model, "_launches", launches)
-    schedule = SharedSchedule(overlaps=True, side_stream=SideStream(model.device))
+    schedule = SharedSchedule(overlaps=True, side_stream=SideStream(Streams(model.device)))
     for module in model.modules():
         if isinstance(module, MoE):
             monkeypatch.setattr(module, "_shared_schedule", schedule)

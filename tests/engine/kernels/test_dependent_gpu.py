@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.formats.triton_gemm.limits import HOPPER
+from engine.streams import Streams
 from tests.engine.elsewhere import compiling_only
 from tests.engine.triton_device import IS_INTERPRETED
 
@@ -102,7 +103,9 @@ def make_chain(rows: Tensor, weight: Tensor) -> Callable[[], Tensor]:
 @NEEDS_GPU
 def test_a_graph_of_dependent_launches_computes_the_same() -> None:
     torch.seed()
-    capture = importlib.import_module("engine.graphs.capture").Capture(torch.device("cuda"))
+    capture = importlib.import_module("engine.graphs.capture").Capture(
+        Streams(torch.device("cuda"))
+    )
     rows = torch.randn(64, 7168, device="cuda").bfloat16()
     run = make_chain(rows, torch.rand(7168, device="cuda").bfloat16())
     outs: list[Tensor] = []

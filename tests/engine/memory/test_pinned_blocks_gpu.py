@@ -8,6 +8,7 @@ import torch
 from engine.attention.kv_spec import KVSpec
 from engine.memory.kv_pool import KVPool
 from engine.memory.pinned_blocks import PinnedBlocks
+from engine.streams import Streams
 from runtime.errors import InternalError
 
 pytestmark = pytest.mark.gpu
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.gpu
 def test_blocks_come_back_in_other_places(dtype: torch.dtype) -> None:
     pool = KVPool(12, 5, 64, KVSpec.shared(576), dtype=dtype, device="cuda")
     pool.data.view(torch.uint8).random_(0, 256)
-    pinned = PinnedBlocks(pool, 6)
+    pinned = PinnedBlocks(pool, 6, Streams(pool.device))
     before = pool.data.view(torch.uint8)[[5, 6, 2, 9]].clone()
     copy = pinned.copy_out([5, 6, 2, 9])
     copy.done.synchronize()
@@ -33,7 +34,7 @@ def test_blocks_come_back_in_other_places(dtype: torch.dtype) -> None:
 
 def test_a_copy_starts_behind_what_was_launched_and_nobody_waits_for_it() -> None:
     pool = KVPool(33, 61, 64, KVSpec.shared(576), dtype=torch.bfloat16, device="cuda")
-    pinned = PinnedBlocks(pool, 32)
+    pinned = PinnedBlocks(pool, 32, Streams(pool.device))
     torch.cuda._sleep(200_000_000)  # about 0.1 s on the current stream
     pool.data.fill_(3.0)
     copy = pinned.copy_out(list(range(1, 33)))

@@ -43,9 +43,9 @@ async def test_a_call_that_fails_as_its_client_leaves_is_not_lost() -> None:
         await answered
         raise DeadlineExceededError("the request's time is over")
 
-    watching = asyncio.create_task(
-        attempt._watch(answer(), lambda: pytest.fail("the call is over"), Role.DECODE)
-    )
+    call = asyncio.create_task(answer())
+    watching = asyncio.create_task(attempt._watch(call, Role.DECODE))
+    del call
     await asyncio.sleep(0)
     answered.set_result(None)
     # One turn for the answer to fail; its watcher would be woken in the next, with the cancel.
