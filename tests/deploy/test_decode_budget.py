@@ -110,4 +110,3 @@ def test_a_byte_instead_of_two_per_number_holds_twice_as_many_blocks() -> None:
         divide_memory(DEEPSEEK_V3, plan(latent_bytes=size)).num_blocks for size in (1152, 576)
     )
     assert narrow == pytest.approx(2 * wide, abs=1)
-

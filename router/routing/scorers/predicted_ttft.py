@@ -23,8 +23,7 @@ answer as soon, the emptier rank is picked."""
 
 
 class PredictedTTFT:
-    """Seconds until the first token (`router.routing.estimate`), of this request and of those
-    behind it; decode's load breaks ties."""
+    """Seconds until the first token, and what others wait for it; decode's load breaks ties."""
 
     separable = False
     by_prefix = True

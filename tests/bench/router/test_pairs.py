@@ -50,7 +50,7 @@ def test_what_caches_hold_is_found_by_a_policy_that_asks() -> None:
 
 
 def test_the_command_prints_a_row_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    main("--seconds 1 --trace agents --policy lmetric --seed 0 3".split())
+    main(["--seconds", "1", "--trace", "agents", "--policy", "lmetric", "--seed", "0", "3"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["seed"] for row in rows] == [0, 3]
     assert {(row["trace"], row["policy"]) for row in rows} == {("agents", "lmetric")}
