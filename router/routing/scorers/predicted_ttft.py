@@ -16,7 +16,7 @@ from router.routing.request_shape import RequestShape
 from router.routing.scorers.least_loaded import TOKENS_PER_REQUEST, LeastLoaded
 
 MOST_BUSY = 0.95
-"""A worker that never rests counts as this: its share is measured over seconds, and may not last."""
+"""A worker that never rests counts as this: its share is of the last seconds, and may not last."""
 STEP_S = 0.001
 """Of a token's time that one more request of a decode rank is taken to cost: among pairs that
 answer as soon, the emptier rank is picked."""
