@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +37,7 @@ from runtime.sampling import SamplingParams
 from runtime.wire import sampling_to_proto
 from tests.decode.cluster import CREDENTIALS, HOST, SECRET, FakePrefill, FakeRegistry, FakeRouter
 from tests.engine.tiny import tiny_config, write_checkpoint
+from tests.processes.forked import Process, start
 
 BLOCK_SIZE = 16
 NUM_RANKS = 2
@@ -51,7 +50,7 @@ class Group:
     """The running ranks and what talks to them."""
 
     model: DeepseekV3ForCausalLM
-    processes: list[subprocess.Popen[bytes]]
+    processes: list[Process]
     prefill: FakePrefill
     routers: list[FakeRouter]
     logs: list[Path]
@@ -113,13 +112,13 @@ def prefill_with(model: DeepseekV3ForCausalLM, layout: KVLayout) -> FakePrefill:
     return FakePrefill(layout=layout, compute=compute)
 
 
-def start_rank(rank: int, rendezvous: str, router: str, folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "decode", "--config", str(folder / "cluster.toml")]
+def start_rank(rank: int, rendezvous: str, router: str, folder: Path) -> Process:
+    command = ["decode", "--config", str(folder / "cluster.toml")]
     command += ["--instance", "decode-0", "--rank", str(rank)]
     command += ["--rendezvous", rendezvous, "--router", router]
     environment = {**os.environ, SECRET_VARIABLE: SECRET, "OMP_NUM_THREADS": "1"}
     with (folder / f"rank-{rank}.log").open("wb") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        return start(command, environment=environment, output=log)
 
 
 @contextlib.asynccontextmanager

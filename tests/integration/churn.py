@@ -12,12 +12,15 @@ import random
 import secrets
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import BinaryIO
 
 from tests.integration.cluster import Cluster
+from tests.processes.forked import Process, execute
 
 
 def why_no_network() -> str:
@@ -86,14 +89,16 @@ class LinkedCluster(Cluster):
             return "127.0.0.1"
         return self.link.router_address if name == "router" else self.link.worker_address
 
-    def command_of(self, name: str, command: list[str]) -> list[str]:
-        """The command line of a process."""
-        python = super().command_of(name, command)
-        if self.link is None:
-            return python
-        if name == "router":
-            return ["ip", "netns", "exec", self.link.namespace, *python]
-        return [*python, "--host", self.link.worker_address]
+    def start_process(
+        self, name: str, command: list[str], environment: Mapping[str, str], log: BinaryIO
+    ) -> Process:
+        """Start a process on its side of the link."""
+        if self.link is not None and name == "router":
+            inside = ["ip", "netns", "exec", self.link.namespace, sys.executable, "-m", *command]
+            return execute(inside, environment=environment, output=log)
+        if self.link is not None:
+            command = [*command, "--host", self.link.worker_address]
+        return super().start_process(name, command, environment, log)
 
 
 class Churn:

@@ -2,7 +2,9 @@
 
 What ``tandem up`` does with Ray, in a hundred lines without it, so that a test can kill any process
 at any moment and look at what is left. Every process carries ``TANDEM_TEST_CLUSTER`` in its
-environment: a leaked process is found by it, whoever its parent is.
+environment: a leaked process is found by it, whoever its parent is. Those of the cluster itself are
+forked from one that has imported them (`tests.processes`), but on GPUs, whose libraries want a
+process that nobody has been before.
 """
 
 from __future__ import annotations
@@ -13,13 +15,12 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from bench.engine.launcher import NO_MULTICAST
 from bench.pair.cluster import rotate
@@ -28,6 +29,7 @@ from deploy.ports import free_port, free_ports
 from runtime.config import ClusterConfig
 from runtime.config_file import dump_config
 from runtime.net import Credentials
+from tests.processes.forked import Process, start
 
 MARK = "TANDEM_TEST_CLUSTER"
 START_TIMEOUT_S = 300.0
@@ -75,7 +77,8 @@ class Cluster:
             control_port=free_ports("127.0.0.1", number),
         )
         self.config = dataclasses.replace(config, router=router)
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, Process] = {}
+        self._started: list[Process] = []
         self._folder = folder
         self._num_devices = num_devices
         self._start_timeout_s = start_timeout_s
@@ -94,9 +97,12 @@ class Cluster:
         """Where a process listens."""
         return "127.0.0.1"
 
-    def command_of(self, name: str, command: list[str]) -> list[str]:
-        """The command line of a process that runs `command`, a module and its arguments."""
-        return [sys.executable, "-m", *command]
+    def start_process(
+        self, name: str, command: list[str], environment: Mapping[str, str], log: BinaryIO
+    ) -> Process:
+        """Start the process that runs `command`, a module and its arguments."""
+        fresh = self._num_devices > 0
+        return start(command, environment=environment, output=log, fresh=fresh)
 
     @property
     def control_address(self) -> str:
@@ -179,13 +185,9 @@ class Cluster:
     ) -> None:
         log = (self._folder / f"{name.replace('/', '-')}.log").open("ab")
         with log:
-            self.processes[name] = subprocess.Popen(
-                self.command_of(name, command),
-                env={**self._environment, **(environment or {})},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            variables = {**self._environment, **(environment or {})}
+            self.processes[name] = self.start_process(name, command, variables, log)
+        self._started.append(self.processes[name])
 
     def _is_ready(self) -> bool:
         for name, process in self.processes.items():
@@ -289,7 +291,8 @@ class Cluster:
 
     def marked_processes(self) -> list[int]:
         """The pids of all living processes that descend from this cluster."""
-        return list(_marked(f"{MARK}={self._mark}".encode()))
+        started = {process.pid for process in self._started if process.poll() is None}
+        return sorted({*_marked(f"{MARK}={self._mark}".encode()), *started})
 
 
 def _busy_lines(status: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -34,6 +35,7 @@ from runtime.pb import (
 )
 from runtime.rpc import bind_port, create_server
 from tests.prefill.fake_decode import CREDENTIALS, LISTEN, SECRET, FakeDecode
+from tests.processes.forked import Process, start
 
 NUM_BLOCKS = 32
 
@@ -147,31 +149,27 @@ async def serve(decode: RealDecode, registry: FakeRegistry) -> AsyncIterator[str
 @contextlib.asynccontextmanager
 async def prefill_processes(
     config: ClusterConfig, router: str, folder: Path
-) -> AsyncIterator[list[asyncio.subprocess.Process]]:
+) -> AsyncIterator[list[Process]]:
     """`python -m prefill` for every rank; what is left at the end is killed."""
     file = folder / "cluster.toml"
     file.write_text(dump_config(config))
     rendezvous = f"127.0.0.1:{free_port('127.0.0.1')}"
     environment = {**os.environ, "TANDEM_SECRET": SECRET, "OMP_NUM_THREADS": "1"}
-    processes: list[asyncio.subprocess.Process] = []
+    processes: list[Process] = []
     with contextlib.ExitStack() as logs:
         for rank in range(config.prefill.num_ranks):
             log = logs.enter_context((folder / f"rank-{rank}.log").open("wb"))
-            command = [sys.executable, "-m", "prefill", "--config", str(file)]
+            command = ["prefill", "--config", str(file)]
             command += ["--instance", "prefill-0", "--rank", str(rank)]
             command += ["--rendezvous", rendezvous, "--router", router]
-            processes.append(
-                await asyncio.create_subprocess_exec(
-                    *command, env=environment, stdout=log, stderr=log
-                )
-            )
+            start_one = functools.partial(start, environment=environment, output=log)
+            processes.append(await asyncio.to_thread(start_one, command))
         try:
             yield processes
         finally:
             for process in processes:
-                if process.returncode is None:
-                    process.kill()
-                await process.wait()
+                process.kill()
+                await asyncio.to_thread(process.wait)
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ from tests.prefill.real_decode import (
     prefill_processes,
     serve,
 )
+from tests.processes.forked import Process
 
 MODEL = Path(__file__).parents[2] / "deploy" / "models" / "tandem-python"
 PROMPT = [3 + (17 * index) % 4000 for index in range(200)]
@@ -89,7 +90,7 @@ class Bench:
     decode: RealDecode
     registry: FakeRegistry
     record: registry_pb2.WorkerRecord
-    processes: list[asyncio.subprocess.Process]
+    processes: list[Process]
     stub: prefill_pb2_grpc.PrefillStub
 
     async def run(
@@ -209,7 +210,7 @@ async def check_drain(bench: Bench) -> None:
     for process in bench.processes:
         process.send_signal(signal.SIGTERM)
     async with asyncio.timeout(60):
-        statuses = [await process.wait() for process in bench.processes]
+        statuses = [await asyncio.to_thread(process.wait) for process in bench.processes]
     assert statuses == [0] * len(statuses)
     # An idle worker may be out of the pool before there was time to say that it drains.
     assert bench.registry.left.is_set()
@@ -304,7 +305,7 @@ async def test_when_a_rank_dies_calls_are_answered_and_the_instance_ends(
         assert response.error.code == common_pb2.ERROR_CODE_PEER_LOST
         assert response.error.request_id == "request-1"
         async with asyncio.timeout(60):
-            assert await bench.processes[1 - dead].wait() == 1
+            assert await asyncio.to_thread(bench.processes[1 - dead].wait) == 1
 
 
 async def test_when_a_rank_hangs_calls_may_go_elsewhere_and_the_instance_ends(
@@ -317,7 +318,7 @@ async def test_when_a_rank_hangs_calls_may_go_elsewhere_and_the_instance_ends(
         assert response.error.code == common_pb2.ERROR_CODE_PEER_LOST
         assert response.error.message.startswith("prefill-0 rank 1 of 2 cannot go on: ")
         async with asyncio.timeout(60):
-            assert await bench.processes[1].wait() == 1
+            assert await asyncio.to_thread(bench.processes[1].wait) == 1
         # Decode is told the same where the rank had come to ask it.
         parts = bench.decode.parts_of(1)
         assert len(parts) == len(bench.decode.claims)

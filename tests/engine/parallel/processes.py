@@ -2,12 +2,15 @@
 
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from tests.processes.forked import Process, start
 
 
 def free_ports(count: int) -> int:
@@ -44,17 +47,11 @@ def run_rank_processes(
         timeout_s: for all of them together; then they are killed.
     """
     logs = [folder / f"rank-{rank}.log" for rank in range(num_ranks)]
-    processes = []
+    processes: list[Process] = []
     try:
         for rank, log in enumerate(logs):
             with log.open("wb") as output:
-                command = [sys.executable, "-m", module, *map(str, arguments(rank))]
-                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-                processes.append(
-                    subprocess.Popen(
-                        command, env=environment, stdout=output, stderr=subprocess.STDOUT
-                    )
-                )
+                processes.append(_start_rank(module, arguments(rank), output, None))
         _wait_for_all(processes, time.monotonic() + timeout_s)
     finally:
         for process in processes:
@@ -72,7 +69,45 @@ def run_rank_processes(
     )
 
 
-def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
+def words_of_ranks(
+    module: str,
+    num_ranks: int,
+    arguments: Callable[[int], Sequence[object]],
+    folder: Path,
+    *,
+    timeout_s: float,
+) -> list[str]:
+    """Run `python -m module` once per rank, however each ends; what each writes to stdout."""
+    processes: list[Process] = []
+    files = [folder / f"rank-{rank}.out" for rank in range(num_ranks)]
+    try:
+        with (folder / "errors.log").open("wb") as errors:
+            for rank, file in enumerate(files):
+                with file.open("wb") as output:
+                    processes.append(_start_rank(module, arguments(rank), output, errors))
+        deadline = time.monotonic() + timeout_s
+        for process in processes:
+            process.wait(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [file.read_text().strip() for file in files]
+
+
+def _start_rank(
+    module: str, arguments: Sequence[object], output: BinaryIO, errors: BinaryIO | None
+) -> Process:
+    return start(
+        [module, *map(str, arguments)],
+        environment={**os.environ, "OMP_NUM_THREADS": "1"},
+        output=output,
+        errors=errors,
+        fresh=torch.cuda.is_available(),
+    )
+
+
+def _wait_for_all(processes: Sequence[Process], deadline: float) -> None:
     """Wait until all have ended well, one has not, or the time is over."""
     while time.monotonic() < deadline:
         codes = [process.poll() for process in processes]

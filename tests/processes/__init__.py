@@ -1,0 +1,1 @@
+"""Processes that tests start: forked from one that has imported what they import."""
