@@ -32,6 +32,11 @@ def upload(arrays: Sequence[Array], device: torch.device | str) -> list[Tensor]:
     return unpack(packed, arrays)
 
 
+def host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return host memory from which a copy to `device` makes nobody wait; its values are any."""
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda")
+
+
 def pack(arrays: Sequence[Array], *, pinned: bool = False) -> Tensor:
     """Return the bytes of all arrays one after another, each aligned, as host memory [n] uint8."""
     packed = torch.empty(_places(arrays)[-1], dtype=torch.uint8, pin_memory=pinned)

@@ -291,7 +291,7 @@ class ModelRunner:
             # The token that nobody has read is the one that the sampled row runs.
             unread_ids = _select(batch.input_ids, sampled_rows(scheduled))
         # Last: it may wait for the step before, when all of this one is issued but its sampling.
-        mask = mask_of_step(samplers, self.sampler.vocab_size, reader_of(after))
+        mask = mask_of_step(samplers, self.sampler.vocab_size, reader_of(after), logits.device)
         return self.sampler.launch(logits, inputs, copies, unread_ids=unread_ids, mask=mask)
 
 

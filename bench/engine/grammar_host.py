@@ -1,13 +1,14 @@
 """What grammars cost the host: a step of decode with one a row, and the first token of a request.
 
 Run ``python -m bench.engine.grammar_host``; prints one JSON object. The model is left out: tokens
-are drawn among those that a mask leaves. The vocabulary is the bundled model's, widened to
-``--vocab-size`` by pairs of its pieces. Every row has a schema of its own. The parts of a step, in
-milliseconds of the thread's CPU time, medians; a GPU runs the model of the step meanwhile:
+are drawn among those that a mask leaves, and a string ends after nine of them about. The vocabulary
+is the bundled model's, widened to ``--vocab-size`` by pairs of its pieces. Every row has a schema
+of its own. The parts of a step, in milliseconds, medians; a GPU runs the model of the step
+meanwhile:
 
-- take: the matchers are told the tokens of the step before.
-- fill: the masks of this step.
-- pack: bits and rows into one piece of memory for the copy to the device.
+- take: the matchers are told the tokens of the step before; CPU time of the thread.
+- fill: the masks of this step, where the copy to the device begins; by the clock.
+- fill_cpu: the same in CPU time of all threads.
 
 And of a request: `compile` the first time that its schema comes, on a thread of its own (by the
 clock), and `begin` whenever it is kept, which is all that its first token waits for.
@@ -21,21 +22,22 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from bench.engine.machine import describe_machine
-from bench.engine.schemas import STOP, draw_schema, widened
+from bench.engine.schemas import STOP, choose_token, draw_schema, widened
 from deploy.model_folder import BUNDLED_MODEL
 from engine.constraint.constraints import Compiler, Constraints
-from engine.constraint.matcher import Matcher, num_mask_words
+from engine.constraint.matcher import Matcher, fill_masks, num_mask_words
 from engine.constraint.vocabulary import read_vocabulary
-from engine.host_copy import pack
+from engine.host_copy import host_tensor
 from runtime.sampling import SamplingParams
 
 
@@ -58,21 +60,18 @@ class GrammarHost:
         self.rows = [self._begin(params, "begin") for params in self.params]
 
     @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
+    def timed(self, part: str, clock: Callable[[], float] = time.thread_time) -> Iterator[None]:
         """Add what is done within to a part."""
-        clock = time.perf_counter if part in ("compile", "vocabulary") else time.thread_time
         start = clock()
         yield
         self.seconds[part].append(clock() - start)
 
     def step(self) -> None:
         """Masks, and a token for every row; who is over begins anew."""
-        words = np.empty((self.num_rows, num_mask_words(self.vocab_size)), dtype=np.int32)
-        with self.timed("fill"):
-            for row, matcher in enumerate(self.rows):
-                matcher.fill(words[row])
-        with self.timed("pack"):
-            pack([np.arange(self.num_rows), words.view(np.uint8)])
+        shape = (self.num_rows, num_mask_words(self.vocab_size))
+        with self.timed("fill", time.perf_counter), self.timed("fill_cpu", time.process_time):
+            words = host_tensor(shape, torch.int32, torch.device("cpu")).numpy()
+            fill_masks(self.rows, words)
         tokens = [self._choose(words[row]) for row in range(self.num_rows)]
         with self.timed("take"):
             for matcher, token_id in zip(self.rows, tokens, strict=True):
@@ -89,7 +88,7 @@ class GrammarHost:
         return {name: round(value, 3) for name, value in found.items()}
 
     def _begin(self, params: SamplingParams, part: str) -> Matcher:
-        with self.timed(part):
+        with self.timed(part, time.perf_counter):
             matcher = self.constraints.begin(params).result()
         assert matcher is not None
         return matcher
@@ -100,14 +99,14 @@ class GrammarHost:
         )
 
     def _choose(self, words: np.ndarray[Any, np.dtype[np.int32]]) -> int:
-        bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=self.vocab_size)
-        return int(self.draw.choice(np.flatnonzero(bits)))
+        return choose_token(words, self.vocab_size, self.quote, self.draw)
 
     def _open(self) -> Compiler:
         from engine.constraint.grammars import Grammars  # late: it brings xgrammar
 
         vocabulary = widened(read_vocabulary(Path(BUNDLED_MODEL), self.vocab_size), self.draw)
-        with self.timed("vocabulary"):
+        self.quote = vocabulary.pieces.index('"')
+        with self.timed("vocabulary", time.perf_counter):
             return Grammars(vocabulary)
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import random
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,10 @@ STRING_LENGTH: Final = 9
 
 STOP: Final = 1
 """The token after which an output may end: a special one of the bundled vocabulary."""
+SHARE_OF_MARKS: Final = 0.04
+"""Of invented pieces."""
+_WORD: Final = re.compile(r"[^A-Za-z0-9]?[A-Za-z]+")  # a letter of its own stands for a space
+_MARKS: Final = re.compile(r"[^\x00-\x7f]?[!-/:-@\[-`{-~]+")
 _TYPES: Final[tuple[dict[str, Any], ...]] = (
     {"type": "string"},
     {"type": "integer"},
@@ -103,7 +108,7 @@ class SchemaOutputs:
         matcher, token_ids = self._matcher(sampling), list[int]()
         for _ in range(num_tokens):
             matcher.fill(words)
-            token_ids.append(self._choose(words))
+            token_ids.append(choose_token(words, self._vocab_size, self._quote, self._random))
             matcher.follow(token_ids)
             assert matcher.error is None, matcher.error
             if matcher.is_over:
@@ -130,12 +135,16 @@ class SchemaOutputs:
         assert matcher is not None
         return matcher
 
-    def _choose(self, words: np.ndarray[Any, np.dtype[np.int32]]) -> int:
-        bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=self._vocab_size)
-        if bits[self._quote] and self._random.randrange(STRING_LENGTH) == 0:
-            return self._quote
-        choices = np.flatnonzero(bits)
-        return int(choices[self._random.randrange(len(choices))])
+
+def choose_token(
+    words: np.ndarray[Any, np.dtype[np.int32]], vocab_size: int, quote: int, draw: random.Random
+) -> int:
+    """Draw a token that a mask leaves; the quote, where it may come, as often as strings end."""
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=vocab_size)
+    if bits[quote] and draw.randrange(STRING_LENGTH) == 0:
+        return quote
+    choices = np.flatnonzero(bits)
+    return int(choices[draw.randrange(len(choices))])
 
 
 def draw_schema(number: int, num_fields: int, draw: random.Random) -> OutputConstraint:
@@ -154,14 +163,26 @@ def draw_schema(number: int, num_fields: int, draw: random.Random) -> OutputCons
 
 
 def widened(vocabulary: Vocabulary, draw: random.Random) -> Vocabulary:
-    """The same with pairs of pieces for all ids that have none."""
+    """The same with pairs of pieces for all ids that have none.
+
+    Pairs are such as tokenizers make: two parts of one word, or marks behind marks. What a mask
+    costs depends on how many pieces go on behind a quote, as a matcher has to try these one by one:
+    1.2 % of them, as in vocabularies of 100,000 pieces that are in use.
+    """
     pieces = list(vocabulary.pieces)
     special = set(vocabulary.special.values())
     texts = [piece for piece in pieces if piece and piece not in special]
+    words = [piece for piece in texts if _WORD.fullmatch(piece)]
+    marks = [piece for piece in texts if _MARKS.fullmatch(piece)]
+    kinds = (
+        (words, [piece for piece in words if piece.isalpha() and piece.isascii()]),
+        (marks, [piece for piece in marks if piece.isascii()]),
+    )
     known = set(pieces)
     for token_id, piece in enumerate(pieces):
         while not piece:
-            pair = draw.choice(texts) + draw.choice(texts)
+            firsts, seconds = kinds[draw.random() < SHARE_OF_MARKS]
+            pair = draw.choice(firsts) + draw.choice(seconds)
             if pair not in known:
                 known.add(pair)
                 pieces[token_id] = piece = pair

@@ -11,6 +11,7 @@ do not spell bytes, where the grammar spells it out.
 
 import os
 import re
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -21,7 +22,10 @@ from engine.constraint.vocabulary import PieceEncoding, Vocabulary
 from runtime.errors import InvalidRequestError
 
 MAX_THREADS: Final = 8
-"""Of the compiler, for one grammar; a quarter of the cores where these are fewer."""
+"""Of the compiler, for one grammar, and of the masks of a step; a quarter of the cores where these
+are fewer."""
+MIN_THREADED_ROWS: Final = 8
+"""Of a step. Most masks take 3 us; waking threads takes longer than a few of them."""
 _ENCODINGS: Final = {
     PieceEncoding.RAW: xgrammar.VocabType.RAW,
     PieceEncoding.BYTE_FALLBACK: xgrammar.VocabType.BYTE_FALLBACK,
@@ -47,6 +51,7 @@ class Grammars:
         self._compiler = xgrammar.GrammarCompiler(
             info, max_threads=num_threads, cache_enabled=False
         )
+        self._masks = Masks(num_threads)
 
     def compile(self, text: str) -> "CompiledGrammar":
         """Compile a grammar.
@@ -68,15 +73,12 @@ class Grammars:
                 f"{xgrammar.get_serialization_version()}"
             ) from error
         if self._vocabulary.encoding is PieceEncoding.BYTE_LEVEL:  # where their texts tell
-            return CompiledGrammar(compiled, self._all_words())
-        return CompiledGrammar(compiled, self._visible_words(str(grammar)))
-
-    def _all_words(self) -> Int32Array:
-        return np.full(num_mask_words(len(self._vocabulary.pieces)), -1, dtype=np.int32)
+            return CompiledGrammar(compiled, self._masks)
+        return CompiledGrammar(compiled, self._masks, self._visible_words(str(grammar)))
 
     def _visible_words(self, printed: str) -> Int32Array:
         """Bits of all tokens but the special ones that the grammar does not spell out."""
-        words = self._all_words()
+        words = np.full(num_mask_words(len(self._vocabulary.pieces)), -1, dtype=np.int32)
         spelled = _ESCAPED.sub(
             lambda found: chr(int(found[1] or found[2] or found[3], 16)), printed
         )
@@ -86,32 +88,65 @@ class Grammars:
         return words
 
 
+class Masks:
+    """Fills masks, those of a step on several threads; the thread that runs steps calls."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._alone = xgrammar.BatchGrammarMatcher(max_threads=1)
+        self._together = self._alone
+        if num_threads > 1:
+            self._together = xgrammar.BatchGrammarMatcher(max_threads=num_threads)
+
+    def fill(
+        self, matchers: list[xgrammar.GrammarMatcher], words: Int32Array, rows: Sequence[int]
+    ) -> None:
+        """Fill these rows of [R, W] words."""
+        batch = self._together if len(rows) >= MIN_THREADED_ROWS else self._alone
+        batch.batch_fill_next_token_bitmask(matchers, words, list(rows))
+
+
 class CompiledGrammar:
     """A grammar for any number of outputs at a time."""
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar, visible_words: Int32Array) -> None:
-        self._compiled, self._visible_words = compiled, visible_words
-        self.num_bytes: int = compiled.memory_size_bytes + visible_words.nbytes
+    def __init__(
+        self,
+        compiled: xgrammar.CompiledGrammar,
+        masks: Masks,
+        visible_words: Int32Array | None = None,
+    ) -> None:
+        """Take what is compiled, what fills, and which tokens may ever come; None for all."""
+        self._compiled, self._masks, self._visible_words = compiled, masks, visible_words
+        self.num_bytes: int = compiled.memory_size_bytes
+        if visible_words is not None:
+            self.num_bytes += visible_words.nbytes
 
     def begin(self) -> "OutputState":
         """Return the state of an empty output."""
-        return OutputState(xgrammar.GrammarMatcher(self._compiled), self._visible_words)
+        return OutputState(
+            xgrammar.GrammarMatcher(self._compiled), self._masks, self._visible_words
+        )
 
 
 class OutputState:
     """How far one output has come: a `GrammarState`."""
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher, visible_words: Int32Array) -> None:
-        self._matcher, self._visible_words = matcher, visible_words
+    def __init__(
+        self, matcher: xgrammar.GrammarMatcher, masks: Masks, visible_words: Int32Array | None
+    ) -> None:
+        self._matcher, self._masks, self._visible_words = matcher, masks, visible_words
 
     def accept(self, token_id: int) -> bool:
         """See `GrammarState`."""
         return bool(self._matcher.accept_token(token_id))
 
-    def fill(self, words: Int32Array) -> None:
+    def fill_rows(
+        self, states: "Sequence[OutputState]", words: Int32Array, rows: Sequence[int]
+    ) -> None:
         """See `GrammarState`."""
-        self._matcher.fill_next_token_bitmask(words[None], 0)
-        words &= self._visible_words
+        self._masks.fill([state._matcher for state in states], words, rows)
+        for state, row in zip(states, rows, strict=True):
+            if state._visible_words is not None:
+                words[row] &= state._visible_words
 
     @property
     def is_complete(self) -> bool:

@@ -10,8 +10,7 @@ Nothing here knows text, devices or threads. The thread that runs steps owns it 
 """
 
 from collections.abc import Sequence
-from itertools import islice
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +35,13 @@ class GrammarState(Protocol):
         """Go on with a token; False, and no change, where it cannot follow."""
         ...
 
-    def fill(self, words: Int32Array) -> None:
+    def fill_rows(self, states: Sequence[Self], words: Int32Array, rows: Sequence[int]) -> None:
         """Set the bits of the tokens that can follow, and clear all others.
 
         Args:
-            words: [W] int32 and contiguous; token t is bit t % 32 of word t // 32.
+            states: over one vocabulary; any of them may be asked for all.
+            words: [R, W] int32 and contiguous; token t is bit t % 32 of word t // 32.
+            rows: of the states, in their order; other rows stay as they are.
         """
         ...
 
@@ -82,7 +83,8 @@ class Matcher:
         self._budget = constraint.max_tokens_before
         self._grammar = grammar
         self._stops = frozenset(stop_token_ids)
-        self._stop_words = _words_of(stop_token_ids, vocab_size)
+        self._stop_bits = _bits_of(stop_token_ids)
+        self._num_words = num_mask_words(vocab_size)
         self.num_taken = 0
         self.is_over = False
         self.error: TandemError | None = None
@@ -96,8 +98,9 @@ class Matcher:
 
     def follow(self, output_token_ids: Sequence[int]) -> None:
         """Take those tokens of an output that were not taken yet."""
-        for token_id in islice(output_token_ids, self.num_taken, None):
-            self._take(token_id)
+        if self.num_taken < len(output_token_ids):
+            for token_id in output_token_ids[self.num_taken :]:
+                self._take(token_id)
 
     def take(self, index: int, token_id: int) -> None:
         """Take the token at an output index, if it is the next.
@@ -108,30 +111,12 @@ class Matcher:
             self._take(token_id)
 
     def fill(self, words: Int32Array) -> None:
-        """Set the bits of the tokens that may come next, and clear all others.
-
-        Where none may, `error` says so afterwards, and the matcher is not binding any more.
+        """Fill the mask of this one: see `fill_masks`.
 
         Args:
-            words: [W] int32 and contiguous; see `GrammarState.fill`. Bits beyond the vocabulary
-                mean nothing.
+            words: [W] int32 and contiguous.
         """
-        if self._is_forced:
-            words[:] = 0
-            _set_bit(words, self._marker[self._num_matched])
-            return
-        assert self._grammar is not None, "nothing binds it"
-        if not self._has_started:
-            words[:] = ~self._stop_words
-            return
-        self._fill_from_grammar(self._grammar, words)
-        if self._grammar.is_complete:
-            words |= self._stop_words
-        if not words.any():
-            self.error = InvalidRequestError(
-                f"after {self.num_taken} output tokens the grammar leaves no token of the model's "
-                "vocabulary, and may not end: every part of it needs an end that tokens can spell"
-            )
+        fill_masks([self], words[None])
 
     @property
     def _is_forced(self) -> bool:
@@ -164,14 +149,67 @@ class Matcher:
                 "grammar. Fix: run one version of Tandem and xgrammar on all workers"
             )
         elif not self.is_over and grammar.is_complete:
-            words = np.empty_like(self._stop_words)
-            self._fill_from_grammar(grammar, words)
+            words = np.empty((1, self._num_words), dtype=np.int32)
+            grammar.fill_rows([grammar], words, [0])
+            self._clear_stops(words[0])
             self.is_over = not words.any()
 
-    def _fill_from_grammar(self, grammar: GrammarState, words: Int32Array) -> None:
-        """Without stop tokens, also where one of them is a text that could follow."""
-        grammar.fill(words)
-        words &= ~self._stop_words
+    def _fill_early(self, words: Int32Array) -> None:
+        """Fill where the grammar does not hold yet."""
+        if self._is_forced:
+            words[:] = 0
+            _set_bit(words, self._marker[self._num_matched])
+        else:
+            words[:] = -1
+            self._clear_stops(words)
+
+    def _set_stops(self, words: Int32Array) -> None:
+        """Say which stop tokens may come, where the grammar has said which others may.
+
+        A stop token that is a text as well only stops.
+        """
+        assert self._grammar is not None
+        if self._grammar.is_complete:
+            for place, bits in self._stop_bits:
+                words[place] |= bits
+        else:
+            self._clear_stops(words)
+
+    def _clear_stops(self, words: Int32Array) -> None:
+        for place, bits in self._stop_bits:
+            words[place] &= ~bits
+
+    def _fail(self) -> None:
+        self.error = InvalidRequestError(
+            f"after {self.num_taken} output tokens the grammar leaves no token of the model's "
+            "vocabulary, and may not end: every part of it needs an end that tokens can spell"
+        )
+
+
+def fill_masks(matchers: Sequence[Matcher], words: Int32Array) -> None:
+    """Set the bits of the tokens that may come next, and clear all others.
+
+    Where none may, the matcher's `error` says so afterwards, and it is not binding any more.
+
+    Args:
+        matchers: of one vocabulary, all of them binding.
+        words: [C, W] int32 and contiguous, a row for each; see `GrammarState.fill_rows`. Bits
+            beyond the vocabulary mean nothing.
+    """
+    states: list[GrammarState] = []
+    rows: list[int] = []
+    for row, matcher in enumerate(matchers):
+        if matcher._has_started and matcher._grammar is not None:
+            states.append(matcher._grammar)
+            rows.append(row)
+        else:
+            matcher._fill_early(words[row])
+    if states:
+        states[0].fill_rows(states, words, rows)
+    for row in rows:
+        matchers[row]._set_stops(words[row])
+    for row in np.flatnonzero(np.bitwise_or.reduce(words, axis=1) == 0).tolist():
+        matchers[row]._fail()
 
 
 def _borders(marker: Sequence[int]) -> list[int]:
@@ -185,12 +223,13 @@ def _borders(marker: Sequence[int]) -> list[int]:
     return borders
 
 
-def _words_of(token_ids: Sequence[int], vocab_size: int) -> Int32Array:
-    words = np.zeros(num_mask_words(vocab_size), dtype=np.int32)
+def _bits_of(token_ids: Sequence[int]) -> list[tuple[int, np.int32]]:
+    """Return the words of these tokens, and their bits in them: few, beside all of a mask."""
+    bits: dict[int, int] = {}
     for token_id in token_ids:
-        if 0 <= token_id < vocab_size:
-            _set_bit(words, token_id)
-    return words
+        place = token_id // WORD_BITS
+        bits[place] = bits.get(place, 0) | 1 << token_id % WORD_BITS
+    return [(place, np.uint32(value).view(np.int32)) for place, value in bits.items()]
 
 
 def _set_bit(words: Int32Array, token_id: int) -> None:

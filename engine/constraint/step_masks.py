@@ -8,8 +8,10 @@ and with this step's forward behind it on the device, which the host uses for th
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import torch
 
-from engine.constraint.matcher import Matcher, num_mask_words
+from engine.constraint.matcher import Matcher, fill_masks, num_mask_words
+from engine.host_copy import host_tensor
 from engine.request import ScheduledRequest
 from engine.sampling.token_mask import TokenMask
 
@@ -18,7 +20,10 @@ ReadTokens = Callable[[], Mapping[int, int]]
 
 
 def mask_of_step(
-    samplers: Sequence[ScheduledRequest], vocab_size: int, read: ReadTokens
+    samplers: Sequence[ScheduledRequest],
+    vocab_size: int,
+    read: ReadTokens,
+    device: torch.device,
 ) -> TokenMask | None:
     """Bring the matchers of a step up to date and ask them; None where no row is bound.
 
@@ -26,6 +31,7 @@ def mask_of_step(
         samplers: what the rows of logits are of, in order.
         vocab_size: of the model.
         read: called at most once, and not where every token is known.
+        device: to which the mask goes.
     """
     assert all(item.request.is_ready for item in samplers), "a constraint without its matcher"
     constrained = [
@@ -48,9 +54,9 @@ def mask_of_step(
             bound.append((row, matcher))
     if not bound:
         return None
-    words = np.empty((len(bound), num_mask_words(vocab_size)), dtype=np.int32)
-    for place, (_, matcher) in enumerate(bound):
-        matcher.fill(words[place])
+    # Where the copy to the device begins: a mask of 64 rows is a megabyte.
+    words = host_tensor((len(bound), num_mask_words(vocab_size)), torch.int32, device)
+    fill_masks([matcher for _, matcher in bound], words.numpy())
     return TokenMask(rows=np.array([row for row, _ in bound], dtype=np.int64), words=words)
 
 

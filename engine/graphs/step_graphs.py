@@ -194,7 +194,9 @@ class StepGraphs:
         span = DeviceSpan.start(self._kv_pool.device)
         self._forwards[bucket].replay()
         with may_fail(self._kv_pool.device, has_joined=True):
-            mask = mask_of_step(scheduled, self._sampler.vocab_size, reader_of(after))
+            mask = mask_of_step(
+                scheduled, self._sampler.vocab_size, reader_of(after), self._kv_pool.device
+            )
         if mask is None:
             self._heads[bucket, inputs.stage].replay()
         with may_fail(self._kv_pool.device, has_joined=True):

@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from engine.host_copy import upload
@@ -27,11 +28,12 @@ class TokenMask:
     Attributes:
         rows: [C] int64, ascending; the others may have any token.
         words: [C, W] int32, token t is bit t % 32 of word t // 32; W words of 32 tokens hold the
-            vocabulary, and bits beyond it mean nothing.
+            vocabulary, and bits beyond it mean nothing. Pinned where a GPU is to have them, and not
+            to be changed afterwards.
     """
 
     rows: npt.NDArray[np.int64]
-    words: npt.NDArray[np.int32]
+    words: Tensor
 
 
 def mask_tokens(logits: Tensor, mask: TokenMask) -> None:
@@ -42,9 +44,8 @@ def mask_tokens(logits: Tensor, mask: TokenMask) -> None:
         mask: of rows below L, and as wide as V.
     """
     bits_of_byte = 1 << np.arange(8, dtype=np.uint8)
-    rows, packed, bits = upload(
-        [mask.rows, mask.words.view(np.uint8), bits_of_byte.astype(np.uint8)], logits.device
-    )
+    rows, bits = upload([mask.rows, bits_of_byte.astype(np.uint8)], logits.device)
+    packed = mask.words.to(logits.device, non_blocking=True).view(torch.uint8)
     for start in range(0, len(rows), ROWS_AT_A_TIME):
         index = rows[start : start + ROWS_AT_A_TIME]
         # [c, 4W, 8] to [c, 32W]: bytes of a word come lowest first.

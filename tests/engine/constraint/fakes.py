@@ -40,6 +40,12 @@ class ListedGrammar:
         for token_id in self.following:
             words.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
 
+    def fill_rows(
+        self, states: Sequence[ListedGrammar], words: Int32Array, rows: Sequence[int]
+    ) -> None:
+        for state, row in zip(states, rows, strict=True):
+            state.fill(words[row])
+
     @property
     def is_complete(self) -> bool:
         return self.taken in self.outputs

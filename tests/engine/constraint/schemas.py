@@ -88,7 +88,9 @@ class Writer:
             for place, row in enumerate(live):
                 matchers[row].fill(words[place])
             logits = torch.randn(len(live), VOCAB, generator=generator) * 3
-            mask = TokenMask(rows=np.arange(len(live), dtype=np.int64), words=words)
+            mask = TokenMask(
+                rows=np.arange(len(live), dtype=np.int64), words=torch.from_numpy(words)
+            )
             tokens = self._sample(logits, [inputs[row] for row in live], mask)
             for row, token in zip(live, tokens, strict=True):
                 output = inputs[row].output_token_ids

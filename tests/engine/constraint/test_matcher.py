@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.constraint.matcher import Matcher, num_mask_words
+from engine.constraint.matcher import Matcher, fill_masks, num_mask_words
 from runtime.errors import InternalError, InvalidRequestError
 from runtime.sampling import OutputConstraint
 from tests.engine.constraint.fakes import VOCAB, ListedGrammar, tokens_of
@@ -174,3 +174,37 @@ def test_a_marker_begun_before_the_budget_ends_is_finished_and_not_begun_again(
         matcher.follow(tokens)
     assert tokens[-3:] == [5, 6, 7]
     assert len(tokens) <= 5
+
+
+@given(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3))
+def test_the_masks_of_a_step_are_those_of_its_rows(first: int, second: int, third: int) -> None:
+    """Forced ones, such as wait for a marker, and grammars beside each other."""
+    kinds = (
+        lambda: make([(1, 2), (3,)]),
+        lambda: make([(STOP, 2)], stops=(STOP, 0)),
+        lambda: make([(1,)], starts_after=(5, 6)),
+        lambda: make([(1,)], starts_after=(5, 6), max_tokens_before=1),
+    )
+    together = [kinds[kind]() for kind in (first, second, third)]
+    alone = [kinds[kind]() for kind in (first, second, third)]
+    for matcher in (*together, *alone):
+        matcher.follow([1, 1] if matcher._marker else [])
+    words = np.full((3, num_mask_words(VOCAB)), 12345, dtype=np.int32)
+    fill_masks(together, words)
+    for row, matcher in enumerate(alone):
+        assert tokens_of(words[row]) == allowed(matcher)
+        assert (together[row].error is None) == (matcher.error is None)
+
+
+def test_tokens_that_were_taken_are_not_walked_again() -> None:
+    """A step of a long output costs what one of a short output costs."""
+
+    class Long(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError("it is walked from its beginning")
+
+    matcher = make([(1, 2, 3)])
+    matcher.follow([1, 2])
+    matcher.follow(Long([1, 2]))
+    matcher.follow(Long([1, 2, 3]))
+    assert matcher.is_over

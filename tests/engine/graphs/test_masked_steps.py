@@ -6,6 +6,7 @@ issued before anybody waits for the step before, and nobody waits where no row i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -54,6 +55,12 @@ class ChainGrammar:
     def fill(self, words: Int32Array) -> None:
         bits = (np.arange(32 * len(words)) * 5 + self.last) % 3 == 1
         words[:] = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def fill_rows(
+        self, states: Sequence[ChainGrammar], words: Int32Array, rows: Sequence[int]
+    ) -> None:
+        for state, row in zip(states, rows, strict=True):
+            state.fill(words[row])
 
     is_complete = False
 

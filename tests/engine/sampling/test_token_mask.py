@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.host_copy import HostCopies
+from engine.host_copy import HostCopies, host_tensor
 from engine.sampling.inputs import SamplingInput
 from engine.sampling.sampler import Sampler
 from engine.sampling.token_mask import MASKED, TokenMask, mask_tokens
@@ -27,7 +27,8 @@ def make_mask(num_rows: int, vocab_size: int, seed: int) -> TokenMask:
     for place in range(len(rows)):
         token = int(generator.integers(vocab_size))
         words.view(np.uint32)[place, token // 32] |= np.uint32(1 << token % 32)
-    return TokenMask(rows=rows, words=words)
+    on_host = host_tensor(words.shape, torch.int32, torch.device("cpu"))
+    return TokenMask(rows=rows, words=on_host.copy_(torch.from_numpy(words)))
 
 
 def is_allowed(mask: TokenMask, row: int, token_id: int) -> bool:
