@@ -112,7 +112,7 @@ class Simulation:
                 break
             num_oracle += BLOCK_SIZE
         self.outcome.num_oracle_tokens += num_oracle
-        floor_s = self._speeds.prefill_s(tokens - num_oracle)
+        floor_s = self._speeds.steps.prefill_s(tokens - num_oracle)
         self._seen.update(hashes)
         shape = RequestShape(
             num_context_tokens=tokens,
