@@ -13,11 +13,10 @@ from torch import Tensor
 
 from engine.formats.base import NumberFormat, QuantizedConfig, Storage
 from engine.formats.expert_rows import AlignedRows, GroupedRows, quantized
-from engine.formats.fp8_rows import GROUP, Activation, Fp8Rows
-from engine.formats.packed_rows import packed_bytes
+from engine.formats.fp8_rows import GROUP, Activation, Fp8Rows, packed_bytes
 from engine.formats.stored_weight import StoredWeight
 from engine.kernels.alignment import Overflow
-from engine.kernels.kernel_set import KernelSet
+from engine.kernels.base import KernelSet
 from engine.kernels.masked_rows import MaskedRows
 from engine.weights.fp8 import dequantize_block, quantize_block, scale_shape
 from engine.weights.slices import TensorSource, WeightSlice

@@ -8,7 +8,7 @@ import torch
 from engine.formats import fp8_block
 from engine.formats.base import Formats, NumberFormat
 from engine.formats.plain import PLAIN
-from engine.kernels.kernel_set import KernelSet
+from engine.kernels.base import KernelSet
 
 Create = Callable[[KernelSet, torch.device], NumberFormat | None]
 """Makes a format on a device, with a set of kernels; None if the set does not multiply in it."""

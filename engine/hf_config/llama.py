@@ -76,7 +76,7 @@ _LLAMA3: Final = RopeScaling(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling:
-    """How frequencies are slowed for longer contexts; `engine.model.llama_rotary` does it.
+    """How frequencies are slowed for longer contexts; `engine.model.llama` does it.
 
     Attributes:
         factor: by which the slowest pairs are slowed.

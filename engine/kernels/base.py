@@ -5,10 +5,22 @@ layer takes what it needs and never asks what it runs on.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from engine.attention.kernels import AttentionKernels
 from engine.formats.base import Formats
 from engine.ops.op import Ops
+
+
+class KernelSet(StrEnum):
+    """The sets of kernels there are."""
+
+    HOPPER = "hopper"
+    """DeepGEMM, FlashAttention-4, FlashMLA and our Triton kernels."""
+    TRITON = "triton"
+    """Our Triton kernels alone, products and decode's attention too, and PyTorch's for prompts."""
+    PORTABLE = "portable"
+    """Plain PyTorch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

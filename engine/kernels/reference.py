@@ -1,8 +1,12 @@
 """Attention and number formats in plain PyTorch: the path on CPUs, and the oracle of kernels.
 
 Functions of tensors, without modules, ranks or state. They are written to be read next to the
-paper, and fast enough to serve a small model. Softmax runs in float32 whatever the dtype of the
-input. All other operations are in `engine.ops`.
+paper, and fast enough to serve a small model. All other operations are in `engine.ops`.
+
+Scores and softmax are in float32 whatever type queries and keys have. Rounded to bfloat16, a score
+of 20 is off by up to 0.06, so its weight by 6 %: what a prompt is answered would depend on how its
+attention was computed. Products of two 16-bit numbers are exact in float32, and all fast kernels
+keep them so.
 
 Legend: T tokens, D hidden size, H heads, N qk_nope_head_dim, R qk_rope_head_dim, V v_head_dim,
 C kv_lora_rank, E experts, K experts per token, F expert width, M expert rows, S sequences,
@@ -16,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.scores import as_factor, multiply_scores, softmax_
 from engine.formats.fp8_rows import GROUP, MIN_AMAX, Fp8Rows
 
 QUERY_CHUNK = 256
@@ -47,6 +50,24 @@ def grouped_mlp(
             torch.mm(hidden, w2_EDF[expert].t(), out=out_MD[start : start + num_rows])
             start += num_rows
     return out_MD
+
+
+def as_factor(x: Tensor) -> Tensor:
+    """Return `x` as `multiply_scores` wants it: no CPU multiplies 16 bits into 32-bit sums."""
+    return x.float() if x.dtype.itemsize < 4 and not x.is_cuda else x
+
+
+def multiply_scores(q_BMK: Tensor, k_BKN: Tensor) -> Tensor:
+    """Return the products [B, M, N] of two `as_factor`s, in float32."""
+    if q_BMK.dtype.itemsize < 4:
+        return torch.bmm(q_BMK, k_BKN, out_dtype=torch.float32)
+    return torch.bmm(q_BMK, k_BKN).float()
+
+
+def softmax_(scores: Tensor) -> Tensor:
+    """Turn scores into probabilities over the last dimension, in place, and return them."""
+    scores.sub_(scores.amax(dim=-1, keepdim=True)).exp_()
+    return scores.div_(scores.sum(dim=-1, keepdim=True))
 
 
 def causal_attention(q_QHA: Tensor, k_PHA: Tensor, v_PHV: Tensor, scale: float) -> Tensor:

@@ -10,8 +10,7 @@ from enum import Enum, auto
 
 from torch import Tensor, nn
 
-from engine.formats.fp8_rows import Activation, Fp8Rows
-from engine.formats.packed_rows import empty_packed
+from engine.formats.fp8_rows import Activation, Fp8Rows, empty_packed
 from engine.layers.context import LayerContext
 from engine.ops.norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8, RMS_NORM
 from engine.weights.slices import WeightSlice
@@ -23,7 +22,7 @@ class FeedFormat(Enum):
     PLAIN = auto()
     FP8 = auto()
     PACKED_FP8 = auto()
-    """As bytes that can be sent (`engine.formats.packed_rows`)."""
+    """As bytes that can be sent (`engine.formats.fp8_rows`)."""
 
     @classmethod
     def of(cls, *, is_quantized: bool, is_sent: bool = False) -> "FeedFormat":

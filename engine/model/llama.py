@@ -8,8 +8,10 @@ Legend: T tokens of the step (all requests one after another), D hidden size, L 
 are wanted.
 """
 
+import math
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor, nn
 
 from engine.attention.backend import AttentionBackend
@@ -27,7 +29,6 @@ from engine.layers.norm import FeedFormat, Residual, RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.memory.kv_pool import KVPool
 from engine.model.llama_config import LlamaConfig
-from engine.model.llama_rotary import inverse_frequencies
 from engine.model.spec import BuildOptions
 from engine.operations import Operations, do_nothing, run
 from engine.weights.slices import HoldsWeights, WeightSlice
@@ -185,3 +186,22 @@ class LlamaForCausalLM(nn.Module):
         for name, module in self.named_modules(prefix=prefix):
             if module is not self and isinstance(module, HoldsWeights):
                 yield from module.weight_slices(name)
+
+
+def inverse_frequencies(config: LlamaConfig) -> Tensor:
+    """Return radians per position of each pair, [head_dim / 2] float32, plain or scaled.
+
+    Scaled as in Llama 3.1 (arXiv:2407.21783; `rope_type = "llama3"`): pairs that turn often over
+    the trained context stay, those that turn seldom are slowed by a factor, and between the two it
+    goes by the number of turns.
+    """
+    dim = config.head_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    trained = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return trained
+    turns = scaling.original_max_position_embeddings * trained / (2 * math.pi)
+    width = scaling.high_freq_factor - scaling.low_freq_factor
+    keep = ((turns - scaling.low_freq_factor) / width).clamp(0, 1)
+    return trained * (keep + (1 - keep) / scaling.factor)

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config import DeepseekV3Config
-from engine.ops.late import late
-from engine.ops.op import Op, Target, Work, moved_bytes
+from engine.ops.op import Op, Target, Work, late, moved_bytes
 
 if TYPE_CHECKING:
     from engine.ops import gate_kernel

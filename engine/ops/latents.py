@@ -14,9 +14,8 @@ from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels.reference import quantize_rows
 from engine.kernels.rotation import Rotation
 from engine.kernels.widths import check_latents
-from engine.ops.late import late
 from engine.ops.norm import rms_norm
-from engine.ops.op import Op, Target, Work, moved_bytes
+from engine.ops.op import Op, Target, Work, late, moved_bytes
 
 if TYPE_CHECKING:
     from engine.formats.triton_gemm import byte_quant

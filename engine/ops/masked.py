@@ -12,8 +12,7 @@ from torch import Tensor
 from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels.masked_reference import empty_masked
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows, require_room
-from engine.ops.late import late
-from engine.ops.op import Op, Target
+from engine.ops.op import Op, Target, late
 
 if TYPE_CHECKING:
     from engine.ops import masked_kernel

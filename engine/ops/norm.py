@@ -7,8 +7,7 @@ from torch import Tensor
 
 from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels.reference import quantize_rows
-from engine.ops.late import late
-from engine.ops.op import Op, Target
+from engine.ops.op import Op, Target, late
 
 if TYPE_CHECKING:
     from engine.formats.triton_gemm import byte_quant

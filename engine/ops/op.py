@@ -7,9 +7,11 @@ loaded when a table is resolved (`Ops`); after that, a call is a call of the fun
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import ModuleType
 from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -158,3 +160,24 @@ def _num_bytes(item: object) -> int:
     if isinstance(item, tuple):
         return moved_bytes(*item)
     return 0
+
+
+def late(name: str) -> Any:
+    """Return a stand-in for a module, which is imported at the first look at it.
+
+    Where mypy reads, the module itself is imported instead, so that its functions keep their types.
+    """
+    return _LateModule(name)
+
+
+class _LateModule:
+    """See `late`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._module: ModuleType | None = None
+
+    def __getattr__(self, attribute: str) -> Any:
+        if self._module is None:
+            self._module = importlib.import_module(self._name)
+        return getattr(self._module, attribute)

@@ -18,8 +18,7 @@ from engine.kernels.alignment import (
 )
 from engine.kernels.masked_rows import MaskedPlaces
 from engine.kernels.widths import check_capacity, check_unpermute
-from engine.ops.late import late
-from engine.ops.op import Op, Target, Work, moved_bytes
+from engine.ops.op import Op, Target, Work, late, moved_bytes
 
 if TYPE_CHECKING:
     from engine.ops import permute_kernel

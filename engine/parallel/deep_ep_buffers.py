@@ -98,11 +98,8 @@ class LibraryBuffer(Protocol):
         topk_weights: Tensor,
         handle: LibraryHandle,
         *,
-        zero_copy: bool,
         return_recv_hook: bool,
     ) -> tuple[Tensor, LibraryEvent, Callable[[], None]]: ...
-
-    def get_next_low_latency_combine_buffer(self, handle: LibraryHandle) -> Tensor: ...  # noqa: D102
 
 
 @contextmanager
@@ -279,8 +276,6 @@ class LowLatencyBuffer:
         topk_ids_TK: Tensor,
         topk_weights_TK: Tensor,
         handle: LibraryHandle,
-        *,
-        zero_copy: bool = False,
     ) -> Pending[Tensor]:
         """Send the experts' rows home; waiting gives the sum per token, weighted.
 
@@ -289,7 +284,6 @@ class LowLatencyBuffer:
             topk_ids_TK: of the dispatch.
             topk_weights_TK: [T, K] float32.
             handle: of the dispatch.
-            zero_copy: `out_LMD` is what `combine_buffer` returned.
         """
         self._send("combine")
         summed, _, hook = self._library.low_latency_combine(
@@ -297,7 +291,6 @@ class LowLatencyBuffer:
             topk_ids_TK.contiguous(),
             topk_weights_TK.contiguous(),
             handle,
-            zero_copy=zero_copy,
             return_recv_hook=True,
         )
 
@@ -306,10 +299,6 @@ class LowLatencyBuffer:
             return summed
 
         return Deferred(receive)
-
-    def combine_buffer(self, handle: LibraryHandle) -> Tensor:
-        """Return the registered memory [L, M, D] that the next combine sends from."""
-        return self._library.get_next_low_latency_combine_buffer(handle)
 
     def close(self) -> None:
         """Free the memory; all ranks together, with no transfer under way."""

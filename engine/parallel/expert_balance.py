@@ -67,19 +67,6 @@ def balance_experts(
     return tuple(slots)
 
 
-def balancedness(load_E: Sequence[float], slots: Sequence[int], num_ranks: int) -> float:
-    """Return mean over maximum of the ranks' loads: 1 is perfect, 1 / R is all on one rank."""
-    counts = [0] * len(load_E)
-    for expert in slots:
-        counts[expert] += 1
-    share = len(slots) // num_ranks
-    ranks = [
-        sum(load_E[e] / counts[e] for e in slots[start : start + share])
-        for start in range(0, len(slots), share)
-    ]
-    return sum(ranks) / num_ranks / max(ranks) if max(ranks) > 0 else 1.0
-
-
 def _replicate(load_E: Sequence[float], num_slots: int) -> list[int]:
     """Return how many slots each expert gets; they sum to `num_slots`."""
     counts = [1] * len(load_E)

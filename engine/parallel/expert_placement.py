@@ -69,11 +69,6 @@ class ExpertPlacement:
         )
 
     @property
-    def logical_to_physical_map(self) -> Tensor:
-        """[E, X] int64, the slots of each expert, padded with its first."""
-        return self._slots[:-1]
-
-    @property
     def logical_replica_count(self) -> Tensor:
         """[E] int64, how many slots each expert has, at least 1."""
         return self._num_slots[:-1]

@@ -18,8 +18,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.formats.fp8_rows import Activation, Fp8Rows
-from engine.formats.packed_rows import packed_bytes
+from engine.formats.fp8_rows import Activation, Fp8Rows, packed_bytes
 from engine.parallel.groups import RankGroup
 from engine.parallel.pending import Pending, Ready, Then
 

@@ -6,7 +6,10 @@ where there is none.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from router.http.response import Choice, ResponseInfo
+from router.pool.members import WorkerKey
 from runtime.spans import Span, Spans, Value
 from runtime.trace import TraceContext
 
@@ -59,25 +62,69 @@ def _attributes(operation: str, info: ResponseInfo) -> dict[str, Value]:
 
 
 def _parts(whole: Span, choice: Choice) -> list[Span]:
-    """Queue, reserve, prefill, decode as the router sees them; what was not reached is absent."""
+    """Queue, reserve, prefill, decode as the router sees them; what was not reached is absent.
+
+    Of a choice that moved, its attempts as well.
+    """
     generation = choice.generation
     times = generation.timings
     given: dict[str, Value] = {
         "tandem.choice": choice.index,
         "tandem.num_migrations": times.num_migrations,
     }
-    if generation.workers is not None:
-        given |= dict(
-            zip(("tandem.prefill", "tandem.decode"), map(str, generation.workers), strict=True)
-        )
+    latest = _named(generation.workers)
+    # The pair of the first token, where others took over after it.
+    first = next((_named(past.workers) for past in generation.past if past.num_tokens), latest)
     bounds = (
-        ("queue", times.received, times.reserve_sent),
-        ("reserve", times.reserve_sent, times.run_sent),
-        ("prefill", times.run_sent, times.first_token),
-        ("decode", times.first_token, times.last_token),
+        ("queue", times.received, times.reserve_sent, first),
+        ("reserve", times.reserve_sent, times.run_sent, first),
+        ("prefill", times.run_sent, times.first_token, first),
+        ("decode", times.first_token, times.last_token, latest),
     )
-    return [
-        whole.below(f"router.{name}", start, end, **given)
-        for name, start, end in bounds
+    stages = [
+        whole.below(f"router.{name}", start, end, **given, **workers)
+        for name, start, end, workers in bounds
         if start and end >= start
     ]
+    return stages + _attempts(whole, choice)
+
+
+def _attempts(whole: Span, choice: Choice) -> list[Span]:
+    """Each attempt of a choice that has had several: who served it, and why it ended.
+
+    A worker that died has sent nothing: this is all that its part of the trace has.
+    """
+    generation = choice.generation
+    if not generation.past:
+        return []
+    spans, num_tokens = [], 0
+    for number, past in enumerate(generation.past):
+        told = {
+            "tandem.choice": choice.index,
+            "tandem.attempt": number,
+            "tandem.request_id": past.request_id,
+            "gen_ai.usage.output_tokens": past.num_tokens - num_tokens,
+            **_named(past.workers),
+        }
+        num_tokens = past.num_tokens
+        span = whole.below("router.attempt", past.started, past.ended, **told)
+        spans.append(replace(span, error=past.reason))
+    started = generation.timings.attempt_started
+    if started > generation.past[-1].started:
+        told = {
+            "tandem.choice": choice.index,
+            "tandem.attempt": len(generation.past),
+            "tandem.request_id": generation.worker_request_id,
+            "gen_ai.usage.output_tokens": generation.num_tokens - num_tokens,
+            **_named(generation.workers),
+        }
+        span = whole.below("router.attempt", started, whole.end, **told)
+        spans.append(span if choice.text.finished else replace(span, error="not finished"))
+    return spans
+
+
+def _named(workers: tuple[WorkerKey, WorkerKey] | None) -> dict[str, Value]:
+    """The attributes that say who a pair is."""
+    if workers is None:
+        return {}
+    return {"tandem.prefill": str(workers[0]), "tandem.decode": str(workers[1])}

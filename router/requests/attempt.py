@@ -160,6 +160,8 @@ class Attempt:
         stream = self._workers.frames.stream(decode)
         generation.phase = "connecting to decode"
         generation.workers = self._pair.keys
+        generation.worker_request_id = self.worker_request_id
+        generation.timings.attempt_started = asyncio.get_running_loop().time()
         self.culprits = {decode.key}
         await stream.standing()
         stream.attach(self.worker_request_id, sink)

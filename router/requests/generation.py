@@ -150,6 +150,23 @@ def _size_of_logprobs(output: Output) -> int:
     return sum(_POSITION_BYTES + _TOP_BYTES * len(p.top_ids) for p in output.logprobs)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastAttempt:
+    """An attempt that another one followed."""
+
+    request_id: str
+    """By which its workers know it."""
+    workers: tuple[WorkerKey, WorkerKey]
+    """(prefill, decode)."""
+    started: float
+    ended: float
+    """Both on the event loop's clock."""
+    num_tokens: int
+    """Handed over so far when it ended."""
+    reason: str
+    """Why it ended: an error code, or that another rank has room."""
+
+
 @dataclass(slots=True)
 class RequestTimings:
     """Moments of one choice on the event loop's clock, and what workers measured, in seconds."""
@@ -164,6 +181,8 @@ class RequestTimings:
     num_migrations: int = 0
     migration_s: float = 0.0
     """From losses of workers to the next tokens, in all."""
+    attempt_started: float = 0.0
+    """The latest one."""
     lost: float = 0.0
     """Since when the choice is without workers; 0: it has them."""
     worker: dict[str, float] = field(default_factory=dict)
@@ -229,6 +248,10 @@ class Generation:
         self.phase = "waiting for a worker"
         self.workers: tuple[WorkerKey, WorkerKey] | None = None
         """(prefill, decode) of the latest attempt."""
+        self.past: Sequence[PastAttempt] = ()
+        """Those before it, in their order."""
+        self.worker_request_id = request_id
+        """By which the workers of the latest attempt know it."""
         self.num_cached_tokens = 0
         self.output_token_ids: list[int] = []
         """Handed over so far, in order."""
@@ -263,6 +286,19 @@ class Generation:
             params=self.sampling,
             max_model_len=num_prompt_tokens + self.sampling.max_tokens,
         )
+
+    def attempt_ended(self, reason: str) -> None:
+        """Another attempt is to follow the latest one."""
+        assert self.workers is not None
+        ended = PastAttempt(
+            request_id=self.worker_request_id,
+            workers=self.workers,
+            started=self.timings.attempt_started,
+            ended=self._loop.time(),
+            num_tokens=self.num_tokens,
+            reason=reason,
+        )
+        self.past = (*self.past, ended)
 
     def fail(self, error: TandemError) -> None:
         """Hand the failure over; nothing follows."""

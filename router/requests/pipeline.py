@@ -39,6 +39,8 @@ OF_THE_PAIR = frozenset(
 MAX_ENDED_WORKERS = 1
 """Moves after a worker that ended by its own fault: the second one may be the request's doing, and
 there must not be a third."""
+ROOM_ELSEWHERE = "room_elsewhere"
+"""Why an attempt ended that left its rank for one with room."""
 BACK_OFF_FIRST_S = 0.1
 BACK_OFF_MAX_S = 2.0
 
@@ -203,6 +205,7 @@ class _Course:
 
     def _note_room(self, attempt: Attempt, pair: Pair, roomy: Pair) -> None:
         """Nobody is to blame, and nothing is counted against the request but its next patience."""
+        self._generation.attempt_ended(ROOM_ELSEWHERE)
         self._queued_since = attempt.queued_since
         self._patience_s *= PATIENCE_GROWTH
         self._workers.metrics.room_moves.inc()
@@ -215,6 +218,7 @@ class _Course:
 
     def _note_loss(self, attempt: Attempt, pair: Pair, error: TandemError) -> None:
         generation = self._generation
+        generation.attempt_ended(error.code.name.lower())
         timings = generation.timings
         timings.lost = timings.lost or asyncio.get_running_loop().time()
         self._finder.note_failure(pair, attempt.culprits, has_prefilled=attempt.has_prefilled)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import runpy
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -30,23 +31,28 @@ def router(
     timings: object = TIMINGS,
     not_ready: int = 0,
     key: str = "",
+    models: Sequence[str] = ("model-x",),
 ) -> Iterator[str]:
     """A router's HTTP with these answers, which asks for ``key``; yields its address."""
     left = [not_ready]
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.path == "/ready" and left[0] > 0:
+            path, _, query = self.path.partition("?model=")
+            is_served = not query or unquote(query) in models
+            if path == "/ready" and not is_served:
+                self.reply(404, {"error": {"message": f"no model {unquote(query)}"}})
+            elif path == "/ready" and left[0] > 0:
                 left[0] -= 1
                 self.reply(503, {"status": "not ready", "missing": ["decode"]})
-            elif key and self.path != "/ready" and not self.shows(key):
+            elif key and path != "/ready" and not self.shows(key):
                 self.reply(401, {"error": {"message": "a key is needed"}})
             else:
-                self.reply(200, {"data": [{"id": "model-x"}]})
+                self.reply(200, {"data": [{"id": name} for name in models]})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            assert body["model"] == "model-x"
+            assert body["model"] in models
             assert not key or self.shows(key)
             self.reply(status, answer)
 
@@ -75,10 +81,10 @@ def router(
         server.server_close()
 
 
-def run(endpoint: str, timeout_s: float = 30.0) -> int:
+def run(endpoint: str, *more: str, timeout_s: float = 30.0) -> int:
     script = runpy.run_path(SCRIPT)
     script["wait_ready"].__globals__["PAUSE_S"] = 0.01
-    status: int = script["main"]([endpoint, f"--timeout={timeout_s}"])
+    status: int = script["main"]([endpoint, f"--timeout={timeout_s}", *more])
     return status
 
 
@@ -111,6 +117,18 @@ def test_a_cluster_that_is_never_ready_ends_the_wait(capsys: pytest.CaptureFixtu
     with router(not_ready=10**9) as endpoint:
         assert run(endpoint, timeout_s=0.05) == 1
     assert "not ready after 0.05 s" in capsys.readouterr().err
+
+
+def test_of_several_models_the_named_one_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    with router(models=("another", "org/model y")) as endpoint:
+        assert run(endpoint, "--model=org/model y") == 0
+        assert "org/model y: 16 tokens" in capsys.readouterr().out
+
+
+def test_another_model_that_is_served_proves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with router(models=("another",)) as endpoint:
+        assert run(endpoint, "--model=model-x", timeout_s=0.05) == 1
+    assert "no model model-x" in capsys.readouterr().err
 
 
 def test_a_key_is_shown_where_one_is_asked_for(

@@ -94,6 +94,17 @@ def test_a_router_serves_what_the_chart_wrote(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("path", ["/data/x", "/data/x/", "/data/x/y"])
+def test_a_checkpoint_may_be_a_volume_of_its_own(path: str) -> None:
+    router = {
+        "models": {"x": {"path": path}},
+        "extraVolumes": [{"name": "x", "hostPath": {"path": "/srv/x"}}],
+        "extraVolumeMounts": [{"name": "x", "mountPath": "/data/x", "readOnly": True}],
+    }
+    rendered = render(merged(OF_VOLUME, {"router": router}))
+    assert path in rendered.get("ConfigMap", "demo-tandem-config")["data"]["models.toml"]
+
+
 def test_a_release_of_one_model_has_nothing_of_it() -> None:
     rendered = render(OF_VOLUME)
     data = rendered.get("ConfigMap", "demo-tandem-config")["data"]
@@ -154,6 +165,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     (nested("join.release", "other") | {"mode": "ray"}, 'join.release = "other"'),
     (merged(SEVERAL, nested("join.release", "other")), "router.models"),
     (nested("join.release", "other") | {"keys": {"existingSecret": "x"}}, "keys.existingSecret"),
+    (nested("test.keySecret", "x"), 'test.keySecret = "x"'),
     (merged(nested("join.release", "other"), nested("ingress.enabled", True)), "ingress.enabled"),
     (merged(nested("join.release", "other"), nested("monitoring.serviceMonitor.enabled", True)),
      "monitoring.serviceMonitor.enabled"),
@@ -178,9 +190,10 @@ def test_what_cannot_be_together_is_refused_with_the_fix(
 def test_a_release_that_joins_has_workers_and_nothing_of_a_router() -> None:
     rendered = joined()
     names = {each["metadata"]["name"] for each in (*rendered.manifests, *rendered.hooks)}
-    of_routers = ("-router", "-routers", "-secret", "-test")
+    of_routers = ("-router", "-routers", "-secret")
     assert not [name for name in names if name.endswith(of_routers)]
-    assert set(pod_templates(rendered)) == {"llama-tandem-prefill", "llama-tandem-decode"}
+    pods = {f"llama-tandem-{part}" for part in ("prefill", "decode", "test")}
+    assert set(pod_templates(rendered)) == pods
     for role in ("prefill", "decode"):
         container = container_of(rendered, "StatefulSet", f"llama-tandem-{role}")
         assert flags(container)["routers"] == f"dns+demo-tandem-routers.{DOMAIN}:8100"
@@ -188,7 +201,35 @@ def test_a_release_that_joins_has_workers_and_nothing_of_a_router() -> None:
     config = config_of(rendered, "llama")
     assert (config.model.name, config.model.path) == ("llama-8b", "/models/llama-8b")
     assert "demo-tandem-router." in rendered.notes
-    assert "helm -n serving test" not in rendered.notes
+    assert "helm -n serving test llama" in rendered.notes
+
+
+def test_each_release_has_its_own_model_proven_at_the_routers() -> None:
+    address = f"http://demo-tandem-router.{DOMAIN}:8000"
+    names = {"demo": (render(SEVERAL), "deepseek"), "llama": (joined(), "llama-8b")}
+    for release, (rendered, model) in names.items():
+        (container,) = pod_templates(rendered)[f"{release}-tandem-test"]["spec"]["containers"]
+        assert container["args"][:2] == [address, f"--model={model}"]
+        assert "env" not in container
+    with_key = joined({"test": {"keySecret": "of-llama"}})
+    (container,) = pod_templates(with_key)["llama-tandem-test"]["spec"]["containers"]
+    (variable,) = container["env"]
+    assert variable["name"] == "TANDEM_API_KEY"
+    wanted = {"name": "of-llama", "key": "testKey", "optional": True}
+    assert variable["valueFrom"]["secretKeyRef"] == wanted
+
+
+def test_tests_of_those_who_join_reach_http_where_clients_are_chosen() -> None:
+    clients = {"networkPolicy": {"clients": [{"podSelector": {"matchLabels": {"app": "x"}}}]}}
+    policy = render(merged(SEVERAL, clients)).get("NetworkPolicy", "demo-tandem-router")
+    own = labels_of(joined())
+    assert allows(policy, own["llama-tandem-test"], 8000)
+    assert not allows(policy, own["llama-tandem-test"], 8100), "it registers nobody"
+    assert not allows(policy, own["llama-tandem-decode"], 8000)
+    elsewhere = labels_of(joined({"join": {"release": "third"}}))
+    assert not allows(policy, elsewhere["llama-tandem-test"], 8000)
+    alone = render(merged(OF_VOLUME, clients)).get("NetworkPolicy", "demo-tandem-router")
+    assert not allows(alone, own["llama-tandem-test"], 8000)
 
 
 @pytest.mark.parametrize(

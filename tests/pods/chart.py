@@ -27,9 +27,9 @@ NUM_TOKENS = 32
 PERIOD_S = 0.5
 
 
-def release_of(values: Values) -> list[dict[str, Any]]:
+def release_of(values: Values, name: str = NAME) -> list[dict[str, Any]]:
     """The manifests, but for probes, which are made more often to keep tests short."""
-    release = render(values, name=NAME, namespace=NAMESPACE)
+    release = render(values, name=name, namespace=NAMESPACE)
     objects = copy.deepcopy([*release.manifests, *release.hooks])
     for one in objects:
         if one["kind"] in ("Deployment", "StatefulSet", "LeaderWorkerSet"):
@@ -56,6 +56,7 @@ class Load:
     """Streams one after the other in several lanes, until they are told that it is enough."""
 
     url: str
+    model: str = MODEL
     num_whole: int = 0
     failed: list[str] = field(default_factory=list)
     _is_over: bool = False
@@ -91,7 +92,7 @@ class Load:
                 answer = await stream(
                     session,
                     f"def lane_{lane}_{number}(value):",
-                    model=MODEL,
+                    model=self.model,
                     max_tokens=NUM_TOKENS,
                     ignore_eos=True,
                     temperature=0,

@@ -111,9 +111,13 @@ class PodCluster:
         """As `kubectl scale`: returns at once."""
         self._replicas[name] = replicas
 
-    def run_test(self, timeout_s: float = 240.0) -> tuple[int, str]:
-        """As `helm test`: the exit status of its pod, and what it said."""
-        (manifest,) = self._objects.of_kind("Pod", hook="test")
+    def run_test(self, release: str = "", timeout_s: float = 240.0) -> tuple[int, str]:
+        """As `helm test`, of one of several releases: its pod's exit status, and what it said."""
+        (manifest,) = [
+            one
+            for one in self._objects.of_kind("Pod", hook="test")
+            if release in ("", one["metadata"]["labels"]["app.kubernetes.io/instance"])
+        ]
         name = manifest["metadata"]["name"]
         pod: Pod = self._call(self._start_pod(name, manifest))
         deadline = time.monotonic() + timeout_s

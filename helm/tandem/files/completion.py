@@ -1,6 +1,6 @@
 """What `helm test` runs: one completion, and what proves that prefill and decode both served it.
 
-    python completion.py ENDPOINT [--timeout S] [--ca FILE]
+    python completion.py ENDPOINT [--model NAME] [--timeout S] [--ca FILE]
 
 Needs nothing but the standard library. TANDEM_API_KEY is the API key, where one is asked for.
 Ends with 0, or with 1 and what is wrong.
@@ -15,6 +15,7 @@ import ssl
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 
 NUM_TOKENS = 16
@@ -50,13 +51,14 @@ class Endpoint:
             return json.load(answer), answer.headers.get("x-tandem-timings", "")
 
 
-def wait_ready(endpoint: Endpoint, timeout_s: float) -> None:
-    """Return when a request can be served."""
+def wait_ready(endpoint: Endpoint, timeout_s: float, model: str = "") -> None:
+    """Return when a request can be served, of ``model`` or else of any."""
     until = time.monotonic() + timeout_s
     last = ""
+    path = f"/ready?model={urllib.parse.quote(model, safe='')}" if model else "/ready"
     while True:
         try:
-            endpoint.call("/ready")
+            endpoint.call(path)
             return
         except urllib.error.HTTPError as error:
             trouble = error.read().decode(errors="replace")
@@ -70,13 +72,18 @@ def wait_ready(endpoint: Endpoint, timeout_s: float) -> None:
         time.sleep(PAUSE_S)
 
 
-def prove(endpoint: Endpoint) -> str:
-    """Ask for a completion, check it, and tell what it shows."""
+def first_model(endpoint: Endpoint) -> str:
+    """The first one that the router lists."""
     try:
         models, _ = endpoint.call("/v1/models")
     except urllib.error.HTTPError as error:
         raise NotProvenError(f"{error}: {error.read().decode(errors='replace')}") from error
-    model = models["data"][0]["id"]  # type: ignore[index]
+    return str(models["data"][0]["id"])  # type: ignore[index]
+
+
+def prove(endpoint: Endpoint, model: str = "") -> str:
+    """Ask for a completion, check it, and tell what it shows."""
+    model = model or first_model(endpoint)
     body = {
         "model": model,
         "prompt": PROMPT,
@@ -107,13 +114,14 @@ def main(arguments: list[str]) -> int:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("endpoint", help="http(s)://host:port of a router")
+    parser.add_argument("--model", default="", help="of several; else the first one listed")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds until it is ready")
     parser.add_argument("--ca", default=None, help="PEM file of the authority, for https")
     given = parser.parse_args(arguments)
     endpoint = Endpoint(given.endpoint, given.ca)
     try:
-        wait_ready(endpoint, given.timeout)
-        print(prove(endpoint))
+        wait_ready(endpoint, given.timeout, given.model)
+        print(prove(endpoint, given.model))
     except NotProvenError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

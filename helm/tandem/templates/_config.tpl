@@ -8,6 +8,12 @@
 {{- end -}}
 {{- end -}}
 
+{{/* What this release's workers serve, as clients ask for it. */}}
+{{- define "tandem.modelName" -}}
+{{- $model := default dict .Values.config.model -}}
+{{- default (include "tandem.modelPath" . | base) $model.name -}}
+{{- end -}}
+
 {{/* What the chart decides itself; it wins over `config`, whose schema does not let it be set. */}}
 {{- define "tandem.ownConfig" -}}
 cluster:
@@ -125,6 +131,9 @@ decode:
 {{- end -}}
 {{- if and $values.keys.scrapeKey (not $values.keys.existingSecret) -}}
 {{- fail (printf "keys.scrapeKey = %q: there is no Secret that has it. Fix: keys.existingSecret" $values.keys.scrapeKey) -}}
+{{- end -}}
+{{- if and $values.test.keySecret (not $values.join.release) (not $values.keys.existingSecret) -}}
+{{- fail (printf "test.keySecret = %q: these routers ask for no key. Fix: empty, or keys.existingSecret" $values.test.keySecret) -}}
 {{- end -}}
 {{- if and $values.tls.enabled (not $values.tls.existingSecret) (not $values.tls.certManager.enabled) -}}
 {{- fail "tls.existingSecret = \"\": nobody makes the certificate. Fix: a Secret's name, or tls.certManager.enabled" -}}

@@ -21,7 +21,7 @@
 {{- $folders = append $folders (trimSuffix "/" .mountPath) -}}
 {{- end -}}
 {{- $first := default dict $values.config.model -}}
-{{- $firstName := default (include "tandem.modelPath" . | base) $first.name -}}
+{{- $firstName := include "tandem.modelName" . -}}
 {{- $owners := dict $firstName "the first model" -}}
 {{- range splitList "," (default "" $first.aliases) -}}
 {{- $_ := set $owners (trim .) "the first model" -}}
@@ -29,7 +29,7 @@
 {{- range $name, $model := $values.router.models -}}
 {{- $isMounted := false -}}
 {{- range $folders -}}
-{{- $isMounted = or $isMounted (hasPrefix (printf "%s/" .) $model.path) -}}
+{{- $isMounted = or $isMounted (eq . (trimSuffix "/" $model.path)) (hasPrefix (printf "%s/" .) $model.path) -}}
 {{- end -}}
 {{- if not $isMounted -}}
 {{- fail (printf "router.models.%s.path = %q: no volume of the routers has it. Fix: a folder below %s, or one of router.extraVolumeMounts" $name $model.path (join " or " $folders)) -}}
@@ -61,7 +61,7 @@
 {{- fail (printf "router.models = %s: with join.release there are no routers here. Fix: name them in the release %s" (keys $values.router.models | sortAlpha | toJson) $join.release) -}}
 {{- end -}}
 {{- if $values.keys.existingSecret -}}
-{{- fail (printf "keys.existingSecret = %q: with join.release there is no HTTP here. Fix: keys in the release %s" $values.keys.existingSecret $join.release) -}}
+{{- fail (printf "keys.existingSecret = %q: with join.release there is no HTTP here. Fix: keys in the release %s; one for `helm test` in test.keySecret" $values.keys.existingSecret $join.release) -}}
 {{- end -}}
 {{- $enabled := dict "ingress" $values.ingress "httpRoute" $values.httpRoute "inferencePool" $values.inferencePool "monitoring.serviceMonitor" $values.monitoring.serviceMonitor -}}
 {{- range $name, $value := $enabled -}}

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from engine.attention import flash_attention
 from engine.attention.attention_choice import AttentionChoice
-from engine.attention.create import choose_heads
 from engine.attention.flash_attention import HEADS, FlashAttention
 from engine.attention.kernels import VarlenLengths
 from engine.attention.torch_attention import TorchAttention
 from engine.kernels import reference
+from engine.kernels.create import choose_heads
 
 
 class Narrow(TorchAttention):

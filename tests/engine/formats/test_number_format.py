@@ -22,8 +22,8 @@ from engine.formats.fp8_products import ReferenceProducts
 from engine.formats.fp8_rows import Activation
 from engine.formats.plain import PLAIN
 from engine.formats.stored_weight import StoredWeight
+from engine.kernels.base import KernelSet
 from engine.kernels.create import create_kernels
-from engine.kernels.kernel_set import KernelSet
 from engine.kernels.masked_rows import MaskedRows
 from engine.layers.matrix import Matrix
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM

@@ -13,8 +13,8 @@ from transformers import LlamaConfig as TheirConfig
 from transformers.models.llama import modeling_llama
 
 from engine.hf_config.llama import READ, SERVED_VALUES, WITHOUT_EFFECT
+from engine.model.llama import inverse_frequencies
 from engine.model.llama_config import LlamaConfig
-from engine.model.llama_rotary import inverse_frequencies
 from runtime.errors import ConfigError
 from tests.engine.hf_config.both_sides import assert_alike
 from tests.engine.hf_config.test_every_field import OF_MASKS_AND_CACHES, OF_OLD_FILES

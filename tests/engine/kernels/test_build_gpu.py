@@ -13,7 +13,7 @@ from engine.formats import deep_gemm
 from engine.formats.stored_weight import StoredWeight
 from engine.formats.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from engine.kernels import create, reference
-from engine.kernels.kernel_set import KernelSet
+from engine.kernels.base import KernelSet
 from engine.ops.op import Target
 from engine.weights.fp8 import quantize_block
 from tests.engine.formats.fp8 import fp8_of, quantize

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from engine.attention import flash_attention
-from engine.attention.create import choose_heads
 from engine.attention.kernels import VarlenAttention, VarlenLengths
 from engine.attention.torch_attention import TorchAttention
 from engine.formats.base import Formats
@@ -23,6 +22,7 @@ from engine.formats.stored_weight import StoredWeight
 from engine.formats.triton_gemm.limits import AMPERE, HOPPER, DeviceLimits
 from engine.kernels import masked_reference, reference
 from engine.kernels.base import Kernels
+from engine.kernels.create import choose_heads
 from engine.kernels.masked_rows import MaskedRows
 from engine.ops.op import Target
 from engine.ops.table import resolve_ops

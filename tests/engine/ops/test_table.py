@@ -17,9 +17,8 @@ import engine.ops
 from bench.bounds import H200
 from bench.stage_timer import StageTimer, TimerMode
 from engine.kernels.portable import portable_kernels
-from engine.ops.late import late
 from engine.ops.norm import ADD_RMS_NORM, RMS_NORM
-from engine.ops.op import AnyOp, Op, Ops, Target, Work, moved_bytes
+from engine.ops.op import AnyOp, Op, Ops, Target, Work, late, moved_bytes
 from engine.ops.table import OPS, resolve_ops
 from runtime.errors import InternalError
 from tests.engine.ops.examples import EXAMPLES, Draw

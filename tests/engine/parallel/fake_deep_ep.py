@@ -68,9 +68,6 @@ class FakeLibraryBuffer:
         self.must_receive = False
         self.is_destroyed = False
         self.log: list[str] = []
-        if isinstance(shape, LowLatencyShape):
-            size = (self.num_local, shape.rows_per_expert, shape.hidden_size)
-            self.registered = [torch.empty(size, dtype=torch.bfloat16) for _ in range(2)]
 
     def capture(self) -> FakeEvent:
         return FakeEvent()
@@ -239,7 +236,6 @@ class FakeLibraryBuffer:
         topk_weights: Tensor,
         handle: MaskedWay,
         *,
-        zero_copy: bool,
         return_recv_hook: bool,
     ) -> tuple[Tensor, None, Callable[[], None]]:
         shape = self.shape
@@ -250,8 +246,6 @@ class FakeLibraryBuffer:
         assert topk_weights.dtype == torch.float32
         assert topk_weights.shape == topk_idx.shape
         assert return_recv_hook
-        if zero_copy:
-            assert x.data_ptr() == self.registered[self.half].data_ptr()
         home: dict[tuple[int, int, int], Tensor] = {}
         for local, sources in enumerate(handle.sources):
             for row, (source, token) in enumerate(sources):
@@ -272,9 +266,6 @@ class FakeLibraryBuffer:
                 out[token] = total
 
         return out, None, arrive
-
-    def get_next_low_latency_combine_buffer(self, handle: MaskedWay) -> Tensor:
-        return self.registered[self.half]
 
     def _send(self, what: str, content: Any) -> tuple[int, int]:
         assert not self.must_receive, "flags of a transfer under way would be cleared"

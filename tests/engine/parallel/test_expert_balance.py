@@ -1,11 +1,13 @@
 """Every expert has a slot, ranks have equally many, and skewed load comes out nearly even."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.parallel.expert_balance import balance_experts, balancedness
+from engine.parallel.expert_balance import balance_experts
 from engine.parallel.expert_placement import ExpertPlacement
 from runtime.errors import ConfigError
 
@@ -15,6 +17,19 @@ def zipf(exponent: float, num_experts: int = 256, seed: int = 0) -> list[float]:
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(num_experts, generator=generator)
     return ((order + 1.0) ** -exponent).tolist()
+
+
+def balancedness(load_E: Sequence[float], slots: Sequence[int], num_ranks: int) -> float:
+    """Return mean over maximum of the ranks' loads: 1 is perfect, 1 / R is all on one rank."""
+    counts = [0] * len(load_E)
+    for expert in slots:
+        counts[expert] += 1
+    share = len(slots) // num_ranks
+    ranks = [
+        sum(load_E[e] / counts[e] for e in slots[start : start + share])
+        for start in range(0, len(slots), share)
+    ]
+    return sum(ranks) / num_ranks / max(ranks) if max(ranks) > 0 else 1.0
 
 
 @given(

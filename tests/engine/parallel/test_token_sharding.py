@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.formats.fp8_rows import Fp8Rows, packed_row_bytes
-from engine.formats.packed_rows import empty_packed, packed_bytes
+from engine.formats.fp8_rows import Fp8Rows, empty_packed, packed_bytes, packed_row_bytes
 from engine.kernels.portable import portable_kernels
 from engine.parallel.groups import RankGroup
 from engine.parallel.pending import Pending, Ready, Then

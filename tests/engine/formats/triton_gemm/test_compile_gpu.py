@@ -21,8 +21,8 @@ from engine.formats.stored_weight import StoredWeight
 from engine.formats.triton_gemm.candidates import candidates, shared_memory
 from engine.formats.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from engine.formats.triton_gemm.tiles import ProductShape, RowLayout
+from engine.kernels.base import KernelSet
 from engine.kernels.create import choose_target
-from engine.kernels.kernel_set import KernelSet
 from engine.kernels.rotation import Rotation
 from engine.ops.latents import STORE_LATENTS
 from engine.ops.masked import MOE_ALIGN_MASKED, PERMUTE_MASKED_ROWS

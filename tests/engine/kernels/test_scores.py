@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.scores import as_factor, multiply_scores, softmax_
 from engine.kernels import reference
+from engine.kernels.reference import as_factor, multiply_scores, softmax_
 from tests.engine.relative_error import relative_error
 
 WEIGHTS_ONLY = 3e-3
