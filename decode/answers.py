@@ -6,6 +6,8 @@ has told, ends silently: that delta is for our own books.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from decode.frames import Delta, StepNews
 from decode.requests import DecodeRequest
 from engine.sampling.inputs import SampledToken
@@ -20,18 +22,21 @@ def _timings(request: DecodeRequest) -> common_pb2.Timings:
     return copy
 
 
-def tell_token(
-    news: StepNews, request: DecodeRequest, token: SampledToken, reason: FinishReason | None
+def tell_tokens(
+    news: StepNews,
+    request: DecodeRequest,
+    tokens: Sequence[SampledToken],
+    reason: FinishReason | None,
 ) -> None:
-    """The request's latest output token, and whether it ends the request."""
+    """The request's latest output tokens, and whether they end the request."""
     inner = request.request
     with_timings = reason is not None or not request.has_news
     request.has_news = True
     delta = Delta(
         request_id=request.request_id,
-        start_index=inner.num_output_tokens - 1,
-        token_ids=(token.token_id,),
-        logprobs=() if token.logprobs is None else (token.logprobs,),
+        start_index=inner.num_output_tokens - len(tokens),
+        token_ids=tuple(token.token_id for token in tokens),
+        logprobs=tuple(token.logprobs for token in tokens if token.logprobs is not None),
         finish_reason=reason,
         timings=_timings(request) if with_timings else None,
         num_cached_tokens=inner.num_cached_tokens,

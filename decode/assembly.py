@@ -13,6 +13,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
+from decode.draft_blocks import DraftSteps
 from decode.fences import Fences
 from decode.live import WriterOrder
 from decode.loop import StepRunner
@@ -28,9 +29,10 @@ from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.memory.block_pool import BlockPool
 from engine.memory.kv_pool import KVPool
 from engine.memory.pinned_blocks import PinnedBlocks
-from engine.options import EngineOptions
+from engine.options import EngineOptions, TokenSteps
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.lockstep import Lockstep, create_lockstep
+from engine.sampling.graph_sampler import GraphSampler
 from engine.streams import Streams
 from kv_transfer.layout import KVDtype, KVLayout
 from kv_transfer.metadata import SlotArray, SlotLayout
@@ -163,17 +165,23 @@ def choose_runner(options: EngineOptions, booted: BootedRank, *, show: bool) -> 
             has no memory for them, or fails.
         PeerLostError: another rank ended meanwhile.
     """
-    if not options.wants_graphs:
-        return GraphRunner(booted.runner, None)
-    group = booted.groups.boot_group
+    assert isinstance(options.steps, TokenSteps)
+    group, num_drafts = booted.groups.boot_group, options.steps.num_speculative_tokens
     capture = partial(
         capture_steps,
         booted.runner,
         max_num_seqs=options.max_num_seqs,
         max_model_len=booted.max_model_len,
         group=group,
+        num_drafts=num_drafts,
         streams=booted.streams,
     )
+    # Steps with drafts are of fixed shape, also where they are called and not replayed. Nothing is
+    # padded then, as nothing has to be: any number of requests is a size.
+    every_size = range(1, options.max_num_seqs + 1)
+    call = partial(capture, buckets=every_size, use_graphs=False)
+    if not options.wants_graphs:
+        return call() if num_drafts else GraphRunner(booted.runner, None)
     captured = try_to_capture(
         options,
         lambda told: capture(progress=told),
@@ -181,7 +189,9 @@ def choose_runner(options: EngineOptions, booted: BootedRank, *, show: bool) -> 
         sums=booted.sums,
         show=show,
     )
-    return captured or GraphRunner(booted.runner, None)
+    if captured is None:
+        return call() if num_drafts else GraphRunner(booted.runner, None)
+    return captured
 
 
 def build_transfer_side(
@@ -257,6 +267,7 @@ def build_rank(
         _host_store(side, decode.preemption_host_blocks),
         max_num_seqs=decode.max_num_seqs,
         max_model_len=side.max_model_len,
+        drafts=DraftSteps(num_drafts=decode.num_speculative_tokens, takes=GraphSampler.takes),
     )
     limits = RankLimits(
         max_model_len=side.max_model_len,

@@ -1,4 +1,5 @@
-"""What a decode rank does in its engine loop (`worker.step_loop`): one token for every request.
+"""What a decode rank does in its engine loop (`worker.step_loop`): a token for every request, or
+with drafts a few.
 
 With a step launched ahead the requests of both take their tokens from the device. Whether a request
 has ended is then known one step late; the token that the late step gives it is dropped, and its
@@ -90,7 +91,7 @@ class DecodeSteps:
         """The next step's plan sees to it."""
 
     def plan(self, complete_launched: Callable[[], None]) -> StepPlan:
-        """One token a request."""
+        """One token a request, and its drafts."""
         return self._rank.plan_step(complete_launched)
 
     def launch(
@@ -115,7 +116,7 @@ class DecodeSteps:
         self, plan: StepPlan, results: Sequence[StepResult], seconds: float, idle_s: float | None
     ) -> None:
         """Give the tokens to their requests."""
-        num_tokens = self._rank.complete_step(plan, [result.sampled for result in results])
+        num_tokens = self._rank.complete_step(plan, [result.tokens for result in results])
         self._metrics.stepped(len(results), num_tokens, seconds)
         self._rank.stepped(len(results), seconds)
         if idle_s is not None:

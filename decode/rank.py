@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from decode.admission import GrowthEstimator
-from decode.answers import tell_token
+from decode.answers import tell_tokens
 from decode.frames import StepNews
 from decode.guard import before_changes
 from decode.hand_over import HandOver
@@ -181,30 +181,41 @@ class DecodeRank:
         self._metrics.scheduled(len(plan.preempted), len(plan.resumed))
         return plan
 
-    def complete_step(self, plan: StepPlan, sampled: Sequence[SampledToken | None]) -> int:
-        """Book one token a request; how many there were.
+    def complete_step(self, plan: StepPlan, sampled: Sequence[Sequence[SampledToken]]) -> int:
+        """Book the tokens of each request, one or with drafts more; how many there were.
 
-        A request that ended since the step was planned gets none: nobody hears of that token. One
-        with None has no usable logits, or nothing that its constraint allows, and fails alone.
+        A request that ended since the step was planned gets none, and one that ends gets none
+        behind that: nobody hears of those tokens. One without any has no usable logits, or nothing
+        that its constraint allows, and fails alone.
         """
         num_tokens = 0
-        for request, token in zip(plan.requests, sampled, strict=True):
+        for request, tokens in zip(plan.requests, sampled, strict=True):
             if not self._scheduler.land(request):
                 continue
-            if token is None:
+            if not tokens:
                 # Its KV may be what the numbers were lost in: no later prompt may find it.
                 self._pool.forget(request.request.block_table)
                 self.live.end(request, FinishReason.ERROR, request.request.failure)
                 continue
-            num_tokens += 1
-            reason = self._scheduler.append_token(request, token.token_id)
-            tell_token(self.news, request, token, reason)
+            given, reason = self._append(request, tokens)
+            num_tokens += len(given)
+            tell_tokens(self.news, request, given, reason)
             if reason is not None:
                 self._growth.observe(request.request.num_output_tokens, request.request.sampling)
                 self._metrics.decoded(self._clock() - request.started_at)
                 self._scheduler.finish(request)
                 self.live.forget(request, reason)
         return num_tokens
+
+    def _append(
+        self, request: DecodeRequest, tokens: Sequence[SampledToken]
+    ) -> tuple[Sequence[SampledToken], FinishReason | None]:
+        """Book tokens up to the one that ends the request: these, and why it ends, if it does."""
+        for count, token in enumerate(tokens, 1):
+            reason = self._scheduler.append_token(request, token.token_id)
+            if reason is not None:
+                return tokens[:count], reason
+        return tokens, None
 
     def give_up_step(self, plan: StepPlan, error: StepError) -> None:
         """A step gave nothing: end the requests that it ends, and run the others again."""

@@ -7,7 +7,9 @@ before it runs and its tokens are unknown: every running request is then taken t
 that the next token ends by its number. A request that turns out to be over lingers: it holds its
 blocks until every step that runs it is over. Rules:
 
-- Growth: a request that needs another block gets it, the first of them first. If none is free, the
+- Growth: a request that needs another block gets it, the first of them first. With drafts a step
+  gives one token or more, and blocks are reserved for as many as launched steps may give; for its
+  drafts a request gets blocks that nobody else needs, and gives them back. If none is free, the
   last running request is preempted: its KV goes to host memory and its blocks are given back. On a
   GPU the copy takes a while (OFFLOADING); who waits for those blocks sits the steps out until then.
 - If the host store cannot take the last, that request fails alone with OUT_OF_BLOCKS.
@@ -29,6 +31,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from decode.draft_blocks import DraftBlocks, DraftSteps
 from decode.offload import HostStore
 from decode.preempted import PreemptedRequests
 from decode.requests import DecodeRequest, place_of
@@ -75,12 +78,17 @@ class DecodeScheduler:
     """The requests whose KV is complete. Used by the engine loop's thread only."""
 
     def __init__(
-        self, pool: BlockPool, host: HostStore, *, max_num_seqs: int, max_model_len: int
+        self,
+        pool: BlockPool,
+        host: HostStore,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        drafts: DraftSteps | None = None,
     ) -> None:
-        self._pool = pool
+        self._pool, self._max_num_seqs, self._max_model_len = pool, max_num_seqs, max_model_len
+        self._blocks = DraftBlocks(pool, max_model_len, drafts or DraftSteps())
         self._away = PreemptedRequests(pool, host)
-        self._max_num_seqs = max_num_seqs
-        self._max_model_len = max_model_len
         self.steps = StepTime()
         """Of the steps that were run; whoever runs them tells it."""
         self.waiting: list[DecodeRequest] = []
@@ -140,12 +148,9 @@ class DecodeScheduler:
     @property
     def must_wait(self) -> bool:
         """Whether the next step cannot be chosen before those that are launched are over."""
-        if self._pool.can_allocate(len(self.running)):
-            return False  # one token each never needs more
-        is_any_launched = any(request.request.num_launched_tokens for request in self.running)
-        return is_any_launched and not self._pool.can_allocate(
-            sum(self._num_needed(request) for request in self._continuing())
-        )
+        if not any(request.request.num_launched_tokens for request in self.running):
+            return False
+        return not self._blocks.are_enough(self.running, self._continuing, self.requests)
 
     def schedule(self) -> StepPlan:
         """Decide the next step; preempts, resumes and starts requests on the way.
@@ -158,7 +163,7 @@ class DecodeScheduler:
         failed: list[DecodeRequest] = []
         requests = self._continuing()
         for request in requests:
-            if request.status is DecodeStatus.RUNNING and self._num_needed(request):
+            if request.status is DecodeStatus.RUNNING and self._blocks.num_needed(request):
                 self._grow(request, preempted, failed)
         is_short = bool(preempted or failed or self.offloading)
         resumed = [] if is_short else self._resume()
@@ -167,7 +172,8 @@ class DecodeScheduler:
         for request in begun:
             request.is_parked = False
         if is_short or resumed or begun or is_parked:
-            requests = [item for item in self._continuing() if not self._num_needed(item)]
+            requests = [item for item in self._continuing() if not self._blocks.num_needed(item)]
+        self._blocks.reach_ahead(requests, num_spare=len(self.running))
         scheduled = [ScheduledRequest(item.request, 1) for item in requests]
         for item in scheduled:
             item.request.num_launched_tokens += 1
@@ -197,6 +203,7 @@ class DecodeScheduler:
         inner.num_computed_tokens += 1
         _commit_last_block(inner, self._pool)
         inner.output_token_ids.append(token_id)
+        inner.draft_token_ids = ()
         return inner.finish_reason(self._max_model_len)
 
     def check_integrity(self) -> None:
@@ -236,9 +243,6 @@ class DecodeScheduler:
             insort(self.waiting, request, key=place_of)
         return bool(leaving)
 
-    def _num_needed(self, request: DecodeRequest) -> int:
-        return request.request.num_blocks_needed(1, self._pool.block_size)
-
     def _grow(
         self, request: DecodeRequest, preempted: list[DecodeRequest], failed: list[DecodeRequest]
     ) -> None:
@@ -247,7 +251,9 @@ class DecodeScheduler:
         It has none afterwards where it is itself preempted or failed, or where the blocks that it
         is to get are still being copied.
         """
-        num_needed = self._num_needed(request)
+        num_needed = self._blocks.num_needed(request)
+        if not self._pool.can_allocate(num_needed):
+            self._blocks.give_back(self.running)
         while not self._pool.can_allocate(num_needed):
             if self.offloading:
                 return
@@ -284,7 +290,7 @@ class DecodeScheduler:
         for request in tuple(self.preempted):
             if not places.has_one(request):
                 continue
-            num_needed = self._num_needed(request)
+            num_needed = self._blocks.num_needed(request)
             num_spare = len(self.running) + 1 if self.running else 0
             if not self._pool.can_allocate(num_needed + num_spare):
                 break

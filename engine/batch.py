@@ -21,6 +21,7 @@ import torch
 
 from engine.host_copy import upload
 from engine.request import Request, ScheduledRequest, num_blocks_for
+from engine.sampling.accepted import AcceptedTokens
 from runtime.errors import InternalError
 
 Int32Array = npt.NDArray[np.int32]
@@ -96,10 +97,20 @@ class UnreadTokens:
     Attributes:
         token_ids: [P] int64 on the device, as sampled.
         places: by `id` of a request, which of them is its last token.
+        accepted: all tokens of the same requests, where a step verified drafts: 1 or more each.
     """
 
     token_ids: torch.Tensor
     places: Mapping[int, int]
+    accepted: AcceptedTokens | None = None
+
+    def amounts(self, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens [r] int64 of a request, and how often each counts as output, [r] int64."""
+        place = self.places[id(request)]
+        if self.accepted is not None:
+            return self.accepted.amounts(place)
+        last = self.token_ids[place : place + 1]
+        return last, torch.ones_like(last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from engine.constraint.step_masks import ReadTokens, take_sampled
 from engine.device_span import DeviceSpan
 from engine.host_copy import HostCopies
 from engine.request import Request, ScheduledRequest
+from engine.sampling.accepted import PendingAccepted
 from engine.sampling.inputs import SampledToken
 from engine.sampling.logprobs import PendingLogprobs
 from engine.sampling.sampler import PendingSample
@@ -33,6 +34,7 @@ class StepResult:
     Attributes:
         request: the request of the `ScheduledRequest` in the same place.
         sampled: the next token, or None if the step ended inside the prompt or failed.
+        more: tokens behind it, where the step verified drafts.
         prompt_logprobs: one entry per prompt token whose predecessor was run in this step, in
             order; empty unless the request asked for them. Token 0 never has one.
         is_failed: a token was due, and the logits hold NaN or infinity, or the request's constraint
@@ -42,9 +44,15 @@ class StepResult:
 
     request: Request
     sampled: SampledToken | None
+    more: tuple[SampledToken, ...] = ()
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
     is_failed: bool = False
     draft: int | None = None
+
+    @property
+    def tokens(self) -> tuple[SampledToken, ...]:
+        """All that the step sampled for it."""
+        return () if self.sampled is None else (self.sampled, *self.more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +61,8 @@ class PendingStep:
 
     Attributes:
         scheduled: what runs.
-        sample: one token for each of the scheduled that samples, in order; None if none does.
+        sample: one token for each of the scheduled that samples, in order, or with drafts one or
+            more; None if none does.
         is_usable: one bool for each of these on the host, False where the logits hold NaN or
             infinity; the device's token is then any token.
         prompts: per scheduled request its prompt logprobs, in pieces.
@@ -64,7 +73,7 @@ class PendingStep:
     """
 
     scheduled: Sequence[ScheduledRequest]
-    sample: PendingSample | None
+    sample: PendingSample | PendingAccepted | None
     is_usable: torch.Tensor | None
     prompts: Sequence[Sequence[PendingLogprobs]]
     copies: HostCopies
@@ -83,10 +92,14 @@ class PendingStep:
             return None
         samplers = (item.request for item in self.scheduled if item.samples)
         places = {id(request): place for place, request in enumerate(samplers)}
-        return UnreadTokens(token_ids=self.sample.token_ids, places=places)
+        accepted = self.sample.accepted if isinstance(self.sample, PendingAccepted) else None
+        return UnreadTokens(token_ids=self.sample.token_ids, places=places, accepted=accepted)
 
     def read_tokens(self) -> dict[int, int]:
-        """Wait for the step's end; the usable tokens, by `id` of their requests."""
+        """Wait for the step's end; the usable tokens, by `id` of their requests.
+
+        Of a request with drafts that count the first: who asks has a constraint, and so has none.
+        """
         if self.sample is None or self.is_usable is None:
             return {}
         self.copies.wait()
@@ -107,18 +120,19 @@ class PendingStep:
             return self._read()
 
     def _read(self) -> list[StepResult]:
-        tokens = iter(self.sample.collect() if self.sample is not None else ())
+        tokens = iter(_tokens_of(self.sample))
         usable = iter(self.is_usable.tolist() if self.is_usable is not None else ())
         drafts = iter(self.drafts.tolist() if self.drafts is not None else ())
         results = []
         for item, pieces in zip(self.scheduled, self.prompts, strict=True):
-            token = next(tokens) if item.samples else None
+            token, *more = next(tokens) if item.samples else (None,)
             draft = next(drafts, None) if item.samples else None
             is_failed = item.samples and not (next(usable) and _fits(item, token))
             results.append(
                 StepResult(
                     request=item.request,
                     sampled=None if is_failed else token,
+                    more=() if is_failed else tuple(more),
                     prompt_logprobs=[entry for piece in pieces for entry in piece.collect()],
                     is_failed=is_failed,
                     draft=draft,
@@ -132,6 +146,17 @@ class PendingStep:
         if self.span is None or self.span_before is None:
             return None
         return self.span.gap_after(self.span_before)
+
+
+def _tokens_of(
+    sample: PendingSample | PendingAccepted | None,
+) -> Sequence[tuple[SampledToken, ...]]:
+    """Return the tokens of each request that samples, once the copies are here."""
+    if sample is None:
+        return ()
+    if isinstance(sample, PendingAccepted):
+        return sample.collect()
+    return [(token,) for token in sample.collect()]
 
 
 def reader_of(after: PendingStep | None) -> ReadTokens:

@@ -178,7 +178,7 @@ class HostSteps:
     def _finish(self, plan: StepPlan, token_id: int) -> None:
         with self._timed("complete"):
             token_ids = torch.full((len(plan.requests),), token_id).tolist()
-            self.rank.complete_step(plan, [SampledToken(token_id) for token_id in token_ids])
+            self.rank.complete_step(plan, [(SampledToken(token_id),) for token_id in token_ids])
         with self._timed("tell"):
             news = self.rank.news.take()
             self.rank.load()

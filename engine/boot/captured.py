@@ -55,8 +55,8 @@ def steps_to_capture(
         ConfigError: graphs are asked for by name, and this model has no steps for them.
     """
     match options.steps:
-        case TokenSteps():
-            return _token_steps(options, model, max_model_len, streams)
+        case TokenSteps() as tokens:
+            return _token_steps(options, tokens, model, max_model_len, streams)
         case ChunkSteps() as chunks:
             sizes = suffix_buckets(chunks.max_num_batched_tokens)
             if _why_no_suffixes(options, model):
@@ -155,7 +155,11 @@ def try_to_capture(
 
 
 def _token_steps(
-    options: EngineOptions, model: ServedModel, max_model_len: int, streams: Streams
+    options: EngineOptions,
+    steps: TokenSteps,
+    model: ServedModel,
+    max_model_len: int,
+    streams: Streams,
 ) -> tuple[MakeSteps, tuple[int, ...]]:
     def make(pool: KVPool, buckets: tuple[int, ...]) -> StepGraphs:
         return StepGraphs(
@@ -165,6 +169,7 @@ def _token_steps(
             max_num_seqs=options.max_num_seqs,
             max_model_len=max_model_len,
             buckets=buckets,
+            num_drafts=steps.num_speculative_tokens,
             streams=streams,
         )
 

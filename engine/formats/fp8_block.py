@@ -41,13 +41,13 @@ class Fp8Products(Protocol):
         w2: tuple[Tensor, Tensor],
         overflow: Overflow | None = None,
     ) -> Tensor:
-        """Run experts over aligned rows; see `aligned_reference.grouped_fp8_mlp`."""
+        """Run experts over aligned rows; see `expert_reference.grouped_fp8_mlp`."""
         ...
 
     def masked_mlp(
         self, rows: MaskedRows, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Run experts over masked rows; see `masked_reference.masked_fp8_mlp`."""
+        """Run experts over masked rows; see `expert_reference.masked_fp8_mlp`."""
         ...
 
 

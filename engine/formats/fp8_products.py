@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.formats.fp8_rows import Fp8Rows
 from engine.formats.parts import BlockGemm, MaskedMlp, OverflowMlp
-from engine.kernels import aligned_reference, masked_reference, reference
+from engine.kernels import expert_reference, reference
 from engine.kernels.alignment import Overflow
 from engine.kernels.masked_rows import MaskedRows
 
@@ -74,7 +74,7 @@ class GemmProducts:
     ) -> Tensor:
         """Run the experts over the rows before the capacity, and over those behind it.
 
-        Arguments and result are those of `aligned_reference.grouped_fp8_mlp`.
+        Arguments and result are those of `expert_reference.grouped_fp8_mlp`.
         """
         capacity, num_rows = rows.num_rows, expert_M.shape[0]
         assert capacity == num_rows or overflow is not None, (capacity, num_rows)
@@ -92,7 +92,7 @@ class GemmProducts:
     def masked_mlp(
         self, rows: MaskedRows, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """See `masked_reference.masked_fp8_mlp`."""
+        """See `expert_reference.masked_fp8_mlp`."""
         if self._experts is not None and self._experts.takes(rows, w13, w2):
             return self._experts.masked_fp8_mlp(rows, w13, w2)
         gate_up = self.gemm.masked_linear(rows, *w13)
@@ -104,5 +104,5 @@ class ReferenceProducts:
 
     quantize_rows = staticmethod(reference.quantize_rows)
     linear = staticmethod(reference.fp8_linear)
-    grouped_mlp = staticmethod(aligned_reference.grouped_fp8_mlp)
-    masked_mlp = staticmethod(masked_reference.masked_fp8_mlp)
+    grouped_mlp = staticmethod(expert_reference.grouped_fp8_mlp)
+    masked_mlp = staticmethod(expert_reference.masked_fp8_mlp)

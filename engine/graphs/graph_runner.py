@@ -16,6 +16,7 @@ from engine.parallel.groups import RankGroup
 from engine.pending_step import PendingStep
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner
+from engine.step_error import StepError
 from engine.streams import Streams
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,8 @@ class GraphRunner:
 
         Args:
             scheduled: at least one; block tables must cover the scheduled tokens.
-            after: the step that samples the tokens that the host does not know yet.
+            after: the step that samples the tokens that the host does not know yet. One with
+                drafts must have been read before a step that graphs do not run.
             group_mean: see `StepGraphs.launch_step`.
         """
         if self._graphs is not None and self._graphs.takes(scheduled):
@@ -64,9 +66,23 @@ class GraphRunner:
         else:
             if self._graphs is not None:
                 self._graphs.forget()
-            pending = self.plain.launch(scheduled, after=after)
+            pending = self._launch_plain(scheduled, after, group_mean)
         pending = replace(pending, span_before=self._span)
         self._span = pending.span
+        return pending
+
+    def _launch_plain(
+        self, scheduled: Sequence[ScheduledRequest], after: PendingStep | None, group_mean: int
+    ) -> PendingStep:
+        """Run a step without the graphs, and the drafts of nobody behind it, for the group."""
+        try:
+            pending = self.plain.launch(scheduled, after=after)
+        except StepError as error:
+            if error.has_joined and self._graphs is not None:
+                self._graphs.join_drafts(group_mean)
+            raise
+        if self._graphs is not None:
+            self._graphs.join_drafts(group_mean)
         return pending
 
     def close(self) -> None:
@@ -91,6 +107,7 @@ def capture_steps(
     progress: CaptureProgress | None = None,
     buckets: Sequence[int] | None = None,
     use_graphs: bool | None = None,
+    num_drafts: int = 0,
     streams: Streams | None = None,
 ) -> GraphRunner:
     """Capture the decode steps of a runner; all ranks that share experts do it together.
@@ -103,6 +120,7 @@ def capture_steps(
         progress: told how many graphs are done.
         buckets: sizes of steps, ascending; None for those that a worker may meet.
         use_graphs: as in `StepGraphs`.
+        num_drafts: as in `StepGraphs`.
         streams: as in `StepGraphs`.
 
     Raises:
@@ -119,6 +137,7 @@ def capture_steps(
         max_model_len=max_model_len,
         buckets=buckets,
         use_graphs=use_graphs,
+        num_drafts=num_drafts,
         streams=streams,
     )
     capture_or_close(graphs, progress, group)

@@ -10,6 +10,7 @@ are none is known to the device too, so that padding goes to no expert.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import ForwardBatch
+from engine.graphs.draft_rows import NO_DRAFT, DraftedSequences
 from engine.host_copy import upload
 from engine.sampling.graph_sampler import SamplingRows, SamplingStage
 
@@ -35,6 +37,12 @@ class IntColumn(IntEnum):
     OUTPUT_INDEX = 4
     MIXED_SEED = 5
     TOP_K = 6
+    CAPACITY = 7  # positions whose KV has a place; of steps with drafts, as the next one
+    DRAFT = 8  # what is taken for the next token: an id, -1 for nobody knows, KEPT_DRAFTS
+
+
+KEPT_DRAFTS: Final = -2
+"""The drafts are those that the step before has left on the device, by slot."""
 
 
 class FloatColumn(IntEnum):
@@ -57,6 +65,8 @@ class DecodeInputs:
         floats: [len(FloatColumn), S] float32.
         block_tables: [S, B] int32, padded with block 0.
         unread_ids: [P] int64 on the device, tokens of the step before; None if no SOURCE is set.
+        unread_counts: [P] int64 on the device, how many tokens each of its requests got, of which
+            OUTPUT_INDEX and SEQ_LEN count one; None if that is all.
         stage: how much sampling the sequences need.
         num_logprobs: per sequence as in `SamplingParams`.
     """
@@ -65,6 +75,7 @@ class DecodeInputs:
     floats: Float32Array
     block_tables: Int32Array
     unread_ids: Tensor | None
+    unread_counts: Tensor | None = None
     stage: SamplingStage
     num_logprobs: Sequence[int]
 
@@ -97,6 +108,8 @@ class StaticInputs:
         self._floats = torch.from_numpy(floats).to(device, copy=True)
         self._tables = torch.zeros(max_num_seqs, max_num_blocks, dtype=torch.int32, device=device)
         self._unread = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._unread_counts = torch.ones(max_num_seqs, dtype=torch.int64, device=device)
+        self._has_counts = False
         self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._num_seqs = torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -120,22 +133,23 @@ class StaticInputs:
         self._num_seqs.fill_(num_seqs)
         if inputs.unread_ids is not None:
             self._unread[: len(inputs.unread_ids)].copy_(inputs.unread_ids)
+        if inputs.unread_counts is not None:
+            self._unread_counts[: len(inputs.unread_counts)].copy_(inputs.unread_counts)
+            self._has_counts = True
+        elif self._has_counts:
+            self._unread_counts.fill_(1)
+            self._has_counts = False
 
     def batch(self, bucket: int) -> ForwardBatch:
         """Return the tensors of a step of `bucket` sequences; reads nothing on the host."""
         tables = self._tables[:bucket]
-        source = self._column(IntColumn.SOURCE, bucket)
         seq_lens = self._column(IntColumn.SEQ_LEN, bucket)
         positions = seq_lens - 1
         blocks = tables.gather(
             1, torch.div(positions, self._block_size, rounding_mode="floor")[:, None]
         )
         return ForwardBatch(
-            input_ids=torch.where(
-                source < 0,
-                self._column(IntColumn.TOKEN_ID, bucket),
-                self._unread.index_select(0, source.clamp_min(0)),
-            ),
+            input_ids=self._token_ids(bucket),
             positions=positions,
             slot_mapping=blocks[:, 0].long() * self._block_size + positions % self._block_size,
             cu_seqlens_q=self._starts[: bucket + 1],
@@ -145,6 +159,32 @@ class StaticInputs:
             max_seqlen_q=1,
             num_rows=self._num_seqs,
         )
+
+    def drafted(self, bucket: int, kept_SK: Tensor) -> DraftedSequences:
+        """Return `bucket` sequences of a step with drafts; reads nothing on the host.
+
+        Args:
+            bucket: B.
+            kept_SK: [S, K] int64, drafts by slot.
+        """
+        kept = kept_SK.index_select(0, self._column(IntColumn.SLOT, bucket))
+        given = self._column(IntColumn.DRAFT, bucket)[:, None]
+        given = torch.cat((given, torch.full_like(kept[:, 1:], NO_DRAFT)), dim=1)
+        return DraftedSequences(
+            token_ids_B=self._token_ids(bucket),
+            positions_B=self._column(IntColumn.SEQ_LEN, bucket) - 1 + self.num_ahead(bucket),
+            drafts_BK=torch.where(given[:, :1] == KEPT_DRAFTS, kept, given),
+            capacity_B=self._column(IntColumn.CAPACITY, bucket),
+            block_tables_BW=self._tables[:bucket],
+            num_seqs=self._num_seqs,
+            block_size=self._block_size,
+        )
+
+    def num_ahead(self, bucket: int) -> Tensor:
+        """Return [B] int64, tokens that the step before gave and the host did not count."""
+        source = self._column(IntColumn.SOURCE, bucket)
+        counts = self._unread_counts.index_select(0, source.clamp_min(0))
+        return (counts - 1).masked_fill(source < 0, 0)
 
     def sampling_rows(self, bucket: int) -> SamplingRows:
         """Return what the sampler is told of a step of `bucket` sequences."""
@@ -163,6 +203,15 @@ class StaticInputs:
             presence=floats[FloatColumn.PRESENCE],
         )
 
+    def _token_ids(self, bucket: int) -> Tensor:
+        """Return the last token of each sequence, [B] int64."""
+        source = self._column(IntColumn.SOURCE, bucket)
+        return torch.where(
+            source < 0,
+            self._column(IntColumn.TOKEN_ID, bucket),
+            self._unread.index_select(0, source.clamp_min(0)),
+        )
+
     def _column(self, column: IntColumn, bucket: int) -> Tensor:
         return self._integers[column, :bucket]
 
@@ -174,6 +223,7 @@ def padding_columns(num_rows: int, vocab_size: int) -> tuple[Int64Array, Float32
     integers[IntColumn.SEQ_LEN] = 1
     integers[IntColumn.SLOT] = num_rows
     integers[IntColumn.TOP_K] = vocab_size
+    integers[IntColumn.DRAFT] = NO_DRAFT
     floats = np.zeros((len(FloatColumn), num_rows), dtype=np.float32)
     floats[FloatColumn.TOP_P] = 1.0
     floats[FloatColumn.REPETITION] = 1.0

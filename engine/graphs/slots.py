@@ -6,11 +6,15 @@ back: a request that a step does not run has lost it, and gets one anew if it re
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from engine.batch import StepBounds, UnreadTokens
+from engine.draft_room import most_kv_tokens
+from engine.graphs.draft_rows import NO_DRAFT
 from engine.graphs.inputs import (
+    KEPT_DRAFTS,
     DecodeInputs,
     FloatColumn,
     Int32Array,
@@ -23,11 +27,34 @@ from engine.sampling.noise import mix_seed
 from runtime.sampling import SamplingParams
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVRoom:
+    """What bounds the KV of a request.
+
+    Attributes:
+        block_size: tokens per block.
+        max_model_len: most tokens of prompt and output together.
+    """
+
+    block_size: int
+    max_model_len: int
+
+    def capacity(self, request: Request) -> int:
+        """Return how many positions of the request have a place for KV, and may need one."""
+        held = len(request.block_table) * self.block_size
+        return min(held, most_kv_tokens(request, self.max_model_len))
+
+
 class Slots:
     """The slots of one rank, and the mirrors on the host of what the device knows by slot."""
 
     def __init__(
-        self, sampler: GraphSampler, max_num_blocks: int, bounds: StepBounds | None = None
+        self,
+        sampler: GraphSampler,
+        max_num_blocks: int,
+        bounds: StepBounds | None = None,
+        *,
+        room: KVRoom | None = None,
     ) -> None:
         """Take as many slots as the sampler has.
 
@@ -35,7 +62,9 @@ class Slots:
             sampler: is told of every new owner.
             max_num_blocks: of one request.
             bounds: of what a step may name; None where nobody else's memory is at stake.
+            room: for drafts; None for steps without.
         """
+        self._room = room
         self._bounds = bounds
         self._sampler = sampler
         num_slots = sampler.num_slots
@@ -60,10 +89,17 @@ class Slots:
             InternalError: a request names a block or a token beyond the bounds.
         """
         self._release({item.request for item in scheduled})
+        new = {item.request for item in scheduled} - self._slots.keys()
         slots = np.array([self._slot_of(item, unread) for item in scheduled], dtype=np.int64)
         integers = self._integers[:, slots]
         seq_lens = np.array([item.end for item in scheduled], dtype=np.int64)
         integers[IntColumn.SLOT] = slots
+        if self._room is not None:
+            # With none of its own behind it, a request has no drafts of an earlier owner's either.
+            integers[IntColumn.DRAFT] = [
+                _draft(item, is_new=item.request in new) for item in scheduled
+            ]
+            integers[IntColumn.CAPACITY] = [self._room.capacity(item.request) for item in scheduled]
         integers[IntColumn.SEQ_LEN] = seq_lens
         integers[IntColumn.OUTPUT_INDEX] = [
             item.end - item.request.num_prompt_tokens for item in scheduled
@@ -74,12 +110,15 @@ class Slots:
                 integers[IntColumn.SOURCE, row] = unread.places[id(item.request)]
             else:
                 integers[IntColumn.TOKEN_ID, row] = self._last_token(item)
+        accepted = None if unread is None else unread.accepted
+        assert accepted is None or self._room is not None, "drafts before a step without"
         is_full = any(self._stages[slot] is SamplingStage.FULL for slot in slots.tolist())
         return DecodeInputs(
             integers=integers,
             floats=self._floats[:, slots],
             block_tables=self._block_tables(scheduled, slots.tolist()),
             unread_ids=None if unread is None else unread.token_ids,
+            unread_counts=None if accepted is None else accepted.counts,
             stage=SamplingStage.FULL if is_full else SamplingStage.GREEDY,
             num_logprobs=[item.request.sampling.num_logprobs for item in scheduled],
         )
@@ -107,13 +146,12 @@ class Slots:
         self._integers[IntColumn.MIXED_SEED, slot] = mix_seed(params.seed)
         self._integers[IntColumn.TOP_K, slot] = _top_k(params, self._sampler.vocab_size)
         self._floats[:, slot] = _floats(params)
-        unread_id = None
+        unread_ids = None
         if item.num_unread:
             assert unread is not None
-            place = unread.places[id(request)]
-            unread_id = unread.token_ids[place : place + 1]
+            unread_ids = unread.amounts(request)
         self._sampler.assign(
-            slot, params, request.prompt_token_ids, request.output_token_ids, unread_id
+            slot, params, request.prompt_token_ids, request.output_token_ids, unread_ids
         )
         return slot
 
@@ -142,6 +180,18 @@ class Slots:
                 self._written[slot] = (table, len(table))
             width = max(width, len(table))
         return self._tables[np.array(slots, dtype=np.int64), :width]
+
+
+def _draft(item: ScheduledRequest, *, is_new: bool) -> int:
+    """Return what is taken for the token after the last one of a request; see `IntColumn`."""
+    request = item.request
+    if request.sampling.constraint is not None:
+        return NO_DRAFT  # masks are made of one token at a time
+    if not is_new:
+        return KEPT_DRAFTS
+    return (
+        request.draft_token_ids[0] if request.draft_token_ids and not item.num_unread else NO_DRAFT
+    )
 
 
 def _top_k(params: SamplingParams, vocab_size: int) -> int:

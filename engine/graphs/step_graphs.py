@@ -1,7 +1,8 @@
 """A whole decode step with fixed shapes: captured once per batch size, replayed every step.
 
 The step is two graphs, one behind the other: the model, from token ids to final hidden states, and
-the head with the sampler, of which there is one for greedy batches and one for all others. Between
+the head with the sampler, of which there is one for greedy batches and one for all others; with
+drafts (`drafting_body`) a third one makes the next step's. What they do, says a `StepBody`. Between
 copying the inputs in and copying the tokens out the host only issues two replays, so it can issue
 the next step while this one runs: the tokens of this step need not come by the host.
 
@@ -14,29 +15,29 @@ On a CPU, or with `use_graphs=False`, the same work is called instead of replaye
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import cast
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from engine.batch import StepBounds
 from engine.constraint.step_masks import mask_of_step
 from engine.device_span import DeviceSpan
 from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.capture import Capture, CaptureProgress, Eager, Replayable, capture_each
+from engine.graphs.drafting_body import DraftingBody
 from engine.graphs.inputs import DecodeInputs, StaticInputs
-from engine.graphs.slots import Slots
-from engine.host_copy import HostCopies, upload
+from engine.graphs.slots import KVRoom, Slots
+from engine.graphs.step_body import StepBody, TokenBody
+from engine.host_copy import HostCopies
 from engine.memory.kv_pool import KVPool
+from engine.model.spec import DraftingModel
 from engine.parallel.groups import RankGroup
 from engine.pending_step import PendingStep, reader_of
 from engine.request import ScheduledRequest, num_blocks_for
 from engine.runner import CausalModel
 from engine.sampling.graph_sampler import GraphSampler, SamplingStage
-from engine.sampling.logprobs import PendingLogprobs, launch_logprobs
-from engine.sampling.sampler import PendingSample
-from engine.sampling.token_mask import TokenMask, mask_tokens
 from engine.step_error import StepError, may_fail
 from engine.streams import Streams
 
@@ -54,6 +55,7 @@ class StepGraphs:
         max_model_len: int,
         buckets: Sequence[int] | None = None,
         use_graphs: bool | None = None,
+        num_drafts: int = 0,
         streams: Streams | None = None,
     ) -> None:
         """Allocate the static buffers; `capture` does the rest.
@@ -66,6 +68,8 @@ class StepGraphs:
             max_model_len: most tokens of a sequence.
             buckets: batch sizes to capture, ascending; None for `batch_buckets`.
             use_graphs: None for graphs on a CUDA device and none elsewhere.
+            num_drafts: that a step verifies and makes for each sequence; above 0 of a model with
+                its layer for multi-token prediction, and over a pool with that one's KV.
             streams: of the rank; None for some of these steps' own.
         """
         device = kv_pool.device
@@ -76,7 +80,10 @@ class StepGraphs:
         max_num_blocks = num_blocks_for(max_model_len, kv_pool.block_size)
         self._sampler = GraphSampler(vocab_size, max_num_seqs, device)
         bounds = StepBounds(num_blocks=kv_pool.num_blocks, vocab_size=vocab_size)
-        self._slots = Slots(self._sampler, max_num_blocks, bounds)
+        room = KVRoom(block_size=kv_pool.block_size, max_model_len=max_model_len)
+        self._slots = Slots(
+            self._sampler, max_num_blocks, bounds, room=room if num_drafts else None
+        )
         self._static = StaticInputs(
             max_num_seqs,
             max_num_blocks,
@@ -84,11 +91,10 @@ class StepGraphs:
             vocab_size=vocab_size,
             device=device,
         )
-        self._hidden = torch.empty(0, device=device)  # [max_num_seqs, D] from `capture` on
-        self._tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self._is_usable = torch.zeros(max_num_seqs, dtype=torch.bool, device=device)
+        self._body = _body(model, kv_pool, self._static, self._sampler, num_drafts)
         self._forwards: dict[int, Replayable] = {}
         self._heads: dict[tuple[int, SamplingStage], Replayable] = {}
+        self._drafts: dict[tuple[int, SamplingStage], Replayable] = {}
 
     @property
     def is_captured(self) -> bool:
@@ -116,20 +122,22 @@ class StepGraphs:
         """
         assert not self.is_captured
         make = Capture(self._streams).graph if self._use_graphs else Eager
-        total = len(self.buckets) * (1 + len(SamplingStage))
+        graphs_of_a_stage = 2 if self._body.has_drafts else 1
+        total = len(self.buckets) * (1 + graphs_of_a_stage * len(SamplingStage))
         for _ in capture_each(self.buckets, partial(self._capture_size, make=make), group):
             if progress is not None:
-                progress(len(self._forwards) + len(self._heads), total)
+                done = len(self._forwards) + len(self._heads) + len(self._drafts)
+                progress(done, total)
 
     def close(self) -> None:
         """Forget what was captured; no step may follow.
 
         To be called before the groups end: NCCL waits for the last graph with its kernels in it.
         """
-        for captured in (*self._forwards.values(), *self._heads.values()):
-            captured.reset()
-        self._forwards.clear()
-        self._heads.clear()
+        for captured in (self._forwards, self._heads, self._drafts):
+            for graph in captured.values():
+                graph.reset()
+            captured.clear()
 
     def takes(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Return whether a step can run here; if not, it runs eagerly, in the runner."""
@@ -140,6 +148,19 @@ class StepGraphs:
             and self._sampler.takes(item.request.sampling)
             for item in scheduled
         )
+
+    def join_drafts(self, group_mean: int = 0) -> None:
+        """Make drafts for nobody, behind a step that was run without the graphs.
+
+        The other ranks of the group make theirs, which takes as many collectives.
+        """
+        if not self._body.has_drafts:
+            return
+        with torch.inference_mode():
+            inputs = self._slots.inputs(())
+            bucket = bucket_for(group_mean, self.buckets)
+            self._static.load(inputs, bucket)
+            self._drafts[bucket, inputs.stage].replay()
 
     def forget(self) -> None:
         """Say that a step was run without the graphs: its tokens are not in their tables."""
@@ -188,11 +209,28 @@ class StepGraphs:
         step before are read; the device has this step's model to run meanwhile.
         """
         assert self.is_captured
-        num_seqs = inputs.num_seqs
-        bucket = bucket_for(max(num_seqs, group_mean), self.buckets)
+        bucket = bucket_for(max(inputs.num_seqs, group_mean), self.buckets)
         self._static.load(inputs, bucket)
         span = DeviceSpan.start(self._kv_pool.device)
         self._forwards[bucket].replay()
+        try:
+            pending = self._choose(scheduled, inputs, bucket, after)
+        finally:
+            # Also where that failed: the other ranks of the group make drafts together.
+            if self._body.has_drafts:
+                self._drafts[bucket, inputs.stage].replay()
+        if span is not None:
+            span.end()
+        return replace(pending, span=span)
+
+    def _choose(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        inputs: DecodeInputs,
+        bucket: int,
+        after: PendingStep | None,
+    ) -> PendingStep:
+        """Run the head, and start to copy its tokens out."""
         with may_fail(self._kv_pool.device, has_joined=True):
             mask = mask_of_step(
                 scheduled, self._sampler.vocab_size, reader_of(after), self._kv_pool.device
@@ -201,59 +239,37 @@ class StepGraphs:
             self._heads[bucket, inputs.stage].replay()
         with may_fail(self._kv_pool.device, has_joined=True):
             if mask is not None:
-                self._run_head(bucket, inputs.stage, mask)
-            # Copies, because the next step overwrites the buffers, maybe before these are read.
-            tokens, is_usable = self._tokens[:num_seqs].clone(), self._is_usable[:num_seqs].clone()
+                self._body.run_head(bucket, inputs.stage, mask)
             copies = HostCopies(self._kv_pool.device)
-            rows = [row for row, wanted in enumerate(inputs.num_logprobs) if wanted >= 0]
-            sample = PendingSample(
-                token_ids=tokens,
-                host_ids=copies.add(tokens),
-                logprob_rows=rows,
-                logprobs=self._launch_logprobs(tokens, rows, inputs.num_logprobs, copies),
-            )
-            usable_on_host = copies.add(is_usable)
+            sample, is_usable = self._body.launch_sample(inputs, copies)
             copies.close()
-            if span is not None:
-                span.end()
         return PendingStep(
             scheduled=scheduled,
             sample=sample,
-            is_usable=usable_on_host,
+            is_usable=is_usable,
             prompts=[()] * len(scheduled),
             copies=copies,
-            span=span,
         )
-
-    def _launch_logprobs(
-        self, tokens: Tensor, rows: Sequence[int], num_top: Sequence[int], copies: HostCopies
-    ) -> PendingLogprobs | None:
-        """Compute the logits of the rows again: the graphs keep none, and few ask for them."""
-        if not rows:
-            return None
-        (index,) = upload([np.array(rows, dtype=np.int64)], tokens.device)
-        logits = self._model.compute_logits(self._hidden.index_select(0, index))
-        raw = logits[:, : self._sampler.vocab_size]
-        wanted = [num_top[row] for row in rows]
-        return launch_logprobs(raw, tokens.index_select(0, index), wanted, copies)
 
     def _capture_size(self, bucket: int, make: Callable[[Callable[[], None]], Replayable]) -> None:
         if not self._forwards:  # the largest one
-            hidden = self._model.forward(self._static.batch(bucket), self._kv_pool)
-            self._hidden = torch.empty_like(hidden)
-        self._forwards[bucket] = make(partial(self._run_model, bucket))
+            self._body.prepare(bucket)
+        self._forwards[bucket] = make(partial(self._body.run_model, bucket))
         for stage in SamplingStage:
-            self._heads[bucket, stage] = make(partial(self._run_head, bucket, stage))
+            self._heads[bucket, stage] = make(partial(self._body.run_head, bucket, stage))
+            if self._body.has_drafts:
+                self._drafts[bucket, stage] = make(partial(self._body.run_drafts, bucket, stage))
 
-    def _run_model(self, bucket: int) -> None:
-        hidden = self._model.forward(self._static.batch(bucket), self._kv_pool)
-        self._hidden[:bucket].copy_(hidden)
 
-    def _run_head(self, bucket: int, stage: SamplingStage, mask: TokenMask | None = None) -> None:
-        logits = self._model.compute_logits(self._hidden[:bucket])
-        # A sum is finite only if every term is, and reads the logits once.
-        self._is_usable[:bucket].copy_(torch.isfinite(logits.sum(dim=-1)))
-        if mask is not None:
-            mask_tokens(logits[:, : self._sampler.vocab_size], mask)
-        rows = self._static.sampling_rows(bucket)
-        self._tokens[:bucket].copy_(self._sampler.choose(logits, rows, stage))
+def _body(
+    model: CausalModel,
+    kv_pool: KVPool,
+    static: StaticInputs,
+    sampler: GraphSampler,
+    num_drafts: int,
+) -> StepBody:
+    if not num_drafts:
+        return TokenBody(model, kv_pool, static, sampler)
+    assert kv_pool.num_mtp_layers, "drafts, and no KV of the layer that makes them"
+    drafting = cast(DraftingModel, model)  # the layer is there where its KV is
+    return DraftingBody(drafting, kv_pool, static, sampler, num_drafts=num_drafts)

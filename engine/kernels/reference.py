@@ -11,7 +11,7 @@ keep them so.
 Legend: T tokens, D hidden size, H heads, N qk_nope_head_dim, R qk_rope_head_dim, V v_head_dim,
 C kv_lora_rank, E experts, K experts per token, F expert width, M expert rows, S sequences,
 Q queries per sequence, P positions of the context. The layouts of experts have their own modules
-(`aligned_reference`, `masked_reference`), and so has attention by block tables.
+(`expert_reference`), and so has attention by block tables.
 """
 
 from collections.abc import Iterator, Sequence

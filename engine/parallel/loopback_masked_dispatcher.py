@@ -8,8 +8,6 @@ GEMMs, placement and sums are those of the real rank; only the wire is missing (
 mean nothing).
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,6 @@ from engine.formats.expert_rows import quantized
 from engine.formats.fp8_rows import Activation
 from engine.kernels.base import Kernels
 from engine.kernels.masked_rows import (
-    MaskedPlaces,
     MaskedRoom,
     MaskedRows,
     guess_rows,
@@ -26,14 +23,7 @@ from engine.kernels.masked_rows import (
 from engine.ops.masked import MOE_ALIGN_MASKED, PERMUTE_MASKED_ROWS
 from engine.ops.permute import UNPERMUTE_ROWS
 from engine.parallel.pending import Pending, Ready, wait_for
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopbackHandle:
-    """The way back: places of the pairs, and their weights [T, K] float32."""
-
-    places: MaskedPlaces
-    topk_weights_TK: Tensor
+from engine.parallel.short_rows import MaskedPairs
 
 
 class LoopbackMaskedDispatcher:
@@ -67,7 +57,7 @@ class LoopbackMaskedDispatcher:
 
     def start_dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
-    ) -> Pending[tuple[MaskedRows, LoopbackHandle]]:
+    ) -> Pending[tuple[MaskedRows, MaskedPairs]]:
         """See `TokenDispatcher`."""
         rows = quantized(hidden)
         num_tokens, top_k = topk_ids_TK.shape
@@ -80,11 +70,11 @@ class LoopbackMaskedDispatcher:
             expected_rows=room.expected_rows,
         )
         masked = self._permute_masked_rows(rows, places)
-        handle = LoopbackHandle(places=places, topk_weights_TK=topk_weights_TK)
+        handle = MaskedPairs(places=places, topk_weights_TK=topk_weights_TK)
         return Ready((masked, handle))
 
     def start_combine(
-        self, expert_out_LMD: Tensor, handle: LoopbackHandle, own: Pending[Tensor] | None
+        self, expert_out_LMD: Tensor, handle: MaskedPairs, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
         """See `TokenDispatcher`."""
         summed_TD = self._unpermute_rows(

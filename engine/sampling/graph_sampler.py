@@ -109,7 +109,7 @@ class GraphSampler:
         params: SamplingParams,
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
-        unread_id: Tensor | None = None,
+        unread: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Give a slot to a request; issued to the current stream, before the step.
 
@@ -118,7 +118,7 @@ class GraphSampler:
             params: of the request.
             prompt_ids: its prompt.
             output_ids: its output so far, as far as the host knows it.
-            unread_id: [1] int64 on the device, one more output token.
+            unread: [r] int64 each on the device, further output tokens and how often each counts.
         """
         self._write_edits(slot, params)
         if not is_penalised(params):
@@ -129,8 +129,9 @@ class GraphSampler:
         seen = self._seen[slot].zero_()
         two = torch.full((1,), 2, dtype=torch.int32, device=seen.device)
         seen.index_fill_(0, prompt, 1)
-        for ids in (output,) if unread_id is None else (output, unread_id):
-            seen.index_add_(0, ids, two.expand(len(ids)))
+        seen.index_add_(0, output, two.expand(len(output)))
+        if unread is not None:
+            seen.index_add_(0, unread[0], 2 * unread[1].int())
 
     def choose(self, logits: Tensor, rows: SamplingRows, stage: SamplingStage) -> Tensor:
         """Return the chosen tokens [B] int64.
@@ -157,6 +158,11 @@ class GraphSampler:
         tokens = self._choose_plain(values, rows)
         self._count(tokens, rows.slot)
         return tokens
+
+    def forget(self, tokens: Tensor, slot: Tensor) -> None:
+        """Take back that `choose` has counted tokens [B] for slots [B]: a FULL step's drafts."""
+        twos = torch.full_like(tokens, -2, dtype=torch.int32)
+        self._seen.view(-1).scatter_add_(0, slot * self.vocab_size + tokens, twos)
 
     def _choose_plain(self, values: Tensor, rows: SamplingRows) -> Tensor:
         values = self._penalise(values, rows)

@@ -11,6 +11,7 @@ import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 from prometheus_client import CollectorRegistry
 
@@ -18,6 +19,7 @@ from decode.frames import Delta
 from decode.loop import DecodeSteps, EngineLoop
 from decode.metrics import DecodeMetrics
 from decode.requests import DecodeRequest, TicketUpdate
+from engine.draft_room import most_kv_tokens
 from engine.parallel.lockstep import Lockstep, SoloLockstep
 from engine.pending_step import StepResult
 from engine.request import Request, ScheduledRequest
@@ -32,6 +34,8 @@ from worker.step_driver import LoopOptions
 
 MAX_MODEL_LEN = 200
 UNREAD = -1
+REJECTED = -2
+"""KV of a draft that was not the token."""
 
 
 def next_token(context: Sequence[int]) -> int:
@@ -71,6 +75,7 @@ class Row:
     token: int
     source: int  # of an unread token, in the step before
     block_table: list[int]
+    capacity: int  # positions that have a place, and that anybody may need
 
 
 @dataclass(eq=False)
@@ -80,7 +85,7 @@ class DeviceStep:
     device: Device
     rows: list[Row]
     after: DeviceStep | None
-    tokens: list[int | None] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)  # none where the logits are no numbers
     is_over: bool = False
     idle_s: float | None = None
 
@@ -88,15 +93,26 @@ class DeviceStep:
         while not self.is_over:
             self.device.run_next()
         return [
-            StepResult(request=row.request, sampled=None if token is None else SampledToken(token))
-            for row, token in zip(self.rows, self.tokens, strict=True)
+            StepResult(
+                request=row.request,
+                sampled=SampledToken(tokens[0]) if tokens else None,
+                more=tuple(map(SampledToken, tokens[1:])),
+            )
+            for row, tokens in zip(self.rows, self.tokens, strict=True)
         ]
 
 
 class Device:
-    """Its memory by block: the token of each position, None where nothing was written."""
+    """Its memory by block: the token of each position, None where nothing was written.
 
-    def __init__(self, num_blocks: int, max_num_seqs: int) -> None:
+    With drafts a step gives a request as many tokens as chance has it, and leaves what belongs to
+    nobody where the others would have come to stand.
+    """
+
+    def __init__(
+        self, num_blocks: int, max_num_seqs: int, num_drafts: int = 0, seed: int = 0
+    ) -> None:
+        self._num_drafts, self._random = num_drafts, Random(seed)
         self.blocks: list[list[int | None]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
         self.queue: deque[DeviceStep] = deque()
         self.broken: dict[str, int] = {}
@@ -112,6 +128,8 @@ class Device:
     ) -> DeviceStep:
         assert 0 < len(scheduled) <= self._max_num_seqs
         assert group_mean > 0
+        if self._num_drafts and any(item.request.sampling.logit_bias for item in scheduled):
+            assert after is None, "without drafts, and behind a step whose counts nobody knows"
         places = {id(row.request): place for place, row in enumerate(after.rows)} if after else {}
         rows = []
         for item in scheduled:
@@ -123,6 +141,10 @@ class Device:
                     token=UNREAD if item.num_unread else known[0],
                     source=places[id(item.request)] if item.num_unread else -1,
                     block_table=list(item.request.block_table),
+                    capacity=min(
+                        BLOCK_SIZE * len(item.request.block_table),
+                        most_kv_tokens(item.request, MAX_MODEL_LEN),
+                    ),
                 )
             )
         step = DeviceStep(self, rows, after)
@@ -139,10 +161,29 @@ class Device:
         for row in step.rows:
             if row.token == UNREAD:
                 assert step.after is not None
-                row.token = step.after.tokens[row.source] or 0
-            self.write(row.block_table, row.position, row.token)
-        step.tokens = [self._next(row) for row in step.rows]
+                unread = step.after.tokens[row.source] or [0]
+                row.token = unread[-1]
+                row.position += len(unread) - 1
+        step.tokens = [self._run(row) for row in step.rows]
         step.is_over = True
+
+    def _run(self, row: Row) -> list[int]:
+        """Give a request its tokens: one, and more as far as its drafts are right."""
+        if row.position >= row.capacity:
+            return [0]  # it is over, and the host has not read that yet
+        self.write(row.block_table, row.position, row.token)
+        tokens = []
+        while (token := self._next(row, len(tokens))) is not None:
+            tokens.append(token)
+            has_place = row.position + len(tokens) < row.capacity
+            if len(tokens) > self._num_drafts or not has_place or self._random.random() < 0.4:
+                break
+            self.write(row.block_table, row.position + len(tokens), token)
+        first, last = row.position + max(len(tokens), 1), row.position + self._num_drafts
+        for position in range(first, last + 1):
+            if position < row.capacity:
+                self.write(row.block_table, position, REJECTED)
+        return tokens
 
     def write(self, block_table: Sequence[int], position: int, token: int) -> None:
         """Store the KV of one position."""
@@ -162,13 +203,14 @@ class Device:
     def discard(self, blocks: list[list[int | None]]) -> None:
         pass
 
-    def _next(self, row: Row) -> int | None:
+    def _next(self, row: Row, num_ahead: int) -> int | None:
+        """What follows the row's token and so many that came of it."""
         context = []
-        for position in range(row.position + 1):
+        for position in range(row.position + num_ahead + 1):
             token = self.blocks[row.block_table[position // BLOCK_SIZE]][position % BLOCK_SIZE]
-            assert token is not None, "reads what nobody wrote"
+            assert token not in (None, REJECTED), "reads what nobody wrote"
             context.append(token)
-        num_output = row.position + 1 - row.request.num_prompt_tokens
+        num_output = row.position + num_ahead + 1 - row.request.num_prompt_tokens
         if self.broken.get(row.request.request_id) == num_output:
             return None
         return next_token(context)
@@ -185,14 +227,17 @@ class OverlapBench:
         host_blocks: int = 100,
         max_num_seqs: int = 4,
         lockstep: Lockstep | None = None,
+        num_drafts: int = 0,
+        seed: int = 0,
     ) -> None:
-        self.device = Device(num_usable + 1, max_num_seqs)
+        self.device = Device(num_usable + 1, max_num_seqs, num_drafts, seed)
         self.bench = Bench(
             num_usable,
             max_num_seqs=max_num_seqs,
             kv=self.device,
             host_blocks=host_blocks,
             caching=True,
+            num_drafts=num_drafts,
         )
         self.deltas: defaultdict[str, list[Delta]] = defaultdict(list)
         self.arriving: list[DecodeRequest] = []

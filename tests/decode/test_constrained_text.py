@@ -152,7 +152,7 @@ class Pair:
         while len(self.in_flight) > num_left:
             plan, pending = self.in_flight.pop(0)
             results = pending.collect()
-            self.bench.rank.complete_step(plan, [result.sampled for result in results])
+            self.bench.rank.complete_step(plan, [result.tokens for result in results])
         for news in self.bench.rank.news.take().values():
             for delta in news:
                 self.deltas[delta.request_id].append(delta)

@@ -99,11 +99,11 @@ class Pair:
         assert result.sampled is not None
         return result.sampled
 
-    def _step(self, plan: StepPlan) -> list[SampledToken | None]:
+    def _step(self, plan: StepPlan) -> list[tuple[SampledToken, ...]]:
         if not plan.scheduled:
             return []
         pending = self.decode.launch(plan.scheduled)
-        return [result.sampled for result in pending.collect()]
+        return [result.tokens for result in pending.collect()]
 
 
 def _delta_of(request: DecodeRequest, first: SampledToken) -> Delta:

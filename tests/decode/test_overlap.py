@@ -200,6 +200,39 @@ def test_a_block_that_comes_free_spares_a_preemption() -> None:
     assert bench.bench.metric("pd_decode_preemptions_total") == 0
 
 
+def test_drafts_make_fewer_steps_and_are_counted_as_tokens() -> None:
+    expected, _ = whole_output([3, 1], params_of(30), None)
+    for num_drafts in (0, 3):
+        bench = OverlapBench(1, num_drafts=num_drafts)
+        request = bench.add([3, 1], params_of(30))
+        bench.finish()
+        assert bench.output(request) == expected
+        assert len(bench.device.log) == 29 if not num_drafts else len(bench.device.log) < 29
+        counted = bench.registry.get_sample_value("pd_decode_generated_tokens_total")
+        assert counted == 29
+
+
+def test_a_step_without_drafts_knows_where_its_requests_stand() -> None:
+    bench = OverlapBench(1, num_drafts=2)
+    biased = replace(params_of(9), logit_bias={1: 0.0})
+    requests = [bench.add([4], params_of(30)), bench.add([5], biased)]
+    bench.finish()
+    assert bench.output(requests[0]) == whole_output([4], params_of(30), None)[0]
+    assert bench.output(requests[1]) == whole_output([5], biased, None)[0]
+
+
+def test_blocks_for_drafts_are_given_back_before_anybody_is_preempted() -> None:
+    """Two requests hold a block ahead each, and a third grows."""
+    bench = OverlapBench(0, num_usable=9, num_drafts=3)
+    requests = [bench.add([index] * 5, params_of(6)) for index in range(3)]
+    bench.deliver()
+    bench.turn()
+    bench.squeeze(20)
+    bench.finish()
+    for index, request in enumerate(requests):
+        assert bench.output(request) == whole_output([index] * 5, params_of(6), None)[0]
+
+
 def test_tokens_are_counted_once() -> None:
     free, _ = whole_output([3, 1], params_of(12), None)
     bench = OverlapBench(1)
@@ -315,17 +348,29 @@ class Trace:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.randoms(use_true_random=True),
-    st.integers(0, 1),
-    st.integers(4, 14),
-    st.sampled_from([0, 3, 100]),
-    st.integers(1, 5),
+    random=st.randoms(use_true_random=True),
+    max_ahead=st.integers(0, 1),
+    num_usable=st.integers(4, 14),
+    host_blocks=st.sampled_from([0, 3, 100]),
+    max_num_seqs=st.integers(1, 5),
+    num_drafts=st.integers(0, 3),
 )
 def test_whatever_happens_everybody_gets_what_is_his(
-    random: Random, max_ahead: int, num_usable: int, host_blocks: int, max_num_seqs: int
+    *,
+    random: Random,
+    max_ahead: int,
+    num_usable: int,
+    host_blocks: int,
+    max_num_seqs: int,
+    num_drafts: int,
 ) -> None:
     bench = OverlapBench(
-        max_ahead, num_usable=num_usable, host_blocks=host_blocks, max_num_seqs=max_num_seqs
+        max_ahead,
+        num_usable=num_usable,
+        host_blocks=host_blocks,
+        max_num_seqs=max_num_seqs,
+        num_drafts=num_drafts,
+        seed=random.randrange(1000),
     )
     Trace(bench, random).run(120)
 

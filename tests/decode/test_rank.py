@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from decode.draft_blocks import DraftSteps
 from decode.live import WriterOrder
 from decode.metrics import DecodeMetrics
 from decode.offload import BlockCopier, HostBlockStore
@@ -52,6 +53,7 @@ class Bench:
         kv: BlockCopier[Any] | None = None,
         host_blocks: int = 100,
         caching: bool = False,
+        num_drafts: int = 0,
     ) -> None:
         self.clock = FakeClock()
         self.pool = BlockPool(num_usable + 1, BLOCK_SIZE, enable_prefix_caching=caching)
@@ -66,7 +68,11 @@ class Bench:
         )
         self.host = HostBlockStore(kv or FakeKV(num_usable + 1), host_blocks)
         self.scheduler = DecodeScheduler(
-            self.pool, self.host, max_num_seqs=max_num_seqs, max_model_len=200
+            self.pool,
+            self.host,
+            max_num_seqs=max_num_seqs,
+            max_model_len=200,
+            drafts=DraftSteps(num_drafts=num_drafts, takes=lambda params: not params.logit_bias),
         )
         self.orders: list[WriterOrder] = []
         self.registry = CollectorRegistry()
@@ -152,7 +158,7 @@ class Bench:
         self.clock.now += 0.1
         plan = self.rank.plan_step()
         self.rank.complete_step(
-            plan, [SampledToken(7, PositionLogprobs(-1.0))] * len(plan.requests)
+            plan, [(SampledToken(7, PositionLogprobs(-1.0)),)] * len(plan.requests)
         )
 
     def bring(self, request: DecodeRequest, status: DecodeStatus) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from engine.formats.deep_gemm import DeepGemm
 from engine.invariants import require
-from engine.kernels.masked_reference import empty_masked
+from engine.kernels.expert_reference import empty_masked
 from engine.kernels.masked_rows import MaskedRows
 from runtime.errors import InternalError
 

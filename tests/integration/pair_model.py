@@ -280,7 +280,7 @@ class PairModel:
         def end() -> None:
             self._decode_is_busy = False
             for side, plan in plans:
-                tokens = [SampledToken(6)] * len(plan.requests)
+                tokens = [(SampledToken(6),)] * len(plan.requests)
                 self._count(side.rank.complete_step(plan, tokens))
                 for _ in self._ended(side):
                     self.finished.append(self.seconds)

@@ -12,8 +12,8 @@ from engine.formats.expert_stream import kernel
 from engine.formats.expert_stream.tiles import StreamTile, StreamTiles, choose_tiles, refusal
 from engine.formats.fp8_rows import GROUP
 from engine.invariants import require
+from engine.kernels.expert_reference import empty_masked
 from engine.kernels.fused.dependent import joins_chain
-from engine.kernels.masked_reference import empty_masked
 from engine.kernels.masked_rows import MaskedRows
 from runtime.errors import InternalError
 
@@ -42,7 +42,7 @@ class ExpertStream:
         )
 
     def masked_fp8_mlp(self, rows: MaskedRows, w13: Weight, w2: Weight) -> Tensor:
-        """Run each expert's MLP over its rows in use; see `masked_reference.masked_fp8_mlp`.
+        """Run each expert's MLP over its rows in use; see `expert_reference.masked_fp8_mlp`.
 
         Between the products numbers stay in float32, where the reference rounds to bfloat16.
         """

@@ -1,21 +1,83 @@
-"""Opening an exchange: whether it runs here, and the memory that the ranks map."""
+"""Opening an exchange: whether it runs here, and the memory of a GPU that its peers have mapped.
+
+The only place that allocates such memory. Every rank allocates as much; each then sees all of it
+under addresses of its own. Multicast is never used.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import logging
+import os
+import socket
+import zlib
+from dataclasses import dataclass
 
 import torch
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
 
 from engine.parallel.groups import RankGroup
 from engine.parallel.nvlink.buffer import NvlinkBuffer
-from engine.parallel.nvlink.peer_memory import map_peer_memory
 from engine.parallel.nvlink.shape import NvlinkShape
 from engine.parallel.nvlink.window import WAIT_SECONDS, Window
 from runtime.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerMemory:
+    """One rank's view.
+
+    Attributes:
+        buffer: of this rank, uint8.
+        addresses: of each rank's buffer, as this GPU sees it.
+        handle: of the library, opaque; the mapping lasts as long as it.
+    """
+
+    buffer: Tensor
+    addresses: list[int]
+    handle: object
+
+
+def map_peer_memory(
+    group: RankGroup, device: torch.device, num_bytes: int, *, num_zeros: int
+) -> PeerMemory | None:
+    """Allocate memory on every rank and let the ranks map each other's; all ranks call.
+
+    Args:
+        group: the ranks; each has a GPU.
+        device: of this rank.
+        num_bytes: the same on all ranks.
+        num_zeros: first bytes that are zero on all ranks when this returns.
+
+    Returns:
+        None where the ranks cannot reach each other's memory: one rank, no GPU, several hosts.
+    """
+    if group.size == 1 or device.type != "cuda" or not is_on_one_host(group):
+        return None
+    assert group.process_group is not None
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    if symm_mem.get_backend(device) != "CUDA":
+        symm_mem.set_backend("CUDA")  # refused where it already is the default
+    if torch.cuda.device_count() == 1:
+        # Each rank sees its own GPU only and calls it 0; torch would take them for one GPU.
+        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    with torch.cuda.device(device):
+        buffer = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
+        handle = symm_mem.rendezvous(buffer, group.process_group)
+        buffer[:num_zeros].zero_()
+        torch.cuda.synchronize()
+    group.barrier()  # No peer may signal before the zeros are there.
+    return PeerMemory(buffer=buffer, addresses=list(handle.buffer_ptrs), handle=handle)
+
+
+def is_on_one_host(group: RankGroup) -> bool:
+    """Return whether all ranks of the group run on the same host; all ranks call."""
+    own = torch.tensor([zlib.crc32(socket.gethostname().encode())], dtype=torch.int64)
+    return bool((group.all_gather(own) == own).all())
 
 
 def is_available() -> bool:

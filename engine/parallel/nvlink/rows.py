@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engine.formats.fp8_rows import GROUP, Fp8Rows
 from engine.invariants import require
+from engine.kernels.expert_reference import empty_masked
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
-from engine.kernels.masked_reference import empty_masked
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
 from engine.parallel.nvlink.buffer import ReceivedRows
 from engine.parallel.nvlink.shape import LINE, UNITS, NvlinkShape

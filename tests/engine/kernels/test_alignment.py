@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.formats.fp8_rows import Fp8Rows, packed_row_bytes
-from engine.kernels import aligned_reference, reference
+from engine.kernels import expert_reference, reference
 from engine.kernels.alignment import (
     COARSE_STEP,
     ROW_BLOCK,
@@ -66,7 +66,7 @@ def test_every_row_is_before_or_behind_the_capacity(
     spread = PERMUTE_ROWS.reference(hidden, cut)
     overflow = None if cut.overflow is None else Overflow(source=hidden, places=cut.overflow)
     assert spread.num_rows == capacity
-    both = aligned_reference.with_overflow(spread, overflow)
+    both = expert_reference.with_overflow(spread, overflow)
     pairs = whole.rows_TK.flatten().long()
     tokens = torch.arange(num_tokens).repeat_interleave(ids.shape[1])[pairs >= 0]
     used = pairs[pairs >= 0]

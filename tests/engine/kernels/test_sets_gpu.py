@@ -20,7 +20,7 @@ from engine.formats.fp8_block import Fp8Block
 from engine.formats.plain import PLAIN
 from engine.formats.stored_weight import StoredWeight
 from engine.formats.triton_gemm.limits import AMPERE, HOPPER, DeviceLimits
-from engine.kernels import masked_reference, reference
+from engine.kernels import expert_reference, reference
 from engine.kernels.base import Kernels
 from engine.kernels.create import choose_heads
 from engine.kernels.masked_rows import MaskedRows
@@ -99,7 +99,7 @@ def draw_experts(number: int, num_rows: int, num_columns: int) -> tuple[Tensor, 
 
 
 def draw_rows(counts: list[int], num_columns: int) -> MaskedRows:
-    data, scale = masked_reference.empty_masked(len(counts), 128, num_columns, DEVICE)
+    data, scale = expert_reference.empty_masked(len(counts), 128, num_columns, DEVICE)
     for expert, count in enumerate(counts):
         part = reference.quantize_rows(torch.randn(count, num_columns, device=DEVICE))
         data.view(torch.uint8)[expert, :count] = part.data_TK.view(torch.uint8)
@@ -123,7 +123,7 @@ def test_experts_of_any_width_are_served(make: Any, width: int, counts: list[int
     w13 = draw_experts(number, 2 * width, hidden_size)
     w2 = draw_experts(number, hidden_size, width)
     out = fp8_of(kernels).masked_mlp(rows, StoredWeight(*w13), StoredWeight(*w2))
-    expected = masked_reference.masked_fp8_mlp(rows, w13, w2)
+    expected = expert_reference.masked_fp8_mlp(rows, w13, w2)
     for expert, count in enumerate(counts):
         if count:
             assert relative_error(out[expert, :count], expected[expert, :count]) < MLP

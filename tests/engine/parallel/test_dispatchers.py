@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.formats.expert_rows import AlignedRows, ExpertRows
-from engine.kernels.aligned_reference import with_overflow
 from engine.kernels.alignment import max_aligned_rows, stepped_rows
+from engine.kernels.expert_reference import with_overflow
 from engine.kernels.portable import portable_kernels
 from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.gathered_dispatcher import (

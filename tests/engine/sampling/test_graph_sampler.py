@@ -129,7 +129,7 @@ def test_a_token_that_only_the_device_knows_is_counted() -> None:
     told, untold = GraphSampler(VOCAB, 1, "cpu"), GraphSampler(VOCAB, 1, "cpu")
     best = int(logits.argmax())
     told.assign(0, params, [1], [5, best])
-    untold.assign(0, params, [1], [5], unread_id=torch.tensor([best]))
+    untold.assign(0, params, [1], [5], unread=(torch.tensor([best]), torch.tensor([1])))
     item = Running(params, [1], [5, best])
     tokens = [
         sampler.choose(logits.clone(), rows_of([(0, item)], 1, 1), SamplingStage.FULL).item()

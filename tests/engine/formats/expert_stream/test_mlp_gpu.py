@@ -20,7 +20,7 @@ from engine.formats.expert_stream.tiles import (
 )
 from engine.formats.fp8_rows import Fp8Rows
 from engine.formats.triton_gemm.limits import HOPPER
-from engine.kernels import masked_reference, reference
+from engine.kernels import expert_reference, reference
 from engine.kernels.fused.dependent import dependent_launches
 from engine.kernels.masked_rows import MaskedRows
 from engine.ops.activation import SILU_AND_MUL
@@ -75,7 +75,7 @@ def draw_experts(number: int, num_rows: int, num_columns: int) -> tuple[Tensor, 
 
 def draw_rows(counts: list[int], num_columns: int, max_rows: int = 128) -> MaskedRows:
     """Return random rows, and NaN in data and scales beyond them."""
-    data, scale = masked_reference.empty_masked(len(counts), max_rows, num_columns, DEVICE)
+    data, scale = expert_reference.empty_masked(len(counts), max_rows, num_columns, DEVICE)
     for expert, count in enumerate(counts):
         part = reference.quantize_rows(torch.randn(count, num_columns, device=DEVICE))
         data.view(torch.uint8)[expert, :count] = part.data_TK.view(torch.uint8)
@@ -143,7 +143,7 @@ def test_mlp(mlp: Any, num_experts: int, max_rows: int) -> None:
     stream = mlp.ExpertStream((tiles,), NUM_SMS)
     assert stream.takes(rows, w13, w2)
     out = stream.masked_fp8_mlp(rows, w13, w2)
-    expected = masked_reference.masked_fp8_mlp(rows, w13, w2)
+    expected = expert_reference.masked_fp8_mlp(rows, w13, w2)
     for expert, count in enumerate(counts):
         if count:
             assert relative_error(out[expert, :count], expected[expert, :count]) < MLP
@@ -178,7 +178,7 @@ def test_what_is_taken_runs_and_nothing_else(
         if stream.takes(rows, w13, w2):
             out, expected = (
                 run(rows, w13, w2)
-                for run in (stream.masked_fp8_mlp, masked_reference.masked_fp8_mlp)
+                for run in (stream.masked_fp8_mlp, expert_reference.masked_fp8_mlp)
             )
             assert relative_error(out[0, :3], expected[0, :3]) < MLP
             taken.append(unroll)

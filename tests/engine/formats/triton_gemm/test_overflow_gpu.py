@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.formats.fp8_rows import Fp8Rows, packed_row_bytes
 from engine.formats.triton_gemm.limits import AMPERE, HOPPER, DeviceLimits
-from engine.kernels import aligned_reference, reference
+from engine.kernels import expert_reference, reference
 from engine.kernels.alignment import ROW_BLOCK, Alignment, Overflow
 from engine.ops.permute import MOE_ALIGN_BLOCK_SIZE, PERMUTE_ROWS
 from engine.weights.fp8 import quantize_block
@@ -93,7 +93,7 @@ def test_rows_behind_the_capacity_are_computed(
     overflow, expert_V = Overflow(source=rows, places=places), alignment.expert_M[capacity:]
     overflow_experts(limits).run(overflow, expert_V, w13, w2, out)
     before = PERMUTE_ROWS.reference(rows, alignment)
-    expected = aligned_reference.grouped_fp8_mlp(before, alignment.expert_M, w13, w2, overflow)
+    expected = expert_reference.grouped_fp8_mlp(before, alignment.expert_M, w13, w2, overflow)
     used = places_behind(alignment)
     assert len(used) > 0
     assert relative_error(out[used], expected[capacity:][used]) < SAME_INPUTS

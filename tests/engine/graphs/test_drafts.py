@@ -1,0 +1,106 @@
+"""The tokens of steps with drafts are those of steps without, one by one, whoever drafts what."""
+
+import random
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+
+from engine.boot.build import build_model
+from engine.model.spec import ServedModel
+from engine.request import Request
+from engine.sampling import graph_sampler
+from engine.sampling.inputs import SampledToken
+from runtime.sampling import SamplingParams
+from tests.engine.graphs.drafting import DraftWorker, SelfDrafting, draw_requests
+from tests.engine.tiny import write_checkpoint
+
+NUM_REQUESTS = 10
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return build_model(write_checkpoint(tmp_path_factory.mktemp("checkpoint")), with_mtp=True)
+
+
+def run(worker: DraftWorker, seed: int, *, rests: bool = False) -> list[list[SampledToken]]:
+    requests = draw_requests(seed, NUM_REQUESTS, vocab_size=worker.model.config.vocab_size)
+    draw = random.Random(seed)
+    return worker.run(requests, lambda request: rests and draw.random() < 0.2)
+
+
+def assert_same(actual: list[list[SampledToken]], expected: list[list[SampledToken]]) -> None:
+    assert [[token.token_id for token in one] for one in actual] == [
+        [token.token_id for token in one] for one in expected
+    ]
+    pairs = zip(chain.from_iterable(actual), chain.from_iterable(expected), strict=True)
+    for ours, theirs in pairs:
+        assert (ours.logprobs is None) == (theirs.logprobs is None)
+        if ours.logprobs is not None and theirs.logprobs is not None:
+            assert ours.logprobs.top_ids == theirs.logprobs.top_ids
+            assert ours.logprobs.logprob == pytest.approx(theirs.logprobs.logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 3])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("misses", [None, 0, 3])
+def test_tokens_and_logprobs_are_those_without_drafts(
+    model: ServedModel, num_drafts: int, ahead: bool, misses: int | None
+) -> None:
+    """Of layers that know nothing, that are always right, and that err now and then."""
+    drafter = None if misses is None else SelfDrafting(model, misses)
+    seed = 10 * num_drafts + ahead
+    expected = run(DraftWorker(model, 0, ahead=False), seed)
+    worker = DraftWorker(model, num_drafts, ahead, drafter=drafter)
+    assert_same(run(worker, seed, rests=misses == 3), expected)
+    if misses == 0:
+        assert worker.num_steps < max(map(len, expected))
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_a_draft_has_the_noise_the_penalties_and_the_bias_of_its_place(
+    model: ServedModel, num_drafts: int
+) -> None:
+    """Who drafts by the model itself is right every time, whatever the sampling."""
+    worker = DraftWorker(model, num_drafts, ahead=True, drafter=SelfDrafting(model))
+    most = max(map(len, run(worker, 5)))
+    # The prompt gives a token, and so does the first step, which has no drafts; each of the others
+    # gives all that it can; and the last one was launched before the end was read.
+    assert worker.num_steps <= 1 + -(-(most - 2) // (num_drafts + 1)) + 1
+
+
+def test_steps_without_drafts_may_come_between(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a request with more bias than the tables of fixed shape hold, which rests now and then."""
+    monkeypatch.setattr(graph_sampler, "MAX_EDITS", 1)
+
+    def outputs(worker: DraftWorker) -> list[list[SampledToken]]:
+        requests = draw_requests(8, NUM_REQUESTS, vocab_size=model.config.vocab_size)
+        for place, request in enumerate(requests):
+            bias = {} if place else {3: 4.0, 77: -5.0}
+            request.sampling = replace(
+                request.sampling, logit_bias=bias, min_tokens=0, max_tokens=12, num_logprobs=-1
+            )
+        draw = random.Random(1)
+        return worker.run(requests, lambda one: one is requests[0] and draw.random() < 0.5)
+
+    worker = DraftWorker(model, 2, ahead=False, drafter=SelfDrafting(model, misses=3))
+    assert_same(outputs(worker), outputs(DraftWorker(model, 0, ahead=False)))
+
+
+def test_a_first_draft_of_whoever_ran_the_prompt_is_verified_at_once(model: ServedModel) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+
+    def make() -> Request:
+        return Request(request_id="a", prompt_token_ids=[5, 77, 12, 9], sampling=params)
+
+    (whole,) = DraftWorker(model, 0, ahead=False).run([make()])
+    tokens, counts = [token.token_id for token in whole], []
+    for guess in (0, 1):
+        worker = DraftWorker(model, 1, ahead=False)
+        request = make()
+        request.draft_token_ids = (tokens[1] if guess else (tokens[1] + 1) % 128,)
+        assert [token.token_id for token in worker.run([request])[0]] == tokens
+        counts.append(worker.counts[1])  # behind the prompt's
+    assert counts == [1, 2]
