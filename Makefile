@@ -9,6 +9,8 @@ CONFIG ?=
 JOBS ?= 3
 # Files in the order of their names: those of clusters, with few long tests, must not come last.
 BESIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Every process of pytest reads all tests: what the first has compiled serves the others, too.
+test cluster-test quick: export PYTHONDONTWRITEBYTECODE =
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := deploy bench router prefill decode worker engine kv_transfer runtime

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
-from aiohttp import web
 
 from runtime.config import ClusterConfig
 from runtime.config_file import cluster_credentials, load_config
@@ -39,6 +38,8 @@ from runtime.rpc import bind_port, create_server
 logger = get_logger("fake_role")
 
 if TYPE_CHECKING:
+    from aiohttp import web
+
     Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -96,6 +97,8 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
 
 async def serve_router(config: ClusterConfig, stop: asyncio.Event) -> None:
     """The registry, /ready, and a completion that says back its prompt."""
+    from aiohttp import web  # late: most of these processes are workers
+
     registry = FakeRegistry()
     credentials = cluster_credentials(config)
     server = create_server(credentials)
@@ -124,6 +127,8 @@ async def serve_router(config: ClusterConfig, stop: asyncio.Event) -> None:
 
 async def complete(request: web.Request) -> web.StreamResponse:
     """Stream the prompt's words back; an empty prompt is refused, "break" breaks off."""
+    from aiohttp import web
+
     prompt = (await request.json())["prompt"]
     if not prompt:
         error = {"message": "prompt: must not be empty", "type": "invalid_request_error"}

@@ -88,13 +88,21 @@ async def test_a_cluster_starts_and_leaves_nothing(tmp_path: Path) -> None:
     assert find_processes(run.context.run_id) == []
 
 
-async def test_no_process_shows_the_secret_on_its_command_line(tmp_path: Path) -> None:
+async def test_no_command_line_shows_the_secret_and_logs_are_read_by_name(tmp_path: Path) -> None:
     run = Run(tmp_path)
     async with run.running():
         for process in find_processes(run.context.run_id):
             assert run.context.credentials.secret not in " ".join(process.cmdline())
             assert process.environ()["TANDEM_SECRET"] == run.context.credentials.secret
         assert run.context.credentials.secret not in run.context.config_path.read_text()
+
+        whole = await run.controller.fleet.read_log("decode-0", 0, 10**6)
+        assert b"serving rendezvous" in whole.data
+        assert (await run.controller.fleet.read_log("decode-0", whole.end, 99)).data == b""
+        last = await run.controller.fleet.read_log("decode-0", -5, 99)
+        assert (last.offset, last.data) == (whole.end - 5, whole.data[-5:])
+        with pytest.raises(ClusterError, match=r"no process 'decode-9'. Fix: .*decode-0"):
+            await run.controller.fleet.read_log("decode-9", 0, 99)
 
 
 async def test_a_death_at_start_ends_the_start_with_its_log(
@@ -117,24 +125,27 @@ async def test_a_start_that_takes_too_long_names_who_is_late(tmp_path: Path) -> 
     assert find_processes(run.context.run_id) == []
 
 
-@pytest.mark.parametrize("victim", ["router", "prefill-0", "decode-0/1"])
-async def test_a_killed_process_comes_back_with_its_instance(tmp_path: Path, victim: str) -> None:
+@pytest.mark.slow
+async def test_a_killed_process_comes_back_with_its_instance(tmp_path: Path) -> None:
     run = Run(tmp_path, decode_dp=2)
     async with run.running():
-        before = dict(run.processes)
-        instance = victim.split("/")[0]
-        os.kill(before[victim].pid, signal.SIGKILL)
-        await until(lambda: _is_back(run, before, instance))
-        for name, process in run.processes.items():
-            same_instance = process.instance == instance
-            assert (process.pid != before[name].pid) is same_instance
-            assert process.num_restarts == int(same_instance)
-        assert run.launcher.launched.count(instance) == 2
-        pids = {process.pid for process in run.processes.values()}
-        assert {found.pid for found in find_processes(run.context.run_id)} == pids
+        for victim in ("router", "prefill-0", "decode-0/1"):
+            before = dict(run.processes)
+            instance = victim.split("/")[0]
+            os.kill(before[victim].pid, signal.SIGKILL)
+            await until(lambda before=before, instance=instance: _is_back(run, before, instance))
+            for name, process in run.processes.items():
+                same_instance = process.instance == instance
+                assert (process.pid != before[name].pid) is same_instance
+                assert process.num_restarts == before[name].num_restarts + same_instance
+            assert run.launcher.launched.count(instance) == 2
+            pids = {process.pid for process in run.processes.values()}
+            assert {found.pid for found in find_processes(run.context.run_id)} == pids
+        assert [process.num_restarts for process in run.processes.values()] == [1] * 4
     assert find_processes(run.context.run_id) == []
 
 
+@pytest.mark.slow
 async def test_a_router_that_is_killed_comes_back_beside_the_other(tmp_path: Path) -> None:
     run = Run(tmp_path, routers=2)
     async with run.running():
@@ -148,6 +159,7 @@ async def test_a_router_that_is_killed_comes_back_beside_the_other(tmp_path: Pat
     assert find_processes(run.context.run_id) == []
 
 
+@pytest.mark.slow
 async def test_an_instance_that_others_stop_may_finish_and_comes_back_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -196,6 +208,7 @@ async def test_a_second_request_to_stop_does_not_wait(
     assert find_processes(run.context.run_id) == []
 
 
+@pytest.mark.slow
 async def test_an_instance_whose_host_is_lost_is_placed_anew(tmp_path: Path) -> None:
     run = Run(tmp_path, decode_dp=2)
     async with run.running():
@@ -276,15 +289,3 @@ async def test_a_later_controller_finds_what_operators_changed(tmp_path: Path) -
         await until(lambda: second.processes["decode-0"].phase is Phase.STOPPED)
         assert second.launcher.launched.count("decode-0") == 1
     assert find_processes(first.context.run_id) == []
-
-
-async def test_a_log_is_read_by_the_name_of_its_process(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    async with run.running():
-        whole = await run.controller.fleet.read_log("decode-0", 0, 10**6)
-        assert b"serving rendezvous" in whole.data
-        assert (await run.controller.fleet.read_log("decode-0", whole.end, 99)).data == b""
-        last = await run.controller.fleet.read_log("decode-0", -5, 99)
-        assert (last.offset, last.data) == (whole.end - 5, whole.data[-5:])
-        with pytest.raises(ClusterError, match=r"no process 'decode-9'. Fix: .*decode-0"):
-            await run.controller.fleet.read_log("decode-9", 0, 99)

@@ -87,25 +87,14 @@ def pid_of(run: FakeRun, name: str) -> int:
     return next(process.pid for process in run.state().processes if process.name == name)
 
 
-def test_ctrl_c_stops_everything_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_role_grows_and_shrinks_and_ctrl_c_stops_everything_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with fake_run(tmp_path) as run:
         state = run.state()
         assert state.phase is Phase.READY
         marked = {process.name() for process in find_processes(state.run_id)}
         assert {"gcs_server", "raylet"} <= marked
-        run.process.send_signal(signal.SIGINT)
-        assert run.process.wait(60) == 0, run.output.read_text()
-        assert "num_left_over=0" in run.output.read_text()
-        assert find_processes(state.run_id) == []
-        assert not ray_folder(state.run_id).exists()
-        assert run.run_dir.read_state() is None
-        assert run.run_dir.read_secret() == ""
-
-
-def test_a_role_grows_and_shrinks_and_ray_takes_back_its_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with fake_run(tmp_path) as run:
         config = ("--config", str(run.config_path))
         assert tandem(["scale", "decode", "+1", *config]) == 0
         assert "decode-1" in {process.name for process in run.state().processes}
@@ -118,6 +107,14 @@ def test_a_role_grows_and_shrinks_and_ray_takes_back_its_place(
         assert tandem(["restart", "--rolling", "prefill", *config]) == 0
         assert run.state().processes[-1].name == "prefill-1"
         assert tandem(["status", *config]) == 0
+
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(60) == 0, run.output.read_text()
+        assert "num_left_over=0" in run.output.read_text()
+        assert find_processes(state.run_id) == []
+        assert not ray_folder(state.run_id).exists()
+        assert run.run_dir.read_state() is None
+        assert run.run_dir.read_secret() == ""
 
 
 def test_nothing_survives_a_killed_controller(

@@ -42,6 +42,10 @@ NUM_PROCESSES = 4
 """A router, a prefill worker and two decode ranks."""
 
 
+PAUSE_S = 0.5
+"""Of the load: cores are there for whoever is asked as well."""
+
+
 class Load:
     """Requests until told to stop, on a thread of its own."""
 
@@ -60,7 +64,7 @@ class Load:
 
     def _run(self) -> None:
         params = [{"model": "tandem-python", "max_tokens": 24} for _ in self._prompts]
-        while not self._is_over.is_set():
+        while not self._is_over.wait(PAUSE_S):
             answers = run_all(self._base_url, self._prompts, params)
             self.num_failed += sum(answer.status != 200 for answer in answers)
 

@@ -121,7 +121,7 @@ class Death:
 
 @pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.cluster), "decode"])
 def test_a_killed_worker_that_comes_back_costs_no_request(cluster: Cluster, role: str) -> None:
-    prompts = random_prompts(12, 400)
+    prompts = random_prompts(12, 200)
 
     def restart() -> None:
         cluster.kill(f"{role}-0/0")

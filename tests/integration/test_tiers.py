@@ -16,7 +16,7 @@ from tests.integration.conftest import MODEL_DIR
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_SEQS = 2
 """Places of a decode step: the rank takes on four times as many, the router lets in six."""
-NUM_BASE = 8
+NUM_BASE = 7
 NUM_BEST = 2
 
 
@@ -42,7 +42,7 @@ async def overload(cluster: Cluster) -> list[str]:
 
         async with asyncio.TaskGroup() as group:
             for number in range(NUM_BASE):
-                group.create_task(ask("base", number, 400))
+                group.create_task(ask("base", number, 240))
             async with asyncio.timeout(300):
                 while not await is_full(session):
                     await asyncio.sleep(0.05)

@@ -63,7 +63,7 @@ def get(cluster: Cluster, path: str) -> tuple[int, Any]:
 
 def start_worker(cluster: Cluster, model: ModelSection, role: str, folder: Path) -> None:
     """One rank that serves another model at the same router."""
-    file = folder / f"{model.name}.toml"
+    file = folder / f"{model.name}-{role}.toml"  # another of the two may be reading its own
     file.write_text(dump_config(dataclasses.replace(cluster.config, model=model)))
     name = f"llama-{role}"
     command = [role, "--config", str(file), "--instance", name, "--rank", "0"]

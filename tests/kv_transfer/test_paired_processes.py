@@ -45,6 +45,7 @@ def decode_here(library: str, _no_thread_left: None) -> Iterator[DecodeSide]:
     side.close()
 
 
+@pytest.mark.slow
 def test_random_blocks_between_two_processes(library: str, start_child: StartChild) -> None:
     decode = start_child(run_decode, DecodeOptions(BIG, NUM_BLOCKS, transport=library))
     prefill = PrefillSide(pool=big_pool(), transport=library)

@@ -66,6 +66,7 @@ def pid_of(child: Child) -> int:
     return child.process.pid
 
 
+@pytest.mark.slow
 def test_prompts_of_4096_tokens_between_two_processes(
     start_child: StartChild, make_prefill: MakePrefill, capsys: pytest.CaptureFixture[str]
 ) -> None:

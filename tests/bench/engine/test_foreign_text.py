@@ -46,6 +46,7 @@ def test_a_choice_by_chance_is_uneven_too() -> None:
     assert 1.3 < chance_skew(DeepseekV3Config.from_dir(BUNDLED_MODEL), repeats=200) < 1.5
 
 
+@pytest.mark.slow
 def test_every_figure_is_a_share_or_a_loss(folder: Path, tokenizer: Tokenizer) -> None:
     model = build_model(BUNDLED_MODEL, with_mtp=True)
     rows = list(rows_of(folder, 1, tokenizer, 48))

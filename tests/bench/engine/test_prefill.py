@@ -70,6 +70,7 @@ def test_a_rank_alone_in_two_micro_batches_is_refused_as_in_a_cluster(
     assert "prefill.two_batch_overlap = 'on'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_short_prompts_behind_a_cached_prefix(tmp_path: Path) -> None:
     report = measure(tmp_path, "--cached-len", "128", "--profile", "off")
     assert report["options"]["cached_len"] == 128

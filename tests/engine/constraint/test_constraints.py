@@ -154,6 +154,7 @@ def test_a_field_that_cannot_be_is_named(params: SamplingParams, field: str) -> 
     assert caught.value.message.startswith(field)
 
 
+@pytest.mark.slow
 def test_nothing_of_xgrammar_is_imported_before_a_grammar_comes() -> None:
     code = (
         "import sys, decode.worker, prefill.worker;"
