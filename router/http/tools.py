@@ -28,17 +28,17 @@ def allowed_tools_of(choice: object) -> AllowedTools | None:
         return None
     allowed = choice.get("allowed_tools")
     if not isinstance(allowed, Mapping):
-        raise ValueError("must have allowed_tools: an object with mode and tools")
+        raise ValueError("has no allowed_tools. Fix: send an object with mode and tools")
     mode, tools = allowed.get("mode"), allowed.get("tools")
     if mode not in ("auto", "required"):
-        raise ValueError(f'must have a mode "auto" or "required"; it is {mode!r}')
+        raise ValueError(f'has the mode {mode!r}. Fix: send "auto" or "required"')
     if not isinstance(tools, list) or not tools:
-        raise ValueError("must have a list of tools, and at least one")
+        raise ValueError("allows none of the tools. Fix: send a list of at least one")
     names = []
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or tool.get("type") != "function":
-            raise ValueError(f'must have tools of the type "function"; tools[{index}] is none')
+            raise ValueError(f'allows tools[{index}], which is none. Fix: send the type "function"')
         names.append(_checked_name(f"has tools[{index}], whose name", function.get("name")))
     return AllowedTools(names=frozenset(names), is_required=mode == "required")
 

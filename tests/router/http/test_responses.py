@@ -224,7 +224,7 @@ async def test_allowed_tools_alone_are_called(
     with pytest.raises(openai.BadRequestError, match="none of tools"):
         await thinker.responses.create(**BODY, tools=[NOW], tool_choice=choice)
     choice["tools"] = [{"type": "mcp", "server_label": "x"}]
-    with pytest.raises(openai.BadRequestError, match="tools\\[0\\] is none"):
+    with pytest.raises(openai.BadRequestError, match="tools\\[0\\], which is none"):
         await thinker.responses.create(**BODY, tools=[NOW], tool_choice=choice)
 
 
