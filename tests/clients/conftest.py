@@ -14,9 +14,9 @@ from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
 
 ROOT = Path(__file__).resolve().parents[2]
-CLIENTS = Path(os.environ.get("TANDEM_CLIENTS", ROOT / ".venv-clients"))
-"""The environment; `make clients-test` makes it."""
-TIMEOUT_S = 280
+CLIENTS = Path(os.environ.get("TANDEM_CLIENTS", ROOT / ".venv-clients")).absolute()
+"""The environment; `make clients-test` makes it, and names it from the repository's root."""
+TIMEOUT_S = 560
 OFFLINE = {
     "HF_DATASETS_OFFLINE": "1",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
