@@ -27,6 +27,9 @@ MAX_GRAMMAR_BYTES: Final = 1 << 20
 """Of one text: what takes minutes to compile would keep others from being compiled."""
 NUM_THREADS: Final = 2
 """That compile: a grammar that takes long holds up one other at most."""
+MAX_TOKENS_AT_ONCE: Final = 32
+"""Of an output that a new matcher is told by whoever asks for it, 3 us each; longer ones are told
+on a thread of their own, in the order in which they came."""
 
 logger = get_logger(__name__)
 
@@ -83,6 +86,7 @@ class Constraints:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._num_bytes = 0
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._replays = ThreadPoolExecutor(1, thread_name_prefix="grammar-replay")
 
     def begin(
         self, params: SamplingParams, output_token_ids: Sequence[int] = ()
@@ -108,17 +112,22 @@ class Constraints:
             made.set_result(None)
             return made
         _check(constraint, self._vocab_size)
+        output = tuple(output_token_ids)
 
         def make(grammar: GrammarState | None) -> Matcher:
-            return _make_matcher(
-                constraint, grammar, params, output_token_ids, vocab_size=self._vocab_size
-            )
+            return _make_matcher(constraint, grammar, params, output, vocab_size=self._vocab_size)
+
+        def settle(make_it: Callable[[], Matcher]) -> None:
+            if len(output) <= MAX_TOKENS_AT_ONCE:
+                _settle(made, make_it)
+            else:
+                self._settle_later(made, make_it)
 
         if not constraint.grammar:
-            _settle(made, lambda: make(None))
+            settle(lambda: make(None))
             return made
         self._compiled(constraint.grammar).add_done_callback(
-            lambda compiled: _settle(made, lambda: make(compiled.result().begin()))
+            lambda compiled: settle(lambda: make(compiled.result().begin()))
         )
         return made
 
@@ -130,6 +139,20 @@ class Constraints:
     def close(self) -> None:
         """Compile nothing more: who waits is told so; what is being compiled ends by itself."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._replays.shutdown(wait=False, cancel_futures=True)
+
+    def _settle_later(self, made: Future[Matcher | None], make: Callable[[], Matcher]) -> None:
+        def refuse() -> None:
+            made.set_exception(DrainingError("the worker ends: it takes no output up again"))
+
+        def told(work: Future[None]) -> None:
+            if work.cancelled():
+                refuse()
+
+        try:
+            self._replays.submit(_settle, made, make).add_done_callback(told)
+        except RuntimeError:  # closed
+            refuse()
 
     def _compiled(self, text: str) -> Future[Compiled]:
         with self._lock:

@@ -48,6 +48,7 @@ class Grammars:
         )
         self._vocabulary = vocabulary
         num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 4))
+        # Without its cache of rules, with which grammars take what they should not.
         self._compiler = xgrammar.GrammarCompiler(
             info, max_threads=num_threads, cache_enabled=False
         )

@@ -79,12 +79,7 @@ _HARMLESS = frozenset(
         *("prompt_cache_retention", "parallel_tool_calls"),
         *("request_id", "rid", "stream_reasoning", "mm_processor_kwargs", "kv_transfer_params"),
         *("bootstrap_host", "bootstrap_port", "bootstrap_room", "guided_decoding_backend"),
-        *(
-            "spaces_between_special_tokens",
-            "no_stop_trim",
-            "vllm_xargs",
-            "return_tokens_as_token_ids",
-        ),
+        *("spaces_between_special_tokens", "vllm_xargs", "return_tokens_as_token_ids"),
     }
 )
 """They mean nothing here and change no answer."""

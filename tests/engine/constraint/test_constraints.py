@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from engine.constraint.constraints import MAX_GRAMMAR_BYTES, NUM_THREADS, Constraints
+from engine.constraint.constraints import (
+    MAX_GRAMMAR_BYTES,
+    MAX_TOKENS_AT_ONCE,
+    NUM_THREADS,
+    Constraints,
+)
 from runtime.errors import DrainingError, InternalError, InvalidRequestError
 from runtime.sampling import OutputConstraint, SamplingParams
-from tests.engine.constraint.fakes import VOCAB, CompiledList, FakeCompiler
+from tests.engine.constraint.fakes import VOCAB, CompiledList, FakeCompiler, ListedGrammar
 
 TIMEOUT_S = 60
 
@@ -108,6 +114,45 @@ def test_who_stops_waiting_does_not_end_what_is_made() -> None:
     compiler.may_end.set()
     assert made.result(TIMEOUT_S) is not None
     constraints.close()
+
+
+def test_a_long_output_is_told_to_its_matcher_on_another_thread() -> None:
+    """Who asks may be an event loop; and those that come later are not earlier."""
+    compiler = FakeCompiler()
+    constraints = make(compiler, cache_bytes=10**6)
+    tokens = [1] * (MAX_TOKENS_AT_ONCE + 1)
+    text = " ".join(map(str, [*tokens, 2]))
+    constraints.begin(ask(text)).result()  # from now on it is kept
+    told_on: list[str] = []
+    taken = ListedGrammar.accept
+
+    def accept(state: ListedGrammar, token_id: int) -> bool:
+        told_on.append(threading.current_thread().name)
+        return taken(state, token_id)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ListedGrammar, "accept", accept)
+        ended: list[int] = []
+        making = [constraints.begin(ask(text), tokens[:count]) for count in (33, 33, 3)]
+        for number, future in enumerate(making[:2]):
+            future.add_done_callback(lambda _, number=number: ended.append(number))
+        matchers = [future.result() for future in making]
+    constraints.close()
+    assert [matcher.num_taken for matcher in matchers if matcher] == [33, 33, 3]
+    assert ended == [0, 1]
+    here = threading.current_thread().name
+    assert told_on.count(here) == 3, "a few tokens are told at once"
+    assert len(told_on) == 33 + 33 + 3
+
+
+def test_a_long_output_at_the_end_is_told_that_the_worker_ends() -> None:
+    constraints = make(FakeCompiler(), cache_bytes=10**6)
+    tokens = [1] * (MAX_TOKENS_AT_ONCE + 1)
+    text = " ".join(map(str, [*tokens, 2]))
+    constraints.begin(ask(text)).result()
+    constraints.close()
+    with pytest.raises(DrainingError, match="the worker ends"):
+        constraints.begin(ask(text), tokens).result()
 
 
 def test_who_waits_at_the_end_is_told_of_it_and_so_is_who_comes_later() -> None:

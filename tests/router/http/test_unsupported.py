@@ -9,7 +9,12 @@ import pytest
 
 from router.errors import RequestError
 from router.http.schema import ChatRequest
-from router.http.unsupported import MAX_UNKNOWN, refuse_switches, template_variables
+from router.http.unsupported import (
+    MAX_UNKNOWN,
+    refuse_switches,
+    template_variables,
+    unknown_fields,
+)
 from tests.router.conftest import MODEL, Cluster
 
 USER = {"role": "user", "content": "hi"}
@@ -101,3 +106,8 @@ def test_switches_that_the_template_reads_reach_it() -> None:
     assert template_variables(body) == {"reasoning_effort": "low", "thinking": True, "x": 1}
     with pytest.raises(RequestError, match="does not read it"):
         refuse_switches(body, frozenset({"thinking"}))
+
+
+def test_an_unknown_field_is_refused_or_read_or_of_no_meaning_and_never_two_of_these() -> None:
+    names = [name for kind in unknown_fields().values() for name in kind]
+    assert len(names) == len(set(names))
