@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.boot.refusals import refuse_capture, refuse_for_room
+from engine.boot.refusals import refuse_bare_step, refuse_capture, refuse_for_room
 from engine.graphs.capture_errors import CaptureError, is_forbidden, is_no_memory, is_of_a_device
 from engine.memory.kv_budget import MemorySums
 from engine.options import ChunkSteps, EngineOptions, KVOptions, TokenSteps
@@ -60,6 +60,25 @@ def test_a_lower_share_leaves_as_much_again(
     else:
         assert refusal.path == "decode.max_num_seqs"
     assert "or 0" not in refusal.fix
+
+
+@pytest.mark.parametrize(
+    ("masked", "named"),
+    [(None, ""), (0, ""), (64, "or a prefill.max_masked_tokens below 64")],
+)
+def test_a_step_too_large_names_masked_rows_where_they_are_asked_for(
+    masked: int | None, named: str
+) -> None:
+    steps = ChunkSteps() if masked is None else ChunkSteps(max_masked_tokens=masked)
+    options = replace(PREFILL, steps=steps)
+    for refusal in (
+        refuse_bare_step(options, "the largest step", GIB),
+        refuse_for_room(options, "the largest step", GIB, None),
+    ):
+        assert refusal.path == "prefill.max_num_batched_tokens"
+        assert refusal.fix.startswith("512 or less")
+        assert named in refusal.fix
+        assert bool(named) is ("max_masked_tokens" in refusal.fix)
 
 
 FORBIDDEN = [
