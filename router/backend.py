@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 
 from router.errors import RequestError
 from router.model import ModelLimits, ServedModel
@@ -79,6 +78,8 @@ class Backend:
         self.readiness = Readiness(self.pool)
         self.compilers = Compilers(model.folder, model.limits.vocab_size)
         self.pipeline = Pipeline(self._workers, policy, section, self.readiness)
+        self._limits = -1, model.limits
+        """Of a version of the pool."""
 
     @property
     def name(self) -> str:
@@ -87,7 +88,12 @@ class Backend:
 
     def limits(self) -> ModelLimits:
         """Of the model and of the workers that are there; any thread may ask."""
-        return self.model.limits_with(self.pool.members())
+        version, limits = self._limits
+        if version != self.pool.version:
+            version = self.pool.version
+            limits = self.model.limits_with(self.pool.members())
+            self._limits = version, limits
+        return limits
 
     def update(self, members: Sequence[Member]) -> None:
         """``members`` serve the model now."""
@@ -158,7 +164,7 @@ class Backends:
             counts += backend.admission.num_in_flight_by_tier()
         return counts
 
-    def body(self) -> AbstractContextManager[BodyBytes]:
+    def body(self) -> BodyBytes:
         """Count the bytes of one body, whichever model it will ask for."""
         return self.default.admission.body()  # all have one budget
 

@@ -148,9 +148,9 @@ class RouterMetrics:
         return render_metrics(self.sums(), self._vllm)
 
     def settle(self) -> None:
-        """Hand over what the token paths of all models have added up."""
+        """Hand over what the paths of all models' requests have added up."""
         for model in self._models.values():
-            model.deliveries.settle()
+            model.settle()
 
     def sums(self) -> CollectorRegistry:
         """What to read all metrics of; with a shared folder, the sums over all processes."""

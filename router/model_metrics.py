@@ -1,11 +1,11 @@
-"""What is counted of the requests of one model. All children are bound: tokens only add numbers."""
+"""What is counted of the requests of one model: their paths only add numbers (`router.tally`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from router.tally import DeliveryTally
+from router.tally import CountTally, DeliveryTally, ValueTally
 from runtime.errors import ErrorCode
 
 if TYPE_CHECKING:
@@ -28,32 +28,46 @@ class ModelMetrics:
     def __init__(self, router: RouterMetrics, model: str) -> None:
         """``model`` is the name that the label has; aliases count under it."""
         self._router = router
-        self.ttft = router.ttft.labels(model)
+        self.ttft = ValueTally(router.ttft.labels(model))
         self.itl = router.itl.labels(model)
-        self.e2e = router.e2e.labels(model)
-        self.tpot = router.tpot.labels(model)
-        self.inference = router.inference.labels(model)
+        self.e2e = ValueTally(router.e2e.labels(model))
+        self.tpot = ValueTally(router.tpot.labels(model))
+        self.inference = ValueTally(router.inference.labels(model))
         self.migration = router.migration.labels(model)
-        self.prompt_lengths = router.prompt_lengths.labels(model)
-        self.output_lengths = router.output_lengths.labels(model)
-        self.max_lengths = router.max_lengths.labels(model)
-        self.prompt_tokens = router.tokens.labels(model, "prompt")
-        self.cached_tokens = router.tokens.labels(model, "cached")
+        self.prompt_lengths = ValueTally(router.prompt_lengths.labels(model))
+        self.output_lengths = ValueTally(router.output_lengths.labels(model))
+        self.max_lengths = ValueTally(router.max_lengths.labels(model))
+        self.prompt_tokens = CountTally(router.tokens.labels(model, "prompt"))
+        self.cached_tokens = CountTally(router.tokens.labels(model, "cached"))
         self.output_tokens = router.tokens.labels(model, "output")
         self.deliveries = DeliveryTally(self.output_tokens, self.itl)
         self.tiers = router.tiers
-        self.in_flight = router.in_flight.labels(model)
+        self.in_flight = CountTally(router.in_flight.labels(model))
         self.requests_waiting = router.requests_waiting.labels(model)
         self.room_moves = router.room_moves.labels(model)
         self.lost_aborts = router.lost_aborts
-        self._stage = {name: router.stages.labels(model, name) for name in STAGES}
+        self._stages = [
+            (f"{name}_s", ValueTally(router.stages.labels(model, name))) for name in STAGES
+        ]
         self._finished = {
-            reason: router.finished.labels(model, reason)
+            reason: CountTally(router.finished.labels(model, reason))
             for reason in ("stop", "length", "tool_calls")
         }
         self._migrations = {
             code: router.migrations.labels(model, code.name.lower()) for code in ErrorCode
         }
+        self._tallies: list[DeliveryTally | CountTally | ValueTally] = [
+            *(self.deliveries, self.in_flight, self.prompt_tokens, self.cached_tokens),
+            *(self.ttft, self.e2e, self.tpot, self.inference),
+            *(self.prompt_lengths, self.output_lengths, self.max_lengths),
+            *[tally for _, tally in self._stages],
+            *self._finished.values(),
+        ]
+
+    def settle(self) -> None:
+        """Hand over what was added up; call it before anyone reads, and now and then."""
+        for tally in self._tallies:
+            tally.settle()
 
     def count_migration(self, reason: ErrorCode) -> None:
         """One more attempt of a request."""
@@ -84,7 +98,7 @@ class ModelMetrics:
         if "prefill_queue_s" in split:
             before_s = sum(split.get(stage, 0.0) for stage in _BEFORE_INFERENCE)
             self.inference.observe(max(0.0, total_s - before_s))
-        for name, stage in self._stage.items():
-            value = split.get(f"{name}_s")
+        for name, stage in self._stages:
+            value = split.get(name)
             if value is not None:
                 stage.observe(value)

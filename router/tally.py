@@ -1,4 +1,4 @@
-"""What the token path counts, added up here and handed to Prometheus now and then.
+"""What requests and tokens count, kept here and handed to Prometheus now and then.
 
 A counter takes a lock for every number and a histogram two, more than a token's text costs; the
 sums over half a second are the same. One event loop owns a tally.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 
 class DeliveryTally:
@@ -42,3 +42,50 @@ class DeliveryTally:
                 self._intervals._buckets[bucket].inc(count)
         self._num_tokens, self._sum_s = 0, 0.0
         self._counts = [0] * len(self._bounds)
+
+
+class CountTally:
+    """For a counter, or for a gauge of what is there now."""
+
+    def __init__(self, metric: Counter | Gauge) -> None:
+        """``settle`` adds to ``metric``, which has no labels left to give."""
+        self._metric = metric
+        self._sum = 0.0
+
+    def inc(self, number: float = 1.0) -> None:
+        """So many more; of a gauge also fewer."""
+        self._sum += number
+
+    def settle(self) -> None:
+        """Hand over what was added."""
+        if self._sum:
+            self._metric.inc(self._sum)
+            self._sum = 0.0
+
+
+class ValueTally:
+    """For a histogram."""
+
+    def __init__(self, histogram: Histogram) -> None:
+        """``settle`` adds to ``histogram``, which has no labels left to give."""
+        self._histogram = histogram
+        self._values: list[float] = []
+
+    def observe(self, value: float) -> None:
+        """One more value."""
+        self._values.append(value)
+
+    def settle(self) -> None:
+        """Hand over what was observed."""
+        values, self._values = self._values, []
+        if not values:
+            return
+        histogram = self._histogram
+        bounds = histogram._upper_bounds
+        counts = [0] * len(bounds)
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+        histogram._sum.inc(sum(values))
+        for bucket, count in enumerate(counts):
+            if count:
+                histogram._buckets[bucket].inc(count)

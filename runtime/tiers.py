@@ -65,6 +65,8 @@ class Standing:
 
     def with_ttft_left(self, waited_s: float) -> Standing:
         """The same after the request has waited for so long."""
+        if not self.ttft_s:
+            return self
         return replace(self, ttft_s=max(0.0, self.ttft_s - waited_s))
 
 

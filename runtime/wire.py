@@ -134,7 +134,7 @@ def _constraint_from_proto(message: common_pb2.SamplingParams) -> OutputConstrai
 
 def standing_to_proto(standing: Standing) -> common_pb2.Standing | None:
     """None where there are no tiers."""
-    if standing == NO_TIER:
+    if standing is NO_TIER or standing == NO_TIER:
         return None
     return common_pb2.Standing(
         tier=standing.tier,

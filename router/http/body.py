@@ -19,20 +19,30 @@ async def read_body(
         RequestError: it is too large, or did not come in time.
         TooManyRequestsError: bodies of all requests take too much memory.
     """
-    too_large = RequestError(
-        f"the body is larger than router.max_body_bytes = {max_bytes}. Fix: send less",
-        code="request_too_large",
-        status=413,
-    )
+
+    def too_large() -> RequestError:
+        return RequestError(
+            f"the body is larger than router.max_body_bytes = {max_bytes}. Fix: send less",
+            code="request_too_large",
+            status=413,
+        )
+
     if (request.content_length or 0) > max_bytes:
-        raise too_large
+        raise too_large()
+    content = request.content
+    if content.is_eof():  # all of it came with the headers, as nearly always
+        data = content.read_nowait()
+        held.add(len(data))
+        if len(data) > max_bytes:
+            raise too_large()
+        return data
     chunks = []
     try:
         async with asyncio.timeout(timeout_s):
-            async for chunk in request.content.iter_any():
+            async for chunk in content.iter_any():
                 held.add(len(chunk))
                 if held.num_bytes > max_bytes:
-                    raise too_large
+                    raise too_large()
                 chunks.append(chunk)
     except TimeoutError as error:
         raise RequestError(

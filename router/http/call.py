@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from aiohttp import web
 
 from router.backend import Backend
-from router.http.gate import limit_headers
+from router.http.gate import KeyUse
 from router.http.output_rules import CompiledRules, OutputRules
 from router.http.schema import ChatRequest, CompletionRequest
 from router.http.unsupported import IGNORED_HEADER, ignored_fields
@@ -39,6 +39,8 @@ class Call(Generic[RequestT]):
     standing: Standing
     num_choices: int
     """Of all prompts."""
+    use: KeyUse | None
+    """What it uses of its key; None: none is asked for."""
     received: float
     held: BodyBytes
     num_bytes: int
@@ -59,7 +61,7 @@ class Call(Generic[RequestT]):
 
 def headers_of(call: Call[RequestT]) -> dict[str, str]:
     """What the answer says of the request."""
-    headers = limit_headers(call.request)
+    headers = call.use.headers if call.use is not None else {}
     left_out: list[str] = [] if call.rules is None else call.rules.left_out()
     ignored = [*ignored_fields(call.body), *left_out]
     if not ignored:

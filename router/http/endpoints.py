@@ -6,10 +6,9 @@ Everything that can be refused is refused before anything is sent or asked of a 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import secrets
+import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from aiohttp import web
@@ -21,12 +20,7 @@ from router.http.chat import ChatBody, ChatStream
 from router.http.completions import CompletionBody, CompletionStream, CompletionText
 from router.http.conversation import new_reader, tells_reasoning
 from router.http.dialect import OPENAI, Dialect
-from router.http.gate import (
-    cache_salt_of,
-    count_output,
-    count_prompt,
-    key_of,
-)
+from router.http.gate import cache_salt_of, use_of
 from router.http.output_rules import rules_of
 from router.http.params import (
     choices_per_prompt,
@@ -47,6 +41,7 @@ from router.http.serving import Serving, backend_for
 from router.http.tiers import standing_of
 from router.http.unsupported import refuse_unsupported
 from router.model import ModelLimits, ServedModel
+from router.requests.admission import BodyBytes
 from router.requests.generation import Generation, Mailbox
 from router.requests.run import MAX_PARALLEL, RequestRun
 from router.requests.time_limits import limits_from_arrival
@@ -104,7 +99,7 @@ class OpenAIEndpoints:
             check_chat(body, model, limits)
             return 1
 
-        async with self._receive(request, parse, check) as call:
+        async def answer(call: Call[ChatRequest]) -> web.StreamResponse:
             body, model, limits = call.body, call.backend.model, call.limits
             return await self._answer(
                 call,
@@ -113,6 +108,8 @@ class OpenAIEndpoints:
                 form_of,
                 dialect,
             )
+
+        return await self._serve(request, parse, check, answer)
 
     async def serve_completion(
         self,
@@ -126,7 +123,7 @@ class OpenAIEndpoints:
             check_completion(body, model, limits)
             return len(body.prompt)
 
-        async with self._receive(request, parse, check) as call:
+        async def answer(call: Call[CompletionRequest]) -> web.StreamResponse:
             body, model, limits = call.body, call.backend.model, call.limits
             return await self._answer(
                 call,
@@ -136,62 +133,78 @@ class OpenAIEndpoints:
                 OPENAI,
             )
 
-    @contextlib.asynccontextmanager
+        return await self._serve(request, parse, check, answer)
+
+    async def _serve(
+        self,
+        request: web.Request,
+        parse: Callable[[bytes], RequestT],
+        check: Callable[[RequestT, ServedModel, ModelLimits], int],
+        answer: Callable[[Call[RequestT]], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """Let ``request`` in and ``answer`` it, once its body is known to be one that can be."""
+        received = asyncio.get_running_loop().time()
+        serving = self._serving
+        with serving.backends.body() as held:
+            call = await self._receive(request, parse, check, held, received)
+            readiness = call.backend.readiness
+            if not readiness.was_ready:
+                missing = ", ".join(readiness.missing())
+                raise NotReadyError(f"the cluster is starting: {missing}. Fix: retry in a moment")
+            if call.use is None and call.rules is None:
+                return await answer(call)
+            num_tokens = tokens_asked_for(call.body, call.num_bytes, call.num_choices)
+            async with serving.gate.admit(request, num_tokens):
+                if call.rules is not None:
+                    limit = earliest(limits_from_arrival(serving.section, received))
+                    made = await call.rules.compile(call.backend.compilers, limit)
+                    call = replace(call, compiled=made)
+                return await answer(call)
+
     async def _receive(
         self,
         request: web.Request,
         parse: Callable[[bytes], RequestT],
         check: Callable[[RequestT, ServedModel, ModelLimits], int],
-    ) -> AsyncIterator[Call[RequestT]]:
+        held: BodyBytes,
+        received: float,
+    ) -> Call[RequestT]:
         """The body of ``request``, read and checked; ``check`` says how many prompts it holds.
 
         All that can be refused without a tokenizer is refused here.
         """
-        received = asyncio.get_running_loop().time()
-        serving = self._serving
-        section = serving.section
-        with serving.backends.body() as held:
-            raw = await read_body(
-                request, held, max_bytes=section.max_body_bytes, timeout_s=section.body_timeout_s
+        serving, section = self._serving, self._serving.section
+        raw = await read_body(
+            request, held, max_bytes=section.max_body_bytes, timeout_s=section.body_timeout_s
+        )
+
+        def checked(_: object) -> Call[RequestT]:
+            body = parse(raw)
+            backend = backend_for(serving, request, body.model)
+            limits = backend.limits()
+            refuse_unsupported(body)
+            use = use_of(request) if serving.gate.asks_for_keys else None
+            key = None if use is None else use.record
+            standing = standing_of(body, serving.tiers, key, max_priority=section.max_priority)
+            sampling = sampling_from(body, limits)
+            most = section.max_choices_per_request
+            return Call(
+                request=request,
+                request_id=request[REQUEST_ID_KEY],
+                body=body,
+                backend=backend,
+                limits=limits,
+                sampling=sampling,
+                rules=rules_of(body, backend.model),
+                standing=standing,
+                num_choices=num_choices(body, check(body, backend.model, limits), most),
+                use=use,
+                received=received,
+                held=held,
+                num_bytes=len(raw),
             )
 
-            def checked(_: object) -> Call[RequestT]:
-                body = parse(raw)
-                backend = backend_for(serving, request, body.model)
-                limits = backend.limits()
-                refuse_unsupported(body)
-                standing = standing_of(
-                    body, serving.tiers, key_of(request), max_priority=section.max_priority
-                )
-                sampling = sampling_from(body, limits)
-                most = section.max_choices_per_request
-                return Call(
-                    request=request,
-                    request_id=request[REQUEST_ID_KEY],
-                    body=body,
-                    backend=backend,
-                    limits=limits,
-                    sampling=sampling,
-                    rules=rules_of(body, backend.model),
-                    standing=standing,
-                    num_choices=num_choices(body, check(body, backend.model, limits), most),
-                    received=received,
-                    held=held,
-                    num_bytes=len(raw),
-                )
-
-            call = await serving.lanes.run(len(raw), checked)
-            readiness = call.backend.readiness
-            if not readiness.was_ready:
-                missing = ", ".join(readiness.missing())
-                raise NotReadyError(f"the cluster is starting: {missing}. Fix: retry in a moment")
-            num_tokens = tokens_asked_for(call.body, len(raw), call.num_choices)
-            async with serving.gate.admit(request, num_tokens):
-                if call.rules is not None:
-                    limit = earliest(limits_from_arrival(section, received))
-                    made = await call.rules.compile(call.backend.compilers, limit)
-                    call = replace(call, compiled=made)
-                yield call
+        return await serving.lanes.run(len(raw), checked)
 
     async def _answer(
         self,
@@ -214,11 +227,13 @@ class OpenAIEndpoints:
             call.held.release()
             info = _info_of(call)
             mailbox = Mailbox(serving.section.max_mailbox_bytes, lambda: cut_off_reader(call))
-            self._add_choices(info, call, prompts, mailbox, reader_of)
+            _add_choices(info, call, prompts, mailbox, reader_of)
             for prompt in prompts:
-                backend.metrics.prompt_lengths.observe(len(prompt.token_ids))
-                backend.metrics.prompt_tokens.inc(len(prompt.token_ids))
-                count_prompt(call.request, len(prompt.token_ids))
+                num_tokens = len(prompt.token_ids)
+                backend.metrics.prompt_lengths.observe(num_tokens)
+                backend.metrics.prompt_tokens.inc(num_tokens)
+                if call.use is not None:
+                    call.use.num_prompt_tokens += num_tokens
             generations = [choice.generation for choice in info.choices]
             run = RequestRun(backend.pipeline, mailbox, generations, on_ended=place.give_back)
             form = form_of(body, info)
@@ -256,49 +271,51 @@ class OpenAIEndpoints:
             cut_off(call, "it did not take its answer within router.request_timeout_s")
             raise ConnectionAbortedError("the client was too slow") from error
         finally:
-            count_output(call.request, sum(each.generation.num_tokens for each in info.choices))
-            record_request(serving.spans, current_trace(), info, time.monotonic())
+            if call.use is not None:
+                call.use.num_output_tokens += sum(c.generation.num_tokens for c in info.choices)
+            if serving.spans is not None:
+                record_request(serving.spans, current_trace(), info, time.monotonic())
             serving.finished.add(info.choices[0].generation, time.time())
 
-    def _add_choices(
-        self,
-        info: ResponseInfo,
-        call: Call[RequestT],
-        prompts: Sequence[Prompt],
-        mailbox: Mailbox,
-        reader_of: ReaderOf,
-    ) -> None:
-        """Prompt i's choice j is number ``i * n + j``."""
-        body, limits = call.body, call.limits
-        unique = f"{call.request_id}.{secrets.token_hex(4)}"  # two clients may send the same id
-        for prompt in prompts:
-            capped = for_prompt(call.sampling, len(prompt.token_ids), limits, param=call.param)
-            if call.compiled is not None:
-                capped = replace(capped, constraint=call.compiled.constraint(prompt.model_start))
-            options = OutputOptions(
-                stops=body.stop,
-                include_stop=bool(body.include_stop_str_in_output),
-                skip_special_tokens=body.skip_special_tokens is not False,
-                min_tokens=capped.min_tokens,
-                keep_tokens=info.wants_logprobs or info.wants_token_ids,
+
+def _add_choices(
+    info: ResponseInfo,
+    call: Call[RequestT],
+    prompts: Sequence[Prompt],
+    mailbox: Mailbox,
+    reader_of: ReaderOf,
+) -> None:
+    """Prompt i's choice j is number ``i * n + j``."""
+    body, limits = call.body, call.limits
+    unique = f"{call.request_id}.{os.urandom(4).hex()}"  # two clients may send the same id
+    for prompt in prompts:
+        capped = for_prompt(call.sampling, len(prompt.token_ids), limits, param=call.param)
+        if call.compiled is not None:
+            capped = replace(capped, constraint=call.compiled.constraint(prompt.model_start))
+        options = OutputOptions(
+            stops=body.stop,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            min_tokens=capped.min_tokens,
+            keep_tokens=info.wants_logprobs or info.wants_token_ids,
+        )
+        for number in range(info.choices_per_prompt):
+            index = len(info.choices)
+            generation = Generation(
+                request_id=f"{unique}.{index}",
+                index=index,
+                prompt_token_ids=prompt.token_ids,
+                sampling=for_choice(capped, number),
+                cache_salt=cache_salt_of(call.use, body.cache_salt),
+                mailbox=mailbox,
+                received=call.received,
+                conversation=conversation_of(call.request, body.prompt_cache_key),
+                explain=info.wants_routing,
+                standing=call.standing,
             )
-            for number in range(info.choices_per_prompt):
-                index = len(info.choices)
-                generation = Generation(
-                    request_id=f"{unique}.{index}",
-                    index=index,
-                    prompt_token_ids=prompt.token_ids,
-                    sampling=for_choice(capped, number),
-                    cache_salt=cache_salt_of(call.request, body.cache_salt),
-                    mailbox=mailbox,
-                    received=call.received,
-                    conversation=conversation_of(call.request, body.prompt_cache_key),
-                    explain=info.wants_routing,
-                    standing=call.standing,
-                )
-                text = ChoiceText(info.vocabulary, options, reader_of(prompt))
-                choice = Choice(index=index, prompt=prompt, generation=generation, text=text)
-                info.choices.append(choice)
+            text = ChoiceText(info.vocabulary, options, reader_of(prompt))
+            choice = Choice(index=index, prompt=prompt, generation=generation, text=text)
+            info.choices.append(choice)
 
 
 def _info_of(call: Call[RequestT]) -> ResponseInfo:

@@ -185,6 +185,8 @@ class Gate:
         Raises:
             ForbiddenError: it may not.
         """
+        if self._source is None:
+            return
         use = request.get(KEY_USE)
         if use is None or may_use(request, names):
             return
@@ -271,28 +273,14 @@ def key_of(request: web.Request) -> KeyRecord | None:
     return use.record if use else None
 
 
-def cache_salt_of(request: web.Request, salt: str | None) -> str:
-    """The salt of the request's cached prefixes: its tenant's, and the client's own beside it."""
-    use = request.get(KEY_USE)
+def use_of(request: web.Request) -> KeyUse | None:
+    """What ``request`` uses of its key; None where none is asked for."""
+    return request.get(KEY_USE)
+
+
+def cache_salt_of(use: KeyUse | None, salt: str | None) -> str:
+    """The salt of a request's cached prefixes: its tenant's, and the client's own beside it."""
     return salt_of_tenant(use.record.tenant if use else "", salt or "")
-
-
-def count_prompt(request: web.Request, num_tokens: int) -> None:
-    """``num_tokens`` of prompts were given to workers for ``request``."""
-    if (use := request.get(KEY_USE)) is not None:
-        use.num_prompt_tokens += num_tokens
-
-
-def count_output(request: web.Request, num_tokens: int) -> None:
-    """``num_tokens`` were generated for ``request``; called when it ends."""
-    if (use := request.get(KEY_USE)) is not None:
-        use.num_output_tokens += num_tokens
-
-
-def limit_headers(request: web.Request) -> dict[str, str]:
-    """What the answer says of the limits of the request's key."""
-    use = request.get(KEY_USE)
-    return use.headers if use else {}
 
 
 def _key_of(request: web.Request) -> str:

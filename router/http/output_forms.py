@@ -67,7 +67,9 @@ def _asked(request: GenerationRequest) -> dict[str, Callable[[str], Form]]:
     response_format = request.response_format
     if response_format is not None and response_format.get("type") != "text":
         asked["response_format"] = lambda param: _of_response_format(response_format, param)
-    extra = request.model_extra or {}
+    extra = request.model_extra
+    if not extra:
+        return asked
     for name, make in _MAKERS.items():
         if extra.get(name) is not None:
             asked[name] = _bound(make, extra[name])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import secrets
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def sampling_from(request: GenerationRequest, limits: ModelLimits) -> SamplingPa
     num_logprobs, num_prompt_logprobs = _logprobs(request)
     _check_stops(request.stop)
     top_k = _integer("top_k", request.top_k, 0, -1, 2**31 - 1)
-    seed = secrets.randbits(64) if request.seed is None else request.seed % _SEEDS
+    seed = request.seed
     return SamplingParams(
         temperature=_number("temperature", request.temperature, 1.0, 0.0, 2.0),
         top_p=_number("top_p", request.top_p, 1.0, 0.0, 1.0, exclusive=True),
@@ -48,7 +48,7 @@ def sampling_from(request: GenerationRequest, limits: ModelLimits) -> SamplingPa
         presence_penalty=_number("presence_penalty", request.presence_penalty, 0.0, -2.0, 2.0),
         frequency_penalty=_number("frequency_penalty", request.frequency_penalty, 0.0, -2.0, 2.0),
         logit_bias=_logit_bias(request.logit_bias, limits),
-        seed=seed,
+        seed=int.from_bytes(os.urandom(8), "little") if seed is None else seed % _SEEDS,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         stop_token_ids=_stop_token_ids(request, limits),
@@ -91,7 +91,9 @@ def for_prompt(
     room = limits.max_model_len - num_prompt_tokens
     if room < 1:
         raise too_long(param, num_prompt_tokens, limits)
-    max_tokens = min(params.max_tokens, room)
+    if params.max_tokens <= room:  # min_tokens is no more
+        return params
+    max_tokens = room
     return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 
 from aiohttp import web
 
@@ -14,4 +14,4 @@ _VALID_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 def request_id_of(request: web.Request) -> str:
     """The client's x-request-id where it is a plain word, else a new one."""
     given = request.headers.get("x-request-id", "")
-    return given if _VALID_REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+    return given if _VALID_REQUEST_ID.fullmatch(given) else f"req-{os.urandom(12).hex()}"

@@ -20,10 +20,10 @@ OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion"}
 
 
 def record_request(
-    spans: Spans | None, trace: TraceContext | None, info: ResponseInfo, now: float
+    spans: Spans, trace: TraceContext | None, info: ResponseInfo, now: float
 ) -> None:
     """Queue the spans of a request that ends ``now``, where somebody records it."""
-    if spans is None or trace is None or not trace.is_sampled or not info.choices:
+    if trace is None or not trace.is_sampled or not info.choices:
         return
     operation = OPERATIONS.get(info.response_id.partition("-")[0], "chat")
     received = info.choices[0].generation.timings.received

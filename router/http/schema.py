@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
 from router.errors import RequestError
@@ -98,10 +98,12 @@ class GenerationRequest(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: Annotated[list[str], PlainValidator(_strings)] = []
+    stop: Annotated[list[str], PlainValidator(_strings)] = Field(default_factory=list)
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = {}
+    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = Field(
+        default_factory=dict
+    )
     response_format: dict[str, Any] | None = None
     # Beyond OpenAI's API, as other engines name them.
     top_k: int | None = None
@@ -259,7 +261,8 @@ def parse_body(body: bytes, request_type: type[RequestT]) -> RequestT:
         found = type(fields).__name__
         raise RequestError(f"the body is a JSON {found}. Fix: send one JSON object")
     for name, value in fields.items():
-        if name != "prompt":  # which has a shape of its own, and perhaps a million ids
+        # "prompt" has a shape of its own, and perhaps a million ids.
+        if isinstance(value, dict | list) and name != "prompt":
             _check_depth(name, value)
     return validated(fields, request_type)
 

@@ -91,7 +91,18 @@ def refuse_unsupported(request: GenerationRequest) -> None:
     Raises:
         RequestError: names the field and what to do.
     """
-    unknown = request.model_extra or {}
+    unknown = request.model_extra
+    if unknown:
+        _refuse_unknown(request, unknown)
+    if isinstance(request, CompletionRequest):
+        _refuse_of_completion(request)
+    elif isinstance(request, ChatRequest):
+        _refuse_of_chat(request)
+    if unknown:
+        _refuse_misspelt(request)
+
+
+def _refuse_unknown(request: GenerationRequest, unknown: Mapping[str, Any]) -> None:
     for name in _CONSTRAINTS:
         if unknown.get(name) is not None:
             raise _unsupported(name, "a constraint", "send structured_outputs or response_format")
@@ -99,11 +110,6 @@ def refuse_unsupported(request: GenerationRequest) -> None:
         value = unknown.get(name)
         if value is not None and value not in neutral and not _is_implied(request, name, value):
             raise _unsupported(name, _short(value), "leave it out")
-    if isinstance(request, CompletionRequest):
-        _refuse_of_completion(request)
-    elif isinstance(request, ChatRequest):
-        _refuse_of_chat(request)
-    _refuse_misspelt(request)
 
 
 def _is_implied(request: GenerationRequest, name: str, value: object) -> bool:
@@ -146,6 +152,8 @@ def template_variables(request: ChatRequest) -> dict[str, Any]:
 
 def ignored_fields(request: GenerationRequest) -> list[str]:
     """Names of fields that nobody here knows, fit for a header."""
+    if not request.model_extra:
+        return []
     known = {*FIELDS, *_CONSTRAINTS, *_NEUTRAL, *_TEMPLATE_SWITCHES, *_HARMLESS}
     unknown = [name for name in request.model_extra or {} if name not in known]
     return [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:MAX_NAME]) for name in unknown]

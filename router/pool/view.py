@@ -7,8 +7,7 @@ change costs nothing, and listeners are told what did.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from router.pool.load import MergedLoad
@@ -67,6 +66,23 @@ class Candidate:
         instance, _, rank = prefill.key
         peers = [f"{instance}/{rank + part}" for part in range(prefill.num_parts)]
         return self.load.rates.received_per_s(peers) or self.typical.received_per_s
+
+
+class InFlight:
+    """One request at a member, while it is entered."""
+
+    __slots__ = ("_key", "_load", "_num_tokens", "_pool")
+
+    def __init__(self, pool: PoolView, key: WorkerKey, num_tokens: int) -> None:
+        self._pool = pool
+        self._key = key
+        self._num_tokens = num_tokens
+
+    def __enter__(self) -> None:
+        self._load = self._pool.enter(self._key, self._num_tokens)
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.leave(self._key, self._num_tokens, self._load)
 
 
 class PoolView:
@@ -176,21 +192,25 @@ class PoolView:
         load = self._loads.get(key)
         return load.num_ours if load is not None else 0
 
-    @contextmanager
-    def in_flight(self, key: WorkerKey, num_tokens: int = 0) -> Iterator[None]:
-        """Count one request (and its prompt tokens) at a member."""
+    def in_flight(self, key: WorkerKey, num_tokens: int = 0) -> InFlight:
+        """Count one request (and its prompt tokens) at a member, while it is entered."""
+        return InFlight(self, key, num_tokens)
+
+    def enter(self, key: WorkerKey, num_tokens: int) -> MergedLoad:
+        """The same; the result is given back to ``leave``."""
         load = self._loads.get(key)
         if load is None:
             load = self._loads[key] = MergedLoad()
         load.enter(num_tokens)
         self._tell_load(key)
-        try:
-            yield
-        finally:
-            load.leave(num_tokens)
-            self._tell_load(key)
-            if load.num_ours == 0 and key not in self._candidates:
-                self._loads.pop(key, None)
+        return load
+
+    def leave(self, key: WorkerKey, num_tokens: int, load: MergedLoad) -> None:
+        """What ``enter`` counted is over."""
+        load.leave(num_tokens)
+        self._tell_load(key)
+        if load.num_ours == 0 and key not in self._candidates:
+            self._loads.pop(key, None)
 
     def _rebuild(self, members: Sequence[Member]) -> None:
         present = {member.key for member in members}

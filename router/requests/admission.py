@@ -16,10 +16,9 @@ bodies take too much memory, the latest requests of the last tier in order make 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 
 from router.errors import TooManyRequestsError
 from router.pool.members import Member
@@ -68,11 +67,33 @@ class Place:
         self._num_choices = num_choices
         self._standing = standing
 
+    async def take(self, limits: Collection[Budget], num_bytes: int) -> None:
+        """Wait for it; to be called once."""
+        await self._admission.wait_for_place(self._num_choices, self._standing, limits, num_bytes)
+
     def give_back(self) -> None:
         """Let the next request in; idempotent."""
         num_choices, self._num_choices = self._num_choices, 0
         if num_choices:
             self._admission.release(num_choices, self._standing)
+
+
+class Entry:
+    """An async context: a place is waited for, held, and given back at the latest at the end."""
+
+    __slots__ = ("_limits", "_num_bytes", "_place")
+
+    def __init__(self, place: Place, limits: Collection[Budget], num_bytes: int) -> None:
+        self._place = place
+        self._limits = limits
+        self._num_bytes = num_bytes
+
+    async def __aenter__(self) -> Place:
+        await self._place.take(self._limits, self._num_bytes)
+        return self._place
+
+    async def __aexit__(self, *_: object) -> None:
+        self._place.give_back()
 
 
 class BodyBudget:
@@ -84,11 +105,17 @@ class BodyBudget:
 
 
 class BodyBytes:
-    """What one body takes of the memory for bodies that are read or wait."""
+    """What one body takes of the memory for bodies that are read or wait; a context."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self.num_bytes = 0
+
+    def __enter__(self) -> BodyBytes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def add(self, num_bytes: int) -> None:
         """More of it was read.
@@ -208,18 +235,25 @@ class Admission:
             if not waiter.turn.done():
                 waiter.turn.set_exception(_draining())
 
-    @contextlib.asynccontextmanager
-    async def admit(
+    def admit(
         self,
         num_choices: int,
         limits: Collection[Budget] = (),
         *,
         standing: Standing = NO_TIER,
         num_bytes: int = 0,
-    ) -> AsyncIterator[Place]:
+    ) -> Entry:
         """Wait for a place for one HTTP request that runs ``num_choices`` at once, and hold it.
 
-        ``limits`` are the request's own; its body has ``num_bytes``.
+        ``limits`` are the request's own; its body has ``num_bytes``. Entering the result waits, and
+        raises what ``wait_for_place`` does.
+        """
+        return Entry(Place(self, num_choices, standing), limits, num_bytes)
+
+    async def wait_for_place(
+        self, num_choices: int, standing: Standing, limits: Collection[Budget], num_bytes: int
+    ) -> None:
+        """Count ``num_choices`` as in flight when it is their turn.
 
         Raises:
             TooManyRequestsError: none was free in time, or too much waits already.
@@ -232,20 +266,10 @@ class Admission:
             await self._wait(_Waiter(num_choices, standing, num_bytes), limits)
         else:
             self._take(num_choices, standing)
-        place = Place(self, num_choices, standing)
-        try:
-            yield place
-        finally:
-            place.give_back()
 
-    @contextlib.contextmanager
-    def body(self) -> Iterator[BodyBytes]:
+    def body(self) -> BodyBytes:
         """Count the bytes of one body until it is released, at the latest at the end."""
-        held = BodyBytes(self)
-        try:
-            yield held
-        finally:
-            held.release()
+        return BodyBytes(self)
 
     def _take(self, num_choices: int, standing: Standing) -> None:
         self._num_in_flight += num_choices

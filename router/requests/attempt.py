@@ -142,6 +142,7 @@ class Attempt:
         self.queued_since = queued_since
         self._context = generation.context_token_ids
         self._num_output_tokens = generation.num_tokens
+        self._sampling = self._sampling_to_send()
         # Another name per attempt: an abort of the first must not hit the second.
         self.worker_request_id = generation.request_id + (f"-r{number}" if number else "")
         self.culprits: set[WorkerKey] = set()
@@ -191,7 +192,7 @@ class Attempt:
             router_id=self._workers.router_id,
             context_token_ids=self._context,
             num_output_tokens=self._num_output_tokens,
-            sampling=self._sampling(),
+            sampling=self._sampling,
             timeout_s=self._time_left(),
             prefill=pair.prefill.identity,
             prefill_address=pair.prefill.address,
@@ -227,7 +228,7 @@ class Attempt:
             expected=prefill.identity,
             context_token_ids=self._context,
             num_output_tokens=self._num_output_tokens,
-            sampling=self._sampling(),
+            sampling=self._sampling,
             reservation=reservation,
             timeout_s=self._time_left(),
             cache_salt=generation.cache_salt,
@@ -260,7 +261,7 @@ class Attempt:
     def _time_left(self) -> float:
         return max(0.001, self._budget.left(asyncio.get_running_loop().time()))
 
-    def _sampling(self) -> common_pb2.SamplingParams:
+    def _sampling_to_send(self) -> common_pb2.SamplingParams:
         sampling = self._generation.sampling
         if self._num_output_tokens:  # the client has the prompt's log-probabilities
             sampling = replace(sampling, num_prompt_logprobs=-1)

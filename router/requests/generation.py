@@ -207,8 +207,10 @@ class RequestTimings:
             "num_migrations": float(self.num_migrations),
             "migration_s": self.migration_s,
         }
-        known = {name: value for name, value in stages.items() if value >= 0.0}
-        return {name: round(value, 6) for name, value in {**known, **self.worker}.items()}
+        known = {name: round(value, 6) for name, value in stages.items() if value >= 0.0}
+        for name, value in self.worker.items():
+            known[name] = round(value, 6)
+        return known
 
 
 class Generation:

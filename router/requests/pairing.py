@@ -145,6 +145,11 @@ class PairFinder:
             end = (len(hashes) + HASHED_AT_ONCE) * block_size
             extend_hashes(hashes, context[:end], block_size, salt=self._generation.cache_salt)
 
+    @property
+    def num_tokens_needed(self) -> int:
+        """As ``shape`` has it."""
+        return len(self._generation.prompt_token_ids) + self._generation.num_tokens + 1
+
     def shape(self) -> RequestShape:
         """The request as it is now, with what its attempts say of workers."""
         now, generation = self._loop.time(), self._generation

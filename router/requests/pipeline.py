@@ -85,15 +85,18 @@ class Pipeline:
             budget=limits.request,
             max_migrations=section.max_migrations,
         )
+        in_flight = self._workers.metrics.in_flight
+        in_flight.inc()
         try:
-            with self._workers.metrics.in_flight.track_inprogress():
-                await limits.run(course.run())
+            await limits.run(course.run())
             return
         except TandemError as failure:
             error = failure
         except Exception as failure:
             logger.exception("the pipeline failed request_id=%s", generation.request_id)
             error = as_tandem_error(failure)
+        finally:
+            in_flight.inc(-1)
         generation.fail(error)
 
 
@@ -173,6 +176,7 @@ class _Course:
                 self._finder.shape,
                 self._patience_s,
                 self._generation.standing,
+                num_tokens=self._finder.num_tokens_needed,
             ),
             queued_since=self._queued_since,
         )

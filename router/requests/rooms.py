@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from router.pool.members import Role, WorkerKey
@@ -42,6 +41,23 @@ class _Seeker:
     blocked_since: float | None = None
 
 
+class Seeking:
+    """One seeker, while it is entered."""
+
+    __slots__ = ("_rooms", "_seeker")
+
+    def __init__(self, rooms: Rooms, seeker: _Seeker) -> None:
+        self._rooms = rooms
+        self._seeker = seeker
+
+    def __enter__(self) -> asyncio.Future[Pair]:
+        self._rooms.enter(self._seeker)
+        return self._seeker.roomy
+
+    def __exit__(self, *_: object) -> None:
+        self._rooms.leave(self._seeker)
+
+
 class Rooms:
     """All seekers of a router process. One event loop owns it."""
 
@@ -54,14 +70,15 @@ class Rooms:
         """Tokens of requests that may not be in a rank's reports yet."""
         self._timer: asyncio.TimerHandle | None = None
 
-    @contextmanager
     def seek(
         self,
         pair: Pair,
         shape: Callable[[], RequestShape],
         patience_s: float,
         standing: Standing = NO_TIER,
-    ) -> Iterator[asyncio.Future[Pair]]:
+        *,
+        num_tokens: int,
+    ) -> Seeking:
         """While entered, look for room; the future is a pair that has some.
 
         Args:
@@ -69,25 +86,27 @@ class Rooms:
             shape: the request, and whom it must not be given to.
             patience_s: how long its rank must have no room before.
             standing: before whom it is looked after.
+            num_tokens: that a rank has to have room for.
         """
-        loop = asyncio.get_running_loop()
-        num_tokens = shape().num_tokens_needed
-        roomy: asyncio.Future[Pair] = loop.create_future()
-        seeker = _Seeker(pair, shape, patience_s, num_tokens, roomy, standing)
+        roomy: asyncio.Future[Pair] = asyncio.get_running_loop().create_future()
+        return Seeking(self, _Seeker(pair, shape, patience_s, num_tokens, roomy, standing))
+
+    def enter(self, seeker: _Seeker) -> None:
+        """It waits from now on."""
         self._seekers[seeker] = None
-        self._send(seeker, pair.decode.key)
+        self._send(seeker, seeker.pair.decode.key)
         self._look_later()
-        try:
-            yield seeker.roomy
-        finally:
-            del self._seekers[seeker]
-            for key in seeker.on_way_to:
-                self._on_way[key] -= num_tokens
-                if not self._on_way[key]:
-                    del self._on_way[key]
-            if not self._seekers and self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+
+    def leave(self, seeker: _Seeker) -> None:
+        """It waits no more."""
+        del self._seekers[seeker]
+        for key in seeker.on_way_to:
+            self._on_way[key] -= seeker.num_tokens
+            if not self._on_way[key]:
+                del self._on_way[key]
+        if not self._seekers and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def look(self) -> None:
         """Show who has waited for long enough to a rank with room."""

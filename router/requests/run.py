@@ -34,13 +34,14 @@ class RequestRun:
         """New outputs of any of the choices."""
         self.generations = generations
         self._pipeline = pipeline
-        self._gate = asyncio.Semaphore(MAX_PARALLEL)
+        self._gate = asyncio.Semaphore(MAX_PARALLEL) if len(generations) > MAX_PARALLEL else None
         self._tasks: list[asyncio.Task[None]] = []
         self._num_running = 0
 
     async def __aenter__(self) -> RequestRun:
+        drive = self._pipeline.run if self._gate is None else self._drive
         self._tasks = [
-            asyncio.create_task(self._drive(generation), name=generation.request_id)
+            asyncio.create_task(drive(generation), name=generation.request_id)
             for generation in self.generations
         ]
         self._num_running = len(self._tasks)
@@ -72,5 +73,6 @@ class RequestRun:
             self._on_ended()
 
     async def _drive(self, generation: Generation) -> None:
+        assert self._gate is not None
         async with self._gate:
             await self._pipeline.run(generation)

@@ -36,9 +36,9 @@ class TimeLimits:
         """All limits count from the request's arrival."""
         received = generation.timings.received
         self._generation = generation
-        self.request, self._first = limits_from_arrival(section, received)
-        self._next = Budget.start(
-            BudgetKind.NEXT_TOKEN, section.token_timeout_s, received, "router.token_timeout_s"
+        self._section = section
+        self.request = Budget.start(
+            BudgetKind.REQUEST, section.request_timeout_s, received, "router.request_timeout_s"
         )
         self._loop = asyncio.get_running_loop()
         self._scope = asyncio.timeout(None)
@@ -66,15 +66,26 @@ class TimeLimits:
 
     def _current(self) -> Budget:
         """The limit that ends first, as things are now."""
-        generation = self._generation
-        if not generation.num_tokens:
-            return earliest((self.request, self._first))
-        return earliest((self.request, self._next.restarted(generation.timings.last_token)))
+        timings = self._generation.timings
+        if not self._generation.num_tokens:
+            return earliest(limits_from_arrival(self._section, timings.received))
+        token_s, since = self._section.token_timeout_s, timings.last_token
+        following = Budget.start(BudgetKind.NEXT_TOKEN, token_s, since, "router.token_timeout_s")
+        return earliest((self.request, following))
 
     def _set_timer(self) -> None:
         # A first token may come meanwhile, and with it a limit that ends earlier, but not before.
-        latest = self._loop.time() + self._next.total_s
-        self._timer = self._loop.call_at(min(self._current().until, latest), self._ring)
+        latest = self._loop.time() + self._section.token_timeout_s
+        self._timer = self._loop.call_at(min(self._until(), latest), self._ring)
+
+    def _until(self) -> float:
+        """When ``_current`` is over."""
+        section, timings = self._section, self._generation.timings
+        if self._generation.num_tokens:
+            until = timings.last_token + section.token_timeout_s
+        else:
+            until = timings.received + section.first_token_timeout_s
+        return min(self.request.until, until)
 
     def _ring(self) -> None:
         current, now = self._current(), self._loop.time()

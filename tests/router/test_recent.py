@@ -28,7 +28,7 @@ def serve(metrics: RouterMetrics, count: int, ttft_s: float) -> None:
 
 
 def totals_of(metrics: RouterMetrics) -> Totals:
-    return Totals.of(metrics.registry.collect())
+    return Totals.of(metrics.sums().collect())
 
 
 def test_rates_are_those_of_the_last_seconds() -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from router.requests.generation import Generation
+from router.pool.members import WorkerKey
+from router.requests.generation import Generation, RequestTimings
 
 MAX_FINISHED = 256
 WINDOW_S = 300.0
@@ -48,26 +50,37 @@ class TtftRow:
     parts_s: Sequence[float]
 
 
-def finished_from(generation: Generation, at: float) -> Finished | None:
-    """What is kept of ``generation``, which has ended at wall clock ``at``; None without tokens."""
-    split = generation.timings.split()
-    ttft_s, workers = split.get("ttft_s", 0.0), generation.workers
-    if "total_s" not in split or not generation.num_tokens or workers is None:
+class _Kept(NamedTuple):
+    """What is needed of a generation that has ended; it is worked out for who looks."""
+
+    request_id: str
+    at: float
+    timings: RequestTimings
+    num_prompt_tokens: int
+    num_output_tokens: int
+    workers: tuple[WorkerKey, WorkerKey]
+
+
+def _finished_from(kept: _Kept) -> Finished | None:
+    """None of one that had not ended by itself."""
+    split = kept.timings.split()
+    if "total_s" not in split:
         return None
+    ttft_s = split.get("ttft_s", 0.0)
     names = ("router_s", "reserve_s", "prefill_queue_s", "prefill_compute_s")
     known = [split.get(name, 0.0) for name in names]
     other = max(0.0, ttft_s - sum(known))
     after = [split.get("kv_exposed_s", 0.0), split.get("decode_admission_s", 0.0)]
     return Finished(
-        request_id=generation.request_id,
-        at=at,
+        request_id=kept.request_id,
+        at=kept.at,
         ttft_s=ttft_s,
         total_s=split["total_s"],
         parts_s=[round(part, 6) for part in (*known, other, *after)],
-        num_prompt_tokens=len(generation.prompt_token_ids),
-        num_output_tokens=generation.num_tokens,
-        prefill=str(workers[0]),
-        decode=str(workers[1]),
+        num_prompt_tokens=kept.num_prompt_tokens,
+        num_output_tokens=kept.num_output_tokens,
+        prefill=str(kept.workers[0]),
+        decode=str(kept.workers[1]),
     )
 
 
@@ -76,15 +89,25 @@ class FinishedRequests:
 
     def __init__(self) -> None:
         self._items: deque[Finished] = deque(maxlen=MAX_FINISHED)
+        self._fresh: deque[_Kept] = deque(maxlen=MAX_FINISHED)
+        """Those that nobody has looked at yet."""
 
     def add(self, generation: Generation, at: float) -> None:
-        """One choice has ended, in whatever way."""
-        finished = finished_from(generation, at)
-        if finished is not None:
-            self._items.append(finished)
+        """One choice has ended, in whatever way; one without tokens is not kept."""
+        num_tokens, workers = generation.num_tokens, generation.workers
+        if num_tokens and workers is not None and generation.timings.ended:
+            num_prompt = len(generation.prompt_token_ids)
+            kept = _Kept(
+                *(generation.request_id, at, generation.timings), num_prompt, num_tokens, workers
+            )
+            self._fresh.append(kept)
 
     def since(self, at: float) -> list[Finished]:
         """Those that ended after wall clock ``at``, oldest first."""
+        while self._fresh:
+            finished = _finished_from(self._fresh.popleft())
+            if finished is not None:
+                self._items.append(finished)
         return [item for item in self._items if item.at > at]
 
 

@@ -29,6 +29,7 @@ BLOCKED = load(3, num_requests_blocked=1, num_total_blocks=10)
 OPEN = load(1, num_free_blocks=10, num_total_blocks=10)
 FULL = load(1, num_free_blocks=1, num_total_blocks=10)
 SHAPE = RequestShape(num_context_tokens=300)  # 5 blocks of 64
+NUM_TOKENS = SHAPE.num_tokens_needed
 
 
 def rooms_of(*members: Member) -> tuple[PoolView, Rooms]:
@@ -46,13 +47,16 @@ async def test_who_waits_longest_is_shown_the_room_and_no_crowd_follows() -> Non
     _, rooms = rooms_of(*members)
     pair = Pair(members[1], members[2])
     with contextlib.ExitStack() as stack:
-        seekers = [stack.enter_context(rooms.seek(pair, lambda: SHAPE, 0.0)) for _ in range(4)]
+        seekers = [
+            stack.enter_context(rooms.seek(pair, lambda: SHAPE, 0.0, num_tokens=NUM_TOKENS))
+            for _ in range(4)
+        ]
         rooms.look()
         assert [found(seeker) for seeker in seekers] == ["decode-1", "decode-1", *2 * ["none"]]
         assert seekers[0].result().prefill is pair.prefill, "it has a place in this queue"
         # Those that went have their blocks: the reports know of them.
         stack.pop_all().close()
-    with rooms.seek(pair, lambda: SHAPE, 0.0) as seeker:
+    with rooms.seek(pair, lambda: SHAPE, 0.0, num_tokens=NUM_TOKENS) as seeker:
         rooms.look()
         assert found(seeker) == "decode-1"
 
@@ -63,7 +67,9 @@ async def test_the_first_tier_is_shown_the_room_though_it_came_last() -> None:
     pair = Pair(members[0], members[1])
     with contextlib.ExitStack() as stack:
         seekers = [
-            stack.enter_context(rooms.seek(pair, lambda: SHAPE, 0.0, Standing(order=order)))
+            stack.enter_context(
+                rooms.seek(pair, lambda: SHAPE, 0.0, Standing(order=order), num_tokens=NUM_TOKENS)
+            )
             for order in (2, 1, 2, 0)
         ]
         rooms.look()
@@ -83,7 +89,9 @@ async def test_the_first_tier_is_shown_the_room_though_it_came_last() -> None:
 async def test_nobody_moves_without_need_or_to_no_room(own, other) -> None:
     members = prefill(0), decode(0, load=own), decode(1, load=other)
     _, rooms = rooms_of(*members)
-    with rooms.seek(Pair(members[0], members[1]), lambda: SHAPE, 0.0) as seeker:
+    with rooms.seek(
+        Pair(members[0], members[1]), lambda: SHAPE, 0.0, num_tokens=NUM_TOKENS
+    ) as seeker:
         rooms.look()
         rooms.look()
         assert found(seeker) == "none"
@@ -96,7 +104,9 @@ async def test_nobody_moves_without_need_or_to_no_room(own, other) -> None:
 async def test_nobody_moves_to_a_rank_that_cannot_take_it(change: dict[str, object]) -> None:
     members = prefill(0), decode(0, load=BLOCKED), decode(1, load=OPEN, **change)
     _, rooms = rooms_of(*members)
-    with rooms.seek(Pair(members[0], members[1]), lambda: SHAPE, 0.0) as seeker:
+    with rooms.seek(
+        Pair(members[0], members[1]), lambda: SHAPE, 0.0, num_tokens=NUM_TOKENS
+    ) as seeker:
         rooms.look()
         assert found(seeker) == "none"
 
@@ -104,7 +114,9 @@ async def test_nobody_moves_to_a_rank_that_cannot_take_it(change: dict[str, obje
 async def test_a_rank_that_is_blocked_for_a_moment_is_not_left() -> None:
     members = prefill(0), decode(0, load=BLOCKED), decode(1, load=OPEN)
     pool, rooms = rooms_of(*members)
-    with rooms.seek(Pair(members[0], members[1]), lambda: SHAPE, 3600.0) as seeker:
+    with rooms.seek(
+        Pair(members[0], members[1]), lambda: SHAPE, 3600.0, num_tokens=NUM_TOKENS
+    ) as seeker:
         rooms.look()
         (waiting,) = rooms._seekers
         assert waiting.blocked_since is not None
