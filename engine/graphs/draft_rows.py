@@ -82,7 +82,7 @@ class DraftedSequences:
             slot_mapping=slots.flatten(),
             cu_seqlens_q=starts.int(),
             seq_lens=(positions + 1).flatten().int(),
-            block_tables=tables.repeat_interleave(num_rows, dim=0),
+            block_tables=tables[:, None].expand(-1, num_rows, -1).flatten(0, 1),
             logits_indices=starts[:-1],
             max_seqlen_q=1,
             num_rows=self.num_seqs * num_rows,

@@ -92,6 +92,13 @@ CONFIGS = {
         ),
         decode=DecodeSection(dp=2, num_blocks=128, overlap_steps="on"),
     ),
+    "drafts": ClusterConfig(
+        model=ModelSection(path=str(MODEL_DIR)),
+        prefill=PrefillSection(
+            tp=2, num_blocks=128, max_num_batched_tokens=128, overlap_steps="on"
+        ),
+        decode=DecodeSection(dp=2, num_blocks=128, overlap_steps="on", num_speculative_tokens=2),
+    ),
     "overlapped-steps": ClusterConfig(
         model=ModelSection(path=str(MODEL_DIR)),
         prefill=PrefillSection(
@@ -102,7 +109,7 @@ CONFIGS = {
 }
 
 
-OTHERS = frozenset({"dp2-ep2-to-dp2-ep2", "tp2-to-dp2-ep2"})
+OTHERS = frozenset({"dp2-ep2-to-dp2-ep2", "drafts", "tp2-to-dp2-ep2"})
 """The same ranks with overlapped steps are in `make test`; these are in `make cluster-test`."""
 
 
@@ -152,6 +159,10 @@ def test_split_equals_one_process(
     else:
         for prompt, completion in zip(prompts, again, strict=True):
             assert completion.num_cached_tokens == (len(prompt) - 1) // 64 * 64
+    if cluster.config.decode.num_speculative_tokens:
+        num_tokens = cluster.metric("decode-0", "pd_decode_generated_tokens_total")
+        num_rows = cluster.metric("decode-0", "pd_decode_batch_size_sum")
+        assert num_tokens > 1.2 * num_rows, "hardly a draft was right"
     cluster.wait_idle()
 
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,8 +12,10 @@ from engine.batch import ForwardBatch
 from engine.graphs.graph_runner import GraphRunner
 from engine.graphs.step_graphs import StepGraphs
 from engine.memory.kv_pool import KVPool
-from engine.model.spec import ServedModel
+from engine.model.spec import DraftingModel, ServedModel
+from engine.parallel.groups import RankGroup
 from engine.pending_step import PendingStep, StepResult
+from engine.prompt_drafts import PromptDrafts
 from engine.request import Request, ScheduledRequest, num_blocks_for
 from engine.runner import ModelRunner
 from engine.sampling.inputs import SampledToken
@@ -71,6 +74,7 @@ class DraftWorker:
         num_drafts: K.
         ahead: launch a step before the tokens of the one before it are read.
         drafter: runs the steps instead, if given.
+        with_prompts: run the layer over the prompts too, and verify what it drafts.
         outputs: what each request got, by its place; tokens behind its end are dropped.
         num_steps: that were launched.
         counts: tokens that a step gave a request, of every one.
@@ -84,6 +88,7 @@ class DraftWorker:
     max_num_seqs: int = 10
     use_graphs: bool | None = None
     drafter: SelfDrafting | None = None
+    with_prompts: bool = False
     outputs: list[list[SampledToken]] = field(default_factory=list)
     num_steps: int = 0
     counts: list[int] = field(default_factory=list)
@@ -101,7 +106,14 @@ class DraftWorker:
             dtype=self.model.dtype,
             device=self.model.device,
         )
-        self.runner = ModelRunner(self.model, self.pool, Sampler(config.vocab_size))
+        sampler = Sampler(config.vocab_size)
+        prompts = None
+        if self.with_prompts:
+            drafting = cast(DraftingModel, self.model)
+            prompts = PromptDrafts(
+                model=drafting, kv_pool=self.pool, sampler=sampler, group=RankGroup()
+            )
+        self.runner = ModelRunner(self.model, self.pool, sampler, drafts=prompts)
         self.graphs = StepGraphs(
             self.drafter or self.model,
             self.pool,
@@ -145,6 +157,7 @@ class DraftWorker:
             result = self.runner.execute([ScheduledRequest(request, request.num_tokens)])[0]
             request.num_computed_tokens = request.num_tokens
             self._take(result)
+            request.draft_token_ids = () if result.draft is None else (result.draft,)
 
     def _goes_on(self, request: Request) -> bool:
         if request.finish_reason(self.max_model_len) is not None:
@@ -178,6 +191,7 @@ class DraftWorker:
             if place or request.num_output_tokens:
                 request.num_computed_tokens += 1
             request.output_token_ids.append(token.token_id)
+            request.draft_token_ids = ()
             self.outputs[self._places[id(request)]].append(token)
             if request.finish_reason(self.max_model_len) is not None:
                 break

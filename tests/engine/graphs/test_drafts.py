@@ -3,8 +3,10 @@
 import random
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from engine.boot.build import build_model
 from engine.model.spec import ServedModel
@@ -16,6 +18,12 @@ from tests.engine.graphs.drafting import DraftWorker, SelfDrafting, draw_request
 from tests.engine.tiny import write_checkpoint
 
 NUM_REQUESTS = 10
+BUNDLED = Path(__file__).parents[3] / "deploy" / "models" / "tandem-python"
+PROMPTS = (
+    "import os\n\n\ndef read_lines(path):\n    ",
+    "class Counter:\n    def __init__(self):\n        self.",
+    "for key, value in sorted(items",
+)
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +112,31 @@ def test_a_first_draft_of_whoever_ran_the_prompt_is_verified_at_once(model: Serv
         assert [token.token_id for token in worker.run([request])[0]] == tokens
         counts.append(worker.counts[1])  # behind the prompt's
     assert counts == [1, 2]
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2])
+def test_a_trained_layer_s_drafts_are_often_right_and_the_text_is_the_same(
+    num_drafts: int,
+) -> None:
+    """On source code, greedily and sampled; the layer has run over the prompts."""
+    model = build_model(BUNDLED, with_mtp=True)
+    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+
+    def requests() -> list[Request]:
+        return [
+            Request(
+                request_id=f"{text}{temperature}",
+                prompt_token_ids=tokenizer.encode(text).ids,
+                sampling=SamplingParams(temperature=temperature, top_p=0.95, seed=7, max_tokens=24),
+            )
+            for text in PROMPTS
+            for temperature in (0.0, 0.8)
+        ]
+
+    expected = DraftWorker(model, 0, False, block_size=16, max_model_len=64).run(requests())
+    worker = DraftWorker(
+        model, num_drafts, True, block_size=16, max_model_len=64, with_prompts=True
+    )
+    assert_same(worker.run(requests()), expected)
+    counts = worker.counts[len(expected) :]
+    assert sum(counts) > 1.3 * len(counts)
