@@ -34,6 +34,7 @@ def tell_tokens(
     request.has_news = True
     delta = Delta(
         request_id=request.request_id,
+        row_id=request.row_id,
         start_index=inner.num_output_tokens - len(tokens),
         token_ids=tuple(token.token_id for token in tokens),
         logprobs=tuple(token.logprobs for token in tokens if token.logprobs is not None),

@@ -111,6 +111,7 @@ class Border:
             serial=serial,
             nonce=draw_nonce(),
             router_id=message.router_id,
+            row_id=message.row_id,
             writer=Writer(
                 instance=message.prefill.instance,
                 epoch=message.prefill.epoch,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from runtime.errors import TandemError
@@ -22,6 +22,7 @@ class Delta:
 
     Attributes:
         request_id: whose.
+        row_id: its name in the rows of frames; 0: the router reads none.
         start_index: output index of the first of `token_ids`.
         token_ids: new output tokens; empty if the request only ends.
         logprobs: empty, or one per token.
@@ -41,6 +42,7 @@ class Delta:
     timings: common_pb2.Timings | None = None
     num_cached_tokens: int = 0
     is_silent: bool = False
+    row_id: int = 0
 
     @property
     def end_index(self) -> int:
@@ -52,6 +54,17 @@ class Delta:
         """About what keeping it takes."""
         num_top = sum(1 + len(item.top_ids) for item in self.logprobs)
         return _DELTA_BYTES + _TOKEN_BYTES * len(self.token_ids) + _LOGPROB_BYTES * num_top
+
+    @property
+    def is_row(self) -> bool:
+        """Whether it can be told in a row: it says tokens and nothing else."""
+        return (
+            bool(self.row_id and self.token_ids)
+            and not self.logprobs
+            and self.finish_reason is None
+            and self.error is None
+            and self.timings is None
+        )
 
     def to_proto(self) -> decode_pb2.TokenDelta:
         """The message of the wire."""
@@ -66,6 +79,28 @@ class Delta:
             timings=self.timings,
             num_cached_tokens=self.num_cached_tokens,
         )
+
+
+def fill_frame(frame: decode_pb2.Frame, deltas: Iterable[Delta]) -> None:
+    """Put the news of one or more steps into `frame`, which has none: as rows where that can be."""
+    rows: list[Delta] = []
+    told: set[str] = set()
+    """Whose news come as deltas: what follows must not overtake them."""
+    for delta in deltas:
+        if delta.is_row and delta.request_id not in told:
+            rows.append(delta)
+        else:
+            told.add(delta.request_id)
+            frame.deltas.append(delta.to_proto())
+    if not rows:
+        return
+    columns = frame.rows
+    columns.row_ids.extend([row.row_id for row in rows])
+    columns.start_indexes.extend([row.start_index for row in rows])
+    token_ids = [token_id for row in rows for token_id in row.token_ids]
+    columns.token_ids.extend(token_ids)
+    if len(token_ids) > len(rows):
+        columns.num_tokens.extend([len(row.token_ids) for row in rows])
 
 
 class StepNews:

@@ -103,6 +103,7 @@ class DecodeRequest:
         standing: before whom it goes, and what its tier of service is promised.
         nonce: random name of the reservation and of its ticket; never 0.
         router_id: whose frames carry the tokens.
+        row_id: its name in the rows of frames; 0: the router reads none.
         writer: who may write its KV.
         budget: of the whole request.
         status: the life cycle; changed by `move_to` only.
@@ -126,6 +127,7 @@ class DecodeRequest:
     router_id: str
     writer: Writer
     budget: Budget
+    row_id: int = 0
     standing: Standing = NO_TIER
     status: DecodeStatus = DecodeStatus.RESERVED
     claims: list[Claim] = field(default_factory=list)

@@ -18,7 +18,7 @@ import grpc
 
 from decode.border import Border, RankFacts
 from decode.bridge import RankBridge
-from decode.frames import Delta
+from decode.frames import Delta, fill_frame
 from decode.metrics import DecodeMetrics
 from decode.outboxes import Outboxes
 from decode.places import Places
@@ -170,11 +170,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         news = self._outboxes.stream(request.router_id, resume)
         async with contextlib.aclosing(news) as stream:
             async for deltas in stream:
-                yield decode_pb2.Frame(
-                    decode=self._facts.identity,
-                    deltas=[delta.to_proto() for delta in deltas],
-                    load=self._load(),
-                )
+                frame = decode_pb2.Frame(decode=self._facts.identity, load=self._load())
+                fill_frame(frame, deltas)
+                yield frame
 
     async def Drain(
         self, request: common_pb2.DrainRequest, context: DrainContext

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from deploy.http_client import connect_http
+from deploy.model_view import ModelView, models_of, sum_of_models
 from deploy.plan import Role
 from deploy.pool_watch import PoolMember, PoolMembers, fetch_members
 from deploy.state import ClusterState, Phase, ProcessState
@@ -114,6 +115,11 @@ class ClusterView:
         """Tiers of service, first in order first; empty: there are none, or they are not known."""
         return [TierView(**tier) for tier in self.router.get("tiers") or ()]
 
+    @property
+    def models(self) -> Sequence[ModelView]:
+        """Those that the routers serve; empty: there is one, or they are not known."""
+        return models_of(self.router)
+
     def roles(self) -> list[RoleView]:
         """In the order in which a request sees them."""
         return [self._role(role) for role in Role]
@@ -159,6 +165,11 @@ class ClusterView:
                 view.role.value: _without(dataclasses.asdict(view), "role") for view in self.roles()
             },
             **({"tiers": [dataclasses.asdict(tier) for tier in self.tiers]} if self.tiers else {}),
+            **(
+                {"models": [dataclasses.asdict(each) for each in self.models]}
+                if self.models
+                else {}
+            ),
             "instances": [
                 _describe_instance(name, ranks)
                 for name, ranks in _by_instance(self.processes).items()
@@ -242,6 +253,7 @@ def sum_of_routers(answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return {
         **answers[0],
         **{name: sum(answer.get(name, 0) for answer in answers) for name in counts},
+        "models": sum_of_models([answer.get("models") or [] for answer in answers]),
         "tiers": _sum_of_tiers([answer.get("tiers") or [] for answer in answers]),
         "recent": {
             **recents[0],

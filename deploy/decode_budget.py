@@ -86,8 +86,6 @@ class DecodePlan:
         num_redundant_experts: slots beyond one per routed expert.
         max_tokens_per_rank: the constant of low-latency dispatch.
         max_num_seqs: requests of a step and rank.
-        max_model_len: tokens of prompt and output of the longest request.
-        mean_context: tokens of the average request while it decodes; 0: `max_model_len`.
         num_speculative_tokens: drafts per request and step.
         by_nvlink: tokens travel by our own exchange, not by low-latency dispatch.
         block_size: tokens per KV block.
@@ -100,8 +98,6 @@ class DecodePlan:
     num_redundant_experts: int = 0
     max_tokens_per_rank: int = 128
     max_num_seqs: int = 128
-    max_model_len: int = 4096
-    mean_context: int = 0
     num_speculative_tokens: int = 0
     by_nvlink: bool = False
     block_size: int = 64
@@ -146,11 +142,6 @@ class DecodeBudget:
     num_local_experts: int
     device: int
 
-    @property
-    def kept_free(self) -> int:
-        """Bytes that are neither weights nor KV."""
-        return self.transfer_buffer + self.workspace + self.graphs + self.context
-
 
 def weights_per_rank(
     config: DeepseekV3Config, *, num_local_experts: int, with_mtp: bool = False
@@ -190,19 +181,8 @@ def weights_per_rank(
     )
 
 
-def budget_decode(config: DeepseekV3Config, plan: DecodePlan) -> DecodeBudget:
-    """Divide a decode rank's memory, and see that the requests' KV fits.
-
-    Raises:
-        ConfigError: see `divide_memory`; or less KV than the requests need.
-    """
-    budget = divide_memory(config, plan)
-    _check_requests(plan, budget.num_blocks)
-    return budget
-
-
 def divide_memory(config: DeepseekV3Config, plan: DecodePlan) -> DecodeBudget:
-    """Divide a decode rank's memory; how long requests are does not matter.
+    """Divide a decode rank's memory; whether the longest request fits is the caller's to see.
 
     Raises:
         ConfigError: experts that cannot be dealt to the ranks, more tokens than the buffers take,
@@ -285,28 +265,6 @@ def check_placement(config: DeepseekV3Config, plan: DecodePlan) -> LowLatencySha
     )
     shape.check_library(config.num_experts_per_tok)
     return shape
-
-
-def _check_requests(plan: DecodePlan, num_blocks: int) -> None:
-    """Refuse a pool that cannot hold the longest request, or all requests at their mean."""
-    longest = 1 + -(-plan.max_model_len // plan.block_size)
-    if num_blocks < longest:
-        raise ConfigError(
-            "max_model_len",
-            plan.max_model_len,
-            f"needs {longest} blocks, and {num_blocks} fit",
-            f"{max(0, num_blocks - 1) * plan.block_size}",
-        )
-    context = plan.mean_context or plan.max_model_len
-    blocks_each = -(-context // plan.block_size)
-    if 1 + plan.max_num_seqs * blocks_each > num_blocks:
-        raise ConfigError(
-            "max_num_seqs",
-            plan.max_num_seqs,
-            f"requests of {context} tokens need {1 + plan.max_num_seqs * blocks_each} blocks, and "
-            f"{num_blocks} fit",
-            f"{(num_blocks - 1) // blocks_each}, or more ranks",
-        )
 
 
 def _workspace(

@@ -315,12 +315,14 @@ class EngineLoop:
 
 
 def _measure_load(scheduler: Scheduler) -> LoopLoad:
+    by_tier = scheduler.tokens_by_tier()
     return LoopLoad(
         num_waiting=len(scheduler.waiting),
         num_claiming=len(scheduler.claiming),
         num_running=len(scheduler.running),
         num_sending=len(scheduler.sending),
-        num_tokens_waiting=scheduler.num_tokens_waiting,
+        num_tokens_waiting=sum(tier.num_tokens for tier in by_tier),
+        tokens_by_tier=by_tier,
         num_free_blocks=scheduler.pool.num_free_blocks,
         num_total_blocks=scheduler.pool.num_usable_blocks,
     )

@@ -15,6 +15,7 @@ from prefill.request import Grant, PrefillRequest
 from runtime.endings import RankName, failure_of_requests, refusal_of_calls
 from runtime.errors import TandemError
 from runtime.sampling import FinishReason, PositionLogprobs
+from runtime.tiers import TierTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,5 +187,6 @@ class LoopLoad:
     num_running: int = 0
     num_sending: int = 0
     num_tokens_waiting: int = 0
+    tokens_by_tier: tuple[TierTokens, ...] = ()
     num_free_blocks: int = 0
     num_total_blocks: int = 0

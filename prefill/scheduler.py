@@ -39,7 +39,7 @@ from runtime.block_hash import max_cached_blocks
 from runtime.errors import InternalError, OutOfBlocksError
 from runtime.lifecycle import PrefillStatus
 from runtime.step_time import StepTime
-from runtime.tiers import first_of_tiers
+from runtime.tiers import TierTokens, first_of_tiers
 
 CLAIM_PATIENCE_S = 0.1
 """Longer than any round trip: a claim that takes longer waits for room in decode."""
@@ -80,12 +80,17 @@ class Scheduler:
     @property
     def num_tokens_waiting(self) -> int:
         """Context tokens that are still to be computed."""
-        return sum(
-            item.num_lacking_tokens
-            if item.status is PrefillStatus.WAITING
-            else item.request.num_uncomputed_tokens
-            for item in self.unfinished()
-        )
+        return sum(tier.num_tokens for tier in self.tokens_by_tier())
+
+    def tokens_by_tier(self) -> tuple[TierTokens, ...]:
+        """The same by tier, first in order first; a tier that has none is left out."""
+        counts: Counter[tuple[int, float]] = Counter()
+        for item in self.unfinished():
+            is_waiting = item.status is PrefillStatus.WAITING
+            lacking = item.num_lacking_tokens if is_waiting else item.request.num_uncomputed_tokens
+            if lacking:
+                counts[item.standing.order, item.standing.share] += lacking
+        return tuple(TierTokens(*tier, counts[tier]) for tier in sorted(counts))
 
     def unfinished(self) -> Iterator[PrefillRequest]:
         """The requests whose first token is still to come."""

@@ -39,6 +39,7 @@ from runtime.endings import failure_of_requests
 from runtime.pb import cache_pb2_grpc, common_pb2, prefill_pb2, prefill_pb2_grpc, registry_pb2
 from runtime.rpc import open_channel
 from runtime.spans import open_spans
+from runtime.wire import tier_tokens_to_proto
 from runtime.worker import WorkerOptions
 from worker.cache_log import CacheFeed
 from worker.cache_service import CacheService
@@ -195,6 +196,7 @@ class PrefillDriver:
             num_requests_running=load.num_running + load.num_sending,
             num_requests_waiting=load.num_waiting,
             num_tokens_waiting=load.num_tokens_waiting,
+            tokens_by_tier=tier_tokens_to_proto(load.tokens_by_tier),
             num_free_blocks=load.num_free_blocks,
             num_total_blocks=load.num_total_blocks,
             num_tokens_done=metrics.num_tokens,

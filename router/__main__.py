@@ -36,7 +36,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--index", type=int, default=0, help="of several routers: ports + index")
     options = parser.parse_args(arguments)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    gc.set_threshold(YOUNG_OBJECTS)
     _open_more_files()
     name = f"router-{options.index}" if options.index else ""
     configure_logging("router", "router-http" if options.control else name)
@@ -51,7 +50,18 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         get_logger(__name__).error("%s", error)
         return 2
+    spare_collections()
     return run_service(service, grace_s=options.grace, loop_factory=_new_loop)
+
+
+def spare_collections() -> None:
+    """Keep the garbage collector off the token path: modules and models stay for good.
+
+    A look at all of them takes half a second, in which no stream gets a token.
+    """
+    gc.set_threshold(YOUNG_OBJECTS)
+    gc.collect()
+    gc.freeze()
 
 
 def _open_more_files() -> None:

@@ -73,6 +73,37 @@ class Standing:
 NO_TIER = Standing()
 
 
+class TierTokens(NamedTuple):
+    """Prompt tokens of one tier that are still to be computed by a worker."""
+
+    order: int
+    """Of the tier; the lowest goes first."""
+    share: float
+    """Of every step's tokens, what the tier gets at least."""
+    num_tokens: int
+
+
+def tokens_ahead(queue: Sequence[TierTokens], order: int) -> float:
+    """Tokens that a worker computes before it has computed all of this tier and those before it.
+
+    Tiers behind get their shares of every step meanwhile, and no more of it than they have.
+
+    Args:
+        queue: of one worker, each tier once.
+        order: of the tier that asks.
+    """
+    work = sum(tier.num_tokens for tier in queue if tier.order <= order)
+    behind = [tier for tier in queue if tier.order > order and tier.share > 0.0]
+    share = sum(tier.share for tier in behind)
+    for tier in sorted(behind, key=lambda tier: tier.num_tokens / tier.share):
+        if share < 1.0 and tier.num_tokens >= tier.share * work / (1.0 - share):
+            break
+        # It has less than its share comes to: all of it is computed.
+        work += tier.num_tokens
+        share -= tier.share
+    return work / (1.0 - share) if behind else work
+
+
 class Tiers:
     """The tiers of a cluster, first in order first; none: nothing here has an effect."""
 

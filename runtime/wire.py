@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from runtime.errors import ERRORS_BY_CODE, ErrorCode, InternalError, TandemError
-from runtime.pb import common_pb2
+from runtime.pb import common_pb2, registry_pb2
 from runtime.sampling import FinishReason, OutputConstraint, PositionLogprobs, SamplingParams
-from runtime.tiers import NO_TIER, Standing
+from runtime.tiers import NO_TIER, Standing, TierTokens
 
 _FINISH_TO_PROTO = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -155,6 +157,23 @@ def standing_from_proto(message: common_pb2.Standing) -> Standing:
         share=min(max(message.share, 0.0), 1.0),
         ttft_s=message.ttft_left_s,
         tpot_s=message.tpot_s,
+    )
+
+
+def tier_tokens_to_proto(tiers: Sequence[TierTokens]) -> list[registry_pb2.TierTokens]:
+    """None where all is of one tier, which the sum says as well."""
+    if len(tiers) < 2:
+        return []
+    return [
+        registry_pb2.TierTokens(order=tier.order, share=tier.share, num_tokens=tier.num_tokens)
+        for tier in tiers
+    ]
+
+
+def tier_tokens_from_proto(message: Iterable[registry_pb2.TierTokens]) -> tuple[TierTokens, ...]:
+    """The inverse of ``tier_tokens_to_proto``."""
+    return tuple(
+        TierTokens(tier.order, min(max(tier.share, 0.0), 1.0), tier.num_tokens) for tier in message
     )
 
 

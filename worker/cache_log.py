@@ -2,28 +2,38 @@
 
 The block pool belongs to the engine loop, which hands its events over once a step (`CacheFeed`).
 The mirror makes dumps without asking it, and every follower reads the one log at its own pace: a
-follower that is behind the log gets a dump. While nobody follows, nothing is recorded, and the
-engine loop does nothing for it.
+follower that is behind the log gets a dump. The log has events as frames do, so that they are
+written once, however many follow. While nobody does, nothing is recorded, and the engine loop does
+nothing for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from engine.memory.block_pool import BlockPool
 from engine.memory.events import BlockRemoved, BlockStored, CacheEvent
+from runtime.block_hash import DIGEST_SIZE
 from runtime.news import News
+from runtime.pb import cache_pb2
 
 T = TypeVar("T")
 
 MAX_EVENTS = 1 << 16
 LINGER_S = 30.0
 """Events are recorded for so long after the last follower has gone: it may come back."""
+
+
+class CacheEvents(NamedTuple):
+    """Some events, oldest first, as a frame has them."""
+
+    kinds: bytes
+    """One byte each."""
+    hashes: bytes
+    """16 bytes each; zero of one that clears."""
 
 
 class CacheLog:
@@ -36,7 +46,7 @@ class CacheLog:
         self.next_sequence = 1
         """Of the event that comes next; events of this life are counted from 1."""
         self._max_events = max_events
-        self._events: deque[CacheEvent] = deque()
+        self._kinds, self._hashes = bytearray(), bytearray()
         self._held: dict[bytes, None] = {}
         self._news = News()
 
@@ -49,7 +59,7 @@ class CacheLog:
         """The cache holds exactly these; what was before is forgotten, and nobody can go on."""
         self.is_live = True
         self._held = dict.fromkeys(block_hashes)
-        self._events.clear()
+        self._forget(len(self._kinds))
         self.next_sequence += 1  # what happened meanwhile counts as one event that is lost
         self._news.tell()
 
@@ -57,36 +67,45 @@ class CacheLog:
         """Events are not told any more."""
         self.is_live = False
         self._held = {}
-        self._events.clear()
+        self._forget(len(self._kinds))
         self.next_sequence += 1
 
     def put(self, events: Sequence[CacheEvent]) -> None:
         """Events of one step, oldest first."""
         if not self.is_live:
             return  # told before the pool heard that nobody follows
+        held, kinds, hashes = self._held, self._kinds, self._hashes
         for event in events:
             if isinstance(event, BlockStored):
-                self._held[event.block_hash] = None
+                held[event.block_hash] = None
+                kinds.append(cache_pb2.CACHE_EVENT_KIND_STORED)
+                hashes += event.block_hash
             elif isinstance(event, BlockRemoved):
-                self._held.pop(event.block_hash, None)
+                held.pop(event.block_hash, None)
+                kinds.append(cache_pb2.CACHE_EVENT_KIND_REMOVED)
+                hashes += event.block_hash
             else:
-                self._held.clear()
-        self._events.extend(events)
+                held.clear()
+                kinds.append(cache_pb2.CACHE_EVENT_KIND_CLEARED)
+                hashes += bytes(DIGEST_SIZE)
         self.next_sequence += len(events)
-        while len(self._events) > self._max_events:
-            self._events.popleft()
+        self._forget(len(kinds) - self._max_events)
         self._news.tell()
 
     def can_go_on(self, sequence: int) -> bool:
         """Whether all events from this one on are kept or yet to come."""
-        return self.is_live and self.next_sequence - len(self._events) <= sequence <= (
+        return self.is_live and self.next_sequence - len(self._kinds) <= sequence <= (
             self.next_sequence
         )
 
-    def since(self, sequence: int, most: int) -> list[CacheEvent]:
+    def since(self, sequence: int, most: int) -> CacheEvents:
         """At most so many events from this one on; `can_go_on` must be true."""
-        first = sequence - (self.next_sequence - len(self._events))
-        return list(islice(self._events, first, first + most))
+        first = sequence - (self.next_sequence - len(self._kinds))
+        end = first + most
+        return CacheEvents(
+            bytes(self._kinds[first:end]),
+            bytes(self._hashes[first * DIGEST_SIZE : end * DIGEST_SIZE]),
+        )
 
     def dump(self, piece: int) -> Iterator[list[bytes]]:
         """All blocks of this moment, in lists of at most so many; one list at least."""
@@ -97,6 +116,12 @@ class CacheLog:
     async def wait(self, timeout_s: float) -> None:
         """Return when there is news, at the latest after ``timeout_s``."""
         await self._news.wait(timeout_s)
+
+    def _forget(self, num_events: int) -> None:
+        """The oldest; fewer than one: none."""
+        if num_events > 0:
+            del self._kinds[:num_events]
+            del self._hashes[: num_events * DIGEST_SIZE]
 
 
 class CacheFeed:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc.aio
 
-from engine.memory.events import AllBlocksCleared, BlockStored, CacheEvent
-from runtime.block_hash import DIGEST_SIZE
 from runtime.pb import cache_pb2, cache_pb2_grpc, common_pb2, registry_pb2
 from runtime.wire import same_identity
-from worker.cache_log import CacheFeed, CacheLog
+from worker.cache_log import CacheEvents, CacheFeed, CacheLog
 
 MAX_FRAME_BLOCKS = 16_384
 """Of a frame, 17 bytes each: far below the limit of a message."""
@@ -58,7 +56,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
                 elif log.is_live and sequence < log.next_sequence:
                     events = log.since(sequence, MAX_FRAME_BLOCKS)
                     yield self._frame_of(sequence, events)
-                    sequence += len(events)
+                    sequence += len(events.kinds)
                     await asyncio.sleep(self._frame_interval_s)
                 else:
                     await log.wait(HEARTBEAT_S)
@@ -68,14 +66,10 @@ class CacheService(cache_pb2_grpc.CacheServicer):
     def _frame(self) -> cache_pb2.CacheFrame:
         return cache_pb2.CacheFrame(worker=self._identity, load=self._load())
 
-    def _frame_of(self, sequence: int, events: Sequence[CacheEvent]) -> cache_pb2.CacheFrame:
+    def _frame_of(self, sequence: int, events: CacheEvents) -> cache_pb2.CacheFrame:
         frame = self._frame()
         frame.first_sequence = sequence
-        frame.kinds = bytes(_kind(event) for event in events)
-        frame.hashes = b"".join(
-            bytes(DIGEST_SIZE) if isinstance(event, AllBlocksCleared) else event.block_hash
-            for event in events
-        )
+        frame.kinds, frame.hashes = events
         return frame
 
     def _dump(self, log: CacheLog, sequence: int) -> list[cache_pb2.CacheFrame]:
@@ -91,14 +85,6 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         ]
         frames[-1].dump = cache_pb2.CACHE_DUMP_LAST
         return frames
-
-
-def _kind(event: CacheEvent) -> int:
-    if isinstance(event, BlockStored):
-        return cache_pb2.CACHE_EVENT_KIND_STORED
-    if isinstance(event, AllBlocksCleared):
-        return cache_pb2.CACHE_EVENT_KIND_CLEARED
-    return cache_pb2.CACHE_EVENT_KIND_REMOVED
 
 
 async def _refuse(

@@ -37,6 +37,7 @@ MAX_QUEUED_FRAMES = 4
 @dataclass(slots=True)
 class _Running:
     router_id: str
+    row_id: int
     num_tokens: int
     max_tokens: int
 
@@ -102,7 +103,10 @@ class Workers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
     ) -> decode_pb2.ReserveResponse:
         """A place, at once."""
         self._reserved[request.request_id] = _Running(
-            request.router_id, request.num_output_tokens + 1, request.sampling.max_tokens
+            request.router_id,
+            request.row_id,
+            request.num_output_tokens + 1,
+            request.sampling.max_tokens,
         )
         reservation = decode_pb2.Reservation(request_id=request.request_id, nonce=1)
         return decode_pb2.ReserveResponse(reservation=reservation)
@@ -153,12 +157,23 @@ class Workers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
         for request_id, running in list(self._running.items()):
             frame = frames.setdefault(running.router_id, decode_pb2.Frame())
             index = running.num_tokens
-            delta = frame.deltas.add(request_id=request_id, start_index=index)
-            delta.token_ids.append(FIRST_TOKEN_ID + index % NUM_TOKEN_IDS)
+            token_id = FIRST_TOKEN_ID + index % NUM_TOKEN_IDS
             running.num_tokens += 1
             if running.num_tokens == running.max_tokens:
-                delta.finish_reason = common_pb2.FINISH_REASON_LENGTH
+                reason = common_pb2.FINISH_REASON_LENGTH
+                frame.deltas.add(
+                    request_id=request_id,
+                    start_index=index,
+                    token_ids=[token_id],
+                    finish_reason=reason,
+                )
                 del self._running[request_id]
+            elif running.row_id:
+                frame.rows.row_ids.append(running.row_id)
+                frame.rows.start_indexes.append(index)
+                frame.rows.token_ids.append(token_id)
+            else:
+                frame.deltas.add(request_id=request_id, start_index=index, token_ids=[token_id])
         return frames
 
 

@@ -95,7 +95,7 @@ class DecodeSide:
                     await self._news.wait()
                 continue
             size = len(plan.requests)
-            seconds = self._shape.decode_step_s + size * self._shape.decode_request_s
+            seconds = self._shape.steps.decode_s(size)
             await asyncio.sleep(seconds)
             self.scheduler.steps.observe(size, seconds)
             for request in plan.requests:

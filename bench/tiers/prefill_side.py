@@ -56,7 +56,7 @@ class PrefillSide:
                 await self._news.wait()
                 continue
             num_tokens = sum(chunk.scheduled.num_scheduled_tokens for chunk in chunks)
-            seconds = self._shape.prefill_step_s + num_tokens * self._shape.prefill_token_s
+            seconds = self._shape.steps.prefill_s(num_tokens)
             await asyncio.sleep(seconds)
             self.scheduler.steps.observe(num_tokens, seconds)
             self._advance(chunks)

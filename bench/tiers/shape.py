@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bench.step_times import H200_STEPS, StepTimes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairShape:
-    """A prefill node of eight H200 (shared heads) and ranks of a decode node of eight.
-
-    Prefill: 115 ms for 4,096 tokens, 342 ms for 16,384. Decode: 33.1 ms for 64 requests a rank,
-    41.3 ms for 128. Both from bench/results/2026-11-23-two-gpus-2xh200.md, as lines through them.
-    """
+    """A prefill node of eight H200 (shared heads) and ranks of a decode node of eight."""
 
     num_ranks: int = 2
     """Of decode."""
@@ -24,17 +22,13 @@ class PairShape:
     batch_tokens: int = 8192
     prefill_blocks: int = 4000
     block_size: int = 64
-    prefill_step_s: float = 0.0393
-    prefill_token_s: float = 18.5e-6
-    decode_step_s: float = 0.0249
-    decode_request_s: float = 0.000128
+    steps: StepTimes = H200_STEPS
     transfer_s: float = 0.010
     network_s: float = 0.002
 
     def capacity(self, mean_prompt: float, mean_output: float) -> float:
         """Requests per second that neither side can do more of."""
-        step_s = self.prefill_step_s + self.batch_tokens * self.prefill_token_s
-        prefill = self.batch_tokens / step_s / mean_prompt
-        token_s = self.decode_step_s + self.max_num_seqs * self.decode_request_s
+        prefill = self.batch_tokens / self.steps.prefill_s(self.batch_tokens) / mean_prompt
+        token_s = self.steps.decode_s(self.max_num_seqs)
         decode = self.num_ranks * self.max_num_seqs / token_s / mean_output
         return min(prefill, decode)

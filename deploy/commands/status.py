@@ -43,8 +43,8 @@ def add_parser(commands: Subparsers) -> None:
         "status",
         help="show a running cluster",
         description="A line for each role (load, queue, share of KV blocks in use, tokens/s and "
-        "time to the first token over the last seconds), one for each tier of service with the "
-        "targets that it met, and one for each process. Ends with 0 "
+        "time to the first token over the last seconds), one for each of several models, one for "
+        "each tier of service with the targets that it met, and one for each process. Ends with 0 "
         "only while everything is ready.",
         examples=_EXAMPLES,
     )
@@ -116,8 +116,9 @@ def render(view: ClusterView) -> RenderableType:
     where = Text(f"{uptime}, logs in {state.log_dir}, metrics at {metrics_url(state.endpoint)}")
     for line in (head, where):
         line.no_wrap, line.overflow = True, "ignore"  # paths and addresses stay whole
+    models = (_model_table(view), "") if view.models else ()
     tiers = (_tier_table(view), "") if view.tiers else ()
-    return Group(head, where, "", _role_table(view), "", *tiers, _process_table(view))
+    return Group(head, where, "", _role_table(view), "", *models, *tiers, _process_table(view))
 
 
 def _role_table(view: ClusterView) -> Table:
@@ -134,6 +135,20 @@ def _role_table(view: ClusterView) -> Table:
             _rate(recent.get("requests_per_s"), "requests/s") if is_router else _tokens(role),
             _seconds(recent.get("ttft_p50_s")) if is_router else "",
             _seconds(recent.get("ttft_p99_s")) if is_router else "",
+        )
+    return table
+
+
+def _model_table(view: ClusterView) -> Table:
+    """All models of the routers; the other tables are of what this cluster started."""
+    table = _table("model", "served", "running", "queue", "prefill", "decode", "also called")
+    for model in view.models:
+        table.add_row(
+            model.name,
+            Text("no", style="yellow") if model.missing else "yes",
+            *(str(n) for n in (model.num_running, model.num_waiting)),
+            *(str(n) for n in (model.num_prefill, model.num_decode)),
+            ", ".join(model.aliases),
         )
     return table
 

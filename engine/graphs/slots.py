@@ -88,8 +88,9 @@ class Slots:
         Raises:
             InternalError: a request names a block or a token beyond the bounds.
         """
-        self._release({item.request for item in scheduled})
-        new = {item.request for item in scheduled} - self._slots.keys()
+        running = {item.request for item in scheduled}
+        self._release(running)
+        new = running - self._slots.keys() if self._room is not None else ()
         slots = np.array([self._slot_of(item, unread) for item in scheduled], dtype=np.int64)
         integers = self._integers[:, slots]
         seq_lens = np.array([item.end for item in scheduled], dtype=np.int64)

@@ -220,32 +220,39 @@ class StepGraphs:
         span = DeviceSpan.start(self._kv_pool.device)
         self._forwards[bucket].replay()
         try:
-            pending = self._choose(scheduled, inputs, bucket, after)
+            self._run_head(scheduled, inputs, bucket, after)
         finally:
             # Also where that failed: the other ranks of the group make drafts together.
             if self._body.has_drafts:
                 self._drafts[bucket, inputs.stage].replay()
+        pending = self._launch_results(scheduled, inputs)
         if span is not None:
             span.end()
         return replace(pending, span=span)
 
-    def _choose(
+    def _run_head(
         self,
         scheduled: Sequence[ScheduledRequest],
         inputs: DecodeInputs,
         bucket: int,
         after: PendingStep | None,
-    ) -> PendingStep:
-        """Run the head, and start to copy its tokens out."""
+    ) -> None:
+        """Replay the head, or where a mask binds rows launch it."""
         with may_fail(self._kv_pool.device, has_joined=True):
             mask = mask_of_step(
                 scheduled, self._sampler.vocab_size, reader_of(after), self._kv_pool.device
             )
         if mask is None:
             self._heads[bucket, inputs.stage].replay()
+            return
         with may_fail(self._kv_pool.device, has_joined=True):
-            if mask is not None:
-                self._body.run_head(bucket, inputs.stage, mask)
+            self._body.run_head(bucket, inputs.stage, mask)
+
+    def _launch_results(
+        self, scheduled: Sequence[ScheduledRequest], inputs: DecodeInputs
+    ) -> PendingStep:
+        """Start to copy the step's tokens out."""
+        with may_fail(self._kv_pool.device, has_joined=True):
             copies = HostCopies(self._kv_pool.device)
             sample, is_usable = self._body.launch_sample(inputs, copies)
             copies.close()

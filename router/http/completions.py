@@ -88,6 +88,10 @@ class CompletionStream:
         """Usage and timings, where asked for."""
         return closing_event(self._info, _KIND)
 
+    def text_event(self, choice: Choice) -> TextEvent | None:
+        """What every piece of text alone is."""
+        return self._template(choice) if self._fills_templates else None
+
     def _template(self, choice: Choice) -> TextEvent:
         template = self._templates.get(choice.index)
         if template is None:

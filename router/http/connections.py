@@ -48,7 +48,7 @@ class ConnectionLimits:
 class Connection(web.RequestHandler):
     """One connection: aiohttp's protocol, which tells ``Connections`` what happens to it."""
 
-    __slots__ = ("_connections", "has_room", "on_room", "outbox")
+    __slots__ = ("_connections", "has_room", "is_chunked", "on_room", "outbox")
 
     def __init__(
         self, connections: Connections, server: web.Server, loop: asyncio.AbstractEventLoop
@@ -58,6 +58,8 @@ class Connection(web.RequestHandler):
         self.outbox = connections.outbox
         self.has_room = True
         """Whether the client takes what is sent."""
+        self.is_chunked = True
+        """Whether what the outbox sends has to be framed."""
         self.on_room: Callable[[], None] | None = None
         """Called when it does again; see ``Outlet``."""
 

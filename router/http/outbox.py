@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-
-from aiohttp.web import RequestHandler
+from typing import Protocol
 
 from runtime.logging import get_logger
 
 logger = get_logger(__name__)
+
+
+class Connection(Protocol):
+    """Whom bytes are for."""
+
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        """Of its socket; None once that is closed."""
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether bytes go as chunks of HTTP/1.1's transfer coding."""
 
 
 class Outbox:
@@ -23,7 +34,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._calls: list[Callable[[], None]] = []
-        self._waiting: list[tuple[RequestHandler, bytes]] = []
+        self._waiting: dict[Connection, list[bytes]] = {}
         self._is_due = False
 
     def call_soon(self, call: Callable[[], None]) -> None:
@@ -31,21 +42,36 @@ class Outbox:
         self._calls.append(call)
         self._run_soon()
 
-    def add(self, connection: RequestHandler, data: bytes) -> None:
-        """Write ``data`` in this turn, if the calls are under way, or in the next."""
-        self._waiting.append((connection, data))
-        self._run_soon()
+    def add(self, connection: Connection, data: bytes) -> None:
+        """Write ``data``, not empty, in this turn where the calls are under way, or in the next.
+
+        All that a connection gets in a turn is one write, and one chunk.
+        """
+        parts = self._waiting.get(connection)
+        if parts is None:
+            self._waiting[connection] = [data]
+            if not self._is_due:
+                self._run_soon()
+        else:
+            parts.append(data)
+
+    def take_back(self, connection: Connection) -> bytes:
+        """What waits for ``connection``: it is written with what the caller has for it."""
+        return b"".join(self._waiting.pop(connection, ()))
 
     def flush(self) -> None:
         """Write all now; what is for closed connections is dropped.
 
         A connection that cannot be written to is cut off, as its stream has a hole; nobody else's.
         """
-        waiting, self._waiting = self._waiting, []
-        for connection, data in waiting:
+        waiting, self._waiting = self._waiting, {}
+        for connection, parts in waiting.items():
             transport = connection.transport
             if transport is None or transport.is_closing():
                 continue
+            data = b"".join(parts)
+            if connection.is_chunked:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
             try:
                 transport.write(data)
             except Exception:

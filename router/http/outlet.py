@@ -21,16 +21,16 @@ from router.http.connections import Connection
 class Outlet:
     """Of one answer. Close it before aiohttp writes the end of the answer."""
 
-    __slots__ = ("_connection", "_is_chunked", "_is_closed", "call_soon")
+    __slots__ = ("_is_closed", "call_soon", "connection")
 
     def __init__(self, request: web.Request) -> None:
         """The answer to ``request`` has no length, and its headers are sent."""
         connection = request.protocol
         assert isinstance(connection, Connection)
-        self._connection = connection
+        self.connection = connection
+        connection.is_chunked = request.version >= HttpVersion11
         self.call_soon = connection.outbox.call_soon
         """Calls what fills the outlet, together with others'."""
-        self._is_chunked = request.version >= HttpVersion11
         self._is_closed = False
 
     @property
@@ -40,23 +40,25 @@ class Outlet:
         The end of an answer may take long to reach a slow client: what a timer wrote behind it
         would be read as the beginning of the connection's next answer.
         """
-        return self._connection.has_room and not self._is_closed
+        return self.connection.has_room and not self._is_closed
 
     def on_room(self, refill: Callable[[], None]) -> None:
         """Call ``refill`` each time there is room again."""
-        self._connection.on_room = refill
+        self.connection.on_room = refill
 
     def write(self, data: bytes) -> None:
         """Send ``data``, which is not empty, together with others'.
 
         A client that is gone gets none of it, and its request is cancelled.
         """
-        if self._is_chunked:
-            data = b"%x\r\n%b\r\n" % (len(data), data)
-        self._connection.outbox.add(self._connection, data)
+        self.connection.outbox.add(self.connection, data)
+
+    def take_back(self) -> bytes:
+        """What was written in this turn and is not sent yet."""
+        return self.connection.outbox.take_back(self.connection)
 
     def close(self) -> None:
         """What comes now is sent elsewhere, but behind what was sent here."""
         self._is_closed = True
-        self._connection.on_room = None
-        self._connection.outbox.flush()
+        self.connection.on_room = None
+        self.connection.outbox.flush()

@@ -9,14 +9,13 @@ import orjson
 
 from router.errors import RequestError
 from router.http.schema import GenerationRequest
-from router.text.grammar.forms import Form, by_rules, json_of, matching, one_of, text
-from router.text.grammar.schema import SchemaError, spelled, with_fix
+from router.http.schema_forms import MAX_TEXT_BYTES, form_of_schema
+from router.http.structural_tags import structural_form
+from router.text.grammar.forms import Form, by_rules, matching, one_of, text
 
-MAX_TEXT_BYTES = 64 * 2**10
-"""Of a regular expression or a grammar as it is sent."""
 MAX_CHOICES = 1000
 _OBJECT = {"type": "object"}
-_FORMATS = "Fix: send text, json_object or json_schema"
+_FORMATS = "Fix: send text, json_object, json_schema or structural_tag"
 _HARMLESS: Mapping[str, tuple[object, ...]] = {
     "disable_fallback": (True, False),
     "disable_any_whitespace": (False,),
@@ -45,22 +44,6 @@ def form_of(request: GenerationRequest) -> tuple[str, Form] | None:
     return None
 
 
-def form_of_schema(
-    schema: object, param: str, *, closed: bool = False, lenient: bool = False
-) -> Form:
-    """``json_of`` whose refusals name the place within the field ``param``."""
-    try:
-        return json_of(schema, param, closed=closed, lenient=lenient)
-    except SchemaError as error:
-        raise refused(error, param) from error
-
-
-def refused(error: SchemaError, param: str) -> RequestError:
-    """``error`` with the place within the field ``param``."""
-    place = param + spelled(error.path)
-    return RequestError(f"{place} {with_fix(error.problem)}", param=place)
-
-
 def _asked(request: GenerationRequest) -> dict[str, Callable[[str], Form]]:
     """How each field that says something becomes a form."""
     asked: dict[str, Callable[[str], Form]] = {}
@@ -87,6 +70,8 @@ def _of_response_format(value: Mapping[str, Any], param: str) -> Form:
     kind = value.get("type")
     if kind == "json_object":
         return form_of_schema(_OBJECT, param)
+    if kind == "structural_tag":
+        return structural_form(value, param)
     if kind != "json_schema":
         raise RequestError(
             f"{param}.type = {kind!r} is not supported by this server. {_FORMATS}",
@@ -133,15 +118,27 @@ def _of_structured_outputs(value: object) -> dict[str, Callable[[str], Form]]:
     return asked
 
 
+def _read(value: object, param: str, what: str) -> object:
+    """``value``, or the JSON that it is as a text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError as error:
+        problem = f"{param} is no JSON: {error}. Fix: send {what}"
+        raise RequestError(problem, param=param) from error
+
+
 def _json(value: object, param: str) -> Form:
-    if isinstance(value, str):
-        try:
-            value = orjson.loads(value)
-        except orjson.JSONDecodeError as error:
-            problem = f"{param} is no JSON: {error}. Fix: send a JSON schema"
-            raise RequestError(problem, param=param) from error
     # The servers that have this field take a schema for all that an object may have.
-    return form_of_schema(value, param, closed=True)
+    return form_of_schema(_read(value, param, "a JSON schema"), param, closed=True)
+
+
+def _structural(value: object, param: str) -> Form:
+    found = _read(value, param, "a structural tag")
+    if not isinstance(found, Mapping):
+        raise RequestError(f"{param} must be an object. Fix: send a structural tag", param=param)
+    return structural_form(found, param)
 
 
 def _json_object(value: object, param: str) -> Form:
@@ -198,6 +195,7 @@ _STRUCTURED: Mapping[str, Callable[[object, str], Form]] = {
     "choice": _choice,
     "grammar": _ebnf,
     "json_object": _json_object,
+    "structural_tag": _structural,
 }
 FIELDS = ("structured_outputs", *_MAKERS)
 """Of bodies, beside ``response_format``."""

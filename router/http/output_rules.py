@@ -14,8 +14,9 @@ from typing import Any
 
 from router.errors import RequestError
 from router.http.conversation import offered_tools
-from router.http.output_forms import form_of, refused
+from router.http.output_forms import form_of
 from router.http.schema import ChatRequest, GenerationRequest
+from router.http.schema_forms import refused
 from router.model import ServedModel
 from router.text.calls.forms import ToolForm
 from router.text.grammar.compilers import Compilers
@@ -187,8 +188,12 @@ def _with_calls(
     """The rules of an answer that may call, or has to."""
     calls, marks = model.formats.calls, MarkForms(model.formats.marks)
     assert calls is not None
-    named = request.named_tool
+    named, allowed = request.named_tool, request.allowed_tools
+    only = None if allowed is None else allowed.names
+    if named is not None:
+        only = frozenset((named,))
     has_to = named is not None or request.tool_choice == "required"
+    has_to = has_to or (allowed is not None and allowed.is_required)
     if has_to and form is not None and param != "response_format":
         raise RequestError(
             f"{param} and tool_choice each say what the answer has to look like. "
@@ -196,27 +201,37 @@ def _with_calls(
             param="tool_choice",
         )
     only_one = request.parallel_tool_calls is False or named is not None
-    tools = _tool_forms(request, only=named, all_schemas=has_to or form is not None)
+    tools = _tool_forms(request, only=only, all_schemas=has_to or form is not None)
     try:
         if has_to:
             return "tool_choice", calls.shape.calls(tools, marks, only_one=only_one)
         if form is not None:
             return param, one_of([calls.shape.calls(tools, marks, only_one=only_one), form])
-        if not _asks_for_strict(request):
+        if allowed is None and not _asks_for_strict(request):
             return param, None
         reasoning = model.formats.reasoning
         without = () if reasoning is None else (reasoning.opening,)
-        return "tools", calls.shape.within_text(tools, marks, without=without)
+        form = calls.shape.within_text(tools, marks, without=without)
+        if form is None and allowed is not None:
+            raise RequestError(
+                "tool_choice allows some of the tools, and this model's calls begin as a text may. "
+                'Fix: send the mode "required", or only those tools',
+                param="tool_choice",
+                code="unsupported_value",
+            )
+        return "tools" if allowed is None else "tool_choice", form
     except SchemaError as error:
         raise refused(error, "tools") from error
 
 
-def _tool_forms(request: ChatRequest, *, only: str | None, all_schemas: bool) -> list[ToolForm]:
+def _tool_forms(
+    request: ChatRequest, *, only: frozenset[str] | None, all_schemas: bool
+) -> list[ToolForm]:
     """Of the tools that may be called; ``all_schemas``: also of those that are not strict."""
     tools = []
     for number, tool in enumerate(offered_tools(request)):
         function = tool["function"]
-        if only is not None and function["name"] != only:
+        if only is not None and function["name"] not in only:
             continue
         param = f"tools[{number}].function.parameters"
         is_strict = function.get("strict") is True

@@ -18,8 +18,9 @@ from router.errors import as_tandem_error
 from router.http import sse
 from router.http.dialect import Dialect
 from router.http.errors import failure_from
+from router.http.flow import TextFlow
 from router.http.outlet import Outlet
-from router.http.response import Choice, ResponseFormat, ResponseInfo
+from router.http.response import Choice, ResponseFormat, ResponseInfo, TextEvents
 from router.model_metrics import ModelMetrics
 from router.requests.generation import Output
 from router.requests.run import RequestRun
@@ -123,7 +124,7 @@ class Responder:
             try:
                 data = self._absorb(mailbox.take_now())
                 if not self._num_open or self._error is not None:
-                    last.set_result(data)
+                    last.set_result(data if outlet is None else outlet.take_back() + data)
                 elif outlet is not None and data:
                     outlet.write(data)
             except Exception as error:
@@ -131,6 +132,7 @@ class Responder:
 
         mailbox.listen(deliver, None if outlet is None else outlet.call_soon)
         if outlet is not None:
+            self._open_flows(outlet)
             outlet.on_room(deliver)
             self._timer.cancel()
             self._keep_alive_later(partial(_keep_alive, outlet))
@@ -138,8 +140,21 @@ class Responder:
             return await last
         finally:
             mailbox.listen(None)
+            for choice in self._info.choices:
+                choice.generation.flow = None
             if outlet is not None:
                 outlet.close()
+
+    def _open_flows(self, outlet: Outlet) -> None:
+        """Let plain text pass by the mailbox."""
+        if not isinstance(self._form, TextEvents):
+            return
+        for choice in self._info.choices:
+            event = self._form.text_event(choice)
+            if event is not None:
+                choice.generation.flow = TextFlow(
+                    choice, event, outlet, self._deliveries, self._last_delivery
+                )
 
     def _raise_failure(self) -> None:
         if self._error is not None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import orjson
 
 from router.http.routing_headers import ROUTING_HEADER
-from router.http.sse import event
+from router.http.sse import TextEvent, event
 from router.requests.generation import Generation
 from router.text.output import ChoiceText, Piece
 from router.text.reasoning import Start
@@ -136,6 +136,14 @@ class ResponseFormat(Protocol):
 
     def closing(self) -> bytes:
         """After the last piece of the last choice."""
+
+
+@runtime_checkable
+class TextEvents(Protocol):
+    """A ``ResponseFormat`` of a stream whose pieces of text alone differ in that text alone."""
+
+    def text_event(self, choice: Choice) -> TextEvent | None:
+        """What such a piece of ``choice`` becomes; None where the client wants to know more."""
 
 
 def sum_texts(pieces: Sequence[Piece]) -> str:

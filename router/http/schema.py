@@ -12,11 +12,18 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
 from router.errors import RequestError
-from router.http.tools import check_results, checked_calls, checked_tools
+from router.http.tools import (
+    AllowedTools,
+    allowed_tools_of,
+    check_results,
+    checked_calls,
+    checked_choice,
+    checked_tools,
+)
 
 MAX_DEPTH = 100
 MAX_PARTS = 2**18
@@ -213,7 +220,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Annotated[list[dict[str, Any]] | None, PlainValidator(checked_tools)] = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Annotated[str | dict[str, Any] | None, AfterValidator(checked_choice)] = None
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
     modalities: list[str] | None = None
@@ -234,6 +241,11 @@ class ChatRequest(GenerationRequest):
             function = self.tool_choice.get("function")
             name = function.get("name") if isinstance(function, dict) else None
         return name if isinstance(name, str) and name in names else None
+
+    @property
+    def allowed_tools(self) -> AllowedTools | None:
+        """Which of the tools may be called; None: all of them, or the named one."""
+        return allowed_tools_of(self.tool_choice)
 
     @property
     def continues_final(self) -> bool:

@@ -37,6 +37,12 @@ class TextEvent:
         self._around = event(payload).split(_HOLE_JSON)
         assert len(self._around) > 1, "the payload has no hole"
 
+    @property
+    def around_text(self) -> tuple[bytes, bytes]:
+        """What stands before and after the JSON of a text without its quotes; of one hole."""
+        before, after = self._around
+        return before + b'"', b'"' + after
+
     def fill(self, text: str) -> bytes:
         """The event with ``text`` in the holes."""
         return orjson.dumps(text).join(self._around)

@@ -7,9 +7,48 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllowedTools:
+    """Those of the tools that may be called, though the model is told of all."""
+
+    names: frozenset[str]
+    is_required: bool
+    """Whether one has to be called."""
+
+
+def allowed_tools_of(choice: object) -> AllowedTools | None:
+    """What a ``tool_choice`` of the type "allowed_tools" says; None: it is of another."""
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return None
+    allowed = choice.get("allowed_tools")
+    if not isinstance(allowed, Mapping):
+        raise ValueError("has no allowed_tools. Fix: send an object with mode and tools")
+    mode, tools = allowed.get("mode"), allowed.get("tools")
+    if mode not in ("auto", "required"):
+        raise ValueError(f'has the mode {mode!r}. Fix: send "auto" or "required"')
+    if not isinstance(tools, list) or not tools:
+        raise ValueError("allows none of the tools. Fix: send a list of at least one")
+    names = []
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or tool.get("type") != "function":
+            raise ValueError(f'allows tools[{index}], which is none. Fix: send the type "function"')
+        names.append(_checked_name(f"has tools[{index}], whose name", function.get("name")))
+    return AllowedTools(names=frozenset(names), is_required=mode == "required")
+
+
+def checked_choice(
+    value: str | dict[str, Any] | None,
+) -> str | dict[str, Any] | None:
+    """``tool_choice``, whose allowed tools, if it has some, are named."""
+    allowed_tools_of(value)
+    return value
 
 
 def listed_tools(value: object) -> list[Any] | None:

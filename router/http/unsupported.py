@@ -169,12 +169,7 @@ def _refuse_of_completion(request: CompletionRequest) -> None:
 def _refuse_of_chat(request: ChatRequest) -> None:
     if request.function_call not in (None, "none", "auto"):
         raise _unsupported("function_call", request.function_call, "send tools and tool_choice")
-    has_to_call = request.named_tool is not None or bool(
-        request.tool_choice == "required" and request.tools
-    )
-    if request.tool_choice not in (None, "none", "auto") and not has_to_call:
-        fix = 'send "auto", "none" or, with tools, "required", or name one of the tools'
-        raise _unsupported("tool_choice", request.tool_choice, fix)
+    _refuse_choice(request)
     if request.functions and request.function_call != "none":
         raise _unsupported("functions", f"{len(request.functions)} of them", "send them as tools")
     for index, message in enumerate(request.messages):
@@ -185,6 +180,21 @@ def _refuse_of_chat(request: ChatRequest) -> None:
             raise _unsupported(param, "a call", "send it in tool_calls")
     if request.modalities and request.modalities != ["text"]:
         raise _unsupported("modalities", request.modalities, 'send ["text"] or leave it out')
+
+
+def _refuse_choice(request: ChatRequest) -> None:
+    if request.tool_choice in (None, "none", "auto") or request.named_tool is not None:
+        return
+    allowed = request.allowed_tools
+    if allowed is not None:
+        offered = {tool["function"]["name"] for tool in request.tools or ()}
+        unknown = sorted(allowed.names - offered)
+        if unknown:
+            problem = f"tool_choice allows {unknown[0]!r}, which is none of tools"
+            raise RequestError(f"{problem}. Fix: send it there, too", param="tool_choice")
+    elif request.tool_choice != "required" or not request.tools:
+        fix = 'send "auto", "none" or, with tools, "required", or name one of the tools'
+        raise _unsupported("tool_choice", request.tool_choice, fix)
 
 
 def refuse_unread(request: ChatRequest, model: ServedModel) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from router.pool.members import WorkerLoad
 from router.pool.rates import MeasuredRates
+from runtime.tiers import tokens_ahead
 
 
 class _Ours(NamedTuple):
@@ -67,6 +68,18 @@ class MergedLoad:
             return self.num_tokens
         sent = self._entered + self._entered_before
         return min(self.num_tokens, self.report.num_tokens_waiting + sent)
+
+    def num_tokens_ahead(self, order: int) -> float:
+        """Of ``num_tokens_left``, what is computed before a prompt of this tier that comes now.
+
+        What the report does not say by tier counts as ahead: the latest prompts, and everything
+        where there is one tier.
+        """
+        left, by_tier = self.num_tokens_left, self.report.tokens_by_tier
+        if not by_tier:
+            return left
+        behind = self.report.num_tokens_waiting - tokens_ahead(by_tier, order)
+        return max(0.0, left - behind)
 
     def apply(self, report: WorkerLoad) -> bool:
         """Take a report; False where it is not newer than the one that is held."""

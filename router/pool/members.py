@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from runtime.pb import common_pb2, registry_pb2
+from runtime.tiers import TierTokens
+from runtime.wire import tier_tokens_from_proto, tier_tokens_to_proto
 
 
 class Role(enum.Enum):
@@ -56,6 +58,8 @@ class WorkerLoad:
     num_requests_running: int = 0
     num_requests_waiting: int = 0
     num_tokens_waiting: int = 0
+    tokens_by_tier: tuple[TierTokens, ...] = ()
+    """Of a prefill worker, the same by tier of service; empty: it is all of one, or not told."""
     num_free_blocks: int = 0
     num_total_blocks: int = 0
     num_quarantined_blocks: int = 0
@@ -138,6 +142,7 @@ def load_from_proto(message: registry_pb2.WorkerLoad) -> WorkerLoad:
         num_requests_running=message.num_requests_running,
         num_requests_waiting=message.num_requests_waiting,
         num_tokens_waiting=message.num_tokens_waiting,
+        tokens_by_tier=tier_tokens_from_proto(message.tokens_by_tier),
         num_free_blocks=message.num_free_blocks,
         num_total_blocks=message.num_total_blocks,
         num_quarantined_blocks=message.num_quarantined_blocks,
@@ -219,6 +224,7 @@ def member_to_proto(member: Member) -> registry_pb2.PoolMember:
             num_requests_running=load.num_requests_running,
             num_requests_waiting=load.num_requests_waiting,
             num_tokens_waiting=load.num_tokens_waiting,
+            tokens_by_tier=tier_tokens_to_proto(load.tokens_by_tier),
             num_free_blocks=load.num_free_blocks,
             num_total_blocks=load.num_total_blocks,
             num_quarantined_blocks=load.num_quarantined_blocks,

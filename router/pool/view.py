@@ -61,6 +61,10 @@ class Candidate:
         """Until a prefill worker has computed all that waits there."""
         return self.load.num_tokens_left / self.tokens_per_s
 
+    def queue_ahead_s(self, order: int) -> float:
+        """Until it gets to a prompt of this tier that comes now."""
+        return self.load.num_tokens_ahead(order) / self.tokens_per_s
+
     def received_per_s(self, prefill: Member) -> float:
         """Bytes of KV per second that come to a decode rank from all parts of ``prefill``."""
         instance, _, rank = prefill.key

@@ -165,10 +165,10 @@ class Attempt:
         generation.timings.attempt_started = asyncio.get_running_loop().time()
         self.culprits = {decode.key}
         await stream.standing()
-        stream.attach(self.worker_request_id, sink)
+        row_id = stream.attach(self.worker_request_id, sink)
         try:
             with self._workers.pool.in_flight(decode.key):
-                reservation = await self._reserve(stream)
+                reservation = await self._reserve(stream, row_id)
                 first = await self._prefill(reservation)
                 sink.on_first(first)
                 self._note_progress(first)
@@ -181,7 +181,7 @@ class Attempt:
                 reason = f"ended while {generation.phase}"
                 self._workers.abort(decode, self.worker_request_id, reason)
 
-    async def _reserve(self, stream: FrameStream) -> decode_pb2.Reservation:
+    async def _reserve(self, stream: FrameStream, row_id: int) -> decode_pb2.Reservation:
         generation, pair = self._generation, self._pair
         generation.phase = "reserving in decode"
         self.culprits = {pair.decode.key}
@@ -199,6 +199,7 @@ class Attempt:
             num_prefill_ranks=pair.prefill.num_parts,
             cache_salt=generation.cache_salt,
             standing=standing_to_proto(generation.standing_now()),
+            row_id=row_id,
         )
         stub = self._workers.clients.decode(pair.decode)
         num_breaks = stream.num_breaks

@@ -9,13 +9,15 @@ pool. See docs/adr/0011-continuation.md.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from router.errors import as_tandem_error
 from router.pool.members import Member, Role, WorkerKey, WorkerLoad, load_from_proto
 from router.pool.view import PoolView
 from router.requests.clients import DecodeStub, WorkerClients
+from router.requests.rows import RowSinks
 from runtime.background import BackgroundTasks, tell_failure
 from runtime.errors import PeerLostError, TandemError
 from runtime.logging import get_logger
@@ -41,6 +43,12 @@ class TokenSink(Protocol):
     def next_index(self) -> int | None:
         """Output index of the next token to come; None where none has to."""
 
+    def on_token(self, index: int, token_id: int, now: float) -> None:
+        """One token and nothing else, at ``now``; otherwise as ``on_delta``."""
+
+    def on_tokens(self, start_index: int, token_ids: list[int], now: float) -> None:
+        """The same of several."""
+
     def on_delta(self, delta: decode_pb2.TokenDelta) -> None:
         """News of this request, in order; after a broken stream some of it for the second time."""
 
@@ -61,11 +69,15 @@ class FrameStream:
         stub: DecodeStub,
         router_id: str,
         *,
+        row_ids: Iterator[int],
         resume_timeout_s: float,
         on_load: Callable[[WorkerKey, WorkerLoad], None],
         on_loss: Callable[[WorkerKey, str], None],
     ) -> None:
-        """``resume_timeout_s``: how long requests wait for a broken stream to stand again."""
+        """``resume_timeout_s``: how long requests wait for a broken stream to stand again.
+
+        ``row_ids`` are above 0, and nothing else of the router process gets one of them.
+        """
         self.key = member.key
         self._address = member.address
         self._stub = stub
@@ -75,6 +87,7 @@ class FrameStream:
         self._on_loss = on_loss
         self._sinks: dict[str, TokenSink] = {}
         self._loop = asyncio.get_running_loop()
+        self._rows = RowSinks(row_ids, self._loop.time, self._not_understood)
         self._stands_since: float | None = None
         self._num_failures = 0
         """Attempts to connect in a row that brought no steady stream."""
@@ -117,12 +130,14 @@ class FrameStream:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
 
-    def attach(self, request_id: str, sink: TokenSink) -> None:
-        """Send the deltas of ``request_id`` to ``sink``."""
+    def attach(self, request_id: str, sink: TokenSink) -> int:
+        """Send the news of ``request_id`` to ``sink``; returns what rows are to call it."""
         self._sinks[request_id] = sink
+        return self._rows.attach(request_id, sink)
 
     def detach(self, request_id: str) -> None:
         """Send them no more; later deltas are dropped."""
+        self._rows.detach(request_id)
         self._sinks.pop(request_id, None)
 
     def stop(self) -> None:
@@ -186,6 +201,8 @@ class FrameStream:
                 waiter.set_result(None)
 
     def _deliver(self, frame: decode_pb2.Frame) -> None:
+        if frame.HasField("rows"):
+            self._rows.deliver(frame.rows)
         for delta in frame.deltas:
             sink = self._sinks.get(delta.request_id)
             if sink is None:
@@ -193,10 +210,13 @@ class FrameStream:
             try:
                 sink.on_delta(delta)
             except Exception as error:  # of this request alone
-                logger.exception("a delta was not understood request_id=%s", delta.request_id)
-                self._lose(delta.request_id, as_tandem_error(error))
+                self._not_understood(delta.request_id, error)
         if frame.HasField("load"):
             self._on_load(self.key, load_from_proto(frame.load))
+
+    def _not_understood(self, request_id: str, error: Exception) -> None:
+        logger.error("a delta was not understood request_id=%s", request_id, exc_info=error)
+        self._lose(request_id, as_tandem_error(error))
 
     def _note_break(self, error: Exception) -> None:
         """The stream broke, or did not come to stand."""
@@ -245,6 +265,7 @@ class FrameStream:
             self._lose(request_id, PeerLostError(text))
 
     def _lose(self, request_id: str, error: TandemError) -> None:
+        self._rows.detach(request_id)
         sink = self._sinks.pop(request_id)
         try:
             sink.on_lost(error)
@@ -266,6 +287,8 @@ class FrameStreams:
         self._router_id = router_id
         self._resume_timeout_s = resume_timeout_s
         self._streams: dict[WorkerKey, FrameStream] = {}
+        self._row_ids = itertools.count(1)
+        """Of all streams: one that is opened anew may hear of the requests of the one before."""
         self._closing = BackgroundTasks()
 
     def stream(self, member: Member) -> FrameStream:
@@ -276,6 +299,7 @@ class FrameStreams:
                 member,
                 self._clients.decode(member),
                 self._router_id,
+                row_ids=self._row_ids,
                 resume_timeout_s=self._resume_timeout_s,
                 on_load=self._pool.report,
                 on_loss=self._pool.mark_failed,

@@ -12,6 +12,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from router.pool.members import WorkerKey
 from runtime.errors import TandemError
@@ -43,6 +44,19 @@ _TOP_BYTES = 12
 
 
 CallSoon = Callable[[Callable[[], None]], object]
+
+
+class Flow(Protocol):
+    """The short way to the client, of tokens of which there is nothing else to say.
+
+    Each method says whether it took them; ``now`` is their moment on the event loop's clock.
+    """
+
+    def take(self, token_id: int, now: float) -> bool:
+        """One token."""
+
+    def take_all(self, token_ids: Sequence[int], now: float) -> bool:
+        """Several that came together."""
 
 
 class Mailbox:
@@ -79,6 +93,11 @@ class Mailbox:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._on_full = on_full
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all outputs were taken."""
+        return not self._items
 
     def put(self, output: Output) -> None:
         """Add ``output`` and wake the consumer."""
@@ -257,6 +276,8 @@ class Generation:
         self.num_cached_tokens = 0
         self.output_token_ids: list[int] = []
         """Handed over so far, in order."""
+        self.flow: Flow | None = None
+        """Is asked first whether it takes plain tokens, while the mailbox is empty."""
         self._mailbox = mailbox
         self._loop = asyncio.get_running_loop()  # asking for it again costs a system call a token
 
@@ -331,3 +352,21 @@ class Generation:
         self.timings.last_token = self._loop.time()
         self.output_token_ids += token_ids
         self._mailbox.put(Output(self.index, token_ids, logprobs, finish))
+
+    def hand_over_token(self, token_id: int, now: float) -> None:
+        """The one that follows, at ``now`` of the event loop's clock, and nothing else."""
+        self.timings.last_token = now
+        self.output_token_ids.append(token_id)
+        flow = self.flow
+        if flow is not None and self._mailbox.is_empty and flow.take(token_id, now):
+            return
+        self._mailbox.put(Output(self.index, (token_id,)))
+
+    def hand_over_tokens(self, token_ids: Sequence[int], now: float) -> None:
+        """The same of several that came together."""
+        self.timings.last_token = now
+        self.output_token_ids += token_ids
+        flow = self.flow
+        if flow is not None and self._mailbox.is_empty and flow.take_all(token_ids, now):
+            return
+        self._mailbox.put(Output(self.index, token_ids))

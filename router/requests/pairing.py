@@ -164,6 +164,7 @@ class PairFinder:
             first_tokens=generation.prompt_token_ids[: self._hashed_size],
             explain=generation.explain,
             conversation=generation.conversation,
+            tier_order=generation.standing.order,
             excluded={key for key, until in self._excluded_until.items() if until > now},
             suspects={key for key, until in self._suspected_until.items() if until > now},
             preferred_prefill=self._preferred,

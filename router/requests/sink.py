@@ -29,9 +29,12 @@ class AttemptSink:
         """Whether this attempt's prefill has answered."""
         self._has_logprobs = generation.sampling.num_logprobs >= 0
         self._early: list[decode_pb2.TokenDelta] = []
+        self._is_flowing = False
+        """Whether both workers have begun: a token needs nothing but its place in the output."""
         self._is_whole = False
         """Whether decode has said its last, which may wait for prefill's token."""
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
         self.is_reserved = False
         """Whether decode knows the attempt."""
         self.is_decode_lost = False
@@ -91,6 +94,31 @@ class AttemptSink:
         for delta in early:
             self.on_delta(delta)
 
+    def on_token(self, index: int, token_id: int, now: float) -> None:
+        """One token and nothing else, from decode, at ``now`` of the event loop's clock."""
+        generation = self._generation
+        if (
+            self._is_flowing
+            and index == len(generation.output_token_ids)
+            and not self._ended.done()
+        ):
+            generation.hand_over_token(token_id, now)
+        else:
+            self.on_delta(decode_pb2.TokenDelta(start_index=index, token_ids=[token_id]))
+
+    def on_tokens(self, start_index: int, token_ids: list[int], now: float) -> None:
+        """Tokens and nothing else, from decode."""
+        generation = self._generation
+        if (
+            token_ids
+            and self._is_flowing
+            and start_index == len(generation.output_token_ids)
+            and not self._ended.done()
+        ):
+            generation.hand_over_tokens(token_ids, now)
+        else:
+            self.on_delta(decode_pb2.TokenDelta(start_index=start_index, token_ids=token_ids))
+
     def on_delta(self, delta: decode_pb2.TokenDelta) -> None:
         """Tokens or the end, from decode."""
         if self._ended.done():
@@ -132,6 +160,10 @@ class AttemptSink:
                     f"after token {generation.num_tokens - 1}"
                 )
             )
+            return
+        self._is_flowing = True
+        if not num_known and len(token_ids) == 1 and finish is None and not logprobs:
+            generation.hand_over_token(token_ids[0], self._loop.time())
             return
         if num_known:
             token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]

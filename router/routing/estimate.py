@@ -2,7 +2,8 @@
 
     ttft = queue + compute + transfer + room
 
-- queue: tokens that wait at prefill / its measured tokens per second.
+- queue: tokens that wait at prefill and are computed before a prompt of the request's tier / its
+  measured tokens per second.
 - compute: tokens of the context that prefill's cache does not have / the same.
 - transfer: KV that decode's cache does not have / measured bytes per second of that path, as far as
   it is not hidden behind compute: blocks travel as they are completed. The client has the first
@@ -58,8 +59,8 @@ def estimate_prefill(prefill: Candidate, shape: RequestShape) -> PrefillEstimate
         most = max_cached_blocks(num_tokens, block_size)
         num_blocks = min(shape.match.num_blocks(prefill.member.key), most)
     num_new = num_tokens - num_blocks * block_size
-    rate = prefill.tokens_per_s
-    return PrefillEstimate(prefill.load.num_tokens_left / rate, num_new / rate, num_blocks, num_new)
+    queue_s = prefill.queue_ahead_s(shape.tier_order)
+    return PrefillEstimate(queue_s, num_new / prefill.tokens_per_s, num_blocks, num_new)
 
 
 def estimate_room_s(decode: Candidate, shape: RequestShape) -> float:

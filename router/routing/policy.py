@@ -148,9 +148,10 @@ class PairingPolicy:
         if prefill.member.compatibility != decode.member.compatibility:
             return None, "gone"
         side, _ = table.places[binding.prefill]
-        least_s = side.candidates[min(side.ranks).position].queue_s
+        order = shape.tier_order
+        least_s = side.candidates[min(side.ranks).position].queue_ahead_s(order)
         recompute_s = shape.num_context_tokens / prefill.tokens_per_s
-        if prefill.queue_s > least_s + recompute_s:
+        if prefill.queue_ahead_s(order) > least_s + recompute_s:
             return None, "overloaded"
         if self._scorer.decode_room(decode) < shape.num_tokens_needed:
             beside = replace(shape, preferred_prefill=binding.prefill)

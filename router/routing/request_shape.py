@@ -23,6 +23,7 @@ class RequestShape:
         first_tokens: of the context, a block at least where there is one.
         explain: whether the pick is to say why.
         conversation: requests of one go on with one another's contexts; empty: not known.
+        tier_order: of its tier of service; the lowest goes first.
         excluded: members at fault for an earlier attempt: not to be used again.
         suspects: of a pair that failed, nobody knows by whose fault: to be used where there is no
             other.
@@ -38,6 +39,7 @@ class RequestShape:
     first_tokens: Sequence[int] = ()
     explain: bool = False
     conversation: str = ""
+    tier_order: int = 0
     excluded: Set[WorkerKey] = frozenset()
     suspects: Set[WorkerKey] = frozenset()
     preferred_prefill: WorkerKey | None = None

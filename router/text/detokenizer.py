@@ -23,6 +23,11 @@ class Detokenizer:
         self._held = b""
         """The beginning of a character."""
 
+    @property
+    def is_between_characters(self) -> bool:
+        """Whether what comes next is text by itself."""
+        return not self._held
+
     def feed(self, token_id: int) -> str:
         """The text that ``token_id`` completes; empty inside a character. Unknown ids have none."""
         return self.feed_all((token_id,))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from router.text.pieces import Pieces
 from router.text.tokenizer import Tokenizer
 
 
@@ -39,7 +40,7 @@ class MarkTable:
     """Those of one token."""
     spelled: tuple[str, ...] = ()
     """Those of several; none begins with another."""
-    visible_pieces: Sequence[bytes] = ()
+    visible_pieces: Pieces = field(default_factory=Pieces)
     """The bytes of every token, by id; those of special tokens are empty, those of marks never."""
 
 
@@ -56,9 +57,10 @@ def mark_table(tokenizer: Tokenizer, marks: Iterable[str]) -> MarkTable:
             by_id[token_id] = mark
     pieces = vocabulary.visible_pieces
     if any(not pieces[token_id] for token_id in by_id):
-        pieces = list(pieces)
-        for token_id in by_id:
-            pieces[token_id] = vocabulary.pieces[token_id]
+        pieces = Pieces(
+            vocabulary.pieces[token_id] if token_id in by_id else piece
+            for token_id, piece in enumerate(pieces)
+        )
     return MarkTable(by_id=by_id, spelled=tuple(spelled), visible_pieces=pieces)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from router.text.calls.events import Content
 from router.text.detokenizer import Detokenizer
 from router.text.message import MessageReader, Part
+from router.text.pieces import JsonPieces
 from router.text.stops import StopStrings
 from router.text.tokenizer import Vocabulary
 from runtime.pb import common_pb2
@@ -58,9 +59,11 @@ class ChoiceText:
         "_logprobs",
         "_num_reasoning_tokens",
         "_options",
+        "_pieces",
         "_reader",
         "_stops",
         "finished",
+        "json_pieces",
         "num_tokens",
         "stopped_by",
     )
@@ -73,13 +76,18 @@ class ChoiceText:
     ) -> None:
         """``reader``: reads the text as a message; None: all of it is the answer."""
         visible = vocabulary.visible_pieces if reader is None else reader.visible_pieces
-        skip = options.skip_special_tokens
-        self._detokenizer = Detokenizer(visible if skip else vocabulary.pieces)
+        self._pieces = visible if options.skip_special_tokens else vocabulary.pieces
+        self._detokenizer = Detokenizer(self._pieces)
         self._reader = reader
         self._stops = StopStrings(options.stops, include=options.include_stop)
         self._options = options
         self._is_plain = not (options.stops or options.keep_tokens or reader)
         """Every token's text goes out at once, and nothing but the text."""
+        self.json_pieces: JsonPieces | None = self._pieces.json if self._is_plain else None
+        """By id, all that the next token says, where it is known of the id alone; None: it is not.
+
+        Who sends that does not ``feed`` the token, and counts it in ``num_tokens``.
+        """
         self._ids: list[int] = []
         self._logprobs: list[common_pb2.PositionLogprobs] = []
         self._num_reasoning_tokens = 0
@@ -100,7 +108,10 @@ class ChoiceText:
         if self._is_plain and finish is None:  # nearly every token of a stream
             self.num_tokens += len(token_ids)
             text = self._detokenizer.feed_all(token_ids)
+            is_between = self._detokenizer.is_between_characters
+            self.json_pieces = self._pieces.json if is_between else None
             return Piece(text, self._ids, self._logprobs, None) if text else None
+        self.json_pieces = None
         text = ""
         last = len(token_ids) - 1
         for position, token_id in enumerate(token_ids):

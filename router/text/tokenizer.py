@@ -14,6 +14,7 @@ from pathlib import Path
 
 import tokenizers
 
+from router.text.pieces import Pieces
 from runtime.errors import ConfigError
 
 BATCH_TEXTS = 256
@@ -59,8 +60,8 @@ def _is_byte_level(decoder: object) -> bool:
 class Vocabulary:
     """The bytes of every token, by id."""
 
-    pieces: Sequence[bytes]
-    visible_pieces: Sequence[bytes]
+    pieces: Pieces
+    visible_pieces: Pieces
     """The same with special tokens empty."""
     special_ids: frozenset[int]
 
@@ -189,7 +190,9 @@ def _vocabulary(backend: tokenizers.Tokenizer) -> Vocabulary:
         if added.special:
             special.add(token_id)
             visible[token_id] = b""
-    return Vocabulary(pieces=pieces, visible_pieces=visible, special_ids=frozenset(special))
+    return Vocabulary(
+        pieces=Pieces(pieces), visible_pieces=Pieces(visible), special_ids=frozenset(special)
+    )
 
 
 def _control_tokens(backend: tokenizers.Tokenizer) -> tuple[str, ...]:

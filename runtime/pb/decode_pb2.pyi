@@ -41,7 +41,7 @@ class PeerEndpoint(_message.Message):
     def __init__(self, decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[bytes] = ..., kv_region_bytes: _Optional[int] = ..., metadata_region_bytes: _Optional[int] = ..., metadata_slot_bytes: _Optional[int] = ..., fence_generation: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "router_id", "context_token_ids", "num_output_tokens", "sampling", "timeout_s", "prefill", "prefill_address", "num_prefill_ranks", "cache_salt", "standing")
+    __slots__ = ("request_id", "router_id", "context_token_ids", "num_output_tokens", "sampling", "timeout_s", "prefill", "prefill_address", "num_prefill_ranks", "cache_salt", "standing", "row_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class ReserveRequest(_message.Message):
     NUM_PREFILL_RANKS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     STANDING_FIELD_NUMBER: _ClassVar[int]
+    ROW_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     router_id: str
     context_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -64,7 +65,8 @@ class ReserveRequest(_message.Message):
     num_prefill_ranks: int
     cache_salt: str
     standing: _common_pb2.Standing
-    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., context_token_ids: _Optional[_Iterable[int]] = ..., num_output_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., timeout_s: _Optional[float] = ..., prefill: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., prefill_address: _Optional[str] = ..., num_prefill_ranks: _Optional[int] = ..., cache_salt: _Optional[str] = ..., standing: _Optional[_Union[_common_pb2.Standing, _Mapping]] = ...) -> None: ...
+    row_id: int
+    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., context_token_ids: _Optional[_Iterable[int]] = ..., num_output_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., timeout_s: _Optional[float] = ..., prefill: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., prefill_address: _Optional[str] = ..., num_prefill_ranks: _Optional[int] = ..., cache_salt: _Optional[str] = ..., standing: _Optional[_Union[_common_pb2.Standing, _Mapping]] = ..., row_id: _Optional[int] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("reservation", "error")
@@ -235,14 +237,28 @@ class ResumePoint(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., next_index: _Optional[int] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("decode", "deltas", "load")
+    __slots__ = ("decode", "deltas", "load", "rows")
     DECODE_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     decode: _common_pb2.WorkerIdentity
     deltas: _containers.RepeatedCompositeFieldContainer[TokenDelta]
     load: _registry_pb2.WorkerLoad
-    def __init__(self, decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., load: _Optional[_Union[_registry_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+    rows: TokenRows
+    def __init__(self, decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., load: _Optional[_Union[_registry_pb2.WorkerLoad, _Mapping]] = ..., rows: _Optional[_Union[TokenRows, _Mapping]] = ...) -> None: ...
+
+class TokenRows(_message.Message):
+    __slots__ = ("row_ids", "start_indexes", "num_tokens", "token_ids")
+    ROW_IDS_FIELD_NUMBER: _ClassVar[int]
+    START_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    row_ids: _containers.RepeatedScalarFieldContainer[int]
+    start_indexes: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, row_ids: _Optional[_Iterable[int]] = ..., start_indexes: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
     __slots__ = ("request_id", "start_index", "token_ids", "logprobs", "finish_reason", "error", "timings", "num_cached_tokens")

@@ -58,7 +58,7 @@ class WorkerRecord(_message.Message):
     def __init__(self, identity: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., layout_fingerprint: _Optional[str] = ..., transport: _Optional[str] = ..., block_size: _Optional[int] = ..., draining: bool = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., num_parts: _Optional[int] = ..., started_ms: _Optional[int] = ..., max_num_requests: _Optional[int] = ..., num_routers: _Optional[int] = ..., kv_block_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_requests_running", "num_requests_waiting", "num_tokens_waiting", "num_free_blocks", "num_total_blocks", "num_quarantined_blocks", "sequence", "num_requests_blocked", "num_tokens_done", "num_steps_done", "received", "clock_s", "busy_s", "num_requests_done")
+    __slots__ = ("num_requests_running", "num_requests_waiting", "num_tokens_waiting", "num_free_blocks", "num_total_blocks", "num_quarantined_blocks", "sequence", "num_requests_blocked", "num_tokens_done", "num_steps_done", "received", "clock_s", "busy_s", "num_requests_done", "tokens_by_tier")
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class WorkerLoad(_message.Message):
     CLOCK_S_FIELD_NUMBER: _ClassVar[int]
     BUSY_S_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_DONE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_BY_TIER_FIELD_NUMBER: _ClassVar[int]
     num_requests_running: int
     num_requests_waiting: int
     num_tokens_waiting: int
@@ -87,7 +88,18 @@ class WorkerLoad(_message.Message):
     clock_s: float
     busy_s: float
     num_requests_done: int
-    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_tokens_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., sequence: _Optional[int] = ..., num_requests_blocked: _Optional[int] = ..., num_tokens_done: _Optional[int] = ..., num_steps_done: _Optional[int] = ..., received: _Optional[_Iterable[_Union[PeerBytes, _Mapping]]] = ..., clock_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., num_requests_done: _Optional[int] = ...) -> None: ...
+    tokens_by_tier: _containers.RepeatedCompositeFieldContainer[TierTokens]
+    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_tokens_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., sequence: _Optional[int] = ..., num_requests_blocked: _Optional[int] = ..., num_tokens_done: _Optional[int] = ..., num_steps_done: _Optional[int] = ..., received: _Optional[_Iterable[_Union[PeerBytes, _Mapping]]] = ..., clock_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., num_requests_done: _Optional[int] = ..., tokens_by_tier: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ...) -> None: ...
+
+class TierTokens(_message.Message):
+    __slots__ = ("order", "share", "num_tokens")
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    order: int
+    share: float
+    num_tokens: int
+    def __init__(self, order: _Optional[int] = ..., share: _Optional[float] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class PeerBytes(_message.Message):
     __slots__ = ("peer", "num_bytes", "seconds")

@@ -121,7 +121,8 @@ def test_places_are_limited_and_an_id_has_one() -> None:
 
 
 async def test_a_context_is_prompt_and_output_so_far() -> None:
-    made = await Border(FACTS, Places(4)).make_request(reserve())
+    made = await Border(FACTS, Places(4)).make_request(reserve(row_id=12))
+    assert made.row_id == 12
     assert made.request.prompt_token_ids == [5, 6, 7]
     assert made.request.output_token_ids == [8, 9]
     assert (made.request.num_context_tokens, made.first_index) == (5, 2)

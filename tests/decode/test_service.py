@@ -35,6 +35,25 @@ async def test_a_request_from_reserve_to_its_last_frame() -> None:
         assert (await cluster.load()).num_free_blocks == 32
 
 
+async def test_a_router_that_reads_rows_gets_plain_tokens_in_them() -> None:
+    async with run_cluster() as cluster:
+        request = cluster.request("a", PROMPT, max_tokens=6)
+        request.row_id = 77
+        ticket = await cluster.prefill.ticket(cluster.prefill.claim(await cluster.place(request)))
+        first = cluster.prefill.run(ticket, PROMPT)
+        deltas = await cluster.router.end_of("a")
+        rows = [frame.rows for frame in cluster.router.frames if frame.HasField("rows")]
+        assert {row_id for row in rows for row_id in row.row_ids} <= {77}
+        tokens = {
+            index: i
+            for row in rows
+            for index, i in zip(row.start_indexes, row.token_ids, strict=True)
+        }
+        assert set(tokens) <= {2, 3, 4}  # those of one frame with the first news are deltas
+        tokens |= {0: first} | {delta.start_index: delta.token_ids[0] for delta in deltas}
+        assert [tokens[index] for index in range(6)] == expected_output(PROMPT, 6)
+
+
 async def test_many_at_once_share_frames_and_keep_apart() -> None:
     async with run_cluster(max_num_seqs=4) as cluster:
         prompts = {f"r{i}": [(i * 37 + j * 11) % 900 for j in range(5 + i)] for i in range(10)}

@@ -187,6 +187,51 @@ def test_several_routers_are_shown_as_one() -> None:
     assert sum_of_routers([]) == {}
 
 
+def model_row(name: str, *, waiting: int = 0, missing: tuple[str, ...] = ()) -> dict[str, object]:
+    """As a router's ``/status`` tells of a model."""
+    return {
+        "name": name,
+        "aliases": [f"also-{name}"],
+        "missing": list(missing),
+        "num_requests_in_flight": 2,
+        "num_requests_waiting": waiting,
+    }
+
+
+def test_models_are_shown_where_there_are_several() -> None:
+    view = some_view()
+    one = dataclasses.replace(view, router={**view.router, "models": [model_row("a")]})
+    assert "also-a" not in text_of(one)
+    assert "models" not in one.describe()
+    router = {
+        **view.router,
+        "models": [model_row("a", waiting=3), model_row("b", missing=("decode",))],
+        "workers": [
+            {"role": "prefill", "model": "a"},
+            {"role": "decode", "model": "a"},
+            {"role": "decode", "model": "a"},
+            {"role": "prefill", "model": "b"},
+        ],
+    }
+    several = dataclasses.replace(view, router=router)
+    rows = {line.split()[0]: line.split() for line in text_of(several).splitlines() if line}
+    assert rows["a"] == ["a", "yes", "2", "3", "1", "2", "also-a"]
+    assert rows["b"] == ["b", "no", "2", "0", "1", "0", "also-b"]
+    told = json.loads(json.dumps(several.describe()))["models"]
+    assert [(model["name"], model["missing"]) for model in told] == [("a", []), ("b", ["decode"])]
+
+
+def test_models_of_several_routers_are_added_up() -> None:
+    routers = [
+        {"recent": RECENT, "models": [model_row("a", waiting=1, missing=("decode",))]},
+        {"recent": RECENT, "models": [model_row("a", waiting=2), model_row("b")]},
+    ]
+    first, second = sum_of_routers(routers)["models"]
+    assert (first["num_requests_waiting"], first["num_requests_in_flight"]) == (3, 4)
+    assert first["missing"] == ["decode"]
+    assert second == model_row("b")
+
+
 def tier_row(name: str, *, waiting: int = 0, met: int = 0, missed: int = 0) -> dict[str, object]:
     return {
         "name": name,

@@ -57,6 +57,8 @@ class Load:
 
     url: str
     model: str = MODEL
+    key: str = ""
+    """The API key, where one is asked for."""
     num_whole: int = 0
     failed: list[str] = field(default_factory=list)
     _is_over: bool = False
@@ -65,8 +67,9 @@ class Load:
     async def under_way(self) -> AsyncIterator[None]:
         """Streams come and go in the block; on its end all are over."""
         timeout = aiohttp.ClientTimeout(total=300)
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
         async with (
-            aiohttp.ClientSession(self.url, timeout=timeout) as session,
+            aiohttp.ClientSession(self.url, timeout=timeout, headers=headers) as session,
             asyncio.TaskGroup() as group,
         ):
             for lane in range(NUM_LANES):

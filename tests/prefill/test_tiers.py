@@ -14,7 +14,7 @@ from prefill.validation import RunLimits
 from runtime.budget import Budget, BudgetKind
 from runtime.pb import common_pb2, prefill_pb2
 from runtime.sampling import SamplingParams
-from runtime.tiers import Standing
+from runtime.tiers import Standing, TierTokens, tokens_ahead
 from runtime.wire import standing_to_proto
 from tests.prefill.fakes import BLOCK_SIZE, make_grant, make_item
 from tests.prefill.test_scheduler import claim, compute, grant, run_step
@@ -153,3 +153,28 @@ def test_all_end_each_tier_has_its_share_and_no_step_is_idle(
     for item in list(scheduler.sending.values()):
         scheduler.finish(item)
     scheduler.check_integrity()
+
+
+def test_says_what_waits_by_tier() -> None:
+    scheduler = make_scheduler()
+    assert scheduler.tokens_by_tier() == ()
+    add(scheduler, 1, REST, 40)
+    add(scheduler, 2, BASE, 30)
+    add(scheduler, 3, BASE, 10)
+    assert scheduler.tokens_by_tier() == (TierTokens(1, 0.25, 40), TierTokens(2, 0.0, 40))
+    assert run_step(scheduler) == [(2, 0, 4), (3, 0, 4)]
+    assert scheduler.tokens_by_tier() == (TierTokens(1, 0.25, 32), TierTokens(2, 0.0, 40))
+    assert scheduler.num_tokens_waiting == 72
+
+
+def test_a_tier_is_computed_after_as_many_tokens_as_were_said() -> None:
+    scheduler = make_scheduler(tokens=8)
+    for nonce, standing in ((1, REST), (2, BASE), (3, BASE)):
+        add(scheduler, nonce, standing, 200)
+    best = add(scheduler, 4, BEST, 96)
+    said = tokens_ahead(scheduler.tokens_by_tier(), BEST.order)
+    num_tokens = 0
+    while best.request.num_uncomputed_tokens:
+        num_tokens += sum(end - start for _, start, end in run_step(scheduler))
+    assert said == pytest.approx(96 / 0.75)
+    assert num_tokens == pytest.approx(said, abs=8)

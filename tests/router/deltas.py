@@ -39,6 +39,31 @@ def delta_of(
     return delta
 
 
+def frame_of(
+    decode: FakeDecode,
+    deltas: Iterable[decode_pb2.TokenDelta],
+    load: registry_pb2.WorkerLoad | None = None,
+) -> decode_pb2.Frame:
+    """``deltas`` as a decode rank sends them: what says tokens alone is a row, if it may be one."""
+    frame = decode_pb2.Frame(decode=decode.identity, load=load)
+    row_ids = {request.request_id: request.row_id for request in decode.seen if decode.sends_rows}
+    told, sizes = set(), []
+    for delta in deltas:
+        row_id = row_ids.get(delta.request_id, 0)
+        says = {field.name for field, _ in delta.ListFields()}
+        if row_id and says == {"request_id", "start_index", "token_ids"} and row_id not in told:
+            frame.rows.row_ids.append(row_id)
+            frame.rows.start_indexes.append(delta.start_index)
+            frame.rows.token_ids.extend(delta.token_ids)
+            sizes.append(len(delta.token_ids))
+        else:
+            told.add(row_id)
+            frame.deltas.append(delta)
+    if any(size != 1 for size in sizes):
+        frame.rows.num_tokens.extend(sizes)
+    return frame
+
+
 def error_delta(request_id: str, error: common_pb2.Error) -> decode_pb2.TokenDelta:
     """A request ends with ``error``."""
     return decode_pb2.TokenDelta(

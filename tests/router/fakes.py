@@ -43,7 +43,7 @@ from runtime.wire import (
     finish_reason_to_proto,
     sampling_from_proto,
 )
-from tests.router.deltas import delta_of, error_delta, position_logprobs, since
+from tests.router.deltas import delta_of, error_delta, frame_of, position_logprobs, since
 from tests.tcp_proxy import Proxy
 
 SECRET = "test-secret"
@@ -228,6 +228,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     loses_finish: bool = False
     """Send the last token without its finish reason, then fail."""
     repeat_tokens: bool = False
+    sends_rows: bool = True  # else as a worker of an earlier version: deltas alone
     burst: bool = False
     """Send all deltas of a request in one frame."""
     refuses_streams: bool = False
@@ -353,7 +354,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             yield decode_pb2.Frame(decode=self.identity)
             for point in request.resume:
                 self.resumed.append(point)
-                yield decode_pb2.Frame(decode=self.identity, deltas=self._news_since(point))
+                yield frame_of(self, self._news_since(point))
             while True:
                 frame = await frames.get()
                 if frame is None:
@@ -376,9 +377,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     def send(self, router_id: str, deltas: Iterable[decode_pb2.TokenDelta]) -> None:
         """One frame, where somebody reads."""
         load = registry_pb2.WorkerLoad(num_requests_running=len(self.requests), num_total_blocks=10)
-        frame = decode_pb2.Frame(decode=self.identity, deltas=deltas, load=load)
         if router_id in self._streams:
-            self._streams[router_id].put_nowait(frame)
+            self._streams[router_id].put_nowait(frame_of(self, deltas, load))
 
     def fail(self, error: TandemError) -> str:
         """End the only request so; returns its id."""

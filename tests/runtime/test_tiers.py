@@ -5,11 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.config.tiers import TierSection
-from runtime.tiers import NO_TIER, Demand, Standing, TierPolicy, Tiers, first_of_tiers
+from runtime.tiers import (
+    NO_TIER,
+    Demand,
+    Standing,
+    TierPolicy,
+    Tiers,
+    TierTokens,
+    first_of_tiers,
+    tokens_ahead,
+)
 
 
 @dataclass
@@ -138,3 +148,30 @@ def test_the_first_of_a_queue_are_those_of_each_tier_in_order(orders: list[int],
     assert list(found) == sorted(set(orders))
     for order, first in found.items():
         assert list(first) == [item for item in queue if item.standing.order == order][:size]
+
+
+queues = st.lists(
+    st.builds(
+        TierTokens, st.integers(0, 4), st.sampled_from([0.0, 0.1, 0.25]), st.integers(0, 999)
+    ),
+    max_size=4,
+    unique_by=lambda tier: tier.order,
+)
+
+
+@given(queues, st.integers(0, 4))
+def test_until_a_tier_is_computed_those_behind_get_their_shares_and_no_more(
+    queue: list[TierTokens], order: int
+) -> None:
+    work = tokens_ahead(queue, order)
+    ahead = sum(tier.num_tokens for tier in queue if tier.order <= order)
+    behind = [tier for tier in queue if tier.order > order]
+    assert work == pytest.approx(
+        ahead + sum(min(tier.num_tokens, tier.share * work) for tier in behind)
+    )
+    assert ahead <= work <= sum(tier.num_tokens for tier in queue) + 1e-6
+
+
+def test_a_share_of_everything_leaves_nothing_to_those_ahead() -> None:
+    queue = [TierTokens(0, 0.0, 100), TierTokens(1, 1.0, 40)]
+    assert tokens_ahead(queue, 0) == pytest.approx(140)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from bench.step_times import H200_PROMPTS, StepTimes
 from engine.memory.block_pool import BlockPool
 from engine.memory.events import BlockStored, CacheEvent
 from router.pool.members import WorkerKey, WorkerLoad
@@ -24,14 +25,9 @@ Schedule = Callable[[float, Callable[[], None]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """Of all workers; recorded on H200s (docs/performance.md), DeepSeek-V3 shapes."""
+    """Of all workers, DeepSeek-V3 shapes."""
 
-    prefill_tokens_per_s: float = 53_700.0
-    """A node of eight, tensor parallel."""
-    prefill_request_s: float = 0.008
-    """Of a request whatever its length: launches, sampling."""
-    step_s: float = 0.042
-    """A decode step at 128 requests a rank."""
+    steps: StepTimes = H200_PROMPTS
     kv_token_bytes: int = 70_272
     kv_bytes_per_s: float = 40e9
     report_s: float = 0.025
@@ -148,8 +144,7 @@ class PrefillEngine(Engine):
         num_new = job.num_tokens - job.num_cached
         self.num_prompt_tokens += job.num_tokens
         self.num_cached_tokens += job.num_cached
-        speeds = self.speeds
-        seconds = speeds.prefill_request_s + num_new / speeds.prefill_tokens_per_s
+        seconds = self.speeds.steps.prefill_s(num_new)
         self.schedule(seconds, lambda: self._end(job, num_new, seconds))
 
     def load(self) -> WorkerLoad:
@@ -212,7 +207,9 @@ class DecodeEngine(Engine):
         """Its prompt is computed, and its KV comes."""
         num_bytes = job.num_tokens * self.speeds.kv_token_bytes
         transfer_s = max(0.0, num_bytes / self.speeds.kv_bytes_per_s - compute_s)
-        seconds = transfer_s + job.num_output_tokens * self.speeds.step_s
+        seconds = transfer_s + job.num_output_tokens * self.speeds.steps.decode_s(
+            self.speeds.decode_requests
+        )
         self.schedule(seconds, lambda: self._end(job))
 
     def load(self) -> WorkerLoad:

@@ -26,6 +26,8 @@ class Outcome:
     """What one policy did."""
 
     ttfts_s: list[float] = field(default_factory=list)
+    floors_s: list[float] = field(default_factory=list)
+    """Of the same requests: with nobody else about and a cache of everything ever computed."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_oracle_tokens: int = 0
@@ -35,13 +37,18 @@ class Outcome:
 
     def row(self) -> dict[str, float]:
         """The figures."""
-        times = sorted(self.ttfts_s)
+        times, floors = sorted(self.ttfts_s), sorted(self.floors_s)
+        pairs = zip(self.ttfts_s, self.floors_s, strict=True)
+        excess = sorted(ttft_s - floor_s for ttft_s, floor_s in pairs)
         mean = sum(self.busy_s) / len(self.busy_s)
         return {
             "requests": len(times),
             "ttft_p50_s": round(times[len(times) // 2], 4),
             "ttft_p99_s": round(times[int(0.99 * len(times))], 4),
             "ttft_mean_s": round(sum(times) / len(times), 4),
+            "floor_p99_s": round(floors[int(0.99 * len(floors))], 4),
+            "excess_p99_s": round(excess[int(0.99 * len(excess))], 4),
+            "excess_mean_s": round(sum(excess) / len(excess), 5),
             "hit_rate": round(self.num_cached_tokens / self.num_prompt_tokens, 4),
             "of_oracle": round(self.num_cached_tokens / max(1, self.num_oracle_tokens), 4),
             "imbalance": round(max(self.busy_s) / mean, 3),
@@ -63,7 +70,7 @@ class Simulation:
         """``with_ids``: clients name their conversations."""
         self.now = 0.0
         self.outcome = Outcome()
-        self._with_ids = with_ids
+        self._with_ids, self._speeds = with_ids, speeds
         self._happenings: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         clock = lambda: self.now  # noqa: E731
@@ -105,6 +112,7 @@ class Simulation:
                 break
             num_oracle += BLOCK_SIZE
         self.outcome.num_oracle_tokens += num_oracle
+        floor_s = self._speeds.steps.prefill_s(tokens - num_oracle)
         self._seen.update(hashes)
         shape = RequestShape(
             num_context_tokens=tokens,
@@ -121,6 +129,7 @@ class Simulation:
         def on_first(job: Job) -> None:
             in_prefill.close()
             self.outcome.ttfts_s.append(self.now - arrived)
+            self.outcome.floors_s.append(floor_s)
 
         def on_end(job: Job) -> None:
             in_decode.close()

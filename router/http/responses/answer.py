@@ -154,6 +154,11 @@ def _choice_of(request: ResponsesRequest) -> object:
     choice = request.tool_choice
     if not isinstance(choice, dict):
         return choice or "auto"
+    if choice["type"] == "allowed_tools":
+        allowed = choice["allowed_tools"]
+        assert isinstance(allowed, dict)
+        tools = [{"type": "function", **tool["function"]} for tool in allowed["tools"]]
+        return {"type": "allowed_tools", "mode": allowed["mode"], "tools": tools}
     function = choice["function"]
     assert isinstance(function, dict)
     return {"type": "function", **function}

@@ -11,7 +11,7 @@ from router.http.response import Json
 from router.http.responses.items import Conversation, conversation_of
 from router.http.schema import ChatRequest, neutral, validated
 from router.http.told import turns_told
-from router.http.tools import listed_tools
+from router.http.tools import allowed_tools_of, listed_tools
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
@@ -60,9 +60,27 @@ def _tool_choice(value: object) -> str | Json | None:
         return value
     if isinstance(value, Mapping) and value.get("type") == "function":
         return {"type": "function", "function": {"name": value.get("name")}}
+    if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
+        tools = value.get("tools")
+        if isinstance(tools, list):
+            tools = [_choosable(tool) for tool in tools]
+        choice: Json = {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": value.get("mode"), "tools": tools},
+        }
+        allowed_tools_of(choice)
+        return choice
     raise ValueError(
-        f'is {value!r}; it must be "none", "auto", "required" or an object of type "function"'
+        f'is {value!r}; it must be "none", "auto", "required" or an object of type "function" or '
+        '"allowed_tools"'
     )
+
+
+def _choosable(tool: object) -> object:
+    """A tool that a choice names, as a chat request has it."""
+    if not isinstance(tool, Mapping):
+        return tool
+    return {"type": tool.get("type"), "function": {"name": tool.get("name")}}
 
 
 def _metadata(value: object) -> dict[str, str] | None:

@@ -19,6 +19,10 @@ def simulate(policy: str, trace: str, *, seed: int = 0, with_ids: bool = False) 
     )
     outcome = simulation.run(sessions)
     assert len(outcome.ttfts_s) == sum(len(session.turns) for session in sessions)
+    assert all(
+        ttft_s > floor_s - 1e-9
+        for ttft_s, floor_s in zip(outcome.ttfts_s, outcome.floors_s, strict=True)
+    )
     for engine in (*simulation._prefills.values(), *simulation._decodes.values()):
         engine.pool.check_integrity()
         assert engine.pool.num_free_blocks == engine.pool.num_usable_blocks
@@ -46,7 +50,8 @@ def test_what_caches_hold_is_found_by_a_policy_that_asks() -> None:
 
 
 def test_the_command_prints_a_row_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--seconds", "2", "--load", "1", "--trace", "agents", "--policy", "lmetric"])
-    (line,) = capsys.readouterr().out.splitlines()
-    row = json.loads(line)
-    assert (row["trace"], row["policy"], row["seed"]) == ("agents", "lmetric", 0)
+    main(["--seconds", "1", "--trace", "agents", "--policy", "lmetric", "--seed", "0", "3"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["seed"] for row in rows] == [0, 3]
+    assert {(row["trace"], row["policy"]) for row in rows} == {("agents", "lmetric")}
+    assert all(row["excess_mean_s"] < row["ttft_mean_s"] for row in rows)

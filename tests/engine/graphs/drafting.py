@@ -156,8 +156,9 @@ class DraftWorker:
         for request in requests:
             result = self.runner.execute([ScheduledRequest(request, request.num_tokens)])[0]
             request.num_computed_tokens = request.num_tokens
+            given = request.draft_token_ids if result.draft is None else (result.draft,)
             self._take(result)
-            request.draft_token_ids = () if result.draft is None else (result.draft,)
+            request.draft_token_ids = given
 
     def _goes_on(self, request: Request) -> bool:
         if request.finish_reason(self.max_model_len) is not None:

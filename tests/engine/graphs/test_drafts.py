@@ -15,6 +15,7 @@ from engine.sampling import graph_sampler
 from engine.sampling.inputs import SampledToken
 from runtime.sampling import SamplingParams
 from tests.engine.graphs.drafting import DraftWorker, SelfDrafting, draw_requests
+from tests.engine.graphs.test_masked_steps import constrain, follows
 from tests.engine.tiny import write_checkpoint
 
 NUM_REQUESTS = 10
@@ -140,3 +141,23 @@ def test_a_trained_layer_s_drafts_are_often_right_and_the_text_is_the_same(
     assert_same(worker.run(requests()), expected)
     counts = worker.counts[len(expected) :]
     assert sum(counts) > 1.3 * len(counts)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_constrained_request_has_one_token_a_step_and_the_others_theirs(
+    model: ServedModel, ahead: bool
+) -> None:
+    def requests() -> list[Request]:
+        drawn = draw_requests(4, 6, vocab_size=model.config.vocab_size)
+        for request in drawn:
+            request.sampling = replace(request.sampling, max_tokens=12, stop_token_ids=())
+        for request in drawn[::2]:
+            constrain(request)
+        return drawn
+
+    expected = DraftWorker(model, 0, ahead=False).run(requests())
+    worker = DraftWorker(model, 2, ahead, drafter=SelfDrafting(model))
+    drawn = requests()
+    assert_same(worker.run(drawn), expected)
+    assert all(follows(request.output_token_ids) for request in drawn[::2])
+    assert max(worker.counts) == 3

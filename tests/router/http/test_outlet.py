@@ -9,10 +9,9 @@ from typing import cast
 import orjson
 from aiohttp import web
 from aiohttp.http import HttpVersion11
-from aiohttp.web import RequestHandler
 
 from router.http.connections import ConnectionLimits, Connections
-from router.http.outbox import Outbox
+from router.http.outbox import Connection, Outbox
 from router.http.outlet import Outlet
 from tests.router.conftest import Cluster, StartRouter
 from tests.router.http.test_connections import COMPLETION, add_workers, connect, post
@@ -37,8 +36,9 @@ class FakeTransport:
 
 
 class FakeConnection:
-    def __init__(self) -> None:
+    def __init__(self, *, is_chunked: bool = False) -> None:
         self.transport: FakeTransport | None = FakeTransport()
+        self.is_chunked = is_chunked
 
 
 async def test_a_closed_connection_keeps_nobody_else_from_their_bytes() -> None:
@@ -46,19 +46,46 @@ async def test_a_closed_connection_keeps_nobody_else_from_their_bytes() -> None:
     outbox = Outbox()
     for word in (b"a", b"b"):
         for connection in (gone, closing, open_):
-            outbox.add(cast(RequestHandler, connection), word)
+            outbox.add(cast(Connection, connection), word)
     gone.transport = None
     assert closing.transport is not None
     closing.transport.closing = True
     assert open_.transport is not None
     assert open_.transport.written == []
     await asyncio.sleep(0)
-    assert open_.transport.written == [b"a", b"b"]
+    assert open_.transport.written == [b"ab"]
     assert closing.transport.written == []
-    outbox.add(cast(RequestHandler, open_), b"c")
+    outbox.add(cast(Connection, open_), b"c")
     outbox.flush()
     await asyncio.sleep(0)
-    assert open_.transport.written == [b"a", b"b", b"c"]
+    assert open_.transport.written == [b"ab", b"c"]
+
+
+async def test_a_turn_of_one_connection_is_one_chunk() -> None:
+    chunked, plain = FakeConnection(is_chunked=True), FakeConnection()
+    outbox = Outbox()
+    for word in (b"0123456789", b"abcdefgh"):
+        for connection in (chunked, plain):
+            outbox.add(cast(Connection, connection), word)
+    await asyncio.sleep(0)
+    assert chunked.transport is not None
+    assert plain.transport is not None
+    assert chunked.transport.written == [b"12\r\n0123456789abcdefgh\r\n"]
+    assert plain.transport.written == [b"0123456789abcdefgh"]
+
+
+async def test_what_is_taken_back_is_not_sent() -> None:
+    ending, other = FakeConnection(), FakeConnection()
+    outbox = Outbox()
+    for connection in (ending, other):
+        outbox.add(cast(Connection, connection), b"a")
+        outbox.add(cast(Connection, connection), b"b")
+    assert outbox.take_back(cast(Connection, ending)) == b"ab"
+    assert outbox.take_back(cast(Connection, ending)) == b""
+    outbox.flush()
+    assert ending.transport is not None
+    assert other.transport is not None
+    assert (ending.transport.written, other.transport.written) == ([], [b"ab"])
 
 
 async def test_a_connection_that_cannot_be_written_to_is_cut_off_alone() -> None:
@@ -69,7 +96,7 @@ async def test_a_connection_that_cannot_be_written_to_is_cut_off_alone() -> None
     outbox = Outbox()
     for word in (b"a", b"b"):
         for connection in (broken, open_):
-            outbox.add(cast(RequestHandler, connection), word)
+            outbox.add(cast(Connection, connection), word)
         await asyncio.sleep(0)
     assert open_.transport.written == [b"a", b"b"]
     assert broken.transport.closing
@@ -101,7 +128,7 @@ async def test_calls_come_before_the_bytes_and_one_that_fails_spoils_nothing() -
         raise ValueError("of one stream")
 
     def say(word: bytes) -> None:
-        outbox.add(cast(RequestHandler, connection), word)
+        outbox.add(cast(Connection, connection), word)
 
     def again() -> None:
         calls.append("first")
@@ -111,13 +138,13 @@ async def test_calls_come_before_the_bytes_and_one_that_fails_spoils_nothing() -
         outbox.call_soon(call)
     assert connection.transport.written == []
     await asyncio.sleep(0)
-    assert connection.transport.written == [b"a", b"b"]
+    assert connection.transport.written == [b"ab"]
     assert calls == ["first"]
     await asyncio.sleep(0)
     assert calls == ["first", "second"]
     say(b"c")
     await asyncio.sleep(0)
-    assert connection.transport.written == [b"a", b"b", b"c"]
+    assert connection.transport.written == [b"ab", b"c"]
 
 
 def unchunked(data: bytes) -> bytes:

@@ -207,6 +207,27 @@ async def test_a_named_tool_is_called(thinker: openai.AsyncOpenAI, thinking: Clu
     assert events[-1].response.output[1].arguments == ARGUMENTS
 
 
+async def test_allowed_tools_alone_are_called(
+    thinker: openai.AsyncOpenAI, thinking: Cluster
+) -> None:
+    thinking.answer = f"<think>\nHm.\n</think>\n\n{CALL}"
+    choice = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "weather"}],
+    }
+    answer = await thinker.responses.create(**BODY, tools=[WEATHER, NOW], tool_choice=choice)
+    assert answer.output[1].name == "weather"
+    assert answer.tool_choice.mode == "required"
+    assert answer.tool_choice.tools == choice["tools"]
+    assert thinking.prefill.seen[-1].sampling.constraint.grammar
+    with pytest.raises(openai.BadRequestError, match="none of tools"):
+        await thinker.responses.create(**BODY, tools=[NOW], tool_choice=choice)
+    choice["tools"] = [{"type": "mcp", "server_label": "x"}]
+    with pytest.raises(openai.BadRequestError, match="tools\\[0\\], which is none"):
+        await thinker.responses.create(**BODY, tools=[NOW], tool_choice=choice)
+
+
 def of_chat(tool: dict) -> dict:
     """Without what says nothing, which a template would write."""
     return {name: value for name, value in tool.items() if name != "type" and value is not None}

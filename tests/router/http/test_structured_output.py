@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 
 from runtime.pb import common_pb2
 from tests.router.conftest import MODEL, Cluster, StartRouter
-from tests.router.http.test_tools import CALL_NOW, NOW, WEATHER, write_model_of_tools
+from tests.router.http.test_tools import CALL_NOW, NOW, WEATHER, prompt_of, write_model_of_tools
 
 USER = {"role": "user", "content": "hi"}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [USER], "max_tokens": 4}
@@ -26,9 +27,47 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
+TAGGED = {
+    "type": "sequence",
+    "elements": [
+        {"type": "const_string", "value": "Go:"},
+        {
+            "type": "tags_with_separator",
+            "tags": [
+                {
+                    "begin": "<a>",
+                    "content": {"type": "json_schema", "json_schema": SCHEMA},
+                    "end": ["</a>", "</b>"],
+                },
+                {"begin": "<c>", "content": {"type": "any_text", "excludes": ["!"]}, "end": "</c>"},
+            ],
+            "separator": ",",
+            "at_least_one": True,
+        },
+        {"type": "optional", "content": {"type": "regex", "pattern": "x+"}},
+        {
+            "type": "repeat",
+            "min": 1,
+            "max": 2,
+            "content": {
+                "type": "or",
+                "elements": [
+                    {"type": "grammar", "grammar": 'root ::= "yz"'},
+                    {"type": "star", "content": {"type": "const_string", "value": "w"}},
+                ],
+            },
+        },
+    ],
+}
+"""A structural tag of most kinds of parts."""
+
 
 def json_schema(schema: Any, **more: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, **more}}
+
+
+def structural(fmt: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "structural_tag", "format": fmt}
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +117,25 @@ async def test_every_spelling_is_a_grammar(http, cluster: Cluster) -> None:
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes"),
         ({"structured_outputs": {"grammar": 'root ::= "xyz"'}}, "xyz"),
         ({"structured_outputs": {"json_object": True}}, "{"),
+        ({"response_format": {"type": "structural_tag", "format": TAGGED}}, "days"),
+        (
+            {
+                "structured_outputs": {
+                    "structural_tag": json.dumps({"type": "structural_tag", "format": TAGGED})
+                }
+            },
+            "days",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "structural_tag",
+                    "triggers": ["<f="],
+                    "structures": [{"begin": "<f=1>", "schema": SCHEMA, "end": "</f>"}],
+                }
+            },
+            "days",
+        ),
         ({"guided_json": json.dumps(SCHEMA)}, "days"),
         ({"guided_regex": "ab[cd]+"}, "ab"),
         ({"guided_choice": ["yes", "no"]}, "yes"),
@@ -156,6 +214,40 @@ async def test_who_has_to_call(http, cluster: Cluster) -> None:
     assert "weather" in texts
 
 
+def allowing(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_the_model_calls_allowed_tools_alone_and_is_told_of_all(
+    client: openai.AsyncOpenAI, cluster: Cluster, mode: str
+) -> None:
+    cluster.answer = CALL_NOW
+    answer = await client.chat.completions.create(
+        model=MODEL, messages=[USER], tools=[NOW, WEATHER], tool_choice=allowing(mode, "now")
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "now"
+    texts = literals(constraint_of(cluster).grammar)
+    assert "now" in texts
+    assert "weather" not in texts
+    assert "weather" in prompt_of(cluster), "the prompt is that of any other request"
+
+
+async def test_a_structural_tag_by_the_clients_own_library(
+    client: openai.AsyncOpenAI, cluster: Cluster
+) -> None:
+    cluster.answer = "Go:<c>d</c>"
+    answer = await client.chat.completions.create(
+        model=MODEL, messages=[USER], response_format=structural(TAGGED)
+    )
+    assert answer.choices[0].message.content == "Go:<c>d</c>"
+    texts = literals(constraint_of(cluster).grammar)
+    assert "Go:" in texts
+    assert "yz" in texts
+
+
 async def test_strict_tools_are_bound_where_they_are_called(http, cluster: Cluster) -> None:
     cluster.answer = "Plain."
     function = {**WEATHER["function"], "strict": True}
@@ -202,6 +294,21 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"ebnf": "root ::= x"}, "ebnf", "not defined"),
     ({"ebnf": "root ::= root"}, "ebnf", "without end"),
     ({"structured_outputs": {}}, "structured_outputs", "says nothing"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.format", "neither"),
+    ({"response_format": structural({"type": "tagg"})}, "response_format.format.type", "'tagg'"),
+    ({"response_format": structural({"type": "sequence", "elements": [
+        {"type": "const_string", "value": "a"}, {"type": "regex", "pattern": 1}]})},
+     "response_format.format.elements[1].pattern", "a string"),
+    ({"response_format": structural({"type": "or", "elements": [
+        {"type": "const_string", "value": "a"},
+        {"type": "json_schema", "json_schema": {"properties": {"a": {"type": "foo"}}}}]})},
+     "response_format.format.elements[1].json_schema.properties.a.type", "'foo'"),
+    ({"response_format": structural({"type": "json_schema", "json_schema": {}, "any_order": True})},
+     "response_format.format.any_order", "leave it out"),
+    ({"response_format": structural({"type": "repeat", "min": 2, "max": 1.5, "content": {}})},
+     "response_format.format.max", "integer"),
+    ({"response_format": {"type": "structural_tag", "triggers": [], "structures": [
+        {"begin": "<", "schema": {}, "end": ">"}]}}, "response_format.triggers", "strings"),
     ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern",
      "not supported"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice",
@@ -211,6 +318,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]  # fmt: skip
 REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [NOW], "tool_choice": "required", "regex": "a"}, "tool_choice", "regex"),
+    ({"tools": [NOW], "tool_choice": allowing("auto", "weather")}, "tool_choice", "none of tools"),
+    ({"tools": [NOW], "tool_choice": allowing("any", "now")}, "tool_choice", '"required"'),
+    ({"tools": [NOW], "tool_choice": allowing("auto")}, "tool_choice", "at least one"),
+    ({"tool_choice": allowing("auto", "now")}, "tool_choice", "none of tools"),
     ({"max_reasoning_tokens": 0}, "max_reasoning_tokens", "out of range"),
     ({"max_reasoning_tokens": 1, "thinking_token_budget": 1}, "thinking_token_budget", "same"),
     ({"tools": [{"type": "function", "function": {

@@ -24,6 +24,7 @@ from router.pool.registry_service import watch_forever
 from runtime.errors import ConfigError
 from runtime.pb import registry_pb2
 from runtime.registration import RegistryClient
+from runtime.tiers import TierTokens
 from tests.router.conftest import StartRouter
 from tests.router.fakes import CREDENTIALS
 
@@ -196,6 +197,7 @@ def test_a_member_survives_the_wire() -> None:
         num_quarantined_blocks=6,
         num_requests_blocked=2,
         sequence=7,
+        tokens_by_tier=(TierTokens(0, 0.5, 1), TierTokens(3, 0.0, 2)),
     )
     original = member(
         load=load,
@@ -207,7 +209,9 @@ def test_a_member_survives_the_wire() -> None:
         num_routers=3,
     )
     message = member_to_proto(original)
-    assert member_from_proto(message.worker, message.load) == original
+    copy = member_from_proto(message.worker, message.load)
+    assert copy == original
+    assert copy.load == load  # members are equal whatever their loads are
 
 
 async def test_the_control_port_serves_watchers(start_router: StartRouter) -> None:

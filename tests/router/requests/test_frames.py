@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 
 import aiohttp
@@ -180,8 +181,17 @@ class Sink:
     def __init__(self, *, is_bad: bool = False) -> None:
         self.is_bad = is_bad
         self.num_deltas = 0
+        self.tokens: list[tuple[int, list[int]]] = []
         self.lost: list[TandemError] = []
         self.next_index: int | None = 3
+
+    def on_token(self, index: int, token_id: int, now: float) -> None:
+        self.on_tokens(index, [token_id], now)
+
+    def on_tokens(self, start_index: int, token_ids: list[int], now: float) -> None:
+        if self.is_bad:
+            raise ZeroDivisionError
+        self.tokens.append((start_index, token_ids))
 
     def on_delta(self, delta: decode_pb2.TokenDelta) -> None:
         if self.is_bad:
@@ -217,6 +227,7 @@ def open_stream(
         member,
         stub,  # type: ignore[arg-type]
         "router-1",
+        row_ids=itertools.count(1),
         resume_timeout_s=30.0,
         on_load=on_load,
         on_loss=lambda *_: None,
@@ -244,6 +255,83 @@ async def test_a_sink_that_fails_is_its_own_end_only() -> None:
     assert (good.lost, stream.stands) == ([], True)
     await stream.close("over")
     assert [error.code for error in good.lost] == [ErrorCode.PEER_LOST]
+
+
+Row = tuple[int, int, list[int]]
+
+
+def rows_of(*rows: Row) -> decode_pb2.Frame:
+    """(row id, index of the first token, tokens)."""
+    sizes = [len(token_ids) for _, _, token_ids in rows]
+    return decode_pb2.Frame(
+        decode=IDENTITY,
+        rows=decode_pb2.TokenRows(
+            row_ids=[row_id for row_id, _, _ in rows],
+            start_indexes=[index for _, index, _ in rows],
+            num_tokens=sizes if sizes != [1] * len(rows) else [],
+            token_ids=[token_id for _, _, token_ids in rows for token_id in token_ids],
+        ),
+    )
+
+
+@pytest.mark.parametrize("has_several", [False, True])
+async def test_a_row_reaches_its_request_and_fails_alone(has_several: bool) -> None:
+    go_on = asyncio.Event()
+    names = ("good", "bad", "gone", "other")
+    sinks = {name: Sink(is_bad=name == "bad") for name in names}
+    row_ids: dict[str, int] = {}
+
+    async def frames() -> AsyncIterator[decode_pb2.Frame]:
+        yield frame_of()
+        await go_on.wait()
+        tokens = [70, 71] if has_several else [70]
+        of = row_ids
+        yield rows_of((of["bad"], 4, [5]), (of["gone"], 4, [6]), (of["good"], 4, tokens))
+        yield rows_of(
+            (of["bad"], 5, [5]), (of["good"], 9, [8]), (999, 1, [2]), (of["other"], 3, [1])
+        )
+        await asyncio.Event().wait()
+
+    stream = open_stream(ScriptedStub(frames))
+    await stream.standing()
+    row_ids |= {name: stream.attach(name, sink) for name, sink in sinks.items()}
+    assert len(set(row_ids.values())) == 4
+    stream.detach("gone")
+    go_on.set()
+    await until(lambda: bool(sinks["other"].tokens))
+    assert sinks["other"].tokens == [(3, [1])]
+    assert sinks["good"].tokens == [(4, [70, 71] if has_several else [70]), (9, [8])]
+    assert [error.code for error in sinks["bad"].lost] == [ErrorCode.INTERNAL]
+    assert (sinks["gone"].tokens, stream.num_attached, stream.stands) == ([], 2, True)
+    await stream.close("over")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        decode_pb2.TokenRows(row_ids=[1, 2], start_indexes=[3], token_ids=[4, 5]),
+        decode_pb2.TokenRows(row_ids=[1, 1], start_indexes=[3, 4], token_ids=[4]),
+        decode_pb2.TokenRows(row_ids=[1], start_indexes=[3], token_ids=[4], num_tokens=[2]),
+        decode_pb2.TokenRows(row_ids=[1], start_indexes=[3], token_ids=[4], num_tokens=[1, 0]),
+    ],
+)
+async def test_columns_that_do_not_fit_together_reach_nobody(rows: decode_pb2.TokenRows) -> None:
+    go_on = asyncio.Event()
+
+    async def frames() -> AsyncIterator[decode_pb2.Frame]:
+        yield frame_of()
+        await go_on.wait()
+        yield decode_pb2.Frame(decode=IDENTITY, rows=rows)
+
+    stub = ScriptedStub(frames)
+    stream = open_stream(stub)
+    await stream.standing()
+    sink = Sink()
+    assert stream.attach("r", sink) == 1
+    go_on.set()
+    await until(lambda: len(stub.requests) == 2 and stream.stands)
+    assert (sink.tokens, sink.lost, stream.num_breaks) == ([], [], 1)
+    await stream.close("over")
 
 
 @pytest.mark.parametrize("cause", ["a bug", "a closed channel", "an end", "an error"])

@@ -19,12 +19,12 @@ from runtime.wire import error_to_proto
 LOST = PeerLostError("gone")
 
 
-def generation_of(num_tokens: int) -> Generation:
+def generation_of(num_tokens: int, num_logprobs: int = 0) -> Generation:
     return Generation(
         request_id="r",
         index=0,
         prompt_token_ids=[1, 2, 3],
-        sampling=SamplingParams(max_tokens=num_tokens, num_logprobs=0),
+        sampling=SamplingParams(max_tokens=num_tokens, num_logprobs=num_logprobs),
         cache_salt="",
         mailbox=Mailbox(),
         received=0.0,
@@ -46,6 +46,7 @@ class Workers:
         """Output index of what decode says next."""
         self.max_sent = self.sent
         self.has_answered = False
+        self.has_logprobs = generation.sampling.num_logprobs >= 0
         self.sink = AttemptSink(generation)
         self.sink.is_reserved = True
 
@@ -58,7 +59,8 @@ class Workers:
             token_id=self.tokens[self.begin],
             finish_reason=common_pb2.FINISH_REASON_LENGTH if is_last else 0,  # type: ignore[arg-type]
         )
-        first.logprobs.CopyFrom(logprobs_of([self.tokens[self.begin]])[0])
+        if self.has_logprobs:
+            first.logprobs.CopyFrom(logprobs_of([self.tokens[self.begin]])[0])
         self.sink.on_first(first)
 
     def say(self, count: int) -> None:
@@ -66,15 +68,20 @@ class Workers:
         end = min(self.sent + count, len(self.tokens))
         token_ids = self.tokens[self.sent : end]
         is_last = end == len(self.tokens)
-        self.sink.on_delta(
-            decode_pb2.TokenDelta(
-                request_id="r",
-                start_index=self.sent,
-                token_ids=token_ids,
-                logprobs=logprobs_of(token_ids),
-                finish_reason=common_pb2.FINISH_REASON_LENGTH if is_last else 0,  # type: ignore[arg-type]
+        if self.has_logprobs or is_last:
+            self.sink.on_delta(
+                decode_pb2.TokenDelta(
+                    request_id="r",
+                    start_index=self.sent,
+                    token_ids=token_ids,
+                    logprobs=logprobs_of(token_ids) if self.has_logprobs else [],
+                    finish_reason=common_pb2.FINISH_REASON_LENGTH if is_last else 0,  # type: ignore[arg-type]
+                )
             )
-        )
+        elif len(token_ids) == 1:
+            self.sink.on_token(self.sent, token_ids[0], 1.0)
+        else:
+            self.sink.on_tokens(self.sent, list(token_ids), 1.0)
         self.sent = end
         self.max_sent = max(self.max_sent, end)
 
@@ -95,12 +102,14 @@ actions = st.lists(
 )
 
 
-@given(st.integers(1, 24), actions)
-def test_every_token_once_and_in_order(num_tokens: int, steps: list[tuple[str, int]]) -> None:
+@given(st.integers(1, 24), actions, st.booleans())
+def test_every_token_once_and_in_order(
+    num_tokens: int, steps: list[tuple[str, int]], has_logprobs: bool
+) -> None:
     tokens = list(range(100, 100 + num_tokens))
 
     async def run() -> list[Output]:
-        generation = generation_of(num_tokens)
+        generation = generation_of(num_tokens, 0 if has_logprobs else -1)
         workers = Workers(generation, tokens)
         for step, number in [*steps, ("end", 0)]:
             if workers.sink.ended.done():
@@ -136,19 +145,25 @@ def test_every_token_once_and_in_order(num_tokens: int, steps: list[tuple[str, i
 
     outputs = asyncio.run(run())
     assert [token for output in outputs for token in output.token_ids] == tokens
-    assert [p.logprob for output in outputs for p in output.logprobs] == [-float(t) for t in tokens]
+    logprobs = [p.logprob for output in outputs for p in output.logprobs]
+    assert logprobs == ([-float(token) for token in tokens] if has_logprobs else [])
     assert [output.first is not None for output in outputs].count(True) == 1
     assert outputs[0].first is not None
     reasons = [output.finish_reason for output in outputs]
     assert reasons == [None] * (len(outputs) - 1) + [FinishReason.LENGTH]
 
 
-async def test_a_gap_is_an_error_and_not_wrong_text() -> None:
-    workers = Workers(generation_of(9), list(range(9)))
+@pytest.mark.parametrize("num_logprobs", [-1, 0])
+@pytest.mark.parametrize("num_before", [0, 3])
+async def test_a_gap_is_an_error_and_not_wrong_text(num_logprobs: int, num_before: int) -> None:
+    workers = Workers(generation_of(9, num_logprobs), list(range(9)))
     workers.answer()
+    for _ in range(num_before):
+        workers.say(1)
     workers.sent += 1
     workers.say(1)
-    with pytest.raises(InternalError, match="sent token 2 of request r after token 0"):
+    expected = f"sent token {num_before + 2} of request r after token {num_before}"
+    with pytest.raises(InternalError, match=expected):
         await workers.sink.ended
 
 

@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from router.pool.members import Member, WorkerLoad
+from router.pool.members import Member, Role, WorkerLoad
 from router.pool.view import PoolView
 from router.routing.explain import Explanation
 from router.routing.policy import Pair, PairingPolicy
 from router.routing.prefixes import MAX_CONVERSATIONS, Binding, Conversations, Prefixes
 from router.routing.request_shape import RequestShape
 from router.routing.scorers import SCORERS
+from router.routing.scorers.predicted_ttft import delay_of_others_s
 from runtime.block_hash import hash_blocks
+from runtime.tiers import TierTokens
 from tests.router.routing.pools import Clock, decode, load, pool_of, prefill
 
 BLOCK = 64
@@ -116,6 +118,66 @@ def test_the_prediction_is_what_was_measured() -> None:
     assert estimate.compute_s == pytest.approx(40 * BLOCK / 4000)
     assert estimate.transfer_s == pytest.approx(70 / 10 - estimate.compute_s)
     assert estimate.room_s == 0.0
+
+
+def works(router: Router, member: Member, share: float) -> None:
+    """It has worked so much of the last minute, at 20,000 tokens a second."""
+    router.says(member, clock_s=1.0)
+    done = round(60 * share * 20_000)
+    router.says(member, clock_s=61.0, num_tokens_done=done, busy_s=60.0 * share)
+
+
+@pytest.mark.parametrize(("num_blocks", "is_kept"), [(20, False), (90, True)])
+def test_a_worker_that_works_much_keeps_what_leaves_little_to_compute(
+    num_blocks: int, is_kept: bool
+) -> None:
+    router = Router("predicted-ttft", *P[:2], D[0])
+    works(router, P[0], 0.8)
+    works(router, P[1], 0.2)
+    router.holds(P[0], TEXT[: num_blocks * BLOCK])
+    assert (router.pick(TEXT).prefill.key == P[0].key) is is_kept
+
+
+def test_others_wait_for_what_is_brought_until_the_worker_has_caught_up() -> None:
+    router = Router("predicted-ttft", *P[:2], D[0])
+    works(router, P[0], 0.75)
+    busy, idle = router.pool.candidates(Role.PREFILL)
+    assert delay_of_others_s(idle, 2.0) == 0.0
+    assert delay_of_others_s(busy, 2.0) == pytest.approx(2.0 * 0.75 / 0.25, rel=0.01)
+    works(router, P[1], 1.0)
+    assert delay_of_others_s(idle, 2.0) == pytest.approx(2.0 * 0.95 / 0.05)
+
+
+def test_the_queue_is_what_goes_before_the_requests_tier() -> None:
+    """The first worker has most tokens, nearly all of them of the last tier."""
+    router = Router("predicted-ttft", *P[:2], D[0])
+    long = (TierTokens(0, 0.5, 1_000), TierTokens(2, 0.2, 99_000))
+    router.says(P[0], num_tokens_waiting=100_000, tokens_by_tier=long)
+    router.says(P[1], num_tokens_waiting=20_000)
+    first = router.pick(TEXT, tier_order=0)
+    assert first.prefill.key == P[0].key
+    assert first.estimate is not None
+    assert first.estimate.queue_s == pytest.approx(1_000 / 0.8 / 20_000)
+    assert router.pick(TEXT[::-1], tier_order=2).prefill.key == P[1].key
+
+
+def test_prompts_that_a_report_does_not_know_of_yet_are_ahead_of_every_tier() -> None:
+    router = Router("predicted-ttft", P[0], D[0])
+    tiers = (TierTokens(0, 0.5, 1_000), TierTokens(1, 0.0, 9_000))
+    router.says(P[0], num_tokens_waiting=10_000, tokens_by_tier=tiers)
+    load = router.pool.candidates(Role.PREFILL)[0].load
+    with router.pool.in_flight(P[0].key, 500):
+        assert [load.num_tokens_ahead(order) for order in (0, 1)] == [1_500, 10_500]
+    assert load.num_tokens_ahead(0) >= 0
+
+
+def test_a_conversation_stays_where_only_tiers_behind_wait() -> None:
+    router = Router("predicted-ttft", *P[:2], D[0])
+    bound = router.pick(TEXT, conversation="c").prefill
+    tiers = (TierTokens(0, 0.5, 1), TierTokens(1, 0.0, 10**6))
+    router.says(bound, num_tokens_waiting=10**6 + 1, tokens_by_tier=tiers)
+    assert router.why(TEXT, conversation="c", tier_order=1).binding == "overloaded"
+    assert router.why(TEXT, conversation="c", tier_order=0).binding == "kept"
 
 
 def test_a_rank_without_room_is_waited_for() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import orjson
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from router.text.detokenizer import Detokenizer
 from router.text.output import ChoiceText, OutputOptions
+from router.text.pieces import Pieces
 from router.text.tokenizer import Tokenizer, Vocabulary
 from runtime.pb import common_pb2
 from runtime.sampling import FinishReason
@@ -146,6 +148,41 @@ def test_another_kind_of_tokenizer_is_refused(tmp_path) -> None:
 
 
 def test_a_vocabulary_is_a_plain_value() -> None:
-    vocabulary = Vocabulary(pieces=[b"\xc3"], visible_pieces=[b"\xc3"], special_ids=frozenset())
+    pieces = Pieces([b"\xc3"])
+    vocabulary = Vocabulary(pieces=pieces, visible_pieces=pieces, special_ids=frozenset())
     assert vocabulary.token_text(0) == "\ufffd"
     assert vocabulary.token_name(0) == "bytes:\\xc3"
+
+
+@given(st.lists(IDS.map(tuple)), st.booleans())
+def test_what_is_known_of_an_id_alone_is_what_feeding_it_says(
+    parts: list[tuple[int, ...]], skip_special_tokens: bool
+) -> None:
+    """Whoever takes the JSON of a token as it is, and feeds all others, tells the same text."""
+    options = OutputOptions(skip_special_tokens=skip_special_tokens)
+    quick, fed = ChoiceText(VOCABULARY, options), ChoiceText(VOCABULARY, options)
+    for token_ids in parts:
+        whole = fed.feed(token_ids, [], None)
+        said = b""
+        for token_id in token_ids:
+            known = quick.json_pieces[token_id] if quick.json_pieces is not None else None
+            if known is not None:
+                quick.num_tokens += 1
+            else:
+                piece = quick.feed([token_id], [], None)
+                known = orjson.dumps(piece.text)[1:-1] if piece is not None else b""
+            said += known
+        assert orjson.loads(b'"%b"' % said) == (whole.text if whole is not None else "")
+        assert quick.num_tokens == fed.num_tokens
+    ends = [text.feed([], [], FinishReason.LENGTH) for text in (quick, fed)]
+    assert ends[0] == ends[1]
+    assert quick.json_pieces is None
+
+
+def test_nothing_is_known_of_an_id_where_more_is_wanted_than_its_text() -> None:
+    plain = ChoiceText(VOCABULARY, OutputOptions())
+    assert plain.json_pieces is not None
+    assert plain.json_pieces[10**6] is None
+    assert 10**6 not in plain.json_pieces
+    assert ChoiceText(VOCABULARY, OutputOptions(stops=["a"])).json_pieces is None
+    assert ChoiceText(VOCABULARY, OutputOptions(keep_tokens=True)).json_pieces is None

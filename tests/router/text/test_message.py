@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from router.text.marks import MarkTable
 from router.text.output import ChoiceText, OutputOptions, Piece
+from router.text.pieces import Pieces
 from router.text.reasoning import REASONING_FORMATS, Start, reasoning_format
 from router.text.tokenizer import Vocabulary
 from runtime.sampling import FinishReason
@@ -87,7 +88,7 @@ def test_the_template_tells_whether_there_is_reasoning() -> None:
 
 # Bytes are tokens; then come the marks of one token.
 TOKENS = [*(bytes([byte]) for byte in range(256)), b"<think>", b"</think>", b"<tool_call>"]
-TOKENS += [b"</tool_call>"]
+TOKENS = Pieces([*TOKENS, b"</tool_call>"])
 OPEN, CLOSE, CALL, CALL_END = range(256, 260)
 VOCABULARY = Vocabulary(pieces=TOKENS, visible_pieces=TOKENS, special_ids=frozenset())
 TABLE = MarkTable(

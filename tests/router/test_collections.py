@@ -1,0 +1,28 @@
+"""The garbage collector has nothing to look through that is there for good."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from router.__main__ import spare_collections
+
+
+@pytest.fixture
+def usual_collections():
+    thresholds = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+@pytest.mark.usefixtures("usual_collections")
+def test_what_a_router_starts_with_is_never_looked_through_again() -> None:
+    cycle: list[object] = []
+    cycle.append(cycle)
+    assert gc.is_tracked(cycle)
+    spare_collections()
+    assert gc.get_freeze_count() > 1000
+    assert not any(each is cycle for each in gc.get_objects())
+    assert gc.get_threshold()[0] > 10_000
