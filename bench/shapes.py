@@ -38,9 +38,10 @@ DEEPSEEK_V3: Final = DeepseekV3Config(
     n_group=8,
     topk_group=4,
     routed_scaling_factor=2.5,
+    num_nextn_predict_layers=1,
     fp8_block_size=128,
 )
-"""DeepSeek-V3 and R1 (671B), without the layer for multi-token prediction."""
+"""DeepSeek-V3 and R1 (671B)."""
 
 TINY: Final = DeepseekV3Config(
     vocab_size=512,
@@ -62,6 +63,7 @@ TINY: Final = DeepseekV3Config(
     n_group=8,
     topk_group=4,
     routed_scaling_factor=2.5,
+    num_nextn_predict_layers=1,
     fp8_block_size=128,
 )
 """The same kinds of layers at a size that a CPU runs in milliseconds; FP8 blocks are whole."""

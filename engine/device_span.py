@@ -1,4 +1,4 @@
-"""When a device ran a step, by events that cost the host microseconds and never make it wait."""
+"""When a device ran a step, by events that cost the host microseconds; only `ended_after` waits."""
 
 import torch
 
@@ -26,6 +26,10 @@ class DeviceSpan:
         return max(gap_ms / 1000, 0.0)
 
     def ended_after(self, before: "DeviceSpan") -> float:
-        """Seconds from the end of `before` to our end; both must be over."""
+        """Seconds from the end of `before` to our end, which is waited for.
+
+        A step's results are there before its end where it goes on to make drafts.
+        """
+        self._end.synchronize()
         distance_ms: float = before._end.elapsed_time(self._end)
         return distance_ms / 1000

@@ -167,6 +167,14 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
         help="steps of a request; another one as long follows it",
     )
     parser.add_argument(
+        "--drafts", type=int, default=0, help="of each request and step, by the layer for it"
+    )
+    parser.add_argument(
+        "--accept",
+        type=_share,
+        help='of drafts that come to their turn, a share; or "model": what the layer guesses',
+    )
+    parser.add_argument(
         "--grammar", action="store_true", help="bind every request by a JSON schema of its own"
     )
 
@@ -277,7 +285,13 @@ def _decode_options(arguments: argparse.Namespace) -> DecodeOptions:
         context_lens=parse_range(arguments.context_lens, "context-lens"),
         output_len=arguments.output_len,
         grammar=arguments.grammar,
+        drafts=arguments.drafts,
+        accept=arguments.accept,
     )
+
+
+def _share(text: str) -> float | None:
+    return None if text == "model" else float(text)
 
 
 def _switch(text: str) -> bool:

@@ -30,6 +30,7 @@ from engine.batch import build_forward_batch
 from engine.boot.warm_up import products
 from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.capture import Capture
+from engine.graphs.draft_rows import NO_DRAFT
 from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.operations import do_nothing
 from engine.pending_step import PendingStep
@@ -46,24 +47,26 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
     rank = models.get(setup, section)
     requests = invent_requests(options, rank)
     sizes = step_sizes(options.requests, section.max_num_seqs)
-    rank.compile_for(products(rank.model, sizes[-1], rows=sorted(sizes)))
+    each = options.rows_each
+    rows = sorted({*sizes, *(size * each for size in sizes)})
+    rank.compile_for(products(rank.model, rows[-1], rows=rows))
     session = open_session(
         rank,
         setup,
         num_blocks=requests.num_blocks,
         kv_dtype=engine_options(section).kv.dtype,
-        max_tokens=sizes[-1],
-        num_rows=len(requests),
+        max_tokens=rows[-1],
+        num_rows=len(requests) * each,
     )
     bench = _DecodeBench(session, options, requests)
     say("ready", rank=rank.place.rank)
     run = run_steps(session, setup, section, requests, bench.runner)
     mean_context = run.measurement.mean_context if run.measurement else 0.0
-    contexts = session.gather([mean_context, len(requests)])
+    contexts = session.gather([mean_context, len(requests), requests.tokens_each])
     model_s = bench.time_model()
     profile = None
     if setup.profile:
-        named = bench.run_eagerly if bench.is_captured else None
+        named = bench.run_eagerly if bench.is_captured and not options.drafts else None
         profile = profile_batch(session, bench.run_one, named=named)
     report = _report(
         session, options, run, requests, contexts=contexts, model_s=model_s, profile=profile
@@ -100,9 +103,11 @@ def invent_requests(options: DecodeOptions, rank: RankModel) -> RunningRequests:
             temperature=setup.temperature,
             top_p=setup.top_p,
             vocab_size=vocab_size,
+            says_one_token=options.accept is not None,
         ),
         generator=generator,
         schemas=schemas,
+        rows_each=options.rows_each,
     )
 
 
@@ -128,21 +133,27 @@ def _report(
     if not session.is_first:
         return None
     measured, steps = session.rank.measured, run.of_rank_0
-    sheet = find_sheet(device_name(session.device))
-    tokens = sum(options.requests)
-    mean_context = sum(mean * count for mean, count in contexts) / tokens
+    # What verified rows must cost is another bound.
+    sheet = None if options.drafts else find_sheet(device_name(session.device))
+    num_requests = sum(options.requests)
+    tokens = sum(count * each for _, count, each in contexts)
+    mean_context = sum(mean * count for mean, count, _ in contexts) / num_requests
     step_ms = 1e3 * steps.seconds / steps.num_steps
     shown = ", ".join(map(str, options.requests))
     notes = [] if options.is_equal else [f"unequal ranks: {shown} requests"]
     if options.grammar:
         notes.append("every request is bound by a JSON schema of its own; see grammar")
+    if options.drafts:
+        how = "as the invented layer guesses" if options.accept is None else "forced"
+        notes.append(f"{options.drafts} drafts, {how}: see tokens_per_request")
     return {
         "benchmark": "decode",
         **describe_run(session, options.setup, options.section, run, notes=notes),
         "options": dataclasses.asdict(options),
         "tokens_per_step": tokens,
+        "tokens_per_request": tokens / num_requests,
         "mean_context": mean_context,
-        "ranks": [{"requests": int(count), "mean_context": mean} for mean, count in contexts],
+        "ranks": [{"requests": int(count), "mean_context": mean} for mean, count, _ in contexts],
         "step_ms": dataclasses.asdict(Quantiles.of(steps.step_s)),
         "grammar": requests.describe_schemas(),
         "rates": decode_rates(
@@ -166,6 +177,7 @@ class _DecodeRunner:
     """Launches as the loop of a decode worker does: a step's launch is short."""
 
     runner: GraphRunner
+    accept: float | None = None
 
     def launch(
         self,
@@ -174,6 +186,10 @@ class _DecodeRunner:
         group_mean: int,
         meanwhile: Callable[[], None],
     ) -> PendingStep:
+        drafts = self.runner.kept_drafts
+        if drafts is not None and self.accept is not None:
+            lost = torch.rand(drafts.shape, device=drafts.device) >= self.accept
+            drafts.masked_fill_(lost, NO_DRAFT)
         return self.runner.launch(scheduled, after=after, group_mean=group_mean)
 
     def run_dummy(self, group_mean: int) -> None:
@@ -186,13 +202,15 @@ class _DecodeBench:
     def __init__(self, session: Session, options: DecodeOptions, requests: RunningRequests) -> None:
         self._session, self._options, self._requests = session, options, requests
         self._runner = GraphRunner(session.runner, None)
-        if options.section.wants_graphs:
+        if options.section.wants_graphs or options.drafts:
             self._runner = capture_steps(
                 session.runner,
                 max_num_seqs=options.section.max_num_seqs,
                 max_model_len=session.rank.max_model_len,
                 group=session.rank.groups.boot_group,
                 buckets=step_sizes(options.requests, options.section.max_num_seqs),
+                num_drafts=options.drafts,
+                use_graphs=options.section.wants_graphs,
             )
 
     @property
@@ -203,7 +221,7 @@ class _DecodeBench:
     @property
     def runner(self) -> StepRunner:
         """Of the steps."""
-        return _DecodeRunner(self._runner)
+        return _DecodeRunner(self._runner, self._options.accept)
 
     def run_one(self) -> None:
         """Run a step and wait for it; all ranks call."""
@@ -220,7 +238,8 @@ class _DecodeBench:
         None where steps are not captured, and where ranks are unequal.
         """
         session = self._session
-        if not self.is_captured or not self._options.is_equal:
+        options = self._options
+        if not options.section.wants_graphs or not options.is_equal or options.drafts:
             return None
         session.begin_step()
         batch = build_forward_batch(self._requests.peek(), BLOCK_SIZE, session.device)

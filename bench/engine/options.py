@@ -239,6 +239,9 @@ class DecodeOptions:
         context_lens: least and most tokens that a request attends to at its first step.
         output_len: steps of a request; then another one as long takes its place.
         grammar: whether every request is bound by a JSON schema of its own.
+        drafts: that a step verifies for each request.
+        accept: of drafts, the share that is right, each behind a right one; None for what the
+            invented layer guesses, which is nothing.
     """
 
     setup: Setup
@@ -246,6 +249,8 @@ class DecodeOptions:
     context_lens: tuple[int, int] = (1500, 1660)
     output_len: int = 128
     grammar: bool = False
+    drafts: int = 0
+    accept: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured.
@@ -267,6 +272,9 @@ class DecodeOptions:
             problem = "is no range of a token known before, and the one that runs"
             raise ConfigError("context-lens", f"{least}-{most}", problem, "for example 1500-1660")
         _check_least("output-len", self.output_len, 1)
+        if self.accept is not None and not (self.drafts and 0 <= self.accept <= 1):
+            problem = "is a share of drafts" if self.drafts else "there are no drafts"
+            raise ConfigError("accept", self.accept, problem, "0 to 1, with --drafts")
         section = self.section
         if section.max_num_seqs < max(self.requests):
             problem = f"a rank has {max(self.requests)} requests"
@@ -279,14 +287,26 @@ class DecodeOptions:
         """The configuration of the worker whose steps run."""
         most = max(DEFAULT_BATCH, *self.requests)
         step = ROW_TILE // math.gcd(self.setup.dp, ROW_TILE)
-        room = max(DecodeSection().max_tokens_per_rank, -(-most // step) * step)
-        defaults = {"dp": self.setup.dp, "max_num_seqs": most, "max_tokens_per_rank": room}
+        most_rows = most * self.rows_each
+        defaults = {
+            "dp": self.setup.dp,
+            "max_num_seqs": most,
+            "max_tokens_per_rank": max(
+                DecodeSection().max_tokens_per_rank, -(-most_rows // step) * step
+            ),
+            "num_speculative_tokens": self.drafts,
+        }
         return self.setup.configure("decode", defaults)
 
     @property
     def section(self) -> DecodeSection:
         """Its section."""
         return self.cluster.decode
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of a request in a step: its last token and the drafts behind it."""
+        return 1 + self.drafts
 
     @property
     def is_equal(self) -> bool:

@@ -233,6 +233,7 @@ def _build(
         dtype=_dtype_of(parts.config, parts.device),
         device=parts.device,
         load_format="dummy",
+        with_mtp=isinstance(options.steps, TokenSteps) and options.steps.num_speculative_tokens > 0,
         kernels=kernels,
         placement=placement,
         execution=opened.execution,

@@ -32,11 +32,14 @@ class SamplingChoice:
             everybody; so each request is biased to another one.
         top_p: as in `SamplingParams`.
         vocab_size: of the model.
+        says_one_token: bias each request to a token of its own at any temperature, so that who
+            guesses its next token is right.
     """
 
     temperature: float
     top_p: float
     vocab_size: int
+    says_one_token: bool = False
 
     def draw(self, generator: random.Random) -> SamplingParams:
         """The parameters of one more request."""
@@ -46,7 +49,7 @@ class SamplingChoice:
             top_p=self.top_p,
             seed=generator.getrandbits(64),
             max_tokens=_NO_END,
-            logit_bias={} if self.temperature else {token: FORCED_BIAS},
+            logit_bias={token: FORCED_BIAS} if self.says_one_token or not self.temperature else {},
         )
 
 
@@ -92,7 +95,7 @@ class _Place:
 class RunningRequests:
     """The requests of one decode rank, in the middle of their outputs at the start.
 
-    A request runs ``output_len`` steps; then another with a context as long takes its place, as in
+    A request runs ``output_len`` tokens; then another with a context as long takes its place, as in
     a full server. So contexts are spread in the same way at every step of a measurement. A request
     that is bound by a schema may end before.
     """
@@ -106,6 +109,7 @@ class RunningRequests:
         sampling: SamplingChoice,
         generator: random.Random,
         schemas: SchemaOutputs | None = None,
+        rows_each: int = 1,
     ) -> None:
         """Make one place for each of ``contexts``.
 
@@ -116,13 +120,17 @@ class RunningRequests:
             sampling: how they sample.
             generator: of all that is drawn.
             schemas: bind the requests of every place.
+            rows_each: tokens that a step may give a request.
         """
         self._output_len, self._sampling, self._random = output_len, sampling, generator
         self._schemas = schemas
         self._num_steps = self._num_bound = self._num_ended = self._num_failed = 0
         self._tokens = _Tokens(sampling.vocab_size, generator)
         self._num_requests = 0
-        counts = [num_blocks_of(context, output_len, block_size) for context in contexts]
+        self._num_given = self._num_taken = 0
+        # Two steps may be launched before one is read.
+        most = output_len + 3 * (rows_each - 1)
+        counts = [num_blocks_of(context, most, block_size) for context in contexts]
         self.num_blocks = max(1 + sum(counts), 2)
         """Of the pool: those of all places, and block 0, which is nobody's."""
         blocks = list(range(1, 1 + sum(counts)))
@@ -171,16 +179,22 @@ class RunningRequests:
         """The same step without taking it: nothing may be launched that is not read."""
         return [ScheduledRequest(place.request, 1) for place in self._places]
 
-    @staticmethod
-    def take(results: Iterable[StepResult]) -> None:
+    @property
+    def tokens_each(self) -> float:
+        """Tokens that a step gave a request, in the mean of all steps so far."""
+        return self._num_given / max(self._num_taken, 1)
+
+    def take(self, results: Iterable[StepResult]) -> None:
         """Give a step's tokens to its requests, in the order of the steps."""
         for result in results:
             request = result.request
-            request.num_launched_tokens -= 1
-            request.num_computed_tokens += 1
             # Invented weights may give no usable logits; the step was the same work.
-            token = 0 if result.sampled is None else result.sampled.token_id
-            request.output_token_ids.append(token)
+            tokens = [token.token_id for token in result.tokens] or [0]
+            request.num_launched_tokens -= 1
+            request.num_computed_tokens += len(tokens)
+            request.output_token_ids += tokens
+            self._num_given += len(tokens)
+            self._num_taken += 1
 
     @staticmethod
     def _num_run(place: _Place) -> int:

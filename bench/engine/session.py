@@ -133,6 +133,7 @@ def make_tables(
         return RoutingTables(table.to(rank.device)[None, None], num_rows=num_rows)
     # Two micro-batches ask once each.
     num_calls = config.num_moe_layers * (1 if rank.execution.overlap is None else 2)
+    num_calls += rank.model.with_mtp
     generator = torch.Generator(device=rank.device).manual_seed(setup.seed * dims.world_size + own)
     drawn = draw_uniform(
         config,

@@ -41,8 +41,9 @@ AUTO_DEPENDENT_LAUNCHES: Final = True
 requests takes 7 us less on one H200, with the same results bit by bit."""
 
 
-AUTO_MASKED_TOKENS: Final = 0
-"""What `ChunkSteps.max_masked_tokens` is if it is "auto". Nobody has measured whole steps yet."""
+AUTO_MASKED_TOKENS: Final = 256
+"""What `ChunkSteps.max_masked_tokens` is if it is "auto". On one H200, as one of eight ranks that
+share heads, a layer of 32 to 256 tokens takes 17 to 33 % less, and a whole step of 64 21 %."""
 
 logger = get_logger(__name__)
 

@@ -62,7 +62,7 @@ class DraftingBody:
         self._counts = torch.ones(most, dtype=torch.int64, device=device)
         self._is_usable = torch.zeros(most, dtype=torch.bool, device=device)
         num_slots = sampler.num_slots + 1
-        self._drafts = torch.full((num_slots, num_drafts), NO_DRAFT, device=device)
+        self.drafts_SK = torch.full((num_slots, num_drafts), NO_DRAFT, device=device)
 
     def prepare(self, bucket: int) -> None:
         """See `StepBody`."""
@@ -85,7 +85,7 @@ class DraftingBody:
                 logits[:, : self._sampler.vocab_size], replace(mask, rows=mask.rows * num_rows)
             )
         logits_BRV = logits.view(bucket, num_rows, -1)
-        drafts = self._static.drafted(bucket, self._drafts).usable_drafts()
+        drafts = self._static.drafted(bucket, self.drafts_SK).usable_drafts()
         rows = self._sampling_rows(bucket)
         is_counting = torch.ones_like(is_finite[:, 0])
         counts = torch.zeros_like(rows.slot)
@@ -104,7 +104,7 @@ class DraftingBody:
 
     def run_drafts(self, bucket: int, stage: SamplingStage) -> None:
         """See `StepBody`."""
-        sequences = self._static.drafted(bucket, self._drafts)
+        sequences = self._static.drafted(bucket, self.drafts_SK)
         rows, counts = self._sampling_rows(bucket), self._counts[:bucket]
         tokens, batch = self._tokens[:bucket], self._verifying(bucket)
         hidden = self._run_layer(self._hidden[: batch.num_tokens], tokens.flatten(), batch)
@@ -120,7 +120,7 @@ class DraftingBody:
         if stage is SamplingStage.FULL:
             for draft in drafts:
                 self._sampler.forget(draft, rows.slot)
-        self._drafts.index_copy_(0, rows.slot, torch.stack(drafts, dim=1))
+        self.drafts_SK.index_copy_(0, rows.slot, torch.stack(drafts, dim=1))
 
     def launch_sample(
         self, inputs: DecodeInputs, copies: HostCopies
@@ -154,7 +154,7 @@ class DraftingBody:
         return launch_logprobs(raw, chosen, [num_top[row // num_rows] for row in rows], copies)
 
     def _verifying(self, bucket: int) -> ForwardBatch:
-        return self._static.drafted(bucket, self._drafts).verifying()
+        return self._static.drafted(bucket, self.drafts_SK).verifying()
 
     def _sampling_rows(self, bucket: int) -> SamplingRows:
         """Return what the sampler is told of the first row of each sequence."""

@@ -9,6 +9,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from engine.device_span import DeviceSpan
 from engine.graphs.capture import CaptureProgress, capture_or_close
 from engine.graphs.step_graphs import StepGraphs
@@ -45,6 +47,11 @@ class GraphRunner:
     def has_graphs(self) -> bool:
         """Whether steps are replayed where they can be."""
         return self._graphs is not None
+
+    @property
+    def kept_drafts(self) -> Tensor | None:
+        """See `StepGraphs.kept_drafts`."""
+        return None if self._graphs is None else self._graphs.kept_drafts
 
     def launch(
         self,

@@ -31,6 +31,11 @@ class StepBody(Protocol):
         """Whether `run_drafts` does anything."""
         ...
 
+    @property
+    def drafts_SK(self) -> Tensor | None:
+        """Drafts by slot, [S, K] int64; `NO_DRAFT` where there is none."""
+        ...
+
     def prepare(self, bucket: int) -> None:
         """Run the model once, for the largest size, and allocate what depends on its results."""
         ...
@@ -62,6 +67,7 @@ class TokenBody:
     """One token of each request, and the next one: a `StepBody` without drafts."""
 
     has_drafts = False
+    drafts_SK = None
 
     def __init__(
         self, model: CausalModel, kv_pool: KVPool, static: StaticInputs, sampler: GraphSampler

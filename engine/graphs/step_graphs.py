@@ -20,6 +20,7 @@ from functools import partial
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from engine.batch import StepBounds
 from engine.constraint.step_masks import mask_of_step
@@ -100,6 +101,11 @@ class StepGraphs:
     def is_captured(self) -> bool:
         """Whether steps can be launched."""
         return bool(self._heads)
+
+    @property
+    def kept_drafts(self) -> Tensor | None:
+        """Drafts of the next step, [slots, K] int64 on the device; a measurement may lose some."""
+        return self._body.drafts_SK
 
     @torch.inference_mode()
     def capture(

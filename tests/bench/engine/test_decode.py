@@ -166,3 +166,23 @@ def test_only_the_sizes_that_come_are_captured() -> None:
     assert captured._graphs.buckets == (2, 8)
     assert captured._graphs.is_captured
     captured.close()
+
+
+@pytest.mark.parametrize(("accept", "each"), [("1", 2.0), ("0", 1.0)])
+def test_as_many_drafts_are_right_as_are_asked_for(
+    tmp_path: Path, accept: str, each: float
+) -> None:
+    report = measure(tmp_path, "--batch", "3", "--drafts", "1", "--accept", accept)
+    method, tokens = report["method"], report["tokens_per_request"]
+    # The first step of a request has no drafts, and one that follows another in its place neither.
+    assert 1.0 <= tokens <= each
+    assert (tokens > 1.3) is (accept == "1")
+    rate = 3 * tokens * method["num_steps"] / method["seconds"]
+    assert report["rates"]["as_run"]["tokens_per_s"] == pytest.approx(rate)
+    assert report["rates"]["as_run"]["share_of_bound"] is None
+    assert any("1 drafts, forced" in note for note in report["notes"])
+
+
+def test_a_share_of_no_drafts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--batch", "3", "--accept", "0.5"]) != 0
+    assert "accept = 0.5" in capsys.readouterr().err
