@@ -116,7 +116,7 @@ class PodCluster:
         (manifest,) = [
             one
             for one in self._objects.of_kind("Pod", hook="test")
-            if release in ("", one["metadata"]["labels"]["app.kubernetes.io/instance"])
+            if not release or release == one["metadata"]["labels"]["app.kubernetes.io/instance"]
         ]
         name = manifest["metadata"]["name"]
         pod: Pod = self._call(self._start_pod(name, manifest))

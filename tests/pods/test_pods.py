@@ -125,7 +125,7 @@ def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodCluster]:
 
 @pytest.mark.slow
 def test_pods_find_one_another_by_name_and_write_to_volumes_only(web: PodCluster) -> None:
-    status, said = web.run_test(60)
+    status, said = web.run_test(timeout_s=60)
     assert status == 0, said
     assert said.splitlines()[:2] == ["10001", "10001"]
 

@@ -128,6 +128,7 @@ def test_the_router_counts_a_choice_once_when_it_ended_by_itself() -> None:
     split = {"router_s": 0.1, "prefill_queue_s": 0.5, "ttft_s": 2.0, "total_s": 6.0}
     exports.router.choice_finished("length", split, num_tokens=41, max_tokens=41)
     exports.router.count_error("worker_lost")
+    exports.router.settle()  # as before every scrape
     values = scrape(exports, "router")
     assert values["request_success_total{finished_reason=length}"] == 1
     assert values["request_success_total{finished_reason=stop}"] == 0
