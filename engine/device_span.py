@@ -28,7 +28,7 @@ class DeviceSpan:
     def ended_after(self, before: "DeviceSpan") -> float:
         """Seconds from the end of `before` to our end, which is waited for.
 
-        A step's results are there before its end where it goes on to make drafts.
+        A step's results are there a moment before its end, which is issued behind their copies.
         """
         self._end.synchronize()
         distance_ms: float = before._end.elapsed_time(self._end)
